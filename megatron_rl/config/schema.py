@@ -1,0 +1,240 @@
+"""The configuration of a run as typed, frozen values; importable without torch.
+
+A user states intent; a field left at None is derived and its value and reason are shown by ``check``.
+Lengths are in tokens, batch sizes in prompts or rows as named, times in seconds, memory in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Name the Hugging Face checkpoint every role starts from.
+
+    ``path`` is a local directory with config.json, safetensors and tokenizer files.
+    ``dtype`` is the training and rollout dtype: ``bfloat16`` or ``float32``.
+    """
+
+    path: str
+    dtype: str = "bfloat16"
+    attention: str | None = None  # None: transformer_engine where it is installed, else torch
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """Say which ranks a role uses and how it is cut; data parallelism is what remains.
+
+    ``ranks`` None means every rank of the job. ``virtual_pipeline`` is the number of model chunks per
+    pipeline stage.
+    """
+
+    ranks: tuple[int, ...] | None = None
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    sequence_parallel: bool | None = None  # None: on when tensor > 1
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Set AdamW, its learning-rate schedule and gradient clipping."""
+
+    learning_rate: float = 1e-6
+    minimum_learning_rate: float | None = None  # None: equal to learning_rate (constant)
+    warmup_steps: int = 0
+    decay: str = "constant"  # constant, linear, cosine
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    clip_grad: float = 1.0
+    distributed: bool = True
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """Describe the trained policy: its layout, optimizer and activation recompute.
+
+    ``megatron`` passes fields through to Megatron-Core's TransformerConfig, checked against the
+    installed version.
+    """
+
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    recompute: str = "none"  # none, selective, full
+    offload: bool = False  # training state to host memory during rollout
+    megatron: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """Describe the frozen reference policy; ``layout`` None means the actor's."""
+
+    path: str | None = None  # None: model.path
+    layout: LayoutConfig | None = None
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Describe generation: engine, its layout, and how responses are sampled.
+
+    ``engine`` is ``vllm`` or ``torch``; ``tensor`` is the engine's tensor parallelism and the number of
+    replicas follows from the ranks. ``vllm`` passes fields through to vLLM's engine arguments.
+    """
+
+    engine: str = "vllm"
+    ranks: tuple[int, ...] | None = None
+    tensor: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_response_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    sampling_profiles: dict[str, dict[str, Any]] = field(default_factory=dict)  # by task name
+    memory_fraction: float = 0.6
+    vllm: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HybridEngineConfig:
+    """Bound and check the movement of weights from the actor into the rollout engine."""
+
+    staging_bytes: int = 256 * 2**20
+    verify: str = "full"  # full, sampled, off
+
+
+@dataclass(frozen=True)
+class MismatchConfig:
+    """Set when the difference of trainer and rollout log-probs warns and when it stops the run.
+
+    Both are the mean absolute difference per response token. None derives it from the dtype.
+    """
+
+    warn: float | None = None
+    stop: float | None = None
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Name the data sets and the fields of a record.
+
+    ``train`` and ``eval`` are .jsonl or .parquet files or directories saved by HF ``datasets``.
+    """
+
+    train: str
+    eval: str | None = None
+    prompt_field: str = "prompt"
+    ground_truth_field: str = "ground_truth"
+    task_field: str = "task"
+    chat_template: bool | None = None  # None: when the prompt field holds a list of messages
+    max_prompt_tokens: int = 1024
+    over_long: str = "drop"  # drop (counted and reported) or error
+    shuffle: bool = True
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Name the reward function and bound its execution.
+
+    ``function`` is ``module:function`` or ``path/to/file.py:function``. It is called in worker
+    processes as ``function(prompt=, response=, ground_truth=, metadata=, **arguments)`` and returns a
+    number, or a mapping of named components that holds ``reward``.
+    """
+
+    function: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    timeout: float = 10.0
+    workers: int = 1
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Choose a named algorithm and override its settings (names of its own dataclass fields)."""
+
+    name: str = "grpo"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """State the batch in prompts; rows, mini-batches and micro-batches follow.
+
+    ``optimizer_steps`` mini-batches are made of each step's rows, ``epochs`` times over.
+    ``tokens_per_microbatch`` bounds a micro-batch; None derives it from the longest row.
+    """
+
+    prompts_per_step: int = 64
+    samples_per_prompt: int = 8
+    optimizer_steps: int = 1
+    epochs: int = 1
+    tokens_per_microbatch: int | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Set how often and how the evaluation set is answered; ``temperature`` 0 is greedy."""
+
+    every: int = 10
+    at_start: bool = True
+    temperature: float = 0.0
+    samples: int = 1
+    max_prompts: int | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Set how often state is saved, how many checkpoints stay, and whether to resume.
+
+    ``resume`` is ``auto`` (newest checkpoint of the run folder, if any), ``never``, or a path.
+    """
+
+    every: int = 50
+    keep: int = 3
+    resume: str = "auto"
+    export: bool = True  # an HF checkpoint at the end of the run
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Warm the actor up by supervised training before reinforcement learning.
+
+    ``data`` has the prompt field and ``response_field``; the loss is on response tokens.
+    """
+
+    data: str
+    steps: int
+    rows_per_step: int = 64
+    response_field: str = "response"
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Hold one whole run."""
+
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    run_dir: str
+    steps: int
+    seed: int = 1
+    world_size: int | None = None  # None: what the launcher says
+    gpus_per_node: int = 8
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    reference: ReferenceConfig | None = None
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    hybrid_engine: HybridEngineConfig = field(default_factory=HybridEngineConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sft: SftConfig | None = None
+    rank_timeout: float = 600.0

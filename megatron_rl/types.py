@@ -1,0 +1,221 @@
+"""The values that cross between roles: ragged batches of rows, with every field's shape.
+
+Letters: P prompts, G samples per prompt, B = P*G rows, N tokens in all rows together.
+A *row* is one sequence (prompt followed by response). Ragged tensors are concatenated rows;
+``lengths`` [B] says where one ends. Nothing is padded.
+
+Every per-token tensor is aligned with the token it describes:
+``log_probs[t] = log p(token[t] | token[:t])``; the first token of a row has value 0 there.
+All tensors live on the CPU here; roles move what they need to their device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SamplingParameters(NamedTuple):
+    """How one prompt's responses are sampled. ``top_p=1`` and ``top_k=0`` switch those filters off.
+
+    ``temperature=0`` means greedy decoding.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_response_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+
+
+FINISH_STOP = 0
+"""The response ended with a stop token."""
+FINISH_LENGTH = 1
+"""The response reached ``max_response_tokens``."""
+FINISH_FAILED = 2
+"""The engine failed on this row; the row is invalid everywhere downstream."""
+
+
+def split_rows(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+    """Split a ragged [N, ...] tensor into one view per row."""
+    return torch.split(values, lengths.tolist())
+
+
+def row_index(lengths: Tensor) -> Tensor:
+    """Return for each token the number of its row: [N] int64."""
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+
+def take_rows(values: Tensor, lengths: Tensor, rows: Sequence[int]) -> Tensor:
+    """Concatenate the given rows of a ragged [N, ...] tensor, in the order given."""
+    if not len(rows):
+        return values[:0]
+    parts = split_rows(values, lengths)
+    return torch.cat([parts[row] for row in rows])
+
+
+class _Rows:
+    """Row selection shared by the ragged batch types below.
+
+    ``TOKEN_FIELDS`` are [N], ``ROW_FIELDS`` are [B] tensors, ``TUPLE_FIELDS`` are tuples of length B.
+    """
+
+    TOKEN_FIELDS: tuple[str, ...] = ()
+    ROW_FIELDS: tuple[str, ...] = ()
+    TUPLE_FIELDS: tuple[str, ...] = ()
+    lengths: Tensor
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def rows(self, ids: Sequence[int]):
+        """Return the batch that holds the rows ``ids``, in that order."""
+        ids = list(ids)
+        index = torch.tensor(ids, dtype=torch.long)
+        changes: dict[str, Any] = {}
+        for name in self.TOKEN_FIELDS:
+            value = getattr(self, name)
+            changes[name] = None if value is None else take_rows(value, self.lengths, ids)
+        for name in self.ROW_FIELDS:
+            value = getattr(self, name)
+            changes[name] = None if value is None else value[index]
+        for name in self.TUPLE_FIELDS:
+            value = getattr(self, name)
+            changes[name] = tuple(value[row] for row in ids)
+        return replace(self, **changes)  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Any]):
+        """Join batches row after row; a field that is None in one part must be None in all."""
+        changes: dict[str, Any] = {}
+        for name in (*cls.TOKEN_FIELDS, *cls.ROW_FIELDS):
+            values = [getattr(part, name) for part in parts]
+            changes[name] = None if values[0] is None else torch.cat(values)
+        for name in cls.TUPLE_FIELDS:
+            changes[name] = tuple(item for part in parts for item in getattr(part, name))
+        rest = {f.name: getattr(parts[0], f.name) for f in fields(cls) if f.name not in changes}  # pyright: ignore[reportArgumentType]
+        return cls(**changes, **rest)
+
+
+@dataclass(frozen=True)
+class PromptBatch(_Rows):
+    """Hold P prompts as tokens, with what rewards need to judge their responses.
+
+    ``tokens`` [N] int64, ``lengths`` [P] int64, ``prompt_ids`` [P] int64 (position in the data set),
+    ``tasks`` P task names, ``prompts`` P prompt texts, ``ground_truths`` P values of any type,
+    ``metadata`` P mappings, ``sampling`` P sampling parameters.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    prompt_ids: Tensor
+    tasks: tuple[str, ...]
+    prompts: tuple[str, ...]
+    ground_truths: tuple[Any, ...]
+    metadata: tuple[Mapping[str, Any], ...]
+    sampling: tuple[SamplingParameters, ...]
+
+    TOKEN_FIELDS = ("tokens",)
+    ROW_FIELDS = ("lengths", "prompt_ids")
+    TUPLE_FIELDS = ("tasks", "prompts", "ground_truths", "metadata", "sampling")
+
+    def repeat(self, samples: int) -> PromptBatch:
+        """Repeat each prompt ``samples`` times, copies of one prompt next to each other."""
+        return self.rows([row for row in range(len(self)) for _ in range(samples)])
+
+
+@dataclass(frozen=True)
+class Rollouts(_Rows):
+    """Hold B sampled rows: prompt and response tokens with the engine's own log-probs.
+
+    ``tokens`` [N] int64; ``lengths`` [B]; ``response_mask`` [N] bool, true on response tokens;
+    ``rollout_log_probs`` [N] float32, natural log at the sampling temperature, 0 on prompt tokens;
+    ``group`` [B] int64, equal for samples of one prompt; ``finish_reason`` [B] (``FINISH_*``);
+    ``policy_version`` [B] int64, the weights' version that sampled the row; ``temperature`` [B] float32.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    response_mask: Tensor
+    rollout_log_probs: Tensor
+    group: Tensor
+    finish_reason: Tensor
+    policy_version: Tensor
+    temperature: Tensor
+
+    TOKEN_FIELDS = ("tokens", "response_mask", "rollout_log_probs")
+    ROW_FIELDS = ("lengths", "group", "finish_reason", "policy_version", "temperature")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Hold what the judging roles say of the rows of one `Rollouts`.
+
+    ``rewards`` [B] float32 and ``valid`` [B] bool: a row whose reward failed is invalid and its reward
+    is NaN, never 0. ``components`` name -> [B]. ``old_log_probs``, ``ref_log_probs``, ``values`` [N]
+    float32, each None where no role computes it; ``entropy`` [N] of the old policy.
+    """
+
+    rewards: Tensor
+    valid: Tensor
+    components: Mapping[str, Tensor]
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TrainBatch(_Rows):
+    """Hold what a learner needs for rows whose loss weights are already global.
+
+    ``loss_weights`` [N] float32 carries the loss aggregation: the loss of a mini-batch is
+    ``sum_t loss_weights[t] * loss[t]`` over *all* its tokens on all ranks, so any split into
+    micro-batches, data-parallel ranks or packed rows gives the same gradient. It is 0 on prompt
+    tokens, on rejected tokens and on rows that do not take part. ``value_weights`` [N] is the same
+    for the value loss. ``response_mask`` [N] bool marks the tokens that take part.
+    ``advantages``, ``returns``, ``old_log_probs``, ``rollout_log_probs``, ``correction`` (importance weights of
+    the rollout-to-trainer mismatch), ``ref_log_probs``, ``old_values`` are [N] float32;
+    ``temperature`` is [B].
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    response_mask: Tensor
+    loss_weights: Tensor
+    temperature: Tensor
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+    correction: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    old_values: Tensor | None = None
+    value_weights: Tensor | None = None
+
+    TOKEN_FIELDS = (
+        "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",
+        "rollout_log_probs", "correction", "ref_log_probs", "old_values", "value_weights",
+    )  # fmt: skip
+    ROW_FIELDS = ("lengths", "temperature")
+
+
+@dataclass(frozen=True)
+class TensorBox:
+    """Say where one box of a named canonical (Hugging Face) tensor lies in one rank's storage.
+
+    The box is ``start[d] <= i_d < start[d] + size[d]`` in the tensor ``name``; its elements lie in the
+    local parameter ``storage`` at ``offset + sum_d (i_d - start[d]) * stride[d]`` (in elements).
+    """
+
+    name: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    rank: int
+    storage: str
+    offset: int
+    stride: tuple[int, ...]
