@@ -1,0 +1,88 @@
+"""Errors that a user can act on: what was expected, what was found, where, and how to fix it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+EXIT_BAD_INPUT = 2
+
+
+@dataclass(eq=False)
+class UserError(Exception):
+    """Report one mistake in what the user gave: configuration, data, environment or checkpoint.
+
+    ``message`` is one sentence; ``where`` names a config path, ``file:line`` or command; ``expected``,
+    ``got`` and ``fix`` may be left out where they would only repeat it. ``str()`` prints them as lines.
+    """
+
+    message: str
+    where: str | None = None
+    expected: str | None = None
+    got: str | None = None
+    fix: str | None = None
+
+    def __post_init__(self) -> None:
+        # Exception.args must hold what __init__ takes: pickling across processes rebuilds from it.
+        super().__init__(self.message, self.where, self.expected, self.got, self.fix)
+
+    def lines(self) -> list[str]:
+        """Return the message and one line for each field that is set."""
+        fields = (("where", self.where), ("expected", self.expected), ("got", self.got), ("fix", self.fix))
+        result = [self.message]
+        for name, value in fields:
+            if value is not None:
+                first, *rest = str(value).splitlines() or [""]
+                result.append(f"  {name + ':':<10}{first}")
+                result.extend(" " * 12 + line for line in rest)
+        return result
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def to_json(self) -> dict[str, str | None]:
+        """Return the fields as a plain mapping."""
+        return {
+            "message": self.message,
+            "where": self.where,
+            "expected": self.expected,
+            "got": self.got,
+            "fix": self.fix,
+        }
+
+
+class UserErrors(UserError):
+    """Carry every mistake that was found, so that the user sees all of them at once."""
+
+    def __init__(self, errors: Iterable[UserError]) -> None:
+        self.errors: tuple[UserError, ...] = tuple(errors)
+        if not self.errors:
+            raise ValueError("UserErrors needs at least one error")
+        count = len(self.errors)
+        super().__init__(self.errors[0].message if count == 1 else f"{count} errors")
+
+    def __reduce__(self) -> tuple[type[UserErrors], tuple[tuple[UserError, ...]]]:
+        return type(self), (self.errors,)
+
+    def __str__(self) -> str:
+        return "\n".join(numbered(self.errors, "error"))
+
+
+def numbered(errors: Iterable[UserError], kind: str) -> list[str]:
+    """Return the errors as blocks of lines, numbered ``error 1: …`` where there are several."""
+    found = tuple(errors)
+    result: list[str] = []
+    for index, error in enumerate(found, start=1):
+        first, *rest = error.lines()
+        label = f"{kind} {index}" if len(found) > 1 else kind
+        result.extend([f"{label}: {first}", *rest])
+        if index < len(found):
+            result.append("")
+    return result
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name closest in spelling to ``name``, or None when none is close."""
+    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return close[0] if close else None
