@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,21 +72,25 @@ def run_bounded(command: list[str], timeout: float, environment: dict[str, str] 
             raise
         stdout, stderr = process.communicate()
         pytest.fail(f"no end after {timeout:.0f} s: {' '.join(command)}\n{_tail(stdout)}\n{_tail(stderr)}")
-    # Ranks are in sessions of their own under torchrun's agent, which ends them; a failed agent may not.
     return Launch(process.returncode, stdout, stderr)
 
 
-def _kill_session(process: subprocess.Popen[str]) -> None:
-    """Ask the launcher to end its ranks, then kill what remains of its process group."""
-    for number, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
-        try:
-            process.wait(timeout=patience)
-        except subprocess.TimeoutExpired:
-            continue
+def _kill_session(process: subprocess.Popen[str], patience: float = 10.0) -> None:
+    """Ask the launcher to end its ranks, then kill what is left of it and of them.
+
+    The ranks are in sessions of their own under torchrun's agent, so a signal to the agent's process group
+    does not reach them; they are remembered as its descendants before it goes.
+    """
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(process.pid)
+        family = [launcher, *launcher.children(recursive=True)]
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    _, alive = psutil.wait_procs(family, timeout=patience)
+    for survivor in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            survivor.kill()
 
 
 def _tail(text: str, lines: int = 80) -> str:
