@@ -105,7 +105,8 @@ def _qwen3_moe(config: Any) -> dict[str, Any]:
     # A softmax over the chosen logits equals a softmax over all of them, renormalised over the chosen.
     settings["moe_router_pre_softmax"] = not config.norm_topk_prob
     settings["moe_layer_freq"] = [
-        int(_qwen3_moe_layer(config, layer)) for layer in range(config.num_hidden_layers)
+        int(_qwen3_moe_layer(config, layer))
+        for layer in range(config.num_hidden_layers)
     ]
     return settings
 
