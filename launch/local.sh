@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Train on this machine alone: one process per GPU, or NPROC processes.
+#
+#   [NPROC=4] launch/local.sh CONFIG [key=value …]
+set -euo pipefail
+if [ $# -lt 1 ]; then
+    echo "usage: [NPROC=N] launch/local.sh CONFIG [key=value …]" >&2
+    exit 2
+fi
+config="$(realpath "$1")"
+shift
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup.sh
+
+gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"
+processes="${NPROC:-$gpus}"
+if [ "$processes" -lt 1 ]; then
+    echo "local: no GPU found; say how many processes to run on the CPU: NPROC=4 launch/local.sh …" >&2
+    exit 2
+fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$processes" \
+    -m megatron_rl train "$config" "$@"

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# From nothing to a trained model: set up, make a tiny model and its data, warm it up, train it with GRPO on
+# 4 processes, and leave report, curve and Hugging Face checkpoint in runs/quickstart.
+#
+#   launch/quickstart.sh [key=value …]      overrides of configs/quickstart.yaml
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup.sh
+
+# Read by the OpenMP runtime when torch is loaded: one thread per process.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+.venv/bin/python -m megatron_rl.data.quickstart runs/quickstart-data
+exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 4 \
+    -m megatron_rl train configs/quickstart.yaml "$@"

