@@ -27,7 +27,7 @@ class ModelConfig:
 class LayoutConfig:
     """Say which ranks a role uses and how it is cut; data parallelism is what remains.
 
-    ``ranks`` None means every rank of the job. ``virtual_pipeline`` is the number of model chunks per
+    ``ranks`` None means every rank of the job; YAML may write a list or ranges such as ``"0-31,40"``. ``virtual_pipeline`` is the number of model chunks per
     pipeline stage.
     """
 
@@ -217,7 +217,12 @@ class SftConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Hold one whole run."""
+    """Hold one whole run.
+
+    ``prepare`` says which command makes a directory that the run needs (directory -> command): ``check``
+    only warns of files missing below a directory that is not there yet, ``train`` stops and names it.
+    ``gpu_memory_gib`` lets ``check`` compare its estimate with what a GPU has.
+    """
 
     model: ModelConfig
     data: DataConfig
@@ -227,6 +232,7 @@ class RunConfig:
     seed: int = 1
     world_size: int | None = None  # None: what the launcher says
     gpus_per_node: int = 8
+    gpu_memory_gib: float | None = None
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
@@ -238,3 +244,4 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sft: SftConfig | None = None
     rank_timeout: float = 600.0
+    prepare: dict[str, str] = field(default_factory=dict)

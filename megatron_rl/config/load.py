@@ -1,0 +1,117 @@
+"""Load a run's configuration from YAML and command-line overrides, and write it back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.config.build import Build, build, format_ranges
+from megatron_rl.config.errors import UserError, UserErrors
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.source import Origin, apply_overrides, read_file, read_tree
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """Hold a configuration with the origin of each value and every mistake found while loading.
+
+    Where ``errors`` is not empty, ``broken`` names the paths whose value is a placeholder or a default;
+    None for ``config`` means that no text could be read at all.
+    """
+
+    config: RunConfig | None
+    path: Path | None
+    origins: Mapping[str, Origin]
+    errors: tuple[UserError, ...] = ()
+    broken: frozenset[str] = frozenset()
+
+    def valid(self) -> RunConfig:
+        """Return the configuration, or raise UserErrors with every mistake."""
+        if self.errors or self.config is None:
+            raise UserErrors(self.errors)
+        return self.config
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:
+    """Read a YAML file and ``key.path=value`` overrides, collecting mistakes instead of raising."""
+    errors: list[UserError] = []
+    tree = read_file(Path(path), errors)
+    if errors and not tree.children:
+        return LoadedConfig(None, Path(path), {}, tuple(errors))
+    return _finish(tree, Path(path), overrides, errors)
+
+
+def load_text(text: str, overrides: Iterable[str] = (), name: str = "configuration") -> LoadedConfig:
+    """Read YAML text as `load` reads a file."""
+    errors: list[UserError] = []
+    tree = read_tree(text, name, errors)
+    if errors and not tree.children:
+        return LoadedConfig(None, None, {}, tuple(errors))
+    return _finish(tree, None, overrides, errors)
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Return the typed configuration of a YAML file; raises UserErrors with every mistake at once."""
+    return load(path, overrides).valid()
+
+
+def _finish(tree: Any, path: Path | None, overrides: Iterable[str], errors: list[UserError]) -> LoadedConfig:
+    apply_overrides(tree, overrides, errors)
+    found = Build(errors=errors)
+    config = build(RunConfig, tree, found)
+    return LoadedConfig(config, path, found.origins, tuple(found.errors), frozenset(found.broken))
+
+
+def to_plain(value: Any, name: str = "") -> Any:
+    """Return a configuration as the mappings and values that YAML or JSON write."""
+    if dataclasses.is_dataclass(value):
+        return {item.name: to_plain(getattr(value, item.name), item.name) for item in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return format_ranges(value) if name == "ranks" and value else list(value)
+    return value
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return every plain value of a configuration by its dotted path."""
+    if not dataclasses.is_dataclass(value):
+        return {prefix: value}
+    result: dict[str, Any] = {}
+    for item in dataclasses.fields(value):
+        result |= flatten(getattr(value, item.name), f"{prefix}.{item.name}" if prefix else item.name)
+    return result
+
+
+def dump(config: RunConfig, origins: Mapping[str, Origin] | None = None) -> str:
+    """Return YAML that loads to an equal configuration; ``origins`` become comments beside the values."""
+    lines: list[str] = []
+    _dump(config, 0, "", origins or {}, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _dump(value: Any, depth: int, prefix: str, origins: Mapping[str, Origin], lines: list[str]) -> None:
+    for item in dataclasses.fields(value):
+        path = f"{prefix}.{item.name}" if prefix else item.name
+        inner = getattr(value, item.name)
+        indent = "  " * depth
+        if dataclasses.is_dataclass(inner):
+            lines.append(f"{indent}{item.name}:")
+            _dump(inner, depth + 1, path, origins, lines)
+            continue
+        text = scalar(to_plain(inner, item.name))
+        origin = origins.get(path)
+        comment = "" if origin is None or origin.kind == "default" else "  # " + " ".join(str(origin).split())
+        lines.append(f"{indent}{item.name}: {text}{comment}")
+
+
+def scalar(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False)
+    text = text.removesuffix("\n").removesuffix("\n...").strip()
+    # YAML would fold a line break over several lines; JSON escapes it and is read the same.
+    return json.dumps(value) if "\n" in text else text

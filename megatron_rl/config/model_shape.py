@@ -1,0 +1,197 @@
+"""The shape of a Hugging Face model, read from its config.json as plain JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Say how one architecture's config.json is read; ``experts`` names its expert-count key."""
+
+    model_type: str
+    qkv_bias: bool = False
+    experts: str | None = None
+    expert_width: str = "intermediate_size"
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture("llama"),
+    "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True),
+    "Qwen3ForCausalLM": Architecture("qwen3"),
+    "MistralForCausalLM": Architecture("mistral"),
+    "MixtralForCausalLM": Architecture("mixtral", experts="num_local_experts"),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe", experts="num_experts", expert_width="moe_intermediate_size"
+    ),
+}
+"""The architectures that can be trained; adding one here lets `check` accept it."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Hold the sizes that decide layout, memory and traffic.
+
+    ``experts`` is 0 in a dense model; ``expert_width`` is the MLP width of one expert.
+    """
+
+    architecture: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+    vocab: int
+    max_positions: int
+    tied: bool = False
+    qkv_bias: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+
+    def padded_vocab(self, tensor: int) -> int:
+        """Return the vocabulary size rounded up so that ``tensor`` ranks hold equal parts."""
+        return -(-self.vocab // tensor) * tensor
+
+    @property
+    def attention_parameters(self) -> int:
+        """Return the parameters of one layer's attention that tensor parallelism cuts."""
+        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
+        bias = qkv if self.qkv_bias else 0
+        return self.hidden * qkv + bias + self.heads * self.head_dim * self.hidden
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Return the parameters of one layer's MLP, or of all its experts."""
+        if self.experts:
+            return self.experts * 3 * self.hidden * self.expert_width
+        return 3 * self.hidden * self.mlp_width
+
+    @property
+    def replicated_parameters(self) -> int:
+        """Return the parameters of one layer that every tensor rank holds: norms and a router."""
+        return 2 * self.hidden + self.experts * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of parameters of the checkpoint."""
+        layer = self.attention_parameters + self.mlp_parameters + self.replicated_parameters
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * layer + embeddings + self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Return the parameters that one token passes through."""
+        if not self.experts:
+            return self.parameters
+        idle = (self.experts - self.experts_per_token) * 3 * self.hidden * self.expert_width
+        return self.parameters - self.layers * idle
+
+
+def read_model_shape(path: Path, errors: list[UserError]) -> ModelShape | None:
+    """Read config.json; what is wrong with it is added to ``errors`` and None returned."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        errors.append(
+            UserError(
+                "the model's config.json cannot be read",
+                where=str(path),
+                expected="a JSON object",
+                got=str(error),
+                fix="copy the file again from the checkpoint",
+            )
+        )
+        return None
+    if not isinstance(raw, dict):
+        errors.append(
+            UserError(
+                "the model's config.json is not a JSON object",
+                where=str(path),
+                expected='{"architectures": [...], "hidden_size": ...}',
+                got=type(raw).__name__,
+                fix="copy the file again from the checkpoint",
+            )
+        )
+        return None
+    return _shape(raw, str(path), errors)
+
+
+def _shape(raw: dict[str, Any], where: str, errors: list[UserError]) -> ModelShape | None:
+    name = _architecture_name(raw)
+    architecture = ARCHITECTURES.get(name)
+    if architecture is None:
+        close = nearest(name, ARCHITECTURES)
+        errors.append(
+            UserError(
+                f"the model's architecture {name or '(none named)'} is not supported",
+                where=f"{where}: architectures",
+                expected=f"one of {', '.join(ARCHITECTURES)}",
+                got=name or "no `architectures`",
+                fix=f"use a {close} checkpoint" if close else "use a checkpoint of one of these architectures",
+            )
+        )
+        return None
+    before = len(errors)
+    reader = _Reader(raw, where, errors)
+    hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
+    mlp_width = reader.size("intermediate_size")
+    experts = reader.size(architecture.experts) if architecture.experts else 0
+    fallback = hidden // heads if heads else 0
+    shape = ModelShape(
+        architecture=name,
+        hidden=hidden,
+        layers=reader.size("num_hidden_layers"),
+        heads=heads,
+        kv_heads=reader.size("num_key_value_heads", heads),
+        head_dim=reader.size("head_dim", fallback),
+        mlp_width=mlp_width,
+        vocab=reader.size("vocab_size"),
+        max_positions=reader.size("max_position_embeddings", 1 << 40),
+        tied=raw.get("tie_word_embeddings") is True,
+        qkv_bias=architecture.qkv_bias or raw.get("attention_bias") is True,
+        experts=experts,
+        experts_per_token=reader.size("num_experts_per_tok") if experts else 0,
+        expert_width=reader.size(architecture.expert_width) if experts else 0,
+    )
+    return shape if len(errors) == before else None
+
+
+def _architecture_name(raw: dict[str, Any]) -> str:
+    names = raw.get("architectures")
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        return names[0]
+    for name, architecture in ARCHITECTURES.items():
+        if raw.get("model_type") == architecture.model_type:
+            return name
+    return str(raw.get("model_type") or "")
+
+
+@dataclass
+class _Reader:
+    raw: dict[str, Any]
+    where: str
+    errors: list[UserError]
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.raw.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 40:
+            return value
+        self.errors.append(
+            UserError(
+                f"the model's config.json has no usable `{key}`",
+                where=f"{self.where}: {key}",
+                expected="a positive integer",
+                got="nothing" if value is None else repr(value)[:80],
+                fix="copy config.json again from the checkpoint",
+            )
+        )
+        return 1

@@ -1,0 +1,257 @@
+"""Configuration text as a tree of plain values that remember where they were written."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Say where a value comes from: ``kind`` is default, file, override or derived."""
+
+    kind: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}" if self.kind == "derived" else (self.detail or self.kind)
+
+
+DEFAULT = Origin("default")
+
+
+@dataclass
+class Leaf:
+    """Hold a value that is not a mapping."""
+
+    value: Any
+    origin: Origin
+
+
+@dataclass
+class Section:
+    """Hold named children."""
+
+    children: dict[str, Leaf | Section] = field(default_factory=dict)
+    origin: Origin = DEFAULT
+
+    def plain(self) -> dict[str, Any]:
+        """Return the values without their origins."""
+        return {
+            key: node.plain() if isinstance(node, Section) else node.value for key, node in self.children.items()
+        }
+
+    def leaves(self, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
+        """Yield every leaf below with its dotted path."""
+        for key, node in self.children.items():
+            path = f"{prefix}.{key}" if prefix else key
+            if isinstance(node, Section):
+                yield from node.leaves(path)
+            else:
+                yield path, node
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as PyYAML has it, but ``1e-6`` is a number and a date stays text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
+    """Parse YAML text into a tree; mistakes are added to ``errors`` and their values left out."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return Section(origin=Origin("file", name))
+        if not isinstance(node, yaml.MappingNode):
+            raise UserError("a configuration is a mapping of names to values", where=name, got=_kind(node))
+        tree = _convert(loader, node, lambda line: Origin("file", f"{name}:{line}"), errors)
+        assert isinstance(tree, Section)
+        return tree
+    except UserError as error:
+        errors.append(error)
+    except yaml.YAMLError as error:
+        errors.append(_syntax_error(error, name))
+    except (RecursionError, ValueError, ArithmeticError) as error:
+        errors.append(UserError("the YAML text has a value that cannot be read", where=name, got=str(error)))
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return Section(origin=Origin("file", name))
+
+
+def read_file(path: Path, errors: list[UserError]) -> Section:
+    """Read a configuration file; what cannot be read is added to ``errors``."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        errors.append(
+            UserError(
+                "the configuration file does not exist",
+                where=str(path),
+                expected="a YAML file",
+                got="no such file" if path.parent.is_dir() else f"no directory {path.parent}",
+                fix=_neighbours(path),
+            )
+        )
+        return Section()
+    except (OSError, UnicodeDecodeError) as error:
+        errors.append(
+            UserError(
+                "the configuration file cannot be read",
+                where=str(path),
+                expected="a YAML file in UTF-8",
+                got="a directory" if path.is_dir() else str(error),
+                fix="name a file that ends in .yaml",
+            )
+        )
+        return Section()
+    return read_tree(text, str(path), errors)
+
+
+def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserError]) -> None:
+    """Set ``key.path=value`` pairs in the tree; a value replaces whatever stood at its key."""
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        parts = [part.strip() for part in key.split(".")]
+        origin = Origin("override", f"override {text}" if len(text) <= 60 else f"override {text[:57]}...")
+        if not equals or not all(parts):
+            errors.append(
+                UserError(
+                    "an override is not of the form key=value",
+                    where="command line",
+                    expected="a dotted name, an equals sign and a YAML value",
+                    got=repr(text),
+                    fix="for example actor.layout.tensor=2",
+                )
+            )
+            continue
+        found: list[UserError] = []
+        node = _override_value(value, origin, found)
+        errors.extend(found)
+        if node is not None:
+            _set(tree, parts, node)
+
+
+def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf | Section | None:
+    loader = None
+    try:
+        loader = _Loader(value)
+        node = loader.get_single_node()
+        return Leaf(None, origin) if node is None else _convert(loader, node, lambda line: origin, errors)
+    except (yaml.YAMLError, RecursionError, ValueError, ArithmeticError) as error:
+        problem = getattr(error, "problem", None) or str(error)
+        errors.append(
+            UserError(
+                "the value of an override is not valid YAML",
+                where=origin.detail,
+                expected="a YAML value such as 2, 1e-6, true, null, text or [0, 1]",
+                got=f"{value!r}: {problem}",
+                fix="put text with special characters in quotes: key='\"...\"'",
+            )
+        )
+        return None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _set(tree: Section, parts: list[str], node: Leaf | Section) -> None:
+    for part in parts[:-1]:
+        child = tree.children.get(part)
+        if not isinstance(child, Section):
+            child = Section(origin=node.origin)
+            tree.children[part] = child
+        tree = child
+    tree.children[parts[-1]] = node
+
+
+def _convert(loader: _Loader, node: yaml.Node, origin_of: Any, errors: list[UserError]) -> Leaf | Section:
+    origin = origin_of(node.start_mark.line + 1)
+    if not isinstance(node, yaml.MappingNode):
+        return Leaf(loader.construct_object(node, deep=True), origin)
+    loader.flatten_mapping(node)
+    section = Section(origin=origin)
+    for key_node, value_node in node.value:
+        line = origin_of(key_node.start_mark.line + 1)
+        if not isinstance(key_node, yaml.ScalarNode):
+            errors.append(UserError("a name in the configuration is not text", where=str(line), got=_kind(key_node)))
+            continue
+        key = key_node.value
+        if key in section.children:
+            errors.append(
+                UserError(
+                    f"`{key}` is written twice in one section",
+                    where=str(line),
+                    expected="each name once",
+                    got=f"also at {section.children[key].origin}",
+                    fix="remove one of the two",
+                )
+            )
+            continue
+        child = _convert(loader, value_node, origin_of, errors)
+        child.origin = line
+        section.children[key] = child
+    return section
+
+
+def _syntax_error(error: yaml.YAMLError, name: str) -> UserError:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{name}:{mark.line + 1}, column {mark.column + 1}" if mark else name
+    snippet = mark.get_snippet(indent=0) if mark else None
+    return UserError(
+        "the configuration file is not valid YAML",
+        where=where,
+        expected="valid YAML",
+        got="\n".join(filter(None, [getattr(error, "problem", None) or str(error), snippet])),
+        fix="check indentation (spaces, no tabs), colons and quotes around that line",
+    )
+
+
+def _kind(node: yaml.Node) -> str:
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+
+
+def _neighbours(path: Path) -> str:
+    try:
+        found = sorted(entry.name for entry in path.parent.glob("*.yaml"))[:8]
+    except OSError:
+        found = []
+    return f"files beside it: {', '.join(found)}" if found else "check the spelling and the current directory"
+
+
+def describe(value: Any) -> str:
+    """Return a value as a user wrote it, with the name of its kind."""
+    if value is None:
+        return "null (nothing)"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (true/false; YAML also reads yes, no, on, off so)"
+    if isinstance(value, int):
+        return f"{value} (integer)" if value.bit_length() < 256 else "an integer of over 256 bits"
+    if isinstance(value, float):
+        return f"{value!r} (number)" if math.isfinite(value) else f"{value!r} (not a finite number)"
+    if isinstance(value, str):
+        return f"{value!r} (text)" if len(value) <= 80 else f"{value[:77]!r}... (text)"
+    if isinstance(value, dict):
+        return "a section with " + (", ".join(map(str, list(value)[:6])) or "nothing in it")
+    if isinstance(value, list | tuple):
+        shown = ", ".join(repr(item) for item in value[:6]) + (", ..." if len(value) > 6 else "")
+        return f"[{shown}] (list)"
+    return f"{value!r} ({type(value).__name__})"
