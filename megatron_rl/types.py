@@ -88,6 +88,12 @@ class _Rows:
             changes[name] = tuple(value[row] for row in ids)
         return replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
+    def to(self, device: torch.device):
+        """Return the batch with its tensors on ``device``."""
+        names = (*self.TOKEN_FIELDS, *self.ROW_FIELDS)
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{k: None if v is None else v.to(device) for k, v in tensors.items()})  # pyright: ignore[reportArgumentType]
+
     @classmethod
     def concatenate(cls, parts: Sequence[Any]):
         """Join batches row after row; a field that is None in one part must be None in all."""
@@ -158,6 +164,7 @@ class Scores:
     ``rewards`` [B] float32 and ``valid`` [B] bool: a row whose reward failed is invalid and its reward
     is NaN, never 0. ``components`` name -> [B]. ``old_log_probs``, ``ref_log_probs``, ``values`` [N]
     float32, each None where no role computes it; ``entropy`` [N] of the old policy.
+    ``baseline_rewards`` [B] is the reward of a greedy response to the row's prompt, for ReMax.
     """
 
     rewards: Tensor
@@ -167,6 +174,7 @@ class Scores:
     ref_log_probs: Tensor | None = None
     values: Tensor | None = None
     entropy: Tensor | None = None
+    baseline_rewards: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,10 @@ class TrainBatch(_Rows):
     for the value loss. ``response_mask`` [N] bool marks the tokens that take part.
     ``advantages``, ``returns``, ``old_log_probs``, ``rollout_log_probs``, ``correction`` (importance weights of
     the rollout-to-trainer mismatch), ``ref_log_probs``, ``old_values`` are [N] float32;
-    ``temperature`` is [B].
+    ``selected`` [N] bool marks tokens that a policy loss treats apart, chosen with statistics of the
+    whole mini-batch. ``temperature`` is [B]; ``group`` [B] int64 keeps samples of one prompt in one
+    mini-batch; ``response_counts`` [B] int64 counts the response tokens before any were rejected, 0 for
+    a failed row.
     """
 
     tokens: Tensor
@@ -196,12 +207,15 @@ class TrainBatch(_Rows):
     ref_log_probs: Tensor | None = None
     old_values: Tensor | None = None
     value_weights: Tensor | None = None
+    selected: Tensor | None = None
+    group: Tensor | None = None
+    response_counts: Tensor | None = None
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",
-        "rollout_log_probs", "correction", "ref_log_probs", "old_values", "value_weights",
+        "rollout_log_probs", "correction", "ref_log_probs", "old_values", "value_weights", "selected",
     )  # fmt: skip
-    ROW_FIELDS = ("lengths", "temperature")
+    ROW_FIELDS = ("lengths", "temperature", "group", "response_counts")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Advantage estimators: pure functions by family, and their uniform form in `pieces`."""

@@ -1,0 +1,1 @@
+"""Policy losses: pure per-token functions by family, and their uniform form in `pieces`."""
