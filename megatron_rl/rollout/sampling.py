@@ -1,0 +1,124 @@
+"""The pure parts of sampling, shared by all engines: seeds, filters, draws, and the ragged result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, SamplingParameters
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this mean greedy decoding, as in vLLM."""
+LOWEST_TEMPERATURE = 1e-2
+"""Positive temperatures are raised to this, as in vLLM, where smaller ones overflow."""
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Response:
+    """Hold what an engine sampled for one prompt: tokens, their log-probs, and why it ended.
+
+    A stop token is the last of ``tokens``. Of a failed row (``FINISH_FAILED``) both are empty.
+    """
+
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+    finish_reason: int
+
+
+FAILED = Response((), (), FINISH_FAILED)
+
+
+def _mix(value: int) -> int:
+    """Scramble 64 bits (the finaliser of SplitMix64)."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
+
+
+def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
+    """Return one independent seed in [0, 2**63) for each position in the global batch."""
+    start = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
+    return [_mix(start + (row + 1) * 0x9E3779B97F4A7C15 & _MASK) >> 1 for row in rows]
+
+
+def is_greedy(sampling: SamplingParameters) -> bool:
+    """Say whether these parameters mean taking the most likely token."""
+    return sampling.temperature < GREEDY_BELOW
+
+
+def log_prob_temperature(sampling: SamplingParameters) -> float:
+    """Return the temperature at which reported log-probs hold: 1 for greedy decoding."""
+    return 1.0 if is_greedy(sampling) else max(sampling.temperature, LOWEST_TEMPERATURE)
+
+
+def filtered_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Divide by the temperature and remove the tokens outside top-k, then outside top-p.
+
+    ``logits`` [B, V] of any float type; ``temperature`` and ``top_p`` [B] float32, ``top_k`` [B] int64
+    with 0 for no limit. Returns [B, V] float32 with -inf at removed tokens; at least one token stays.
+    Ties at the k-th value stay, and the smallest set with mass of at least top-p is kept, as in vLLM.
+    """
+    logits = logits.float() / temperature[:, None]
+    vocabulary = logits.shape[1]
+    limited = (top_k > 0) & (top_k < vocabulary)
+    nucleus = top_p < 1
+    if not bool((limited | nucleus).any()):
+        return logits
+    ordered, order = logits.sort(dim=1)
+    if bool(limited.any()):
+        kept = torch.where(limited, top_k, vocabulary)
+        threshold = ordered.gather(1, (vocabulary - kept)[:, None])
+        ordered = ordered.masked_fill(ordered < threshold, -torch.inf)
+    if bool(nucleus.any()):
+        below = ordered.softmax(dim=1).cumsum(dim=1)
+        dropped = (below <= 1 - top_p[:, None]) & nucleus[:, None]
+        dropped[:, -1] = False
+        ordered = ordered.masked_fill(dropped, -torch.inf)
+    return torch.empty_like(logits).scatter_(1, order, ordered)
+
+
+def draw(logits: Tensor, greedy: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """Draw one token per row of filtered ``logits`` [B, V]: [B] int64.
+
+    ``greedy`` [B] bool takes the most likely token instead. Row i consumes exactly one draw of
+    ``generators[i]`` (on the CPU), so its stream does not depend on the other rows.
+    """
+    uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
+    cumulative = logits.double().softmax(dim=1).cumsum(dim=1)
+    target = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
+    sampled = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+    return torch.where(greedy, logits.argmax(dim=1), sampled)
+
+
+def to_rollouts(prompts: PromptBatch, responses: Sequence[Response], version: int) -> Rollouts:
+    """Join prompts and responses into ragged rows; ``group`` is ``arange(len(prompts))``.
+
+    ``temperature`` is the one at which the log-probs hold, see `log_prob_temperature`.
+    """
+    prompt_lengths = prompts.lengths.tolist()
+    tokens: list[Tensor] = []
+    log_probs: list[Tensor] = []
+    mask: list[Tensor] = []
+    for prompt, response in zip(prompts.tokens.split(prompt_lengths), responses, strict=True):
+        count = len(response.tokens)
+        if count != len(response.log_probs):
+            raise ValueError(f"expected one log-prob per token, got {len(response.log_probs)} for {count}")
+        tokens += [prompt, torch.tensor(response.tokens, dtype=torch.int64)]
+        log_probs += [torch.zeros(len(prompt)), torch.tensor(response.log_probs, dtype=torch.float32)]
+        mask += [torch.zeros(len(prompt), dtype=torch.bool), torch.ones(count, dtype=torch.bool)]
+    count = len(responses)
+    added = torch.tensor([len(response.tokens) for response in responses], dtype=torch.int64)
+    return Rollouts(
+        tokens=torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64),
+        lengths=prompts.lengths + added,
+        response_mask=torch.cat(mask) if mask else torch.zeros(0, dtype=torch.bool),
+        rollout_log_probs=torch.cat(log_probs) if log_probs else torch.zeros(0),
+        group=torch.arange(count),
+        finish_reason=torch.tensor([response.finish_reason for response in responses], dtype=torch.int64),
+        policy_version=torch.full((count,), version, dtype=torch.int64),
+        temperature=torch.tensor([log_prob_temperature(s) for s in prompts.sampling], dtype=torch.float32),
+    )

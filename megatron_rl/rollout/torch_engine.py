@@ -1,0 +1,249 @@
+"""A plain sampler over any model: the reference that the fast engine is compared with, and a debugger's tool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_rl.rollout.sampling import (
+    FAILED,
+    Response,
+    draw,
+    filtered_logits,
+    is_greedy,
+    log_prob_temperature,
+    row_seeds,
+    to_rollouts,
+)
+from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
+
+LastLogits = Callable[[Tensor, Tensor], Tensor]
+"""``logits(tokens [N], lengths [B]) -> [B, V]``: what follows the last token of each ragged row."""
+
+
+class Decoder(Protocol):
+    """Feed tokens row by row and keep what the model remembers of them."""
+
+    def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Read the prompts and return the logits [B, V] after their last tokens."""
+        ...
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append one token per row ([B]) and return the next logits [B, V]."""
+        ...
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop all rows but these."""
+        ...
+
+
+class RecomputingDecoder:
+    """Compute every prefix anew through a callable that keeps no cache."""
+
+    def __init__(self, logits: LastLogits) -> None:
+        self._logits = logits
+        self._rows: list[list[int]] = []
+
+    def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        self._rows = [list(row) for row in rows]
+        return self._last()
+
+    def step(self, tokens: Tensor) -> Tensor:
+        for row, token in zip(self._rows, tokens.tolist(), strict=True):
+            row.append(token)
+        return self._last()
+
+    def keep(self, rows: list[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
+
+    def _last(self) -> Tensor:
+        tokens = torch.tensor([token for row in self._rows for token in row], dtype=torch.int64)
+        return self._logits(tokens, torch.tensor([len(row) for row in self._rows], dtype=torch.int64))
+
+
+class CachingDecoder:
+    """Decode with a Hugging Face causal language model and its key-value cache; prompts are left-padded."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._mask = torch.zeros(0, 0, dtype=torch.int64)
+        self._cache: Any = None
+
+    def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        longest = max(len(row) for row in rows)
+        tokens = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=self._device)
+        self._mask = torch.tensor(
+            [[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=self._device
+        )
+        self._cache = None
+        return self._forward(tokens, (self._mask.cumsum(1) - 1).clamp(min=0))
+
+    def step(self, tokens: Tensor) -> Tensor:
+        positions = self._mask.sum(1, keepdim=True)
+        self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
+        return self._forward(tokens.to(self._device)[:, None], positions)
+
+    def keep(self, rows: list[int]) -> None:
+        index = torch.tensor(rows, device=self._device)
+        self._mask = self._mask[index]
+        self._cache.batch_select_indices(index)
+
+    def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        output = self._model(
+            input_ids=tokens,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self._cache = output.past_key_values
+        return output.logits[:, -1]
+
+
+class TorchEngine:
+    """Sample with any decoder; log-probs are float32 at the sampling temperature, filters included.
+
+    ``model`` holds the parameters that ``parameters()`` and ``boxes()`` show under their Hugging Face
+    names; without it there is nothing to write into. ``max_model_len`` bounds a row, prompt included.
+    ``batch_rows`` rows are decoded together.
+    """
+
+    def __init__(
+        self,
+        decoder: Callable[[], Decoder],
+        *,
+        model: torch.nn.Module | None = None,
+        max_model_len: int | None = None,
+        batch_rows: int = 256,
+        rank: int = 0,
+    ) -> None:
+        self.weights_version = -1
+        self.needs_weights = False
+        self._decoder = decoder
+        self._model = model
+        self._max_model_len = max_model_len
+        self._batch_rows = batch_rows
+        self._rank = rank
+
+    @classmethod
+    def from_hf(
+        cls, path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None, **more: Any
+    ) -> TorchEngine:
+        """Load the Hugging Face causal language model at ``path``, eager attention, in ``dtype``."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+        model = model.to(device) if device is not None else model
+        return cls(lambda: CachingDecoder(model), model=model, **more)
+
+    @classmethod
+    def from_logits(cls, logits: LastLogits, **more: Any) -> TorchEngine:
+        """Sample from a callable ``logits(tokens [N], lengths [B]) -> [B, V]``; prefixes are recomputed."""
+        return cls(lambda: RecomputingDecoder(logits), **more)
+
+    @torch.no_grad()
+    def generate(self, prompts: PromptBatch, *, seed: int, rows: Sequence[int] | None = None) -> Rollouts:
+        """Sample one response per prompt; see `GenerationEngine.generate`."""
+        seeds = row_seeds(seed, range(len(prompts)) if rows is None else rows)
+        texts = [row.tolist() for row in prompts.tokens.split(prompts.lengths.tolist())]
+        responses = [FAILED] * len(texts)
+        possible = [row for row, text in enumerate(texts) if self._room(text, prompts.sampling[row]) > 0]
+        for first in range(0, len(possible), self._batch_rows):
+            batch = possible[first : first + self._batch_rows]
+            limits = [self._room(texts[row], prompts.sampling[row]) for row in batch]
+            sampled = _decode(
+                self._decoder(),
+                [texts[row] for row in batch],
+                [prompts.sampling[row] for row in batch],
+                limits,
+                [seeds[row] for row in batch],
+            )
+            for row, response in zip(batch, sampled, strict=True):
+                responses[row] = response
+        return to_rollouts(prompts, responses, self.weights_version)
+
+    def _room(self, prompt: Sequence[int], sampling: SamplingParameters) -> int:
+        room = sampling.max_response_tokens
+        if self._max_model_len is not None:
+            room = min(room, self._max_model_len - len(prompt))
+        return room if prompt else 0
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the model's parameters by Hugging Face name."""
+        return {} if self._model is None else {name: p.data for name, p in self._model.named_parameters()}
+
+    def boxes(self) -> list[TensorBox]:
+        """Return one box per parameter: the whole tensor."""
+        return [
+            TensorBox(name, (0,) * p.dim(), tuple(p.shape), self._rank, name, 0, tuple(p.stride()))
+            for name, p in self.parameters().items()
+        ]
+
+    def finish_update(self, version: int) -> None:
+        """Set the weights' version; nothing is cached between calls."""
+        self.weights_version = version
+
+    def sleep(self) -> None:
+        """Do nothing: the model stays where it is."""
+
+    def wake(self) -> None:
+        """Do nothing: the model stayed where it was."""
+
+    def close(self) -> None:
+        """Forget the model."""
+        self._model = None
+
+
+def _decode(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParameters],
+    limits: Sequence[int],
+    seeds: Sequence[int],
+) -> list[Response]:
+    """Sample all rows to their end; rows that are done leave the batch."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    log_probs: list[list[float]] = [[] for _ in prompts]
+    reasons = [FINISH_LENGTH] * len(prompts)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    active = list(range(len(prompts)))
+    logits = decoder.start(prompts)
+    while active:
+        chosen, values = _sample(logits, [sampling[row] for row in active], [generators[row] for row in active])
+        going: list[int] = []
+        for index, (token, value) in enumerate(zip(chosen.tolist(), values.tolist(), strict=True)):
+            row = active[index]
+            tokens[row].append(token)
+            log_probs[row].append(value)
+            if token in sampling[row].stop_token_ids:
+                reasons[row] = FINISH_STOP
+            elif len(tokens[row]) < limits[row]:
+                going.append(index)
+        if len(going) < len(active):
+            active = [active[index] for index in going]
+            if active:
+                decoder.keep(going)
+            chosen = chosen[going]
+        if active:
+            logits = decoder.step(chosen)
+    return [Response(t, v, r) for t, v, r in zip(tokens, log_probs, reasons, strict=True)]
+
+
+def _sample(
+    logits: Tensor, sampling: Sequence[SamplingParameters], generators: Sequence[torch.Generator]
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row of ``logits`` [B, V]: tokens [B] and their log-probs [B]."""
+    where = logits.device
+    greedy = torch.tensor([is_greedy(s) for s in sampling], device=where)
+    temperature = torch.tensor([log_prob_temperature(s) for s in sampling], device=where)
+    top_k = torch.tensor([0 if is_greedy(s) else s.top_k for s in sampling], device=where)
+    top_p = torch.tensor([1.0 if is_greedy(s) else s.top_p for s in sampling], device=where)
+    filtered = filtered_logits(logits, temperature, top_k, top_p)
+    chosen = draw(filtered, greedy, generators)
+    return chosen, filtered.log_softmax(dim=1).gather(1, chosen[:, None])[:, 0]

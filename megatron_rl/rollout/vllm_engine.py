@@ -1,0 +1,234 @@
+"""vLLM as generation engine inside the training processes, its weights written in place."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.parallel import device
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rollout import vllm_engine_setup as setup
+from megatron_rl.rollout import vllm_engine_weights as weights
+from megatron_rl.rollout.sampling import FAILED, Response, row_seeds, to_rollouts
+from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
+
+HOST_CACHE_BYTES = 2**30
+"""Most that one rank on the host reserves for its key-value cache."""
+
+
+class VllmEngine:
+    """One rank of a vLLM replica; ``layout.ranks`` in order form ``layout.data`` replicas.
+
+    ``model_path`` is a Hugging Face directory. Weights start as noise (``needs_weights``) unless
+    ``load`` asks vLLM to read the checkpoint itself. ``config.vllm`` passes through to vLLM's engine
+    arguments. ``shapes`` of the checkpoint's tensors are read from its headers unless given.
+    ``sleep_level`` 1 keeps the weights in host memory while asleep, 2 drops them.
+
+    Collective over ``layout.ranks``; where these are not the whole world every rank of the world calls
+    ``join_groups(layout)`` first. Must be built before anything else imports vllm.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        config: RolloutConfig,
+        *,
+        layout: ParallelLayout,
+        rank: int,
+        dtype: str = "bfloat16",
+        seed: int = 1,
+        max_model_len: int,
+        load: bool = False,
+        shapes: weights.Shapes | None = None,
+        sleep_level: int = 1,
+    ) -> None:
+        self.weights_version = 0 if load else -1
+        self.needs_weights = not load
+        self.replica = layout.coordinates(rank).data
+        self._shapes = shapes
+        self._path = Path(model_path)
+        self._rank = rank
+        self._max_model_len = max_model_len
+        self._sleep_level = sleep_level
+        self._asleep: set[str] = set()
+        self._map: weights.WeightMap | None = None
+        self._requests = 0
+        setup.prepare_vllm()
+        arguments = self._arguments(config, layout.tensor, dtype, seed)
+        with setup.unchanged_random_state(), setup.layout_as_world(layout):
+            from vllm import LLM
+
+            self._llm: Any = LLM(**arguments, load_format="auto" if load else "dummy")
+        setup.count_engine(1)
+        self._model: Any = _live_model(self._llm)
+        self._parameters = weights.model_parameters(self._model)
+
+    def _arguments(self, config: RolloutConfig, tensor: int, dtype: str, seed: int) -> dict[str, Any]:
+        arguments: dict[str, Any] = {
+            "model": str(self._path),
+            "skip_tokenizer_init": True,  # tokens in, tokens out
+            "generation_config": "vllm",  # no sampling defaults from the checkpoint
+            "distributed_executor_backend": "external_launcher",
+            "tensor_parallel_size": tensor,
+            "dtype": dtype,
+            "seed": seed,
+            "max_model_len": self._max_model_len,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "enforce_eager": device.on_host(),
+        }
+        if device.on_host():
+            arguments["kv_cache_memory_bytes"] = HOST_CACHE_BYTES
+        else:
+            arguments |= {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
+        taken = {"model", "tensor_parallel_size", "distributed_executor_backend", "logprobs_mode"} & set(config.vllm)
+        if taken:
+            raise UserError(
+                "a vLLM argument is set by the run itself",
+                where=f"rollout.vllm.{min(taken)}",
+                expected="other engine arguments of vLLM",
+                got=str(config.vllm[min(taken)]),
+                fix="remove it; the model and the layout have fields of their own",
+            )
+        return arguments | config.vllm
+
+    def generate(self, prompts: PromptBatch, *, seed: int, rows: Sequence[int] | None = None) -> Rollouts:
+        """Sample one response per prompt of this replica; see `GenerationEngine.generate`.
+
+        Log-probs are those of the distribution that was sampled: at the row's temperature, after top-k
+        and top-p. A prompt that is empty or leaves no room below ``max_model_len`` fails its row.
+        """
+        if self.needs_weights:
+            raise RuntimeError("the engine has no weights yet: write parameters() and call finish_update")
+        self._wake("weights", "kv_cache")
+        seeds = row_seeds(seed, range(len(prompts)) if rows is None else rows)
+        texts = [row.tolist() for row in prompts.tokens.split(prompts.lengths.tolist())]
+        with setup.unchanged_random_state():
+            responses = self._run(texts, prompts.sampling, seeds)
+        return to_rollouts(prompts, responses, self.weights_version)
+
+    def _run(
+        self, texts: list[list[int]], sampling: Sequence[SamplingParameters], seeds: Sequence[int]
+    ) -> list[Response]:
+        engine = self._llm.llm_engine
+        responses = [FAILED] * len(texts)
+        waiting: dict[str, int] = {}
+        for row, text in enumerate(texts):
+            room = min(sampling[row].max_response_tokens, self._max_model_len - len(text))
+            if not text or room < 1:
+                continue
+            self._requests += 1
+            parameters = _vllm_parameters(sampling[row], room, seeds[row])
+            engine.add_request(str(self._requests), {"prompt_token_ids": text}, parameters)
+            waiting[str(self._requests)] = row
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    responses[waiting.pop(output.request_id)] = _response(output.outputs[0])
+        return responses
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the live storage of this rank's weights by vLLM's parameter name."""
+        return self._parameters
+
+    def boxes(self) -> list[TensorBox]:
+        """Return where vLLM's own loader puts every Hugging Face box on this rank (traced once).
+
+        Raises CoverageError unless every element is filled exactly once.
+        """
+        return list(self._weight_map().boxes)
+
+    def _weight_map(self) -> weights.WeightMap:
+        if self._map is None:
+            shapes = self._shapes or weights.checkpoint_shapes(self._path)
+            self._map = weights.trace_weights(self._model, self._parameters, shapes, self._rank)
+        return self._map
+
+    def finish_update(self, version: int) -> None:
+        """Take the written weights into use as ``version``; cached prefixes of older ones are dropped.
+
+        Raises RuntimeError when requests are still running, since their cache would stay.
+        """
+        weights.clear_padding(self._parameters, self._weight_map().padding)
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError(f"version {version} was not taken into use: requests are still running")
+        self.weights_version = version
+        self.needs_weights = False
+
+    def sleep(self) -> None:
+        """Give device memory back: the cache, and the weights to host memory (level 1) or for good (2).
+
+        The host has nothing to give back: there it does nothing.
+        """
+        if device.on_host() or self._asleep:
+            return
+        self._llm.reset_prefix_cache()
+        self._llm.sleep(self._sleep_level)
+        self._asleep = {"weights", "kv_cache"}
+        self.needs_weights = self.needs_weights or self._sleep_level > 1
+
+    def wake(self) -> None:
+        """Bring the weights' storage back; the cache follows with the next `generate`."""
+        self._wake("weights")
+
+    def _wake(self, *tags: str) -> None:
+        for tag in tags:
+            if tag in self._asleep:
+                self._llm.wake_up([tag])
+                self._asleep.discard(tag)
+
+    def close(self) -> None:
+        """Shut this engine down and leave the job's process groups alone. May be called twice."""
+        if self._llm is None:
+            return
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = self._model = None
+        self._parameters = {}
+        if setup.count_engine(-1) == 0:
+            setup.forget_groups()
+        gc.collect()
+        device.empty_cache()
+
+
+def _live_model(llm: Any) -> torch.nn.Module:
+    """Return the model object inside an engine of this process."""
+    worker = llm.llm_engine.model_executor.driver_worker
+    return getattr(worker, "worker", worker).model_runner.get_model()
+
+
+def _vllm_parameters(sampling: SamplingParameters, room: int, seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=room,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=seed,
+        ignore_eos=True,  # only the row's own stop tokens end it
+        logprobs=0,  # the sampled token's alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def _response(output: Any) -> Response:
+    """Take tokens and their log-probs out of vLLM's answer."""
+    reason = {"stop": FINISH_STOP, "length": FINISH_LENGTH}.get(output.finish_reason)
+    tokens = output.token_ids
+    if reason is None or output.logprobs is None or not len(tokens):
+        return FAILED
+    # Each position holds the sampled token first; positions may also repeat it among the most likely.
+    values = output.logprobs.logprobs
+    return Response(tokens, [values[first] for first in output.logprobs.start_indices], reason)

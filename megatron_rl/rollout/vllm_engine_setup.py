@@ -1,0 +1,204 @@
+"""Make vLLM live inside the ranks of a training job: environment, groups, memory, and what it must not touch."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import communicator
+from megatron_rl.parallel.layout import ParallelLayout
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so its weights can be written
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin the trainer's threads too
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_prepared = False
+_engines = 0
+
+
+def prepare_vllm() -> None:
+    """Set vLLM's environment, import it and apply the changes it needs inside a training process, once.
+
+    Must run before anything else imports vllm, since vLLM reads its environment on import.
+    """
+    global _prepared
+    if _prepared:
+        return
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    set_threads = torch.set_num_threads
+    import vllm  # noqa: F401
+
+    _keep_process_groups()
+    _name_shared_memory_per_job()
+    if device.on_host():
+        _keep_weights_unpacked()
+        _sample_without_compiling()
+    torch.set_num_threads = set_threads
+    _prepared = True
+
+
+def _keep_process_groups() -> None:
+    """Stop an engine that goes away from destroying the job's process groups."""
+    from vllm.v1.engine import core
+
+    # EngineCore.shutdown, also reached by the garbage collector, would destroy the default group.
+    core.cleanup_dist_env_and_memory = lambda *_, **__: None
+
+
+def _name_shared_memory_per_job() -> None:
+    """Give the shared-memory segments of tensor-parallel groups names that no other job has.
+
+    vLLM names them alike in every job on a host, and a crashed job leaves its segments behind.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original = _CPUSHMDistributed.make_group_name
+    # Ranks of a job on one host have one parent; segments do not cross hosts.
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    tag = f"{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}-{restart}"
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"{tag}-{original(group)}")
+
+
+def _keep_weights_unpacked() -> None:
+    """Keep linear and embedding weights as plain tensors on the host, so that they can be written in place.
+
+    vLLM would replace them by packed copies that no write reaches. Accelerators keep them plain anyway.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    def use_plain_linear(_: Any, layer: Any) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    LinearBase._cpu_skip_gemm_dispatch = True
+    UnquantizedEmbeddingMethod.process_weights_after_loading = use_plain_linear
+
+
+def _sample_without_compiling() -> None:
+    """Count token ranks eagerly on the host: compiling this one line takes seconds and a C++ compiler."""
+    from vllm.v1.sample import sampler
+
+    def count(values: Tensor, thresholds: Tensor) -> Tensor:
+        return (values >= thresholds).sum(-1)
+
+    sampler.batched_count_greater_than = count
+
+
+class _Distributed:
+    """Show vLLM a world that is one layout, in its order, while it builds its groups."""
+
+    def __init__(self, real: Any, layout: ParallelLayout) -> None:
+        self._real = real
+        self._layout = layout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def get_world_size(self, group: Any = None) -> int:
+        return self._layout.size if group is None else self._real.get_world_size(group)
+
+    def new_group(self, ranks: Any, **more: Any) -> Any:
+        whole = self._layout.size == self._real.get_world_size()
+        if whole and not device.on_host():
+            return self._real.new_group(ranks, sort_ranks=False, **more)
+        return communicator(tuple(ranks))
+
+
+class _Torch:
+    """Stand for the torch module with another ``distributed``."""
+
+    def __init__(self, distributed: Any) -> None:
+        self.distributed = distributed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def join_groups(layout: ParallelLayout) -> None:
+    """Make the process groups that engines on ``layout`` use.
+
+    Collective over the world: call it on every rank before the members build their engines. Where the
+    layout is the whole world the engines do it themselves.
+    """
+    communicator(layout.ranks)
+    for ranks in layout.groups("tensor"):
+        communicator(ranks)
+    for rank in layout.ranks:
+        communicator((rank,))
+
+
+@contextmanager
+def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
+    """Let vLLM build its groups as if ``layout.ranks``, in that order, were the world.
+
+    Replica r is then ``layout.ranks[r * tensor : (r + 1) * tensor]``.
+    """
+    from vllm.distributed import parallel_state
+
+    world, model = parallel_state.init_world_group, parallel_state.init_model_parallel_group
+
+    def place(positions: list[int]) -> list[int]:
+        return [layout.ranks[position] for position in positions]
+
+    def place_world(ranks: list[int], *args: Any, **more: Any) -> Any:
+        return world(place(ranks), *args, **more)
+
+    def place_groups(group_ranks: list[list[int]], *args: Any, **more: Any) -> Any:
+        return model([place(ranks) for ranks in group_ranks], *args, **more)
+
+    parallel_state.init_world_group = place_world
+    parallel_state.init_model_parallel_group = place_groups
+    parallel_state.torch = _Torch(_Distributed(torch.distributed, layout))
+    try:
+        yield
+    finally:
+        parallel_state.init_world_group = world
+        parallel_state.init_model_parallel_group = model
+        parallel_state.torch = torch
+
+
+def count_engine(change: int) -> int:
+    """Count this process's engines up or down and return how many there are now."""
+    global _engines
+    _engines += change
+    return _engines
+
+
+def forget_groups() -> None:
+    """Drop vLLM's groups after its last engine, so that the next one may have another layout."""
+    from vllm.distributed import parallel_state
+
+    names = ("_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB", "_WORLD", "_NODE_COUNT")
+    for name in names:
+        if hasattr(parallel_state, name):
+            setattr(parallel_state, name, None)
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """Run something that seeds or draws from the process's generators, and leave no trace in them."""
+    python, array = random.getstate(), numpy.random.get_state()
+    accelerators: dict[str, Any] = {"enabled": True}
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        accelerators |= {"devices": [torch.accelerator.current_device_index()]}
+        accelerators |= {"device_type": kind.type if kind is not None else ""}
+    else:
+        accelerators |= {"devices": []}
+    with torch.random.fork_rng(**accelerators):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(array)
