@@ -80,18 +80,12 @@ class CopyRecorder(TorchDispatchMode):
             entries.sort()
         self.boxes: list[TensorBox] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             return self._copy(args[0], args[1], lambda: func(*args, **kwargs))
         result = func(*args, **kwargs)
-        if (
-            func in _ALIASING
-            and isinstance(result, Tensor)
-            and _storage(args[0]) in self._frames
-        ):
+        if func in _ALIASING and isinstance(result, Tensor) and _storage(args[0]) in self._frames:
             self._follow(result, args[0])
         return result
 
@@ -105,9 +99,7 @@ class CopyRecorder(TorchDispatchMode):
             return result
         name, begin = parameter
         if not known_source:
-            raise TraceError(
-                f"{name!r} is filled with values that do not come from a source tensor"
-            )
+            raise TraceError(f"{name!r} is filled with values that do not come from a source tensor")
         if target.numel():
             self.boxes += self._boxes(target, source.expand(target.shape), name, begin)
         return target
@@ -122,9 +114,7 @@ class CopyRecorder(TorchDispatchMode):
             return None
         return name, begin
 
-    def _boxes(
-        self, target: Tensor, source: Tensor, name: str, begin: int
-    ) -> list[TensorBox]:
+    def _boxes(self, target: Tensor, source: Tensor, name: str, begin: int) -> list[TensorBox]:
         frame = self._frames[_storage(source)]
         first, axes = _resolve(frame, source, target.stride())
         offset = target.storage_offset() - begin
@@ -137,16 +127,12 @@ class CopyRecorder(TorchDispatchMode):
         """Remember that ``copy`` now holds what ``source`` shows."""
         frame = self._frames[_storage(source)]
         first, axes = _resolve(frame, source.expand(copy.shape), copy.stride())
-        boxes = list(
-            _peel(frame.name, first, axes, copy.storage_offset(), len(frame.start))
-        )
+        boxes = list(_peel(frame.name, first, axes, copy.storage_offset(), len(frame.start)))
         if len(boxes) != 1:
             raise TraceError(f"a rearranged copy of {frame.name!r} cannot be followed")
         (box,) = boxes
         self._alive.append(copy)
-        self._frames[_storage(copy)] = _Frame(
-            frame.name, box.start, box.size, box.offset, box.stride
-        )
+        self._frames[_storage(copy)] = _Frame(frame.name, box.start, box.size, box.offset, box.stride)
 
 
 def trace_copies(
@@ -168,14 +154,9 @@ def trace_copies(
     return merge_boxes(recorder.boxes)
 
 
-def meta_sources(
-    shapes: Mapping[str, Iterable[int]], dtype: torch.dtype
-) -> dict[str, Tensor]:
+def meta_sources(shapes: Mapping[str, Iterable[int]], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return meta tensors of the given shapes, to stand for a checkpoint."""
-    return {
-        name: torch.empty(tuple(shape), dtype=dtype, device="meta")
-        for name, shape in shapes.items()
-    }
+    return {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
 
 
 def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
@@ -231,15 +212,11 @@ def _join(first: TensorBox, second: TensorBox, dim: int) -> TensorBox | None:
     return replace(first, size=tuple(size), stride=tuple(strides))
 
 
-def _resolve(
-    frame: _Frame, source: Tensor, target_stride: tuple[int, ...]
-) -> tuple[list[int], list[_Axis]]:
+def _resolve(frame: _Frame, source: Tensor, target_stride: tuple[int, ...]) -> tuple[list[int], list[_Axis]]:
     """Express a view of a frame in source coordinates: its first element and one axis per dimension."""
     first = _coordinates(frame, source.storage_offset() - frame.offset)
     axes: list[_Axis] = []
-    for count, stride, written in zip(
-        source.shape, source.stride(), target_stride, strict=True
-    ):
+    for count, stride, written in zip(source.shape, source.stride(), target_stride, strict=True):
         if count == 1:
             continue
         if stride == 0:
@@ -250,38 +227,26 @@ def _resolve(
     for axis in axes:
         if axis.dim is not None:
             reached[axis.dim] += axis.step * (axis.count - 1)
-    if any(
-        position >= size for position, size in zip(reached, frame.size, strict=True)
-    ):
-        raise TraceError(
-            f"a view of {frame.name!r} crosses the edges of its dimensions"
-        )
-    return [
-        start + value for start, value in zip(frame.start, first, strict=True)
-    ], axes
+    if any(position >= size for position, size in zip(reached, frame.size, strict=True)):
+        raise TraceError(f"a view of {frame.name!r} crosses the edges of its dimensions")
+    return [start + value for start, value in zip(frame.start, first, strict=True)], axes
 
 
-def _split_axis(
-    frame: _Frame, first: list[int], count: int, stride: int, written: int
-) -> list[_Axis]:
+def _split_axis(frame: _Frame, first: list[int], count: int, stride: int, written: int) -> list[_Axis]:
     """Split one view dimension that runs over several source dimensions (a flattened view)."""
     axes: list[_Axis] = []
     while True:
         delta = _coordinates(frame, stride)
         moved = [dim for dim, step in enumerate(delta) if step]
         if len(moved) != 1:
-            raise TraceError(
-                f"a diagonal view of {frame.name!r} cannot be expressed as boxes"
-            )
+            raise TraceError(f"a diagonal view of {frame.name!r} cannot be expressed as boxes")
         (dim,) = moved
         step, room = delta[dim], frame.size[dim] - first[dim]
         if first[dim] + step * (count - 1) < frame.size[dim]:
             return [*axes, _Axis(dim, step, count, written)]
         inner, remainder = divmod(room, step)
         if remainder or first[dim] or count % inner:
-            raise TraceError(
-                f"a flattened view of {frame.name!r} does not end with its rows"
-            )
+            raise TraceError(f"a flattened view of {frame.name!r} does not end with its rows")
         axes.append(_Axis(dim, step, inner, written))
         count, stride, written = count // inner, stride * inner, written * inner
 
@@ -300,9 +265,7 @@ def _coordinates(frame: _Frame, position: int) -> list[int]:
     return result
 
 
-def _peel(
-    name: str, first: list[int], axes: list[_Axis], offset: int, dims: int
-) -> Iterable[TensorBox]:
+def _peel(name: str, first: list[int], axes: list[_Axis], offset: int, dims: int) -> Iterable[TensorBox]:
     """Turn axes into boxes: one axis of step 1 per source dimension stays, the others are enumerated."""
     kept: dict[int, _Axis] = {}
     peeled: list[_Axis] = []
@@ -314,9 +277,7 @@ def _peel(
                 peeled.append(axis)
     peeled += [axis for axis in axes if axis.dim is None]
     size = tuple(kept[dim].count if dim in kept else 1 for dim in range(dims))
-    stride = tuple(
-        kept[dim].destination_stride if dim in kept else 0 for dim in range(dims)
-    )
+    stride = tuple(kept[dim].destination_stride if dim in kept else 0 for dim in range(dims))
     for index in itertools.product(*(range(axis.count) for axis in peeled)):
         start, begin = list(first), offset
         for position, axis in zip(index, peeled, strict=True):
@@ -333,10 +294,7 @@ def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
         if result:
             inner = result[-1]
             follows = axis.step == inner.step * inner.count
-            if (
-                follows
-                and axis.destination_stride == inner.destination_stride * inner.count
-            ):
+            if follows and axis.destination_stride == inner.destination_stride * inner.count:
                 result[-1] = inner._replace(count=inner.count * axis.count)
                 continue
         result.append(axis)
@@ -345,9 +303,7 @@ def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
 
 def _frame_of(name: str, tensor: Tensor) -> _Frame:
     shape = tuple(tensor.shape)
-    return _Frame(
-        name, (0,) * len(shape), shape, tensor.storage_offset(), tuple(tensor.stride())
-    )
+    return _Frame(name, (0,) * len(shape), shape, tensor.storage_offset(), tuple(tensor.stride()))
 
 
 def _storage(tensor: Tensor) -> int:
@@ -358,10 +314,7 @@ def _extent(tensor: Tensor) -> int:
     """Return the number of storage elements from a tensor's first to its last, inclusive."""
     if not tensor.numel():
         return 0
-    return 1 + sum(
-        (size - 1) * stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:

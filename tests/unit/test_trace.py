@@ -11,9 +11,7 @@ from megatron_rl.parallel.trace import TraceError, meta_sources, trace_copies
 def replay(boxes, sources, destinations):
     """Write every box of real sources into real destinations."""
     for box in boxes:
-        value = sources[box.name][
-            tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))
-        ]
+        value = sources[box.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
         target = destinations[box.storage]
         offset = target.storage_offset() + box.offset
         target.as_strided(box.size, box.stride, offset).copy_(value)
@@ -24,10 +22,7 @@ def check(load, shapes, destination_shapes):
     sources = {name: torch.randn(shape) for name, shape in shapes.items()}
     wanted = {name: torch.zeros(shape) for name, shape in destination_shapes.items()}
     load(sources, wanted)
-    meta = {
-        name: torch.empty(shape, device="meta")
-        for name, shape in destination_shapes.items()
-    }
+    meta = {name: torch.empty(shape, device="meta") for name, shape in destination_shapes.items()}
     boxes = trace_copies(
         lambda named: load(named, meta),
         meta_sources(shapes, torch.float32),
@@ -109,9 +104,7 @@ def test_destinations_in_one_storage_are_told_apart():
     def load(sources):
         targets["second"].copy_(sources["a"])
 
-    boxes = trace_copies(
-        load, meta_sources({"a": (3, 4)}, torch.float32), targets, rank=0
-    )
+    boxes = trace_copies(load, meta_sources({"a": (3, 4)}, torch.float32), targets, rank=0)
     assert [(box.storage, box.offset) for box in boxes] == [("second", 0)]
     assert not buffer.any()
 
@@ -120,9 +113,7 @@ def test_unknown_values_are_refused():
     target = {"w": torch.empty(3, device="meta")}
     sources = meta_sources({"a": (3,)}, torch.float32)
     with pytest.raises(TraceError, match="'w'"):
-        trace_copies(
-            lambda named: target["w"].copy_(named["a"] + 1), sources, target, rank=0
-        )
+        trace_copies(lambda named: target["w"].copy_(named["a"] + 1), sources, target, rank=0)
 
 
 @settings(max_examples=60, deadline=None)

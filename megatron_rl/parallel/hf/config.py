@@ -69,9 +69,7 @@ def model_spec(
     settings = _transformer_settings(hf_config, family, layout, dtype)
     settings.update(_checked_overrides(overrides or {}))
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # Megatron warns about defaults that are set on purpose here
+        warnings.simplefilter("ignore")  # Megatron warns about defaults that are set on purpose here
         try:
             transformer_config = TransformerConfig(**settings)
         except (ValueError, AssertionError) as error:
@@ -105,10 +103,7 @@ def model_spec(
 
 def head_dim(hf_config: Any) -> int:
     """Return the size of one attention head."""
-    return (
-        getattr(hf_config, "head_dim", None)
-        or hf_config.hidden_size // hf_config.num_attention_heads
-    )
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
 
 
 def rotary_frequencies(hf_config: Any) -> Tensor:
@@ -189,9 +184,7 @@ def _layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, An
 
 
 def _activation(hf_config: Any) -> Any:
-    name = getattr(hf_config, "hidden_act", None) or getattr(
-        hf_config, "hidden_activation", None
-    )
+    name = getattr(hf_config, "hidden_act", None) or getattr(hf_config, "hidden_activation", None)
     if name not in ACTIVATIONS:
         raise UserError(
             f"The activation {name!r} is not supported.",
@@ -206,15 +199,11 @@ def _window(hf_config: Any) -> dict[str, Any]:
     """Return the sliding-window fields: a token sees ``sliding_window`` tokens, itself among them."""
     window = getattr(hf_config, "sliding_window", None)
     layer_types = getattr(hf_config, "layer_types", None)
-    if window is None or (
-        layer_types is not None and "sliding_attention" not in layer_types
-    ):
+    if window is None or (layer_types is not None and "sliding_attention" not in layer_types):
         return {}
     settings: dict[str, Any] = {"window_size": (window - 1, 0)}
     if layer_types is not None:
-        settings["window_attn_skip_freq"] = [
-            int(kind == "sliding_attention") for kind in layer_types
-        ]
+        settings["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in layer_types]
     return settings
 
 
@@ -237,9 +226,7 @@ def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return dict(overrides)
 
 
-def _check_layout(
-    hf_config: Any, layout: ParallelLayout, overrides: Mapping[str, Any]
-) -> None:
+def _check_layout(hf_config: Any, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
     def divides(what: str, value: int, name: str, parts: int, fix: str) -> None:
         if value % parts:
             raise UserError(
@@ -286,9 +273,7 @@ def _check_layout(
             "choose other sizes, or give megatron.num_layers_in_first_pipeline_stage "
             "and megatron.num_layers_in_last_pipeline_stage",
         )  # fmt: skip
-    experts = getattr(hf_config, "num_local_experts", None) or getattr(
-        hf_config, "num_experts", None
-    )
+    experts = getattr(hf_config, "num_local_experts", None) or getattr(hf_config, "num_experts", None)
     if layout.expert > 1 and not experts:
         raise UserError(
             "layout.expert is set for a model without experts.",

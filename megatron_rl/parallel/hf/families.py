@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as functional
+from torch.nn import functional
 from torch import Tensor
 
 from megatron_rl.config.errors import UserError
@@ -105,8 +105,7 @@ def _qwen3_moe(config: Any) -> dict[str, Any]:
     # A softmax over the chosen logits equals a softmax over all of them, renormalised over the chosen.
     settings["moe_router_pre_softmax"] = not config.norm_topk_prob
     settings["moe_layer_freq"] = [
-        int(_qwen3_moe_layer(config, layer))
-        for layer in range(config.num_hidden_layers)
+        int(_qwen3_moe_layer(config, layer)) for layer in range(config.num_hidden_layers)
     ]
     return settings
 

@@ -1,0 +1,166 @@
+"""Read and write Hugging Face checkpoints as safetensors, a slice at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_rl.config.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+    "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+class CheckpointFiles:
+    """Give slices of the tensors of a checkpoint directory without reading the rest.
+
+    Raises UserError when the directory has no safetensors, or its index names files that are missing.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._open: dict[Path, Any] = {}
+        self._file_of = {name: self.path / file for name, file in self._index().items()}
+
+    def _index(self) -> Mapping[str, str]:
+        index = self.path / INDEX
+        if index.is_file():
+            try:
+                weight_map = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    "The checkpoint's index cannot be read.",
+                    where=str(index),
+                    expected="JSON with a weight_map",
+                    got=repr(error),
+                ) from error
+            missing = sorted({file for file in weight_map.values() if not (self.path / file).is_file()})
+            if missing:
+                raise UserError(
+                    "The checkpoint's index names files that do not exist.",
+                    where=str(index),
+                    got="missing " + ", ".join(missing),
+                    fix="download the checkpoint again, with all its files",
+                )
+            return weight_map
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise UserError(
+                "The checkpoint has no safetensors.",
+                where=str(self.path),
+                expected=f"{SINGLE} or {INDEX}",
+                got="no such directory" if not self.path.is_dir() else "no *.safetensors file",
+                fix="give the path of a directory that `save_pretrained` wrote",
+            )
+        return {name: file.name for file in files for name in self._handle(file).keys()}  # noqa: SIM118
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    "A checkpoint file cannot be read.",
+                    where=str(file),
+                    got=str(error),
+                    fix="download the file again",
+                ) from error
+        return self._open[file]
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
+
+    def read(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
+        """Return the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
+        box = tuple(slice(begin, begin + count) for begin, count in zip(start, size, strict=True))
+        return self._handle(self._file_of[name]).get_slice(name)[box]
+
+
+class SafetensorsWriter:
+    """Write one safetensors file front to back in pieces, so that no tensor need be whole in memory."""
+
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for name, shape in shapes.items():
+            end = position + torch.Size(shape).numel() * dtype.itemsize
+            header[name] = {
+                "dtype": _DTYPE_NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [position, end],
+            }
+            position = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._left = position
+        self._file: BinaryIO = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, piece: Tensor) -> None:
+        """Append the next elements, in row-major order of the tensor they belong to."""
+        data = piece.detach().to(self._dtype).cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._left -= data.nbytes
+        self._file.write(data.data)
+
+    def close(self) -> None:
+        """Finish the file; every element must have been written."""
+        self._file.close()
+        if self._left:
+            raise RuntimeError(f"{self._left} bytes of {self._file.name} were not written")
+
+
+def shard_files(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, largest: int
+) -> dict[str, list[str]]:
+    """Divide tensors, in order, over files of at most ``largest`` bytes where one tensor allows it."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if groups[-1] and filled + size > largest:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    count = len(groups)
+    return {f"model-{index:05d}-of-{count:05d}.safetensors": names for index, names in enumerate(groups, 1)}
+
+
+def write_index(path: Path, files: Mapping[str, Sequence[str]], total_bytes: int) -> None:
+    """Write the index of a checkpoint of several files."""
+    weight_map = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def copy_tokenizer(source: str | Path, path: Path) -> None:
+    """Copy tokenizer, chat template and generation settings from another checkpoint directory."""
+    for file in _existing(Path(source)):
+        shutil.copyfile(file, path / file.name)
+
+
+def _existing(source: Path) -> Iterator[Path]:
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            yield source / name

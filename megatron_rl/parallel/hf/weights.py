@@ -1,0 +1,182 @@
+"""Load a Hugging Face checkpoint into Megatron chunks, and say where each of its tensors lies there."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.parallel import device
+from megatron_rl.parallel.hf.files import CheckpointFiles
+from megatron_rl.parallel.hf.importer import Shard, import_parameters
+from megatron_rl.parallel.hf.names import OUTPUT, checkpoint_shapes, is_ignorable
+from megatron_rl.parallel.trace import meta_sources, trace_copies
+from megatron_rl.types import TensorBox
+
+
+class Chunked(Protocol):
+    """What this module needs of a model: bare GPTModel chunks and the transformers config."""
+
+    @property
+    def chunks(self) -> Sequence[Any]: ...
+
+    @property
+    def hf_config(self) -> Any: ...
+
+
+class CoverageError(RuntimeError):
+    """Report parameters that the boxes do not fill exactly."""
+
+
+def live_parameters(model: Chunked) -> dict[str, Tensor]:
+    """Return this rank's parameters by storage name, ``<chunk>.<parameter name>``."""
+    return {
+        f"{index}.{name}": parameter.data
+        for index, chunk in enumerate(model.chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def source_boxes(model: Chunked) -> list[TensorBox]:
+    """Return where each part of the checkpoint's tensors lies in this rank's parameters.
+
+    Storage names are those of `live_parameters`. Raises CoverageError unless every element except the
+    padding of the vocabulary is filled exactly once.
+    """
+    parameters = live_parameters(model)
+    canonical = {_global_name(model, storage): storage for storage in parameters}
+    stand_ins = {storage: torch.empty_like(value, device="meta") for storage, value in parameters.items()}
+    shard = shard_of(model)
+    return trace_import(
+        {name: stand_ins[storage] for name, storage in canonical.items()},
+        model.hf_config,
+        shard,
+        device.rank(),
+        canonical,
+    )
+
+
+def trace_import(
+    parameters: Mapping[str, Tensor],
+    hf_config: Any,
+    shard: Shard,
+    rank: int,
+    storages: Mapping[str, str] | None = None,
+) -> list[TensorBox]:
+    """Return the boxes of meta parameters under their global names; ``storages`` renames them in the boxes."""
+    renamed = {(storages or {}).get(name, name): tensor for name, tensor in parameters.items()}
+    sources = meta_sources(checkpoint_shapes(hf_config), torch.float32)
+
+    def load(tensors: Mapping[str, Tensor]) -> None:
+        import_parameters(parameters, tensors, hf_config, shard)
+
+    boxes = trace_copies(load, sources, renamed, rank)
+    _check_coverage(boxes, renamed, hf_config, shard)
+    return boxes
+
+
+def load_weights(model: Chunked, path: str | Path) -> None:
+    """Fill the model from a checkpoint directory; each rank reads only the slices it holds.
+
+    Values are converted to the parameters' dtype; rows that pad the vocabulary become zero. Raises
+    UserError when tensors are missing, unexpected or of another shape.
+    """
+    files = CheckpointFiles(path)
+    check_tensors(files, model)
+    parameters = live_parameters(model)
+    boxes = source_boxes(model)
+    with torch.no_grad():
+        for storage in _padded(parameters):
+            parameters[storage].zero_()
+        for box in boxes:
+            view_of(parameters[box.storage], box).copy_(files.read(box.name, box.start, box.size))
+
+
+def check_tensors(files: CheckpointFiles, model: Chunked) -> None:
+    """Compare a checkpoint's tensors with what the model's config asks for; raise UserError on a difference."""
+    expected = checkpoint_shapes(model.hf_config)
+    found = files.names()
+    missing = sorted(set(expected) - found)
+    extra = found - set(expected)
+    unexpected = sorted(name for name in extra if not is_ignorable(name, model.hf_config))
+    if missing or unexpected:
+        hint = None
+        if missing == [OUTPUT]:
+            hint = "set tie_word_embeddings in config.json if the output layer shares the embedding"
+        raise UserError(
+            "The checkpoint's tensors are not those of the model in its config.json.",
+            where=str(files.path),
+            expected=f"missing: {_some(missing)}" if missing else None,
+            got=f"unexpected: {_some(unexpected)}" if unexpected else None,
+            fix=hint or "use a checkpoint saved from this architecture and number of layers",
+        )
+    for name, shape in expected.items():
+        if files.shape(name) != shape:
+            raise UserError(
+                f"The checkpoint's tensor {name} has another shape than its config.json says.",
+                where=str(files.path),
+                expected=str(list(shape)),
+                got=str(list(files.shape(name))),
+                fix="use the config.json that belongs to these weights",
+            )
+
+
+def view_of(parameter: Tensor, box: TensorBox) -> Tensor:
+    """Return the view of a parameter that holds a box."""
+    return parameter.as_strided(box.size, box.stride, parameter.storage_offset() + box.offset)
+
+
+def shard_of(model: Chunked) -> Shard:
+    """Read from a model's process groups which part of every parameter this rank holds."""
+    groups = model.chunks[0].pg_collection
+
+    def place(name: str) -> tuple[int, int]:
+        group = getattr(groups, name, None)
+        return (group.rank(), group.size()) if group is not None else (0, 1)
+
+    return Shard(*place("tp"), *place("ep"), *place("expt_tp"))
+
+
+def _global_name(model: Chunked, storage: str) -> str:
+    """Count layers over the whole model instead of inside their chunk."""
+    index, name = storage.split(".", 1)
+    match = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if match is None:
+        return name
+    layer = model.chunks[int(index)].decoder.layers[int(match.group(1))].layer_number - 1
+    return f"decoder.layers.{layer}.{name[match.end() :]}"
+
+
+def _padded(parameters: Mapping[str, Tensor]) -> list[str]:
+    names = ("embedding.word_embeddings.weight", "output_layer.weight")
+    return [storage for storage in parameters if storage.split(".", 1)[1] in names]
+
+
+def _check_coverage(
+    boxes: Sequence[TensorBox], parameters: Mapping[str, Tensor], hf_config: Any, shard: Shard
+) -> None:
+    filled: dict[str, int] = {}
+    for box in boxes:
+        filled[box.storage] = filled.get(box.storage, 0) + math.prod(box.size)
+    wrong = []
+    for storage, parameter in parameters.items():
+        expected = parameter.numel()
+        if storage.endswith(("word_embeddings.weight", "output_layer.weight")):
+            rows = len(parameter)
+            real = min(max(hf_config.vocab_size - shard.tensor * rows, 0), rows)
+            expected = real * parameter.shape[1]
+        if filled.get(storage, 0) != expected:
+            wrong.append(f"{storage}: {filled.get(storage, 0)} of {expected} elements")
+    if wrong:
+        raise CoverageError("the importer does not fill parameters exactly: " + "; ".join(wrong))
+
+
+def _some(names: Sequence[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
