@@ -1,0 +1,122 @@
+"""The source of prompts for reinforcement learning and evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from megatron_rl.config.schema import DataConfig, RolloutConfig
+from megatron_rl.data.order import ShuffledOrder
+from megatron_rl.data.records import Record, require_fields
+from megatron_rl.data.tokenizing import PromptEncoder, drop_over_long, end_token_ids, sampling_by_task
+from megatron_rl.types import PromptBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_TASK = "default"
+
+
+class PromptSource:
+    """Give batches of prompts in an order known from the seed, epoch after epoch.
+
+    Every prompt is tokenised once, at the start. Prompts over ``data.max_prompt_tokens`` are dropped and
+    counted in ``length_report``, or raise a UserError under ``data.over_long: error``. A record's task
+    (``data.task_field``, else "default") chooses its sampling profile. All fields other than prompt, ground
+    truth and task become metadata. ``prompt_ids`` are positions in ``records``.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        rollout: RolloutConfig,
+        *,
+        seed: int,
+        model_path: str | None = None,
+        setting: str = "data.train",
+    ) -> None:
+        ends = end_token_ids(tokenizer, model_path)
+        self._default, self._by_task = sampling_by_task(rollout, tokenizer, ends)
+        for record in records:
+            require_fields(record, (data.prompt_field, data.ground_truth_field), setting)
+        texts, tokens = PromptEncoder(tokenizer, data, setting).encode(records)
+        lengths = [len(ids) for ids in tokens]
+        self._ids, self.length_report = drop_over_long(
+            lengths, records, data.max_prompt_tokens, data.over_long, setting
+        )
+        self._records = [records[row] for row in self._ids]
+        self._texts = [texts[row] for row in self._ids]
+        self._tokens = [tokens[row] for row in self._ids]
+        self._data = data
+        self._order = ShuffledOrder(len(self._ids), seed, data.shuffle, fingerprint(self._tokens))
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of whole passes over the prompts so far."""
+        return self._order.epoch
+
+    def next(self, count: int) -> PromptBatch:
+        """Return the next ``count`` prompts, crossing into further epochs as needed."""
+        return self._batch(self._order.next(count))
+
+    def everything(self, limit: int | None = None, temperature: float | None = None) -> PromptBatch:
+        """Return the first ``limit`` prompts in file order, without moving the source's position.
+
+        ``temperature`` replaces the profiles' own; 0 is greedy and switches top-p and top-k off.
+        """
+        batch = self._batch(range(len(self) if limit is None else min(limit, len(self))))
+        if temperature is None:
+            return batch
+        changes: dict[str, Any] = {"temperature": temperature}
+        if temperature == 0:
+            changes.update(top_p=1.0, top_k=0)
+        sampling = tuple(parameters._replace(**changes) for parameters in batch.sampling)
+        return PromptBatch(**{**batch.__dict__, "sampling": sampling})
+
+    def state_dict(self) -> dict[str, int | str | bool]:
+        """Return the position in the data: epoch, position, seed and a fingerprint of the prompts."""
+        return self._order.state_dict()
+
+    def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
+        """Continue from ``state`` with exactly the prompts that followed it; UserError for other data."""
+        self._order.load_state_dict(state)
+
+    def _batch(self, rows: Sequence[int]) -> PromptBatch:
+        records = [self._records[row] for row in rows]
+        tasks = tuple(str(record.values.get(self._data.task_field) or DEFAULT_TASK) for record in records)
+        return PromptBatch(
+            tokens=ragged([self._tokens[row] for row in rows]),
+            lengths=torch.tensor([len(self._tokens[row]) for row in rows], dtype=torch.long),
+            prompt_ids=torch.tensor([self._ids[row] for row in rows], dtype=torch.long),
+            tasks=tasks,
+            prompts=tuple(self._texts[row] for row in rows),
+            ground_truths=tuple(record.values[self._data.ground_truth_field] for record in records),
+            metadata=tuple(self._metadata(record) for record in records),
+            sampling=tuple(self._by_task.get(task, self._default) for task in tasks),
+        )
+
+    def _metadata(self, record: Record) -> Mapping[str, Any]:
+        own = {self._data.prompt_field, self._data.ground_truth_field, self._data.task_field}
+        return {name: value for name, value in record.values.items() if name not in own}
+
+
+def ragged(parts: Sequence[numpy.ndarray]) -> torch.Tensor:
+    """Concatenate rows of token ids into one [N] int64 tensor."""
+    return torch.from_numpy(numpy.concatenate(parts).astype(numpy.int64))
+
+
+def fingerprint(tokens: Sequence[numpy.ndarray]) -> str:
+    """Return 16 hexadecimal digits that differ where number, order, lengths or ids of the rows differ."""
+    digest = hashlib.sha256(numpy.asarray([len(ids) for ids in tokens], numpy.int64).tobytes())
+    for ids in tokens:
+        digest.update(ids.tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,284 @@
+"""Prompts and responses as tokens: the model's tokenizer, chat templates, stop tokens, length limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.config.schema import DataConfig, RolloutConfig
+from megatron_rl.data.records import Record
+from megatron_rl.types import SamplingParameters
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROFILE_FIELDS = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
+
+
+@dataclass(frozen=True)
+class LengthReport:
+    """Say how many of ``total`` items were longer than ``limit`` tokens, and which were the first.
+
+    ``longest`` is the length in tokens of the longest item, dropped or not.
+    """
+
+    total: int
+    over_long: int
+    limit: int
+    longest: int
+    examples: tuple[str, ...]
+
+    def line(self, kind: str = "prompts") -> str:
+        """Return one sentence for the console and the log."""
+        if not self.over_long:
+            return f"{self.total} {kind}, none over the limit of {self.limit} tokens (longest {self.longest})"
+        first = ", ".join(self.examples)
+        return (
+            f"dropped {self.over_long} of {self.total} {kind}: longer than {self.limit} tokens "
+            f"(longest {self.longest}); first: {first}"
+        )
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the HF checkpoint at ``path``; raise a UserError when there is none."""
+    from transformers import AutoTokenizer
+
+    if not Path(path).is_dir():
+        raise UserError(
+            f"the model directory {path} does not exist",
+            where="model.path",
+            expected="a directory with config.json, safetensors and tokenizer files",
+            got="no such directory",
+            fix="set model.path to a downloaded or exported checkpoint",
+        )
+    try:
+        return AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(
+            f"the tokenizer of {path} cannot be loaded",
+            where="model.path",
+            expected="tokenizer files that transformers' AutoTokenizer reads",
+            got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            fix="copy tokenizer.json and tokenizer_config.json of the model into the directory",
+        ) from None
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: str | Path | None = None) -> tuple[int, ...]:
+    """Return the ids that end a response: the tokenizer's eos first, then the generation config's."""
+    found: list[int] = []
+    if tokenizer.eos_token_id is not None:
+        found.append(int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
+    file = Path(model_path) / "generation_config.json" if model_path is not None else None
+    if file is not None and file.exists():
+        listed = json.loads(file.read_text()).get("eos_token_id")
+        found.extend(listed if isinstance(listed, list) else [] if listed is None else [listed])
+    if not found:
+        raise UserError(
+            "the model names no token that ends a response",
+            where="model.path",
+            expected="eos_token in the tokenizer's files or eos_token_id in generation_config.json",
+            got="neither",
+            fix="set eos_token in tokenizer_config.json",
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], setting: str) -> tuple[int, ...]:
+    """Return the id of each stop string; raise a UserError for one that is not exactly one token."""
+    ids: list[int] = []
+    for text in stop:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
+            raise UserError(
+                f"the stop string {text!r} is not one token of this model",
+                where=setting,
+                expected="stop strings that the tokenizer turns into exactly one known token",
+                got=f"{len(tokens)} tokens: {tokenizer.convert_ids_to_tokens(tokens)}",
+                fix="choose a stop string that is one token, or add it to the tokenizer as a special token",
+            )
+        ids.append(tokens[0])
+    return tuple(ids)
+
+
+def sampling_by_task(
+    rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
+) -> tuple[SamplingParameters, Mapping[str, SamplingParameters]]:
+    """Return the default sampling parameters and those of each task that has a profile of its own.
+
+    A profile overrides fields of the rollout settings; its ``stop`` replaces theirs. ``ends`` always end
+    a response. A field that does not exist or is out of range raises a UserError.
+    """
+    base = {name: getattr(rollout, name) for name in PROFILE_FIELDS}
+    default = _parameters(base, tokenizer, ends, "rollout")
+    tasks: dict[str, SamplingParameters] = {}
+    for task, profile in rollout.sampling_profiles.items():
+        setting = f"rollout.sampling_profiles.{task}"
+        for name in profile:
+            if name not in PROFILE_FIELDS:
+                guess = nearest(name, PROFILE_FIELDS)
+                raise UserError(
+                    f"a sampling profile has no field {name!r}",
+                    where=f"{setting}.{name}",
+                    expected="one of " + ", ".join(PROFILE_FIELDS),
+                    got=name,
+                    fix=f"did you mean {guess!r}?" if guess else "remove it",
+                )
+        tasks[task] = _parameters({**base, **profile}, tokenizer, ends, setting)
+    return default, tasks
+
+
+def _parameters(
+    values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], setting: str
+) -> SamplingParameters:
+    checks = {
+        "temperature": (lambda v: v >= 0, "a number >= 0 (0 is greedy)"),
+        "top_p": (lambda v: 0 < v <= 1, "a number above 0, at most 1 (1 is off)"),
+        "top_k": (lambda v: v >= 0 and v == int(v), "a whole number >= 0 (0 is off)"),
+        "max_response_tokens": (lambda v: v >= 1 and v == int(v), "a whole number >= 1"),
+    }
+    for name, (accepts, expected) in checks.items():
+        value = values[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not accepts(value):
+            raise UserError(
+                f"{name} is out of range", where=f"{setting}.{name}", expected=expected, got=repr(value)
+            )
+    stop = values["stop"]
+    if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+        raise UserError(
+            "stop is not a list of strings",
+            where=f"{setting}.stop",
+            expected="a list of strings",
+            got=repr(stop),
+            fix="write it as a list",
+        )
+    ids = dict.fromkeys((*ends, *stop_token_ids(tokenizer, stop, f"{setting}.stop")))
+    return SamplingParameters(
+        float(values["temperature"]),
+        float(values["top_p"]),
+        int(values["top_k"]),
+        int(values["max_response_tokens"]),
+        tuple(ids),
+    )
+
+
+class PromptEncoder:
+    """Turn the prompt field of a record into tokens, through the chat template where one applies.
+
+    A list of messages goes through the template; a string does when ``data.chat_template`` is true, as one
+    user message. ``data.chat_template`` false forbids lists of messages.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, setting: str) -> None:
+        self.tokenizer, self.data, self.setting = tokenizer, data, setting
+
+    def text(self, record: Record) -> tuple[str, bool]:
+        """Return the prompt as text, and whether it is a rendered template (which has special tokens)."""
+        prompt = record.values[self.data.prompt_field]
+        if isinstance(prompt, str):
+            if not self.data.chat_template:
+                return prompt, False
+            prompt = [{"role": "user", "content": prompt}]
+        elif self.data.chat_template is False or not _is_messages(prompt):
+            raise UserError(
+                f"the field {self.data.prompt_field!r} is not a prompt",
+                where=f"{record.where} ({self.setting})",
+                expected="a string"
+                + ("" if self.data.chat_template is False else " or a list of messages with role and content"),
+                got=f"{type(prompt).__name__}: {str(prompt)[:80]}",
+                fix="correct the record, or data.prompt_field"
+                + (" or data.chat_template" if self.data.chat_template is False else ""),
+            )
+        return self._render(prompt, record), True
+
+    def _render(self, messages: Sequence[Mapping[str, str]], record: Record) -> str:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise UserError(
+                "the prompt needs a chat template and the model's tokenizer has none",
+                where=f"{record.where} ({self.setting})",
+                expected="a tokenizer with a chat template",
+                got="a tokenizer without one",
+                fix="use an instruction-tuned model, or give prompts as strings with data.chat_template=false",
+            )
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates raise jinja errors of many kinds
+            raise UserError(
+                "the chat template refuses the messages",
+                where=f"{record.where} ({self.setting})",
+                got=f"{type(error).__name__}: {error}",
+                fix="correct the record's messages",
+            ) from None
+        return str(rendered)
+
+    def encode(self, records: Sequence[Record]) -> tuple[list[str], list[numpy.ndarray]]:
+        """Return every record's prompt text and its tokens (int32), in order."""
+        rendered = [self.text(record) for record in records]
+        texts = [text for text, _ in rendered]
+        tokens: list[numpy.ndarray] = [numpy.empty(0, numpy.int32)] * len(texts)
+        for special in (False, True):
+            rows = [row for row, (_, templated) in enumerate(rendered) if templated != special]
+            for row, ids in zip(rows, encode_texts(self.tokenizer, [texts[r] for r in rows], special), strict=True):
+                if not len(ids):
+                    raise UserError(
+                        "a prompt has no tokens",
+                        where=f"{records[row].where} ({self.setting})",
+                        expected="at least one token",
+                        got=repr(texts[row]),
+                        fix="correct or remove the record",
+                    )
+                tokens[row] = ids
+        return texts, tokens
+
+
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool, chunk: int = 1024
+) -> list[numpy.ndarray]:
+    """Return the tokens (int32) of each text; ``special`` adds what the tokenizer puts around a text."""
+    result: list[numpy.ndarray] = []
+    for start in range(0, len(texts), chunk):
+        part = list(texts[start : start + chunk])
+        encoded = tokenizer(part, add_special_tokens=special, return_attention_mask=False)
+        result.extend(numpy.asarray(ids, numpy.int32) for ids in encoded["input_ids"])  # pyright: ignore
+    return result
+
+
+def drop_over_long(
+    lengths: Sequence[int], records: Sequence[Record], limit: int, policy: str, setting: str
+) -> tuple[list[int], LengthReport]:
+    """Return the rows within ``limit`` tokens and a report; with policy ``error`` the first longer raises.
+
+    No row within the limit raises a UserError under either policy.
+    """
+    long = [row for row, length in enumerate(lengths) if length > limit]
+    longest = max(lengths)
+    if long and (policy == "error" or len(long) == len(lengths)):
+        row = long[0]
+        count = f"{len(long)} of {len(lengths)}"
+        raise UserError(
+            f"{count} items of {setting} are longer than the limit",
+            where=f"{records[row].where} ({setting})",
+            expected=f"at most {limit} tokens",
+            got=f"{lengths[row]} tokens there; the longest has {longest}",
+            fix="raise data.max_prompt_tokens" + (", or set data.over_long=drop" if policy == "error" else ""),
+        )
+    dropped = set(long)
+    keep = [row for row in range(len(lengths)) if row not in dropped]
+    examples = tuple(f"{records[row].where} ({lengths[row]} tokens)" for row in long[:3])
+    return keep, LengthReport(len(lengths), len(long), limit, longest, examples)
+
+
+def _is_messages(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str | bytes)
+        and len(prompt) > 0
+        and all(isinstance(item, Mapping) and "role" in item and "content" in item for item in prompt)
+    )

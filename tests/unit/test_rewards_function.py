@@ -1,0 +1,250 @@
+"""Rewards in worker processes: real functions, real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.config.schema import RewardConfig
+from megatron_rl.rewards.function import FunctionReward, RewardResult
+
+FUNCTIONS = """
+import os, subprocess, sys, time
+
+def by_response(*, prompt, response, ground_truth, metadata, scale=1.0):
+    if response == "raise":
+        raise ValueError("no such answer")
+    if response == "exit":
+        sys.exit(3)
+    if response == "crash":
+        os._exit(7)
+    if response == "nan":
+        return float("nan")
+    if response == "infinite":
+        return {"reward": 1.0, "part": float("inf")}
+    if response == "text":
+        return "1.0"
+    if response == "nothing":
+        return None
+    if response == "unnamed":
+        return {"score": 1.0}
+    if response == "hang":
+        time.sleep(1000)
+    if response == "spin":
+        while True:
+            pass
+    if response == "child":
+        child = subprocess.Popen(["sleep", "1000"])
+        open(metadata["file"], "w").write(str(child.pid))
+        time.sleep(1000)
+    if response == "slow":
+        time.sleep(0.6)
+    if response == "pid":
+        return os.getpid()
+    if response == "parts":
+        return {"reward": 0.5, "format": 1, "length": 2.0}
+    return scale * (response == ground_truth)
+
+def numpy_scalar(**sample):
+    import numpy
+    return numpy.float32(0.25)
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(FUNCTIONS)
+    return str(path)
+
+
+def score(reward: FunctionReward, responses: list[str], truth: str = "4", metadata: dict | None = None) -> RewardResult:
+    count = len(responses)
+    return reward.score(["2+2="] * count, responses, [truth] * count, [metadata or {}] * count)
+
+
+def make(file: str, name: str = "by_response", **settings) -> FunctionReward:
+    return FunctionReward(RewardConfig(f"{file}:{name}", **{"timeout": 1.5, **settings}))
+
+
+def test_values_arguments_and_components(file: str) -> None:
+    with make(file, arguments={"scale": 2.0}) as reward:
+        result = score(reward, ["4", "5", "parts"])
+    assert result.rewards.tolist() == [2.0, 0.0, 0.5]
+    assert result.valid.all() and not result.failures
+    assert result.components["format"].isnan().tolist() == [True, True, False]
+    assert result.components["length"][2] == 2.0
+    with make(file, "numpy_scalar") as reward:
+        assert score(reward, ["x"]).rewards.tolist() == [0.25]
+
+
+def test_every_failure_is_invalid_with_its_reason_and_the_rest_stand(file: str) -> None:
+    reasons = {
+        "raise": "exception",
+        "exit": "exception",
+        "crash": "crashed",
+        "nan": "not_finite",
+        "infinite": "not_finite",
+        "text": "wrong_type",
+        "nothing": "wrong_type",
+        "unnamed": "wrong_type",
+        "hang": "timeout",
+        "spin": "timeout",
+    }
+    responses = [item for name in reasons for item in ("4", name)] + ["4"]
+    with make(file, workers=2, timeout=1.0) as reward:
+        result = score(reward, responses)
+        again = score(reward, ["4"] * 5)
+    assert {responses[failure.row]: failure.reason for failure in result.failures} == reasons
+    assert result.valid.tolist() == [response == "4" for response in responses]
+    assert result.rewards[result.valid].eq(1).all()
+    assert result.rewards[~result.valid].isnan().all()
+    messages = {responses[failure.row]: failure.message for failure in result.failures}
+    assert "no such answer" in messages["raise"]
+    assert "status 7" in messages["crash"]
+    assert "longer than 1 s" in messages["hang"]
+    values = result.metrics().values()
+    assert values["reward/invalid"] == pytest.approx(10 / len(responses))
+    assert values["reward/invalid_timeout"] == pytest.approx(2 / len(responses))
+    assert again.valid.all(), "the replaced workers answer"
+
+
+def test_the_limit_is_per_sample_not_per_batch(file: str) -> None:
+    with make(file, timeout=1.5) as reward:
+        assert score(reward, ["slow"] * 4).valid.all()
+
+
+def test_a_timeout_kills_what_the_function_started(file: str, tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    with make(file, timeout=1.0) as reward:
+        started = time.monotonic()
+        result = score(reward, ["child"], metadata={"file": str(note)})
+        assert time.monotonic() - started < 5
+    assert [failure.reason for failure in result.failures] == ["timeout"]
+    assert not _alive(int(note.read_text()))
+
+
+def test_many_trivial_rewards_are_fast(file: str) -> None:
+    with FunctionReward(RewardConfig("megatron_rl.rewards.arithmetic:exact_match")) as reward:
+        score(reward, ["4"] * 8)
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            assert score(reward, ["4", " 4 ", "5", ""] * 128).rewards.tolist() == [1.0, 1.0, 0.0, 0.0] * 128
+            times.append(time.perf_counter() - started)
+    assert min(times) < 0.5  # about 10 ms on an idle machine
+
+
+def test_work_is_shared_by_the_workers(file: str) -> None:
+    with make(file, workers=2) as reward:
+        result = score(reward, ["pid"] * 64)
+        assert os.getpid() not in result.rewards.tolist()
+        started = time.monotonic()
+        assert score(reward, ["slow"] * 4).valid.all()
+        assert time.monotonic() - started < 2.2  # one worker needs 2.4 s
+    assert score_nothing(file) == 0
+
+
+def score_nothing(file: str) -> int:
+    with make(file) as reward:
+        return len(score(reward, []).rewards)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message", "got"),
+    [
+        ("no_colon", "incomplete", "no_colon"),
+        ("missing.py:f", "does not exist", "no such file"),
+        ("no_such_module_at_all:f", "cannot be loaded", "No module named"),
+        ("math:no_such", "cannot be loaded", "no attribute 'no_such'"),
+        ("math:pi", "cannot be loaded", "not callable"),
+        (":f", "incomplete", ":f"),
+    ],
+)
+def test_a_bad_name_is_the_users_error(spec: str, message: str, got: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        FunctionReward(RewardConfig(spec))
+    assert got in str(caught.value) and "reward.function" in str(caught.value)
+
+
+def test_an_error_in_the_users_file_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("def reward(**_):\n    return (\n")
+    with pytest.raises(UserError, match="cannot be loaded") as caught:
+        FunctionReward(RewardConfig(f"{path}:reward"))
+    assert "SyntaxError" in str(caught.value) and "broken.py" in str(caught.value)
+
+
+def test_settings_out_of_range(file: str) -> None:
+    for settings in ({"timeout": 0.0}, {"workers": 0}):
+        with pytest.raises(UserError, match="out of range"):
+            make(file, **settings)
+
+
+def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("VALUE = 3.0\n")
+    path = tmp_path / "uses.py"
+    path.write_text("from neighbour import VALUE\ndef reward(**_):\n    return VALUE\n")
+    with FunctionReward(RewardConfig(f"{path}:reward")) as reward:
+        assert score(reward, ["x"]).rewards.tolist() == [3.0]
+
+
+def test_workers_end_with_a_trainer_that_was_killed(file: str, tmp_path: Path) -> None:
+    program = tmp_path / "trainer.py"
+    program.write_text(
+        textwrap.dedent(f"""
+        import time
+        from megatron_rl.config.schema import RewardConfig
+        from megatron_rl.rewards.function import FunctionReward
+        reward = FunctionReward(RewardConfig({file + ":by_response"!r}, timeout=500.0))
+        pid = reward.score(["p"], ["pid"], ["t"], [{{}}]).rewards[0]
+        print(int(pid), flush=True)
+        reward.score(["p"], ["spin"], ["t"], [{{}}])
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+    trainer = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True, env=environment)
+    assert trainer.stdout is not None
+    worker = int(trainer.stdout.readline())
+    time.sleep(0.3)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    trainer.stdout.close()
+    deadline = time.monotonic() + 15
+    while _alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _alive(worker)
+
+
+def test_close_is_final(file: str) -> None:
+    reward = make(file)
+    pid = int(score(reward, ["pid"]).rewards[0])
+    reward.close()
+    reward.close()
+    assert not _alive(pid)
+    with pytest.raises(RuntimeError, match="closed"):
+        score(reward, ["4"])
+
+
+def test_rewards_are_float32_tensors(file: str) -> None:
+    with make(file) as reward:
+        result = score(reward, ["4", "raise"])
+    assert result.rewards.dtype == torch.float32 and result.valid.dtype == torch.bool
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
