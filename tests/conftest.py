@@ -1,4 +1,4 @@
-"""What tests share: one way to launch a script on several ranks, bounded in time and leaving nothing behind."""
+"""What tests share: one way to launch a script on several ranks, bounded in time, leaving nothing behind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def launch_environment() -> dict[str, str]:
 
 
 def run_bounded(command: list[str], timeout: float, environment: dict[str, str] | None = None) -> Launch:
-    """Run ``command`` in a process group of its own and kill the whole group when ``timeout`` seconds pass."""
+    """Run ``command`` in a session of its own; end it and all it started after ``timeout`` seconds."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,

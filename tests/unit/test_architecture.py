@@ -1,0 +1,245 @@
+"""The rules of the code base that no other tool checks."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "megatron_rl"
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# Where each foreign package may be imported.
+OWNERS = {
+    "torch.distributed": ["megatron_rl/parallel/*"],
+    "megatron": ["megatron_rl/parallel/*"],
+    "vllm": ["megatron_rl/rollout/vllm_engine*.py"],
+    "transformer_engine": ["megatron_rl/parallel/*"],
+    "apex": ["megatron_rl/parallel/*"],
+}
+
+DEVICE_NAME = re.compile(r"cuda|nccl|gloo", re.IGNORECASE)
+DEVICE_TEXT = re.compile(r"(cuda|nccl|gloo|cpu)(:\S*)?|cpu:gloo.*|torch\.cuda.*", re.IGNORECASE)
+DEVICE_MODULE = "megatron_rl/parallel/device.py"
+
+# Spelled so that this file does not match itself.
+DEVELOPER_PATH = re.compile(r"(?<![\w.$}])/(?:work|root|Users|home/\w+|opt/pypi)\b/?(?!space)")
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def tracked_files() -> tuple[Path, ...]:
+    """Return every file of the repository: what git tracks or would, else what lies there."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode == 0:
+        paths = [ROOT / line for line in listed.stdout.splitlines()]
+    else:
+        skip = {".git", ".venv", "runs", "__pycache__", "build", "dist"}
+        paths = [path for path in ROOT.rglob("*") if not skip.intersection(path.relative_to(ROOT).parts)]
+    return tuple(sorted(path for path in paths if path.is_file()))
+
+
+def python_files(*tops: str) -> list[Path]:
+    return [f for f in tracked_files() if f.suffix == ".py" and relative(f).split("/")[0] in tops]
+
+
+@cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of every import and every ``torch.distributed`` reached by attribute."""
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield node.lineno, "torch.distributed"
+
+
+def docstrings(tree: ast.Module) -> set[int]:
+    """Return the ids of the constant nodes that are docstrings or bare strings."""
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+
+def test_files_are_short() -> None:
+    long = {}
+    for path in python_files("megatron_rl", "tests", "benchmarks"):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > MAX_FILE_LINES:
+            long[relative(path)] = lines
+    assert not long, f"files over {MAX_FILE_LINES} lines: {long}"
+
+
+def test_functions_are_short() -> None:
+    long = {}
+    for path in python_files("megatron_rl", "tests", "benchmarks"):
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    long[f"{relative(path)}:{node.lineno} {node.name}"] = lines
+    assert not long, f"functions over {MAX_FUNCTION_LINES} lines: {long}"
+
+
+def test_foreign_packages_stay_in_their_layer() -> None:
+    wrong = []
+    for path in python_files("megatron_rl"):
+        name = relative(path)
+        for line, imported in imported_names(path):
+            for package, owners in OWNERS.items():
+                inside = imported == package or imported.startswith(package + ".")
+                if inside and not any(fnmatch(name, owner) for owner in owners):
+                    wrong.append(f"{name}:{line} imports {imported}; allowed in {', '.join(owners)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_device_words_are_in_the_device_module_alone() -> None:
+    wrong = []
+    for path in python_files("megatron_rl"):
+        if relative(path) == DEVICE_MODULE:
+            continue
+        tree = syntax(path)
+        prose = docstrings(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+                word = node.value if DEVICE_TEXT.fullmatch(node.value.strip()) else None
+            elif isinstance(node, ast.Name):
+                word = node.id if DEVICE_NAME.search(node.id) else None
+            elif isinstance(node, ast.Attribute):
+                word = node.attr if DEVICE_NAME.search(node.attr) else None
+            else:
+                word = None
+            if word is not None:
+                wrong.append(f"{relative(path)}:{node.lineno} {word!r}")
+    assert not wrong, "these belong in parallel/device.py:\n" + "\n".join(wrong)
+
+
+def test_no_path_of_a_developers_machine() -> None:
+    wrong = []
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a picture or another binary file
+        for number, line in enumerate(text.splitlines(), start=1):
+            found = DEVELOPER_PATH.search(line)
+            if found is not None and path != Path(__file__).resolve():
+                wrong.append(f"{relative(path)}:{number} {found.group()}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("module", ["config", "planner", "metrics"])
+def test_imports_without_torch(module: str) -> None:
+    program = (
+        "import importlib, pkgutil, sys\n"
+        "for name in ('torch', 'transformers', 'megatron', 'vllm'): sys.modules[name] = None\n"
+        f"package = importlib.import_module('megatron_rl.{module}')\n"
+        "for found in pkgutil.walk_packages(getattr(package, '__path__', []), package.__name__ + '.'):\n"
+        "    importlib.import_module(found.name)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_import_of_the_package_loads_nothing_heavy() -> None:
+    program = "import sys, megatron_rl; print(sorted({'torch', 'numpy', 'yaml'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_public_names_exist_and_are_typed() -> None:
+    package = import_module("megatron_rl")
+    missing = [
+        name for name, home in sorted(package.PUBLIC.items()) if not hasattr(import_module(home), name)
+    ]
+    assert not missing, f"megatron_rl promises {missing}, which their modules do not define"
+    typed = {
+        alias.asname: node.module
+        for block in syntax(PACKAGE / "__init__.py").body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == package.PUBLIC
+
+
+def test_public_functions_have_docstrings() -> None:
+    bare = []
+    for path in python_files("megatron_rl"):
+        for node in syntax(path).body:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            if not node.name.startswith("_") and ast.get_docstring(node) is None:
+                bare.append(f"{relative(path)}:{node.lineno} {node.name}")
+        if ast.get_docstring(syntax(path)) is None and path.name != "__init__.py":
+            bare.append(f"{relative(path)}: the module")
+    assert not bare, "without a docstring:\n" + "\n".join(bare)
+
+
+def shipped_configs() -> list[str]:
+    return sorted(relative(path) for path in (ROOT / "configs").rglob("*.yaml"))
+
+
+def test_configs_are_shipped() -> None:
+    assert "configs/quickstart.yaml" in shipped_configs()
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_shipped_config_loads_and_passes_check(name: str) -> None:
+    config_module = import_module("megatron_rl.config")
+    config = config_module.load_config(ROOT / name, [])
+    world_size = config.world_size
+    assert world_size is not None, f"{name} does not say for how many ranks it is meant: world_size"
+    report = config_module.check_config(config, world_size)
+    assert not report.errors, "\n".join(str(error) for error in report.errors)
+
+
+# `megatron_rl/parallel/device.py`, `configs/quickstart.yaml`, `launch/test.sh` …
+README_PATH = re.compile(r"(?<![\w/.-])(?:megatron_rl|configs|launch|tests|benchmarks|docs)/[\w./-]*\w/?")
+# `megatron_rl.parallel.device` …
+README_MODULE = re.compile(r"(?<![\w/.])megatron_rl(?:\.[a-z_]\w*)+")
+
+
+def is_module_or_member(dotted: str) -> bool:
+    """Return whether a dotted name is a module of the package, or a name that such a module defines."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        base = ROOT.joinpath(*parts[:length])
+        if base.is_dir() or base.with_suffix(".py").is_file():
+            rest = parts[length:]
+            source = base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py"
+            return not rest or re.search(rf"\b{rest[0]}\b", source.read_text(encoding="utf-8")) is not None
+    return False
+
+
+def test_readme_names_what_exists() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    paths = sorted({match.group() for match in README_PATH.finditer(text)})
+    modules = sorted({match.group() for match in README_MODULE.finditer(text)})
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    missing += [module for module in modules if not is_module_or_member(module)]
+    assert not missing, f"README.md names what does not exist: {missing}"

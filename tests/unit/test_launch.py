@@ -1,0 +1,63 @@
+"""The launch scripts parse, say what is wrong with their arguments, and name files that exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "launch"
+SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch", ROOT / ".ci" / "run"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_script_parses_and_names_existing_files(script: Path) -> None:
+    result = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    text = script.read_text(encoding="utf-8")
+    named = {word.rstrip(".") for word in re.findall(r"\b(?:launch|configs)/[a-z][\w./-]*", text)}
+    assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["launch/setup.sh", "--no-such-option"], "unknown argument --no-such-option"),
+        (["launch/local.sh"], "usage: [NPROC=N] launch/local.sh CONFIG"),
+        (["launch/slurm.sbatch"], "usage: sbatch"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(command: list[str], message: str) -> None:
+    result = subprocess.run(["bash", *command], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_lock_files_pin_every_package_once_and_hold_no_cuda_build() -> None:
+    names = []
+    for lock in sorted(LAUNCH.glob("requirements-*.txt")):
+        for line in lock.read_text(encoding="utf-8").splitlines():
+            if line and not line.startswith("#"):
+                assert re.fullmatch(r"[\w.-]+==[\w.+!-]+", line), (
+                    f"{lock.name}: {line!r} is not NAME==VERSION"
+                )
+                names.append(line.split("==")[0].lower().replace("_", "-"))
+    assert len(names) == len(set(names))
+    forbidden = {"torchvision", "torchaudio", "torchcodec", "triton", "vllm"}
+    assert not forbidden.intersection(names)
+    assert not [name for name in names if name.startswith("nvidia-")]
+
+
+def test_kubernetes_job_is_consistent() -> None:
+    job = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text(encoding="utf-8"))
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    elastic = job["spec"]["elasticPolicy"]
+    assert elastic["minReplicas"] == elastic["maxReplicas"] == worker["replicas"]
+    (container,) = worker["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(job["spec"]["nprocPerNode"])
+    (config,) = [word for word in container["command"] if word.endswith(".yaml")]
+    assert (ROOT / config).is_file(), f"{config} is not shipped"
