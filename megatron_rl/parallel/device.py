@@ -1,0 +1,209 @@
+"""Know the machine: the only module that names an accelerator or a communication backend.
+
+Megatron-Core asks for its accelerator by name. On a machine without one this module answers those
+requests with the host, so that the same Megatron code trains there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+_ON_HOST = not torch.cuda.is_available()
+_installed = False
+_depth = 0
+
+
+def device() -> torch.device:
+    """Return the device that this rank computes on."""
+    return torch.device("cpu") if _ON_HOST else torch.device("cuda", torch.cuda.current_device())
+
+
+def on_host() -> bool:
+    """Say whether this machine computes without an accelerator."""
+    return _ON_HOST
+
+
+def backend() -> str:
+    """Return the communication backend that fits the device."""
+    return "gloo" if _ON_HOST else "nccl"
+
+
+def synchronize() -> None:
+    """Wait until everything launched on the device is done."""
+    if not _ON_HOST:
+        torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    """Give cached, unused device memory back to the driver."""
+    if not _ON_HOST:
+        torch.cuda.empty_cache()
+
+
+def peak_memory(reset: bool = False) -> int:
+    """Return the largest number of bytes allocated on the device since the last reset.
+
+    On the host it is the largest resident set of the process, which cannot be reset.
+    """
+    if _ON_HOST:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated()
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def rank() -> int:
+    """Return this process's rank as the launcher gave it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Return the number of processes as the launcher gave it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def initialize(timeout: float = 600.0) -> None:
+    """Join the job: pick the device, start torch.distributed, prepare Megatron for the device.
+
+    ``timeout`` in seconds bounds every collective. Without a launcher the job is this one process.
+    Collective over the world.
+    """
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    if not _ON_HOST:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's overlap of TP needs it
+    if not dist.is_initialized():
+        alone = "MASTER_PORT" not in os.environ
+        store = dist.HashStore() if alone else None
+        arguments: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1} if alone else {}
+        name = backend() if _ON_HOST else f"cpu:gloo,cuda:{backend()}"
+        dist.init_process_group(name, timeout=timedelta(seconds=timeout), **arguments)
+    prepare_megatron()
+
+
+def prepare_megatron() -> None:
+    """Install what Megatron-Core needs in this process, once."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|absl|torch norm|Torch Norm|hybrid).*")
+    if _ON_HOST:
+        _answer_for_the_accelerator()
+    from megatron.core import parallel_state
+
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+
+
+class _HostMode(TorchFunctionMode):
+    """Answer requests for the accelerator with the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The distributed optimizer tells float32 from half precision by the accelerator's type names.
+            return func(args[0]).replace("torch.", "torch.cuda.")
+        if "device" in kwargs and _names_accelerator(kwargs["device"]):
+            kwargs = {**kwargs, "device": "cpu"}
+        if func is torch.Tensor.to and len(args) > 1 and _names_accelerator(args[1]):
+            args = (args[0], "cpu", *args[2:])
+        return func(*args, **kwargs)
+
+
+def _names_accelerator(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.startswith("cuda")
+
+
+@contextmanager
+def megatron_mode() -> Iterator[None]:
+    """Run Megatron-Core code inside; on an accelerator this does nothing. May be nested."""
+    global _depth
+    if not _ON_HOST or _depth:
+        _depth += 1
+        try:
+            yield
+        finally:
+            _depth -= 1
+        return
+    _depth = 1
+    try:
+        with _HostMode():
+            yield
+    finally:
+        _depth = 0
+
+
+class _HostStream:
+    """Stand for a stream where everything runs in order anyway."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> _HostStream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, *_: Any) -> None:
+        pass
+
+    def wait_event(self, *_: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def record_event(self, *_: Any) -> _HostStream:
+        return self
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _answer_for_the_accelerator() -> None:
+    """Replace the accelerator queries that Megatron-Core makes by answers of the host."""
+    accelerator: Any = torch.cuda
+    host = torch.device("cpu")
+    accelerator.current_device = lambda: host
+    accelerator.synchronize = lambda *_: None
+    accelerator.empty_cache = lambda: None
+    accelerator.current_stream = lambda *_: _HostStream()
+    accelerator.Stream = _HostStream
+    accelerator.Event = _HostStream
+    accelerator.stream = lambda stream: stream
+    accelerator.manual_seed = torch.manual_seed
+    accelerator.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    accelerator.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+    from megatron.core.tensor_parallel import random
+
+    # Both generators are the same one here, which the tracker would report at every fork.
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

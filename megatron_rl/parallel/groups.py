@@ -1,0 +1,112 @@
+"""Turn a layout into live communicators, without Megatron's process-global groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_rl.parallel import device
+from megatron_rl.parallel.layout import Coordinates, ParallelLayout
+
+_communicators: dict[tuple[int, ...], Any] = {}
+
+
+def communicator(ranks: tuple[int, ...]) -> Any:
+    """Return the process group of these ranks, in this order; made once and shared by equal layouts.
+
+    Collective over the world, also for ranks outside.
+    """
+    if ranks not in _communicators:
+        # torch would sort the ranks, but their order is the order of shards.
+        order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+        _communicators[ranks] = dist.new_group(list(ranks), **order)
+    return _communicators[ranks]
+
+
+class ParallelGroups:
+    """Hold the communicators of one role's layout on this rank.
+
+    Each attribute (``tensor``, ``pipeline``, ``data``, ``context``, ``model`` …) is the group this rank
+    belongs to; they are None on ranks outside the layout. Collective over the world.
+    """
+
+    def __init__(self, layout: ParallelLayout) -> None:
+        self.layout = layout
+        self.rank = device.rank()
+        self.member = self.rank in layout.ranks
+        self.tensor = self._mine("tensor")
+        self.context = self._mine("context")
+        self.data = self._mine("data")
+        self.pipeline = self._mine("pipeline")
+        self.model = self._mine("tensor", "pipeline")
+        self.data_context = self._mine("data", "context")
+        self.tensor_context = self._mine("tensor", "context")
+        self.tensor_data_context = self._mine("tensor", "data", "context")
+        self.expert = self._mine("expert")
+        self.expert_tensor = self._mine("expert_tensor")
+        self.expert_data = self._mine("expert_data")
+        self.expert_tensor_and_expert = self._mine("expert_tensor", "expert")
+        self.expert_model = self._mine("expert_tensor", "expert", "pipeline")
+        self.all = communicator(layout.ranks)
+        self.embedding = self._embedding_group()
+
+    def _mine(self, *dimensions: str) -> Any:
+        mine = None
+        for ranks in self.layout.groups(*dimensions):
+            group = communicator(ranks)
+            if self.rank in ranks:
+                mine = group
+        return mine
+
+    def _embedding_group(self) -> Any:
+        """Return the group of first and last pipeline stage, which share tied embeddings."""
+        mine = None
+        for ranks in self.layout.groups("pipeline"):
+            ends = ranks if len(ranks) == 1 else (ranks[0], ranks[-1])
+            group = communicator(ends)
+            if self.rank in ends:
+                mine = group
+        return mine
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Return where this rank stands in the layout; it must be a member."""
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Say whether this rank holds the embedding."""
+        return self.coordinates.pipeline == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Say whether this rank holds the output layer."""
+        return self.coordinates.pipeline == self.layout.pipeline - 1
+
+    def to_megatron(self) -> ProcessGroupCollection:
+        """Return the groups in the form that Megatron-Core's models, optimizer and schedules take."""
+        groups = ProcessGroupCollection(
+            tp=self.tensor,
+            pp=self.pipeline,
+            cp=self.context,
+            dp=self.data,
+            mp=self.model,
+            dp_cp=self.data_context,
+            tp_cp=self.tensor_context,
+            tp_dp_cp=self.tensor_data_context,
+            ep=self.expert,
+            expt_tp=self.expert_tensor,
+            expt_dp=self.expert_data,
+            tp_ep=self.expert_tensor_and_expert,
+            tp_ep_pp=self.expert_model,
+            intra_dp_cp=self.data_context,
+            intra_expt_dp=self.expert_data,
+            intra_dist_opt=self.all,
+        )
+        groups.embd = self.embedding
+        groups.pos_embd = None  # pyright: ignore[reportAttributeAccessIssue]
+        groups.hcp = None  # pyright: ignore[reportAttributeAccessIssue]
+        groups.inter_dist_opt = None  # pyright: ignore[reportAttributeAccessIssue]
+        return groups

@@ -1,0 +1,175 @@
+"""Layers for Megatron's models where Transformer Engine is absent: norm, rotary embedding, attention.
+
+Megatron's own local norm refuses sequence parallelism and its attention refuses packed rows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.utils import divide
+from torch import Tensor, nn
+
+from megatron_rl.parallel.packing import PackedRows
+
+
+def has_transformer_engine() -> bool:
+    """Say whether Transformer Engine is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+class RmsNorm(nn.Module):
+    """Normalise by the root mean square (Zhang & Sennrich 2019), in float32, in any parallel layout."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        fill = torch.zeros if self.offset else torch.ones
+        self.weight = nn.Parameter(fill(hidden_size, dtype=config.params_dtype, device="cuda"))
+        # Marked so that gradients of sequence-parallel shards are summed.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the normalised ``hidden``, in its dtype."""
+        if hidden.dtype in (torch.float32, torch.float64) and not self.offset:
+            return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        normalised = functional.rms_norm(hidden.float(), self.weight.shape, None, self.eps)
+        if self.offset:
+            return (normalised * (self.weight.float() + self.offset)).to(hidden.dtype)
+        return normalised.to(hidden.dtype) * self.weight
+
+
+class PackedRotaryEmbedding(nn.Module):
+    """Give every token of a packed sequence the rotary angles of its position in its own row."""
+
+    def __init__(self, inverse_frequencies: Tensor) -> None:
+        super().__init__()
+        self.inv_freq = inverse_frequencies
+        self._positions: Tensor | None = None
+
+    def get_rotary_seq_len(
+        self, context: Any, block: Any, hidden: Any, config: Any, packed: PackedRows | None = None
+    ) -> int:
+        """Remember the positions of the packed sequence; Megatron asks for its length first."""
+        assert packed is not None, "packed rows are the only input format"
+        self._positions = packed.positions
+        return len(packed.positions)
+
+    def forward(self, length: int, **_: Any) -> Tensor:
+        """Return the angles [T, 1, 1, rotary size]."""
+        assert self._positions is not None
+        angles = torch.outer(self._positions.to(self.inv_freq.dtype), self.inv_freq)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class PackedAttention(nn.Module):
+    """Attend causally inside each row of a packed sequence with PyTorch's fused attention.
+
+    A ``window_size`` of the config limits how far a token looks back.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+        heads = divide(config.num_attention_heads, pg_collection.tp.size())
+        self.repeats = heads // max(1, divide(config.num_query_groups or heads, pg_collection.tp.size()))
+        self.window = None
+        frequency: Any = config.window_attn_skip_freq
+        if config.window_size is not None:
+            uses = frequency[layer_number - 1] if isinstance(frequency, list) else layer_number % (frequency or 1e9)
+            self.window = config.window_size[0] if uses else None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
+        attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: PackedRows | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return [T, 1, heads * size] for query [T, 1, heads, size] and grouped key and value."""
+        assert packed_seq_params is not None, "packed rows are the only input format"
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if self.repeats > 1:
+            key = key.repeat_interleave(self.repeats, dim=1)
+            value = value.repeat_interleave(self.repeats, dim=1)
+        outputs = [self._bucket(query, key, value, index) for index in packed_seq_params.buckets]
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return joined[packed_seq_params.restore].flatten(1).unsqueeze(1)
+
+    def _bucket(self, query: Tensor, key: Tensor, value: Tensor, index: Tensor) -> Tensor:
+        rows = [tensor[index].transpose(1, 2) for tensor in (query, key, value)]
+        longest = index.shape[1]
+        mask = None
+        if self.window is not None and longest > self.window + 1:
+            distance = torch.arange(longest, device=index.device)
+            distance = distance[:, None] - distance[None, :]
+            mask = (distance >= 0) & (distance <= self.window)
+        out = functional.scaled_dot_product_attention(
+            *rows, attn_mask=mask, is_causal=mask is None, scale=self.scale
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def block_spec(
+    config: TransformerConfig, use_transformer_engine: bool, vp_stage: int | None, pp_rank: int
+) -> TransformerBlockSubmodules:
+    """Return the layers of one pipeline stage: Transformer Engine's, or Megatron's with our norm and attention."""
+    if use_transformer_engine:
+        if config.num_moe_experts:
+            return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank)
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        count = get_num_layers_to_build(config, vp_stage, pp_rank)
+        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=TENorm)
+    offset = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
+    specs = [_local_layer(config, _is_moe(config, offset + index)) for index in range(count)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)
+
+
+def _is_moe(config: TransformerConfig, layer: int) -> bool:
+    if not config.num_moe_experts:
+        return False
+    frequency = config.moe_layer_freq
+    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+
+
+def _local_layer(config: TransformerConfig, moe: bool) -> Any:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
+    modules = layer.submodules
+    modules.input_layernorm = RmsNorm
+    modules.pre_mlp_layernorm = RmsNorm
+    attention = modules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if config.qk_layernorm and hasattr(attention, name):
+            setattr(attention, name, RmsNorm)
+    return layer

@@ -1,0 +1,150 @@
+"""Build one role's share of a GPTModel in the role's own process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.config import ModelSpec, model_spec
+from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, has_transformer_engine
+from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
+
+
+@dataclass
+class ParallelModel:
+    """Hold this rank's chunks of a model, one per virtual pipeline stage.
+
+    ``wrapped`` are the chunks as the schedule runs them: Megatron's DDP wrappers where the model trains,
+    else the chunks themselves.
+    """
+
+    chunks: list[GPTModel]
+    wrapped: list[torch.nn.Module]
+    groups: ParallelGroups
+    spec: ModelSpec
+    uses_transformer_engine: bool
+
+    @property
+    def transformer_config(self) -> Any:
+        """Return Megatron's configuration of the model."""
+        return self.spec.transformer_config
+
+    @property
+    def hf_config(self) -> Any:
+        """Return the transformers configuration of the model."""
+        return self.spec.hf_config
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return this rank's parameters by name, prefixed with the chunk: ``0.decoder.layers.0.…``."""
+        return {
+            f"{index}.{name}": parameter
+            for index, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+
+    def pack(self, lengths: Sequence[int]) -> Any:
+        """Return the row boundaries in the form this model's attention takes."""
+        build = pack_for_transformer_engine if self.uses_transformer_engine else pack_rows
+        return build(lengths, device.device())
+
+    def token_log_probs(
+        self, chunk: GPTModel, hidden: Tensor, index: Tensor, targets: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-prob and entropy [n] of ``targets`` from the last stage's hidden states.
+
+        ``hidden`` [1, T, h] is the chunk's output (a shard of T under sequence parallelism); ``index`` [n]
+        says which token's hidden state predicts each target. Collective over the tensor-parallel group.
+        """
+        states = hidden[0]
+        sequence_parallel = self.transformer_config.sequence_parallel
+        if sequence_parallel:
+            states = gather_from_sequence_parallel_region(states, group=self.groups.tensor)
+        weight: Any = chunk.shared_embedding_or_output_weight() if self.spec.tied else chunk.output_layer.weight
+        start = self.groups.coordinates.tensor * len(weight)
+        shard = VocabularyShard(start, self.spec.vocab_size, self.groups.tensor)
+        return vocab_parallel_log_probs(
+            states[index], weight, targets, temperature, shard, reduce_hidden_gradient=not sequence_parallel
+        )
+
+
+def build_model(
+    hf_config: Any,
+    groups: ParallelGroups,
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    overrides: Mapping[str, Any] | None = None,
+    attention: str | None = None,
+    trainable: bool = True,
+    seed: int = 1,
+) -> ParallelModel:
+    """Build this rank's chunks of the model that ``hf_config`` describes, with random weights.
+
+    ``attention`` is ``transformer_engine``, ``torch`` or None for the first that is installed.
+    Call on member ranks only.
+    """
+    layout = groups.layout
+    settings = {**_recompute(recompute), **(overrides or {})}
+    if layout.pipeline > 1:
+        settings["variable_seq_lengths"] = True  # packed micro-batches differ in length
+        settings.setdefault("moe_token_dispatcher_type", "alltoall")  # Megatron checks it for dense models too
+    settings["calculate_per_token_loss"] = True  # gradients are sums; the loss weights are already global
+    spec = model_spec(hf_config, layout, dtype, settings)
+    if device.on_host():
+        spec.transformer_config.gradient_accumulation_fusion = False
+    fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
+    coordinates = groups.coordinates
+    chunks = []
+    with device.megatron_mode():
+        model_parallel_cuda_manual_seed(seed, tp_rank=coordinates.tensor, ep_rank=0, etp_rank=0)
+        for stage in range(layout.virtual_pipeline):
+            chunks.append(_build_chunk(spec, groups, stage, fused).to(device.device()))
+    for chunk in chunks:
+        chunk.requires_grad_(trainable)
+    return ParallelModel(chunks, list(chunks), groups, spec, fused)
+
+
+def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: bool) -> GPTModel:
+    layout, config = groups.layout, spec.transformer_config
+    vp_stage = stage if layout.virtual_pipeline > 1 else None
+    last = stage == layout.virtual_pipeline - 1
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, fused, vp_stage, groups.coordinates.pipeline),  # pyright: ignore[reportArgumentType]
+        pre_process=groups.is_first_stage and stage == 0,
+        post_process=groups.is_last_stage and last,
+        parallel_output=True,
+        pg_collection=groups.to_megatron(),
+        vp_stage=vp_stage,
+        **spec.gpt_kwargs,
+    )
+    if not fused and not config.multi_latent_attention:
+        chunk.rotary_pos_emb = PackedRotaryEmbedding(spec.inverse_frequencies.to(device.device()))
+    else:
+        spec.finish(chunk)
+    if chunk.post_process:
+        # The chunk returns hidden states: `token_log_probs` projects them in bounded memory.
+        chunk.output_layer.forward = _pass_hidden
+    return chunk
+
+
+def _pass_hidden(hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
+    return hidden, None
+
+
+def _recompute(kind: str) -> dict[str, Any]:
+    if kind == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if kind == "selective":
+        return {"recompute_granularity": "selective"}
+    return {}

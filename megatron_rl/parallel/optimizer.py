@@ -1,0 +1,119 @@
+"""Train a model: Megatron's DDP buffers, distributed optimizer, learning-rate schedule and clipping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.config.schema import OptimizerConfig
+from megatron_rl.metrics import Metrics
+from megatron_rl.parallel import device
+from megatron_rl.parallel.model import ParallelModel
+
+
+def wrap(model: ParallelModel, distributed: bool) -> None:
+    """Put the model's chunks into Megatron's DDP, in place: gradients accumulate in float32 buffers.
+
+    With ``distributed`` the parameters move into buffers of the distributed optimizer, so views of
+    parameters taken earlier go stale. Collective over the model's ranks.
+    """
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+    )
+    with device.megatron_mode():
+        model.wrapped = [
+            DistributedDataParallel(
+                model.transformer_config,
+                settings,
+                chunk,
+                disable_bucketing=index > 0,
+                pg_collection=model.groups.to_megatron(),
+            )
+            for index, chunk in enumerate(model.chunks)
+        ]
+
+
+class Optimizer:
+    """Step a model's weights and learning rate; the model must have been wrapped.
+
+    ``steps`` is the planned number of optimizer steps, the length of the learning-rate schedule.
+    Collective over the world: Megatron's optimizer gathers its parameter groups over all ranks.
+    """
+
+    def __init__(self, model: ParallelModel, config: OptimizerConfig, steps: int) -> None:
+        self.model = model
+        self.config = config
+        floor = config.minimum_learning_rate
+        floor = config.learning_rate if floor is None and config.decay == "constant" else floor or 0.0
+        spec = model.spec.transformer_config
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.learning_rate,
+            min_lr=floor,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.epsilon,
+            clip_grad=config.clip_grad,
+            bf16=spec.bf16,
+            fp16=spec.fp16,
+            params_dtype=spec.params_dtype,
+            use_distributed_optimizer=config.distributed,
+            optimizer_cpu_offload=config.offload,
+            optimizer_offload_fraction=1.0 if config.offload else 0.0,
+        )
+        with device.megatron_mode():
+            self.megatron = get_megatron_optimizer(
+                settings, model.wrapped, use_gloo_process_groups=False,
+                pg_collection=model.groups.to_megatron(),
+            )  # fmt: skip
+        self.scheduler = OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0,
+            max_lr=config.learning_rate,
+            min_lr=floor,
+            lr_warmup_steps=config.warmup_steps,
+            lr_decay_steps=max(steps, config.warmup_steps + 1),
+            lr_decay_style=config.decay,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def zero_grad(self) -> None:
+        """Clear gradient buffers before a mini-batch."""
+        for chunk in self.model.wrapped:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def step(self) -> Metrics:
+        """Clip, step the weights and the learning rate; a step with non-finite gradients raises.
+
+        Returns ``grad_norm`` (before clipping) and ``learning_rate``. Collective over the model's ranks.
+        """
+        learning_rate = self.learning_rate
+        with device.megatron_mode():
+            successful, norm, _ = self.megatron.step()
+        norm = float(norm or 0.0)
+        if not successful or norm != norm or norm == float("inf"):
+            raise FloatingPointError(
+                f"the gradient norm is {norm}: the loss or a gradient overflowed; the weights were not stepped"
+                if not successful
+                else f"the gradient norm is {norm}: a loss or log-prob was not finite"
+            )
+        self.scheduler.step(1)
+        return Metrics.of({"grad_norm": norm, "learning_rate": learning_rate})
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate that the next step uses."""
+        groups: Any = self.megatron.param_groups
+        return float(groups[0]["lr"])

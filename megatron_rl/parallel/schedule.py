@@ -1,0 +1,189 @@
+"""Run packed micro-batches through Megatron's pipeline schedules: forward only, or forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor
+
+from megatron_rl.metrics import Metrics
+from megatron_rl.metrics import merge as merge_metrics
+from megatron_rl.parallel import device
+from megatron_rl.parallel.model import ParallelModel
+from megatron_rl.parallel.packing import partition
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Hold one micro-batch's per-token results: ``rows`` ids, ``log_probs`` and ``entropy`` [n], 0 where unselected."""
+
+    rows: tuple[int, ...]
+    log_probs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    rows: tuple[int, ...]
+    inputs: Tensor  # [1, T] tokens, with padding at the end where the layout demands it
+    packing: Any
+    index: Tensor  # [n] whose hidden state predicts each selected token
+    selected: Tensor  # [n] positions of the selected tokens
+    targets: Tensor  # [n]
+    temperature: Tensor  # [n]
+    tokens: int
+
+
+def microbatches(
+    model: ParallelModel, batch: Any, tokens_per_microbatch: int, select: Tensor
+) -> tuple[list[_MicroBatch], float]:
+    """Cut this rank's share of ``batch`` into packed micro-batches.
+
+    ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``select`` [N] bool marks the tokens
+    whose log-probs are wanted. Returns the micro-batches and the share of padding among all their tokens.
+    """
+    layout = model.groups.layout
+    multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
+    lengths = batch.lengths.tolist()
+    config = model.transformer_config
+    # Linear layers cost about 24 h^2 per token and layer, causal attention 2 h per token pair.
+    shares = partition(lengths, layout.data, tokens_per_microbatch, multiple, 12.0 * config.hidden_size)
+    share = shares[model.groups.coordinates.data]
+    starts = torch.cat((torch.zeros(1, dtype=torch.long), batch.lengths.cumsum(0)))
+    result = [_pack(model, batch, rows, starts, select) for rows in share]
+    padded = sum(micro.inputs.shape[1] for micro in result)
+    return result, 1.0 - sum(micro.tokens for micro in result) / max(padded, 1)
+
+
+def _pack(model: ParallelModel, batch: Any, rows: list[int], starts: Tensor, select: Tensor) -> _MicroBatch:
+    lengths = [int(batch.lengths[row]) for row in rows]
+    token_index = torch.cat(
+        [torch.arange(int(starts[row]), int(starts[row + 1])) for row in rows] or [torch.empty(0, dtype=torch.long)]
+    )
+    tokens = batch.tokens[token_index]
+    chosen = select[token_index].clone()
+    first = torch.tensor([0, *lengths], dtype=torch.long).cumsum(0)[:-1]
+    chosen[first[first < len(chosen)]] = False  # nothing predicts a row's first token
+    selected = chosen.nonzero()[:, 0]
+    temperature = torch.repeat_interleave(batch.temperature[rows], torch.tensor(lengths)) if rows else torch.empty(0)
+    unit = model.groups.layout.tensor if model.transformer_config.sequence_parallel else 1
+    padding = -len(tokens) % unit or (unit if not rows else 0)
+    inputs = torch.nn.functional.pad(tokens, (0, padding))
+    target = device.device()
+    return _MicroBatch(
+        rows=tuple(rows),
+        inputs=inputs[None].to(target),
+        packing=model.pack([*lengths, *([padding] if padding else [])]),
+        index=(selected - 1).to(target),
+        selected=selected.to(target),
+        targets=tokens[selected].to(target),
+        temperature=temperature[selected].to(target),
+        tokens=len(tokens),
+    )
+
+
+def score(model: ParallelModel, batch: Any, tokens_per_microbatch: int, select: Tensor) -> list[TokenScores]:
+    """Return log-probs and entropy of the selected tokens of this rank's rows; empty except on output ranks.
+
+    Every last-stage rank gets the scores of its data-parallel share. Collective over the model's ranks.
+    """
+    micros, _ = microbatches(model, batch, tokens_per_microbatch, select)
+
+    def keep(micro: _MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, TokenScores]:
+        return log_probs.sum() * 0, TokenScores(micro.rows, log_probs, entropy)
+
+    for chunk in model.wrapped:
+        chunk.eval()
+    with torch.no_grad():
+        return _run(model, micros, keep, forward_only=True)
+
+
+def learn(
+    model: ParallelModel,
+    batch: Any,
+    tokens_per_microbatch: int,
+    select: Tensor,
+    objective: Callable[[Any, Tensor, Tensor], tuple[Tensor, Metrics]],
+) -> tuple[Metrics, float]:
+    """Add the gradient of the whole mini-batch's loss to the model's gradient buffers.
+
+    ``objective(rows of batch, log_probs [n], entropy [n])`` returns a loss that sums over its tokens with
+    global weights, so gradients add up over micro-batches and data-parallel ranks without any scaling.
+    Returns this rank's metrics (empty except on the last stage) and the share of padding.
+    Collective over the model's ranks.
+    """
+    micros, padding = microbatches(model, batch, tokens_per_microbatch, select)
+
+    def loss(micro: _MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
+        rows = batch.rows(micro.rows).to(log_probs.device)
+        value, metrics = objective(rows, log_probs, entropy)
+        return value, metrics if micro.rows else Metrics()
+
+    for chunk in model.wrapped:
+        chunk.train()
+    return merge_metrics(_run(model, micros, loss, forward_only=False)), padding
+
+
+def _run(
+    model: ParallelModel,
+    micros: Sequence[_MicroBatch],
+    consume: Callable[[_MicroBatch, Tensor, Tensor], tuple[Tensor, Any]],
+    forward_only: bool,
+) -> list[Any]:
+    """Send micro-batches through the pipeline; ``consume`` makes (loss, result) from each at its end."""
+    layout = model.groups.layout
+    config = model.transformer_config
+    groups = model.groups.to_megatron()
+    config.finalize_model_grads_func = None if forward_only else _finalize
+    virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+    run = get_forward_backward_func(layout.pipeline, virtual)
+    iterators = [iter(micros) for _ in model.wrapped]
+    communicator = P2PCommunicator(model.groups.pipeline, config) if layout.pipeline > 1 else None
+    with device.megatron_mode():
+        return run(
+            forward_step_func=partial(_forward_step, model, consume),
+            data_iterator=iterators if virtual else iterators[0],
+            model=model.wrapped if virtual else model.wrapped[0],
+            num_microbatches=len(micros),
+            seq_length=1,  # unused: lengths vary and travel with the tensors
+            micro_batch_size=1,
+            forward_only=forward_only,
+            p2p_communicator=communicator,
+            pg_collection=groups,
+        )
+
+
+def _finalize(
+    chunks: Any, num_tokens: Any, pg_collection: Any = None, force_all_reduce: bool = False
+) -> None:
+    # The token count is withheld: loss weights are global already, gradients must not be divided again.
+    finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+
+
+def _forward_step(
+    model: ParallelModel,
+    consume: Callable[[_MicroBatch, Tensor, Tensor], tuple[Tensor, Any]],
+    iterator: Iterator[_MicroBatch],
+    wrapped: Any,
+) -> tuple[Tensor, Callable[..., Any]]:
+    micro = next(iterator)
+    output = wrapped(micro.inputs, None, None, packed_seq_params=micro.packing)
+    chunk = model.chunks[model.wrapped.index(wrapped)]
+
+    def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+        log_probs, entropy = model.token_log_probs(chunk, hidden, micro.index, micro.targets, micro.temperature)
+        zeros = torch.zeros(micro.tokens, dtype=log_probs.dtype, device=log_probs.device)
+        log_probs = zeros.index_put((micro.selected,), log_probs)
+        entropy = zeros.index_put((micro.selected,), entropy)
+        loss, result = consume(micro, log_probs, entropy)
+        # Cloned because the schedule scales the loss in place.
+        return loss.clone(), torch.zeros([], dtype=torch.int, device=loss.device), result
+
+    return output, finish
