@@ -1,0 +1,145 @@
+"""The plain sampler against transformers, and against itself under other batchings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from megatron_rl.rollout.torch_engine import TorchEngine
+from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, PromptBatch, Rollouts, SamplingParameters
+
+ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
+
+
+def prompts(rows: list[list[int]], **sampling: object) -> PromptBatch:
+    count = len(rows)
+    parameters = SamplingParameters(**{"max_response_tokens": 12, **sampling})  # pyright: ignore[reportArgumentType]
+    return PromptBatch(
+        tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int64),
+        lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
+        prompt_ids=torch.arange(count),
+        tasks=("",) * count,
+        prompts=("",) * count,
+        ground_truths=(None,) * count,
+        metadata=({},) * count,
+        sampling=(parameters,) * count,
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.3,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("qwen2")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> TorchEngine:
+    return TorchEngine.from_hf(checkpoint, max_model_len=64)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def reference_log_probs(model: torch.nn.Module, rollouts: Rollouts) -> torch.Tensor:
+    """Return transformers' log-probs of all response tokens, row by row without padding."""
+    parts = []
+    for row, mask, temperature in zip(
+        rollouts.tokens.split(rollouts.lengths.tolist()),
+        rollouts.response_mask.split(rollouts.lengths.tolist()),
+        rollouts.temperature,
+        strict=True,
+    ):
+        with torch.no_grad():
+            logits = model(row[None]).logits[0, :-1] / temperature
+        picked = logits.log_softmax(1).gather(1, row[1:, None])[:, 0]
+        parts.append(picked[mask[1:]])
+    return torch.cat(parts)
+
+
+def test_greedy_equals_transformers(engine: TorchEngine, model: torch.nn.Module):
+    result = engine.generate(prompts(ROWS, temperature=0.0), seed=1)
+    for row, text in zip(result.tokens.split(result.lengths.tolist()), ROWS, strict=True):
+        expected = model.generate(torch.tensor([text]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert row.tolist() == expected[0].tolist()
+    assert (result.finish_reason == FINISH_LENGTH).all()
+    assert result.temperature.tolist() == [1.0] * 4
+    torch.testing.assert_close(
+        result.rollout_log_probs[result.response_mask], reference_log_probs(model, result), atol=1e-5, rtol=0
+    )
+
+
+def test_sampled_log_probs_hold_at_the_temperature(engine: TorchEngine, model: torch.nn.Module):
+    result = engine.generate(prompts(ROWS, temperature=0.7), seed=2)
+    torch.testing.assert_close(
+        result.rollout_log_probs[result.response_mask], reference_log_probs(model, result), atol=1e-5, rtol=0
+    )
+    assert not result.rollout_log_probs[~result.response_mask].any()
+
+
+def test_tokens_depend_on_seed_and_position_alone(engine: TorchEngine):
+    whole = engine.generate(prompts(ROWS), seed=3)
+    again = engine.generate(prompts(ROWS), seed=3)
+    assert torch.equal(whole.tokens, again.tokens)
+    part = engine.generate(prompts([ROWS[3], ROWS[1]]), seed=3, rows=[3, 1])
+    assert torch.equal(part.tokens, whole.rows([3, 1]).tokens)
+    other = engine.generate(prompts(ROWS), seed=4)
+    assert not torch.equal(whole.tokens, other.tokens)
+
+
+def test_stop_token_ends_and_belongs_to_the_response(engine: TorchEngine):
+    free = engine.generate(prompts(ROWS), seed=5)
+    first = free.rows([0])
+    stop = int(first.tokens[len(ROWS[0]) + 4])
+    ended = engine.generate(prompts(ROWS, stop_token_ids=(stop,)), seed=5).rows([0])
+    response = ended.tokens[len(ROWS[0]) :].tolist()
+    assert response[-1] == stop and stop not in response[:-1]
+    assert response == first.tokens[len(ROWS[0]) : len(ended.tokens)].tolist()
+    assert ended.finish_reason.tolist() == [FINISH_STOP]
+
+
+def test_filtered_tokens_are_never_sampled(engine: TorchEngine):
+    narrow = engine.generate(prompts(ROWS, top_k=1), seed=6)
+    assert torch.equal(narrow.tokens, engine.generate(prompts(ROWS, temperature=0.0), seed=6).tokens)
+    assert not narrow.rollout_log_probs.any()  # a distribution of one token
+
+
+def test_over_long_and_empty_prompts_fail_their_row_only(engine: TorchEngine):
+    result = engine.generate(prompts([ROWS[0], [1] * 64, [], [1] * 60]), seed=1)
+    assert result.finish_reason.tolist() == [FINISH_LENGTH, FINISH_FAILED, FINISH_FAILED, FINISH_LENGTH]
+    assert result.lengths.tolist() == [15, 64, 0, 64]
+
+
+def test_callable_without_cache_samples_the_same(engine: TorchEngine, model: torch.nn.Module):
+    def logits(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.stack([model(row[None]).logits[0, -1] for row in tokens.split(lengths.tolist())])
+
+    plain = TorchEngine.from_logits(logits, max_model_len=64, batch_rows=3)
+    batch = prompts(ROWS, temperature=0.8, top_p=0.9)
+    left, right = plain.generate(batch, seed=8), engine.generate(batch, seed=8)
+    assert torch.equal(left.tokens, right.tokens)
+    torch.testing.assert_close(left.rollout_log_probs, right.rollout_log_probs, atol=1e-5, rtol=0)
+
+
+def test_written_weights_are_taken_into_use(checkpoint: Path):
+    engine = TorchEngine.from_hf(checkpoint)
+    before = engine.generate(prompts(ROWS), seed=1)
+    boxes = {box.storage: box for box in engine.boxes()}
+    for name, parameter in engine.parameters().items():
+        assert boxes[name].size == parameter.shape
+        parameter.mul_(1.5)
+    engine.finish_update(7)
+    after = engine.generate(prompts(ROWS), seed=1)
+    assert after.policy_version.tolist() == [7] * 4
+    assert not torch.equal(before.rollout_log_probs, after.rollout_log_probs)
