@@ -21,7 +21,9 @@ class Record:
     where: str
 
 
-def load_records(path: str | Path, fields: Sequence[str] = (), setting: str = "data.train") -> tuple[Record, ...]:
+def load_records(
+    path: str | Path, fields: Sequence[str] = (), setting: str = "data.train"
+) -> tuple[Record, ...]:
     """Read every record of ``path`` and check that each holds ``fields``.
 
     ``path`` is a ``.jsonl`` or ``.parquet`` file or a directory saved by HF ``datasets``; ``setting`` is

@@ -69,7 +69,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         ) from None
 
 
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: str | Path | None = None) -> tuple[int, ...]:
+def end_token_ids(
+    tokenizer: PreTrainedTokenizerBase, model_path: str | Path | None = None
+) -> tuple[int, ...]:
     """Return the ids that end a response: the tokenizer's eos first, then the generation config's."""
     found: list[int] = []
     if tokenizer.eos_token_id is not None:
@@ -189,7 +191,9 @@ class PromptEncoder:
                 f"the field {self.data.prompt_field!r} is not a prompt",
                 where=f"{record.where} ({self.setting})",
                 expected="a string"
-                + ("" if self.data.chat_template is False else " or a list of messages with role and content"),
+                + (
+                    "" if self.data.chat_template is False else " or a list of messages with role and content"
+                ),
                 got=f"{type(prompt).__name__}: {str(prompt)[:80]}",
                 fix="correct the record, or data.prompt_field"
                 + (" or data.chat_template" if self.data.chat_template is False else ""),
@@ -225,7 +229,9 @@ class PromptEncoder:
         tokens: list[numpy.ndarray] = [numpy.empty(0, numpy.int32)] * len(texts)
         for special in (False, True):
             rows = [row for row, (_, templated) in enumerate(rendered) if templated != special]
-            for row, ids in zip(rows, encode_texts(self.tokenizer, [texts[r] for r in rows], special), strict=True):
+            for row, ids in zip(
+                rows, encode_texts(self.tokenizer, [texts[r] for r in rows], special), strict=True
+            ):
                 if not len(ids):
                     raise UserError(
                         "a prompt has no tokens",
@@ -267,7 +273,8 @@ def drop_over_long(
             where=f"{records[row].where} ({setting})",
             expected=f"at most {limit} tokens",
             got=f"{lengths[row]} tokens there; the longest has {longest}",
-            fix="raise data.max_prompt_tokens" + (", or set data.over_long=drop" if policy == "error" else ""),
+            fix="raise data.max_prompt_tokens"
+            + (", or set data.over_long=drop" if policy == "error" else ""),
         )
     dropped = set(long)
     keep = [row for row in range(len(lengths)) if row not in dropped]

@@ -104,11 +104,15 @@ class FunctionReward:
             raise RuntimeError("the reward workers are closed")
         items = [
             {"prompt": prompt, "response": response, "ground_truth": truth, "metadata": dict(extra)}
-            for prompt, response, truth, extra in zip(prompts, responses, ground_truths, metadata, strict=True)
+            for prompt, response, truth, extra in zip(
+                prompts, responses, ground_truths, metadata, strict=True
+            )
         ]
         outcomes: list[tuple[Any, ...] | None] = [None] * len(items)
         size = max(1, min(CHUNK, -(-len(items) // (2 * len(self._workers)))))
-        waiting = deque(deque(range(start, min(start + size, len(items)))) for start in range(0, len(items), size))
+        waiting = deque(
+            deque(range(start, min(start + size, len(items)))) for start in range(0, len(items), size)
+        )
         try:
             self._serve(items, waiting, outcomes)
         except BaseException:  # an interrupted worker may still hold half a chunk
@@ -206,7 +210,14 @@ class _Worker:
         self._buffer = bytearray()
         requests_out, requests_in = os.pipe()
         replies_out, replies_in = os.pipe()
-        command = [sys.executable, "-P", protocol.__file__, str(requests_out), str(replies_in), str(os.getpid())]
+        command = [
+            sys.executable,
+            "-P",
+            protocol.__file__,
+            str(requests_out),
+            str(replies_in),
+            str(os.getpid()),
+        ]
         try:
             self.process = subprocess.Popen(
                 command, pass_fds=(requests_out, replies_in), stdin=subprocess.DEVNULL, start_new_session=True
@@ -244,7 +255,8 @@ class _Worker:
     def _refuse(self, got: str, details: str) -> None:
         self.kill()
         raise UserError(
-            f"the reward function {self.config.function} cannot be loaded" + (f"\n{details}" if details else ""),
+            f"the reward function {self.config.function} cannot be loaded"
+            + (f"\n{details}" if details else ""),
             where="reward.function",
             expected="module:function or path/to/file.py:function that can be imported and called",
             got=got,

@@ -66,7 +66,9 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def judge(function: Callable[..., Any], item: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+def judge(
+    function: Callable[..., Any], item: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> tuple[Any, ...]:
     """Call ``function`` on one sample; return (SCORED, reward, components) or (FAILED, reason, message)."""
     try:
         value = function(**item, **arguments)
@@ -95,7 +97,9 @@ def _number(value: Any) -> float:
         value = value.item()
         if isinstance(value, int | float):
             return float(value)
-    raise WrongType(f"expected a number or a mapping with 'reward', got {type(value).__name__}: {value!r:.80}")
+    raise WrongType(
+        f"expected a number or a mapping with 'reward', got {type(value).__name__}: {value!r:.80}"
+    )
 
 
 def _end_with(parent: int) -> None:

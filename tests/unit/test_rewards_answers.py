@@ -10,7 +10,14 @@ from megatron_rl.rewards.math_answer import as_number, last_boxed, marked_answer
 
 @pytest.mark.parametrize(
     ("response", "truth", "reward"),
-    [("95", "95", 1.0), (" 95\n", "95", 1.0), ("95", 95, 1.0), ("095", "95", 0.0), ("", "95", 0.0), ("95.", "95", 0.0)],
+    [
+        ("95", "95", 1.0),
+        (" 95\n", "95", 1.0),
+        ("95", 95, 1.0),
+        ("095", "95", 0.0),
+        ("", "95", 0.0),
+        ("95.", "95", 0.0),
+    ],
 )
 def test_exact_match(response: str, truth: object, reward: float) -> None:
     assert exact_match(prompt="37+58=", response=response, ground_truth=truth, metadata={}) == reward

@@ -69,7 +69,9 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def score(reward: FunctionReward, responses: list[str], truth: str = "4", metadata: dict | None = None) -> RewardResult:
+def score(
+    reward: FunctionReward, responses: list[str], truth: str = "4", metadata: dict | None = None
+) -> RewardResult:
     count = len(responses)
     return reward.score(["2+2="] * count, responses, [truth] * count, [metadata or {}] * count)
 
@@ -214,7 +216,9 @@ def test_workers_end_with_a_trainer_that_was_killed(file: str, tmp_path: Path) -
         """)
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
-    trainer = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True, env=environment)
+    trainer = subprocess.Popen(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert trainer.stdout is not None
     worker = int(trainer.stdout.readline())
     time.sleep(0.3)

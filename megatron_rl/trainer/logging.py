@@ -1,0 +1,290 @@
+"""Where a run writes: its folder, its metrics, its samples and what a person sees on the console."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+PLAIN_SECONDS = 10.0
+"""Shortest time between two progress lines where the console is no terminal."""
+
+COLUMNS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("loss", "sft/loss", "{:.4f}"),
+    ("accuracy", "eval/accuracy", "{:.3f}"),
+    ("length", "response/length", "{:.1f}"),
+    ("entropy", "policy/entropy", "{:.3f}"),
+    ("kl", "kl/ref", "{:.4f}"),
+    ("clipped", "policy/clip_fraction", "{:.3f}"),
+    ("gradient", "policy/grad_norm", "{:.2f}"),
+    ("mismatch", "mismatch/abs_diff", "{:.1e}"),
+    ("invalid", "reward/invalid", "{:.3f}"),
+    ("tokens/s", "throughput/tokens_per_second", "{:.0f}"),
+    ("s/step", "time/step", "{:.2f}"),
+)
+"""What the console line of a step shows, in order: label, metric, format; absent metrics are left out."""
+
+
+class RunFolder:
+    """Name and create the places of one run below ``path``."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.warm_up = self.path / "sft.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.rollouts = self.path / "rollouts"
+        self.checkpoints = self.path / "checkpoints"
+        self.rank_logs = self.path / "rank_logs"
+        self.curve = self.path / "learning_curve.png"
+        self.report = self.path / "report.html"
+
+    def create(self) -> RunFolder:
+        """Create the folder and its directories; what exists stays."""
+        for directory in (self.path, self.tensorboard, self.rollouts, self.checkpoints, self.rank_logs):
+            directory.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def rank_log(self, rank: int) -> Path:
+        """Return the file that takes what the process of ``rank`` prints."""
+        return self.rank_logs / f"rank_{rank}.log"
+
+    def write_config(self, text: str) -> None:
+        """Store the resolved configuration."""
+        _replace(self.config, lambda path: path.write_text(text))
+
+    def write_rollouts(
+        self, step: int, columns: Mapping[str, Sequence[Any]], limit: int | None = None
+    ) -> Path:
+        """Store the first ``limit`` rows of equally long columns as ``rollouts/step_<step>.parquet``.
+
+        A column of values that Parquet has no common type for is stored as JSON text.
+        """
+        import pyarrow
+        import pyarrow.parquet
+
+        count = {len(values) for values in columns.values()}
+        if len(count) != 1:
+            raise ValueError(f"columns of different lengths: { {k: len(v) for k, v in columns.items()} }")
+        arrays: dict[str, Any] = {
+            "step": pyarrow.array([step] * len(range(count.pop())[:limit]), pyarrow.int64())
+        }
+        for name, values in columns.items():
+            rows = list(values[:limit])
+            try:
+                arrays[name] = pyarrow.array(rows)
+            except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+                arrays[name] = pyarrow.array([json.dumps(row, default=str) for row in rows])
+        table = pyarrow.table(arrays)
+        target = self.rollouts / f"step_{step}.parquet"
+        _replace(target, lambda path: pyarrow.parquet.write_table(table, path))
+        return target
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file as mappings; a line that was cut off at the end is left out."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    lines: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:  # the process was killed while it wrote this line
+            break
+    return lines
+
+
+class MetricsLog:
+    """Write one line per step to a metrics file, to TensorBoard and to the console.
+
+    ``resumed_step`` is the last step that the restored checkpoint has seen: later lines of the file are cut
+    off, so that every step appears once. None starts over: an existing file and its TensorBoard events are
+    renamed, not lost. Make it on one rank only.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        total_steps: int,
+        *,
+        resumed_step: int | None = None,
+        phase: str = "train",
+        console: TextIO | None = None,
+    ) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self.total_steps, self.phase = total_steps, phase
+        self.console = console if console is not None else sys.stdout
+        self.path = folder.warm_up if phase == "sft" else folder.metrics
+        events = folder.tensorboard / phase
+        if resumed_step is None:
+            _set_aside(self.path)
+            _set_aside(events)
+        else:
+            _cut_after(self.path, resumed_step)
+        self._file = self.path.open("a")
+        purge = None if resumed_step is None else resumed_step + 1
+        self._events = SummaryWriter(str(events), purge_step=purge)
+        self._begun, self._first = time.monotonic(), resumed_step or 0
+
+    def write(self, step: int, values: Mapping[str, float], shown: bool = True) -> None:
+        """Record the metrics of ``step``; a value that is not finite is stored as null."""
+        finite = {name: float(v) if math.isfinite(v) else None for name, v in values.items()}
+        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        self._file.flush()
+        for name, value in finite.items():
+            if value is not None:
+                self._events.add_scalar(name, value, step)
+        self._events.flush()
+        if shown:
+            self.console.write(self.line(step, values) + "\n")
+            self.console.flush()
+
+    def line(self, step: int, values: Mapping[str, float]) -> str:
+        """Return the console line of a step."""
+        width = len(str(self.total_steps))
+        parts = [f"{self.phase} {step:>{width}}/{self.total_steps}"]
+        parts += [f"{label} {form.format(values[name])}" for label, name, form in COLUMNS if name in values]
+        done = step - self._first
+        if done > 0 and step < self.total_steps:
+            remaining = (time.monotonic() - self._begun) / done * (self.total_steps - step)
+            parts.append(f"eta {clock(remaining)}")
+        return "  ".join(parts)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        self._events.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Progress:
+    """Show how far a long phase is: a bar on a terminal, else a plain line now and then; a context manager.
+
+    ``shown`` false shows nothing: the other ranks. ``total`` None shows only that the phase runs.
+    """
+
+    def __init__(
+        self, title: str, total: int | None = None, *, shown: bool = True, console: TextIO | None = None
+    ) -> None:
+        self.title, self.total, self.shown = title, total, shown
+        self.console = console if console is not None else sys.stdout
+        self.done = 0
+        self._bar: Any = None
+        self._begun = self._printed = 0.0
+
+    def __enter__(self) -> Progress:
+        self._begun = self._printed = time.monotonic()
+        if not self.shown:
+            return self
+        if self.console.isatty():
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                SpinnerColumn,
+                TextColumn,
+                TimeElapsedColumn,
+            )
+            from rich.progress import Progress as Bar
+
+            columns = [SpinnerColumn(), TextColumn("{task.description}")]
+            columns += [] if self.total is None else [BarColumn(), MofNCompleteColumn()]
+            columns += [TimeElapsedColumn(), TextColumn("{task.fields[note]}")]
+            self._bar = Bar(*columns, console=Console(file=self.console), transient=True)
+            self._bar.start()
+            self._bar.add_task(self.title, total=self.total, note="")
+        else:
+            self._say(f"{self.title} …")
+        return self
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Say that ``count`` more units are done; ``note`` is a few words on the state."""
+        self.done += count
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=count, note=note)
+            return
+        now = time.monotonic()
+        if self.shown and now - self._printed >= PLAIN_SECONDS:
+            self._printed = now
+            of = "" if self.total is None else f"/{self.total}"
+            self._say(f"{self.title} {self.done}{of}" + (f"  {note}" if note else ""))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: TracebackType | BaseException | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self.shown:
+            end = "done" if kind is None else "stopped"
+            self._say(f"{self.title}: {end} after {clock(time.monotonic() - self._begun)}")
+
+    def _say(self, text: str) -> None:
+        self.console.write(text + "\n")
+        self.console.flush()
+
+
+@contextlib.contextmanager
+def output_to(path: Path, main: bool) -> Iterator[TextIO]:
+    """Send what this process prints, libraries in C included, to ``path``; yield the console.
+
+    The console is the standard output from before on the ``main`` rank and the same log file on others. On an
+    exception the output goes back first, so that the error is seen.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with path.open("a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    console = os.fdopen(os.dup(saved[0] if main else 1), "w", buffering=1)
+    try:
+        yield console
+    finally:
+        console.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for target, descriptor in zip((1, 2), saved, strict=True):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as ``0:07``, ``12:34`` or ``1:02:03``."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _replace(target: Path, write: Callable[[Path], Any]) -> None:
+    temporary = target.with_name(target.name + ".part")
+    write(temporary)
+    temporary.replace(target)
+
+
+def _set_aside(path: Path) -> None:
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    number = 1
+    while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(other)
+
+
+def _cut_after(path: Path, step: int) -> None:
+    kept = [line for line in read_metrics(path) if line["step"] <= step]
+    text = "".join(json.dumps(line) + "\n" for line in kept)
+    _replace(path, lambda temporary: temporary.write_text(text))

@@ -1,0 +1,179 @@
+"""The run folder, metrics files, console lines and progress."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_rl.trainer import logging
+from megatron_rl.trainer.logging import MetricsLog, Progress, RunFolder, clock, output_to, read_metrics
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "run").create()
+
+
+def log_steps(
+    folder: RunFolder, first: int, last: int, resumed: int | None = None, scale: float = 1.0
+) -> str:
+    console = io.StringIO()
+    with MetricsLog(folder, 10, resumed_step=resumed, console=console) as log:
+        for step in range(first, last + 1):
+            log.write(step, {"reward/mean": scale * step, "policy/loss": 0.5})
+    return console.getvalue()
+
+
+def scalars(folder: RunFolder, name: str, phase: str = "train") -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder.tensorboard / phase))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_a_line_per_step_in_file_console_and_tensorboard(folder: RunFolder) -> None:
+    text = log_steps(folder, 0, 3)
+    assert [line["step"] for line in read_metrics(folder.metrics)] == [0, 1, 2, 3]
+    assert read_metrics(folder.metrics)[2] == {"step": 2, "reward/mean": 2.0, "policy/loss": 0.5}
+    lines = text.splitlines()
+    assert len(lines) == 4 and lines[3].startswith("train  3/10  reward 3.000") and "eta 0:00" in lines[3]
+    assert scalars(folder, "reward/mean") == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_resuming_cuts_later_lines_so_that_steps_appear_once(folder: RunFolder) -> None:
+    log_steps(folder, 0, 6)
+    log_steps(folder, 5, 8, resumed=4, scale=10.0)
+    lines = read_metrics(folder.metrics)
+    assert [line["step"] for line in lines] == list(range(9))
+    assert [line["reward/mean"] for line in lines] == [0, 1, 2, 3, 4, 50, 60, 70, 80]
+    assert [step for step, _ in scalars(folder, "reward/mean")] == list(range(9))
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out(folder: RunFolder) -> None:
+    log_steps(folder, 0, 2)
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 3, "rew')
+    assert len(read_metrics(folder.metrics)) == 3
+    log_steps(folder, 3, 4, resumed=2)
+    assert [line["step"] for line in read_metrics(folder.metrics)] == [0, 1, 2, 3, 4]
+
+
+def test_starting_over_sets_the_old_files_aside(folder: RunFolder) -> None:
+    log_steps(folder, 0, 3)
+    log_steps(folder, 0, 1)
+    assert len(read_metrics(folder.metrics)) == 2
+    assert len(read_metrics(folder.path / "metrics.1.jsonl")) == 4
+    assert scalars(folder, "reward/mean") == [(0, 0.0), (1, 1.0)]
+
+
+def test_values_that_are_not_finite_are_null(folder: RunFolder) -> None:
+    with MetricsLog(folder, 1, console=io.StringIO()) as log:
+        log.write(1, {"policy/loss": float("nan"), "kl/ref": float("inf"), "reward/mean": 1.0})
+    text = folder.metrics.read_text()
+    assert "NaN" not in text and json.loads(text) == {
+        "step": 1,
+        "policy/loss": None,
+        "kl/ref": None,
+        "reward/mean": 1.0,
+    }
+
+
+def test_the_warm_up_has_a_file_of_its_own(folder: RunFolder) -> None:
+    with MetricsLog(folder, 5, phase="sft", console=io.StringIO()) as log:
+        log.write(1, {"sft/loss": 2.0}, shown=False)
+    assert read_metrics(folder.warm_up) == [{"step": 1, "sft/loss": 2.0}]
+    assert not folder.metrics.exists()
+    assert scalars(folder, "sft/loss", "sft") == [(1, 2.0)]
+
+
+def test_rollouts_are_parquet_and_odd_columns_become_json(folder: RunFolder) -> None:
+    columns = {"prompt": ["1+1=", "2+2="], "reward": [1.0, float("nan")], "truth": [{"a": 1}, "4"]}
+    path = folder.write_rollouts(7, columns)
+    table = pyarrow.parquet.read_table(path).to_pylist()
+    assert [row["prompt"] for row in table] == ["1+1=", "2+2="] and table[0]["step"] == 7
+    assert [json.loads(row["truth"]) for row in table] == [{"a": 1}, "4"]
+    assert len(pyarrow.parquet.read_table(folder.write_rollouts(8, columns, limit=1))) == 1
+    assert [file.name for file in sorted(folder.rollouts.iterdir())] == ["step_7.parquet", "step_8.parquet"]
+    with pytest.raises(ValueError, match="different lengths"):
+        folder.write_rollouts(9, {"a": [1], "b": []})
+
+
+def test_config_is_replaced_whole(folder: RunFolder) -> None:
+    folder.write_config("seed: 1\n")
+    folder.write_config("seed: 2\n")
+    assert folder.config.read_text() == "seed: 2\n"
+    assert not list(folder.path.glob("*.part"))
+
+
+def test_progress_prints_plain_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "PLAIN_SECONDS", 0.0)
+    console = io.StringIO()
+    with Progress("loading", 3, console=console) as progress:
+        progress.advance(note="layer 0")
+        progress.advance(2)
+    lines = console.getvalue().splitlines()
+    assert lines[:3] == ["loading …", "loading 1/3  layer 0", "loading 3/3"]
+    assert lines[3].startswith("loading: done after 0:0")
+    silent = io.StringIO()
+    with Progress("loading", 3, shown=False, console=silent) as progress:
+        progress.advance()
+    assert silent.getvalue() == ""
+    with pytest.raises(RuntimeError), Progress("loading", console=console):
+        raise RuntimeError
+    assert "stopped after" in console.getvalue()
+
+
+def test_progress_draws_a_bar_on_a_terminal() -> None:
+    main, terminal = pty.openpty()
+    with os.fdopen(terminal, "w") as console:
+        with Progress("evaluating", 4, console=console) as progress:
+            progress.advance(4)
+        console.flush()
+        shown = os.read(main, 1 << 16).decode()
+    os.close(main)
+    assert "evaluating" in shown and "4/4" in shown and "\x1b" in shown
+
+
+def test_output_goes_to_the_rank_log_and_the_console_stays_clean(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from pathlib import Path
+from megatron_rl.trainer.logging import output_to
+with output_to(Path(sys.argv[1]), main=sys.argv[2] == "main") as console:
+    print("python noise")
+    os.system("echo noise of a child")
+    console.write("step 1\\n")
+print("after")
+raise RuntimeError("seen")
+"""
+    for rank, printed in (("main", "step 1\nafter\n"), ("other", "after\n")):
+        log = tmp_path / f"{rank}.log"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(log), rank], capture_output=True, text=True, env=environment
+        )
+        assert done.stdout == printed and "RuntimeError: seen" in done.stderr
+        assert "python noise" in log.read_text() and "noise of a child" in log.read_text()
+        assert ("step 1" in log.read_text()) == (rank == "other")
+
+
+def test_output_comes_back_after_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError), output_to(tmp_path / "log", main=True):
+        raise ValueError
+    print("back")
+    assert capfd.readouterr().out == "back\n"
+
+
+def test_clock() -> None:
+    assert [clock(seconds) for seconds in (6.6, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
