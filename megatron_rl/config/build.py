@@ -11,9 +11,10 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.errors import UserError, nearest
-from megatron_rl.config.foreign import FOREIGN_SECTIONS, foreign_name
+from megatron_rl.config.errors import UserError
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe
+from megatron_rl.config.unknown import note_unknown
 
 _MAX_RANKS = 1 << 20
 
@@ -27,11 +28,15 @@ class Build:
     broken: set[str] = field(default_factory=set)
 
     def fail(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
-        """Record a mistake at a configuration path."""
+        """Record a mistake in the value of a configuration path."""
+        self.note(path, node, message, **fields)
+        self.broken.add(path)
+
+    def note(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
+        """Record a mistake that leaves every known value as it is."""
         origin = node.origin if node is not None else None
         where = f"{path} ({origin})" if origin is not None and origin.kind != "default" else path
         self.errors.append(UserError(message, where=where, **fields))
-        self.broken.add(path)
 
 
 @functools.cache
@@ -67,7 +72,7 @@ def build(cls: type, section: Section, found: Build, path: str = "", defaults: A
     known = {item.name: item for item in dataclasses.fields(cls)}
     for key, node in section.children.items():
         if key not in known:
-            _unknown(key, node, path, list(known), found)
+            note_unknown(key, node, path, list(known), known_paths(RunConfig), found)
     values = {}
     for name, item in known.items():
         full = f"{path}.{name}" if path else name
@@ -105,7 +110,7 @@ def _value(hint: Any, node: Leaf | Section | None, default: Any, path: str, foun
                 f"`{path}` is a section, not a single value",
                 expected=f"a section with {names}",
                 got=describe(node.value),
-                fix=f"write the names below `{path.rpartition('.')[2]}:`, or on the command line {path}.NAME=VALUE",
+                fix=f"write names below `{path.rpartition('.')[2]}:`, or {path}.NAME=VALUE on the command line",
             )
             node = Section()
     return build(below, node, found, path, None if default is dataclasses.MISSING else default)
@@ -223,81 +228,6 @@ def format_ranges(values: tuple[int, ...]) -> str:
         else:
             parts.append([value, value])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
-def _unknown(key: str, node: Leaf | Section, path: str, siblings: list[str], found: Build) -> None:
-    full = f"{path}.{key}" if path else key
-    if isinstance(node, Section) and foreign_name(full) is None:
-        _unknown_section(full, node, siblings, found)
-        return
-    ours = foreign_name(full)
-    if ours is not None:
-        shown = node.plain() if isinstance(node, Section) else node.value
-        fix = f"write `{ours.ours}`" + (f" ({ours.note})" if ours.note else "")
-        message = f"`{full}` is called `{ours.ours}` here"
-        source = "" if ours.project == "a common spelling" else f", a name of {ours.project}"
-        found.fail(
-            full, node, message, expected=f"`{ours.ours}`", got=f"`{key}: {_short(shown)}`{source}", fix=fix
-        )
-        return
-    guess = _guess(key, full, siblings, path)
-    found.fail(
-        full,
-        node,
-        f"`{full}` is not a known name" + (f"; did you mean `{guess}`?" if guess else ""),
-        expected=f"one of {', '.join(siblings)}" if path else "a name of the configuration",
-        got=f"`{key}`",
-        fix=f"write `{guess}`, or remove the line" if guess else "remove the line; `check` lists every name",
-    )
-
-
-def _unknown_section(full: str, node: Section, siblings: list[str], found: Build) -> None:
-    section = FOREIGN_SECTIONS.get(full)
-    rest = []
-    for path, leaf in node.leaves(full):
-        ours = foreign_name(path)
-        if ours is None:
-            rest.append(path)
-        else:
-            found.fail(
-                path,
-                leaf,
-                f"`{path}` is called `{ours.ours}` here",
-                expected=f"`{ours.ours}`",
-                got=f"`{path}: {_short(leaf.value)}`, a name of {ours.project}",
-                fix=f"write `{ours.ours}`" + (f" ({ours.note})" if ours.note else ""),
-            )
-    if not rest and list(node.leaves()):
-        return
-    guess = None if section else _guess(full.rpartition(".")[2], full, siblings, full.rpartition(".")[0])
-    hint = f"; did you mean `{guess}`?" if guess else ""
-    if section:
-        hint = f"; {section.project} has it, here it is {section.ours}"
-    found.fail(
-        full,
-        node,
-        f"`{full}` is not a known section{hint}",
-        expected=f"one of {', '.join(siblings)}" if "." in full else "a section of the configuration",
-        got=", ".join(f"`{path}`" for path in rest[:8]) + (" ..." if len(rest) > 8 else "") or "an empty section",
-        fix=f"write `{guess}`" if guess else "remove it; `check` lists every name",
-    )
-
-
-def _guess(key: str, full: str, siblings: list[str], path: str) -> str | None:
-    from megatron_rl.config.schema import RunConfig
-
-    near = nearest(key, siblings)
-    if near:
-        return f"{path}.{near}" if path else near
-    everywhere = known_paths(RunConfig)
-    by_name = {known.rpartition(".")[2]: known for known in reversed(everywhere)}
-    close = nearest(key, by_name)
-    return by_name[close] if close else nearest(full, everywhere)
-
-
-def _short(value: Any) -> str:
-    text = "null" if value is None else str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

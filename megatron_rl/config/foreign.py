@@ -181,7 +181,9 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "num_rollout": ForeignName(_S, "steps"),
     "max_num_steps": ForeignName(_N, "steps"),
     "max_steps": ForeignName(_T, "steps"),
-    "max_num_epochs": ForeignName(_N, "steps", "ours counts steps: epochs x prompts / batch.prompts_per_step"),
+    "max_num_epochs": ForeignName(
+        _N, "steps", "ours counts steps: epochs x prompts / batch.prompts_per_step"
+    ),
     "test_freq": ForeignName(_V, "evaluation.every"),
     "val_period": ForeignName(_N, "evaluation.every"),
     "eval_interval": ForeignName(_S, "evaluation.every"),

@@ -71,7 +71,9 @@ def _finish(tree: Any, path: Path | None, overrides: Iterable[str], errors: list
 def to_plain(value: Any, name: str = "") -> Any:
     """Return a configuration as the mappings and values that YAML or JSON write."""
     if dataclasses.is_dataclass(value):
-        return {item.name: to_plain(getattr(value, item.name), item.name) for item in dataclasses.fields(value)}
+        return {
+            item.name: to_plain(getattr(value, item.name), item.name) for item in dataclasses.fields(value)
+        }
     if isinstance(value, tuple):
         return format_ranges(value) if name == "ranks" and value else list(value)
     return value

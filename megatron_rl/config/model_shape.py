@@ -16,6 +16,7 @@ class Architecture:
 
     model_type: str
     qkv_bias: bool = False
+    qk_norm: bool = False
     experts: str | None = None
     expert_width: str = "intermediate_size"
 
@@ -23,11 +24,11 @@ class Architecture:
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture("llama"),
     "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True),
-    "Qwen3ForCausalLM": Architecture("qwen3"),
+    "Qwen3ForCausalLM": Architecture("qwen3", qk_norm=True),
     "MistralForCausalLM": Architecture("mistral"),
     "MixtralForCausalLM": Architecture("mixtral", experts="num_local_experts"),
     "Qwen3MoeForCausalLM": Architecture(
-        "qwen3_moe", experts="num_experts", expert_width="moe_intermediate_size"
+        "qwen3_moe", qk_norm=True, experts="num_experts", expert_width="moe_intermediate_size"
     ),
 }
 """The architectures that can be trained; adding one here lets `check` accept it."""
@@ -51,6 +52,7 @@ class ModelShape:
     max_positions: int
     tied: bool = False
     qkv_bias: bool = False
+    qk_norm: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
@@ -76,7 +78,7 @@ class ModelShape:
     @property
     def replicated_parameters(self) -> int:
         """Return the parameters of one layer that every tensor rank holds: norms and a router."""
-        return 2 * self.hidden + self.experts * self.hidden
+        return (2 + self.experts) * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
     def parameters(self) -> int:
@@ -134,7 +136,9 @@ def _shape(raw: dict[str, Any], where: str, errors: list[UserError]) -> ModelSha
                 where=f"{where}: architectures",
                 expected=f"one of {', '.join(ARCHITECTURES)}",
                 got=name or "no `architectures`",
-                fix=f"use a {close} checkpoint" if close else "use a checkpoint of one of these architectures",
+                fix=f"use a {close} checkpoint"
+                if close
+                else "use a checkpoint of one of these architectures",
             )
         )
         return None
@@ -156,6 +160,7 @@ def _shape(raw: dict[str, Any], where: str, errors: list[UserError]) -> ModelSha
         max_positions=reader.size("max_position_embeddings", 1 << 40),
         tied=raw.get("tie_word_embeddings") is True,
         qkv_bias=architecture.qkv_bias or raw.get("attention_bias") is True,
+        qk_norm=architecture.qk_norm,
         experts=experts,
         experts_per_token=reader.size("num_experts_per_tok") if experts else 0,
         expert_width=reader.size(architecture.expert_width) if experts else 0,

@@ -27,8 +27,8 @@ class ModelConfig:
 class LayoutConfig:
     """Say which ranks a role uses and how it is cut; data parallelism is what remains.
 
-    ``ranks`` None means every rank of the job; YAML may write a list or ranges such as ``"0-31,40"``. ``virtual_pipeline`` is the number of model chunks per
-    pipeline stage.
+    ``ranks`` None means every rank of the job; YAML may write a list or ranges such as ``"0-31,40"``.
+    ``virtual_pipeline`` is the number of model chunks per pipeline stage.
     """
 
     ranks: tuple[int, ...] | None = None

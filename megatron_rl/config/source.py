@@ -46,7 +46,8 @@ class Section:
     def plain(self) -> dict[str, Any]:
         """Return the values without their origins."""
         return {
-            key: node.plain() if isinstance(node, Section) else node.value for key, node in self.children.items()
+            key: node.plain() if isinstance(node, Section) else node.value
+            for key, node in self.children.items()
         }
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
@@ -68,7 +69,9 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
 )
 
 
@@ -192,7 +195,9 @@ def _convert(loader: _Loader, node: yaml.Node, origin_of: Any, errors: list[User
     for key_node, value_node in node.value:
         line = origin_of(key_node.start_mark.line + 1)
         if not isinstance(key_node, yaml.ScalarNode):
-            errors.append(UserError("a name in the configuration is not text", where=str(line), got=_kind(key_node)))
+            errors.append(
+                UserError("a name in the configuration is not text", where=str(line), got=_kind(key_node))
+            )
             continue
         key = key_node.value
         if key in section.children:

@@ -1,0 +1,311 @@
+"""Check a whole configuration before anything is built: every error and warning at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.check_files import Files
+from megatron_rl.config.check_inputs import Inputs, check_inputs
+from megatron_rl.config.check_layout import (
+    check_budget,
+    check_layout,
+    check_lengths,
+    check_model,
+    check_world,
+    where_of,
+)
+from megatron_rl.config.check_values import check_values
+from megatron_rl.config.check_warnings import check_warnings
+from megatron_rl.config.derive import (
+    MAX_WORLD,
+    BatchPlan,
+    batch_plan,
+    resolve,
+    role_layouts,
+    smallest_world,
+)
+from megatron_rl.config.errors import UserError, UserErrors
+from megatron_rl.config.layout import RoleLayout
+from megatron_rl.config.load import LoadedConfig, flatten
+from megatron_rl.config.memory import RankMemory, memory_plan
+from megatron_rl.config.model_shape import ModelShape
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.source import DEFAULT, Origin
+from megatron_rl.config.weight_sync import SyncPlan, sync_plan
+
+AlgorithmOf = Callable[[str, Mapping[str, Any]], Any]
+"""Return an algorithm by name with settings; raises UserError."""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Hold what a check found.
+
+    ``config`` has every derived value filled in where there are no errors; ``origins`` says where each
+    value comes from. Plans are None where errors leave nothing to plan.
+    """
+
+    config: RunConfig
+    world_size: int
+    errors: tuple[UserError, ...]
+    warnings: tuple[UserError, ...]
+    origins: Mapping[str, Origin]
+    layouts: Mapping[str, RoleLayout] | None = None
+    batch: BatchPlan | None = None
+    shape: ModelShape | None = None
+    memory: tuple[RankMemory, ...] = ()
+    sync: SyncPlan | None = None
+    records: int | None = None
+    algorithm: Any = None
+
+    def valid(self) -> RunConfig:
+        """Return the filled-in configuration, or raise UserErrors with every error."""
+        if self.errors:
+            raise UserErrors(self.errors)
+        return self.config
+
+
+@dataclass
+class _Check:
+    config: RunConfig
+    launched: int | None
+    errors: list[UserError] = field(default_factory=list)
+    warnings: list[UserError] = field(default_factory=list)
+    bad: set[str] = field(default_factory=set)  # paths whose value is known to be wrong
+
+    def add(self, errors: Iterable[UserError]) -> None:
+        """Record errors, except about values that are already known to be wrong."""
+        for error in errors:
+            if error.where not in self.bad:
+                self.errors.append(error)
+
+    def fine(self, *prefixes: str) -> bool:
+        """Return whether no value below the paths is known to be wrong."""
+        return not any(
+            path == prefix or path.startswith(f"{prefix}.") for path in self.bad for prefix in prefixes
+        )
+
+
+def check_config(
+    config: RunConfig | LoadedConfig,
+    world_size: int | None = None,
+    *,
+    algorithm_of: AlgorithmOf | None = None,
+    training: bool = False,
+    without_files: bool = False,
+    shipped_models: Path | None = None,
+) -> CheckReport:
+    """Check a configuration against a number of processes; never raises for what a user gave.
+
+    ``world_size`` None takes the configuration's own, or the smallest that fits. ``training`` makes an
+    error of a file that ``prepare`` is still to make; ``without_files`` makes a warning of every missing
+    file. ``shipped_models`` holds NAME/config.json for models that are not on this machine.
+    """
+    loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config, None, {})
+    if loaded.config is None:
+        raise UserErrors(loaded.errors)
+    check = _Check(loaded.config, world_size)
+    check.errors.extend(loaded.errors)
+    check.bad.update(loaded.broken)
+    found = check_values(loaded.config)
+    check.add(found)
+    check.bad.update(error.where for error in found if error.where)
+    algorithm = _algorithm(check, algorithm_of)
+    world = _world(check)
+    layouts = _layouts(check, world)
+    files = Files(prepare=loaded.config.prepare, absent=without_files)
+    inputs = Inputs(loaded.config, files, check.fine, shipped_models)
+    check_inputs(inputs)
+    _check_model(check, inputs.shape, layouts)
+    # Findings about files leave the arithmetic whole: it is shown beside them.
+    inputs.errors.extend(files.errors)
+    (inputs.errors if training and not without_files else inputs.warnings).extend(files.missing)
+    return _report(check, inputs, loaded.origins, world, algorithm)
+
+
+def _report(
+    check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Any
+) -> CheckReport:
+    config, plans = check.config, {}
+    filled = {path: origins.get(path, DEFAULT) for path in flatten(config)}
+    if not check.errors:
+        resolved = resolve(config, world, algorithm)
+        config = resolved.config
+        config, template = _chat_template(inputs, config)
+        layouts = role_layouts(config, world)
+        batch = batch_plan(config, layouts)
+        memory, sync = [], None
+        if inputs.shape is not None:
+            memory = memory_plan(config, layouts, inputs.shape, batch)
+            sync = sync_plan(config, layouts, inputs.shape)
+        records = inputs.preview.count if inputs.preview else None
+        check.warnings.extend(
+            check_warnings(check.config, world, layouts, batch, inputs.shape, algorithm, memory, records)
+        )
+        reasons = {**resolved.reasons, **template}
+        filled = {path: origins.get(path, DEFAULT) for path in flatten(config)}
+        for path, reason in reasons.items():
+            for name in filled:
+                if name == path or name.startswith(f"{path}."):
+                    filled[name] = Origin("derived", reason)
+        plans = {
+            "layouts": layouts,
+            "batch": batch,
+            "memory": tuple(memory),
+            "sync": sync,
+            "records": records,
+        }
+    return CheckReport(
+        config=config,
+        world_size=world,
+        errors=tuple(_located(error, origins) for error in (*check.errors, *inputs.errors)),
+        warnings=tuple(_located(error, origins) for error in (*check.warnings, *inputs.warnings)),
+        origins=filled,
+        shape=inputs.shape,
+        algorithm=algorithm,
+        **plans,
+    )
+
+
+def _algorithm(check: _Check, algorithm_of: AlgorithmOf | None) -> Any:
+    config = check.config
+    if algorithm_of is None or not check.fine("algorithm"):
+        return None
+    known = None
+    try:
+        known = algorithm_of(config.algorithm.name, {})
+    except UserError as error:
+        check.add([error])
+        return None
+    except Exception as error:  # the user's own module may fail in any way
+        text = f"{type(error).__name__}: {error}"
+        check.add([UserError("the algorithm cannot be loaded", where="algorithm.name", got=text)])
+        return None
+    complete = True
+    for name, value in config.algorithm.settings.items():
+        try:
+            algorithm_of(config.algorithm.name, {name: value})
+        except UserError as error:
+            complete = False
+            check.add([error])
+    if complete:
+        try:
+            known = algorithm_of(config.algorithm.name, config.algorithm.settings)
+        except UserError as error:
+            check.add([error])
+    if known.needs_critic:
+        check.add(
+            [
+                UserError(
+                    f"the algorithm {config.algorithm.name} needs a critic, which a run cannot have yet",
+                    where="algorithm.name",
+                    expected="an algorithm without a critic, such as grpo",
+                    got=config.algorithm.name,
+                    fix="set algorithm.name=grpo",
+                )
+            ]
+        )
+    return known
+
+
+def _world(check: _Check) -> int:
+    config = check.config
+    if check.launched is not None and not 1 <= check.launched <= MAX_WORLD:
+        error = UserError(
+            "the number of processes is out of range",
+            where="world size",
+            expected=f"1 to {MAX_WORLD}",
+            got=str(check.launched),
+            fix="start at least one process",
+        )
+        check.add([error])
+        check.bad.add("world_size")
+        return 1
+    if check.fine("world_size"):
+        check.add(check_world(config, check.launched))
+    known = check.launched if check.launched is not None else config.world_size
+    if known is not None and 1 <= known <= MAX_WORLD:
+        return known
+    if not check.fine("actor.layout", "reference.layout", "rollout.tensor", "rollout.ranks", "world_size"):
+        return 1
+    world = smallest_world(config)
+    if world > MAX_WORLD:
+        check.add([_too_large(world)])
+        check.bad.update(("world_size", "actor.layout.tensor"))
+        return 1
+    check.warnings.append(
+        UserError(
+            f"the number of processes is not stated; {world} is the smallest that fits",
+            where="world_size",
+            got="neither world_size, --world-size nor a launcher",
+            fix="say --world-size N, or write world_size: N",
+        )
+    )
+    return world
+
+
+def _too_large(world: int) -> UserError:
+    shown = str(world) if world < 1 << 64 else "more than 2^64"
+    return UserError(
+        "the parallel sizes need more processes than there can be",
+        where="actor.layout",
+        expected=f"at most {MAX_WORLD} processes",
+        got=shown,
+        fix="lower the parallel sizes of actor, reference and rollout",
+    )
+
+
+def _layouts(check: _Check, world: int) -> dict[str, RoleLayout]:
+    """Return the layouts whose own values are fine, after checking them."""
+    layouts = {}
+    for role, layout in role_layouts(check.config, world).items():
+        own = role != "reference" or (check.config.reference and check.config.reference.layout)
+        where = where_of(role) if own else "actor.layout"
+        paths = ("rollout.tensor", "rollout.ranks") if role == "rollout" else (where,)
+        if check.fine("world_size", *paths):
+            layouts[role] = layout
+            if own:
+                check.add(check_layout(layout, world, check.config))
+    return layouts
+
+
+def _check_model(check: _Check, shape: ModelShape | None, layouts: Mapping[str, RoleLayout]) -> None:
+    lengths = check.fine("data.max_prompt_tokens", "rollout.max_response_tokens", "rollout.sampling_profiles")
+    if lengths and check.fine("batch.tokens_per_microbatch"):
+        check.add(check_budget(check.config))
+    if shape is None:
+        return
+    for role, layout in layouts.items():
+        own = role != "reference" or (check.config.reference and check.config.reference.layout)
+        if own:
+            overrides = check.config.actor.megatron if role == "actor" else {}
+            check.add(check_model(layout, shape, overrides))
+    if lengths:
+        check.add(check_lengths(check.config, shape))
+
+
+def _chat_template(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
+    if config.data.chat_template is not None or inputs.preview is None or inputs.preview.first is None:
+        return config, {}
+    messages = isinstance(inputs.preview.first.get(config.data.prompt_field), list)
+    reason = "prompts are lists of messages" if messages else "prompts are text"
+    return replace(config, data=replace(config.data, chat_template=messages)), {"data.chat_template": reason}
+
+
+def _located(error: UserError, origins: Mapping[str, Origin]) -> UserError:
+    """Return the error with the place where its value was written."""
+    where = error.where
+    if where is None or not re.fullmatch(r"[a-z0-9_.]+", where):
+        return error
+    origin = origins.get(where)
+    if origin is None or origin.kind == "default":
+        below = [value for path, value in origins.items() if path.startswith(f"{where}.")]
+        stated = [value for value in below if value.kind in ("file", "override")]
+        origin = stated[0] if stated else origin
+    if origin is None:
+        return error
+    return replace(error, where=f"{where} ({origin})")

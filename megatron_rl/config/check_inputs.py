@@ -1,0 +1,142 @@
+"""Check what a run reads and writes: model, data, reward function, run folder, checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_rl.config.check_data import DataPreview, check_data
+from megatron_rl.config.check_files import Files, check_model_files, has_chat_template
+from megatron_rl.config.check_reward import check_reward
+from megatron_rl.config.errors import UserError
+from megatron_rl.config.model_shape import ModelShape
+from megatron_rl.config.schema import RunConfig
+
+
+@dataclass
+class Inputs:
+    """Collect what the inputs say: the model's shape, the first training record, and findings."""
+
+    config: RunConfig
+    files: Files
+    fine: Callable[..., bool]  # whether no value below the given paths is known to be wrong
+    shipped_models: Path | None
+    errors: list[UserError] = field(default_factory=list)
+    warnings: list[UserError] = field(default_factory=list)
+    shape: ModelShape | None = None
+    preview: DataPreview | None = None
+
+
+def check_inputs(check: Inputs) -> None:
+    """Fill in what the inputs say."""
+    config, files = check.config, check.files
+    if check.fine("model.path"):
+        check.shape = _model(check, config.model.path, "model.path")
+    reference = config.reference
+    if reference is not None and reference.path is not None and check.fine("reference.path"):
+        shape = _model(check, reference.path, "reference.path")
+        if shape is not None and check.shape is not None and shape.vocab != check.shape.vocab:
+            check.errors.append(_other_vocabulary(shape, check.shape))
+    fields = {config.data.prompt_field: "data.prompt_field"}
+    if check.fine("data.train", "data.prompt_field"):
+        check.preview = check_data(Path(config.data.train), "data.train", fields, files)
+        _check_prompts(check)
+    if config.data.eval is not None and check.fine("data.eval", "data.prompt_field"):
+        check_data(Path(config.data.eval), "data.eval", fields, files)
+    if config.sft is not None and check.fine("sft.data", "sft.response_field", "data.prompt_field"):
+        both = {**fields, config.sft.response_field: "sft.response_field"}
+        check_data(Path(config.sft.data), "sft.data", both, files)
+    if check.fine("reward"):
+        check.errors.extend(check_reward(config.reward))
+    if check.fine("run_dir"):
+        check.errors.extend(_run_dir(Path(config.run_dir)))
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and check.fine("checkpoint.resume") and not Path(resume).is_dir():
+        check.errors.append(
+            UserError(
+                "the checkpoint to resume from does not exist",
+                where="checkpoint.resume",
+                expected="auto, never, or the directory of a checkpoint",
+                got=repr(resume),
+                fix="name an existing directory such as runs/NAME/checkpoints/step_50",
+            )
+        )
+
+
+def _model(check: Inputs, path: str, where: str) -> ModelShape | None:
+    shipped = check.shipped_models / Path(path).name / "config.json" if check.shipped_models else None
+    return check_model_files(Path(path), where, check.files, shipped)
+
+
+def _other_vocabulary(reference: ModelShape, actor: ModelShape) -> UserError:
+    return UserError(
+        "the reference has another vocabulary than the model",
+        where="reference.path",
+        expected=f"{actor.vocab} tokens",
+        got=f"{reference.vocab} tokens",
+        fix="use a reference of the same model family and tokenizer",
+    )
+
+
+def _check_prompts(check: Inputs) -> None:
+    if check.preview is None or check.preview.first is None:
+        return
+    config = check.config
+    first = check.preview.first
+    prompt = first.get(config.data.prompt_field)
+    if isinstance(prompt, list) and config.data.chat_template is False:
+        check.errors.append(
+            UserError(
+                "prompts are lists of messages, and the chat template is switched off",
+                where="data.chat_template",
+                expected="true, or prompts that are text",
+                got="false",
+                fix="remove data.chat_template",
+            )
+        )
+    wants = isinstance(prompt, list) if config.data.chat_template is None else config.data.chat_template
+    path = Path(config.model.path)
+    if wants and path.is_dir() and not has_chat_template(path):
+        check.errors.append(
+            UserError(
+                "the tokenizer has no chat template",
+                where="data.chat_template",
+                expected="chat_template.jinja, or chat_template in tokenizer_config.json",
+                got=f"neither in {path}",
+                fix="use an instruction-tuned model, or prompts that are text with data.chat_template=false",
+            )
+        )
+    if config.data.ground_truth_field not in first:
+        check.warnings.append(
+            UserError(
+                f"the first record has no `{config.data.ground_truth_field}`",
+                where="data.ground_truth_field",
+                expected="a field that the reward compares with",
+                got=f"fields {', '.join(map(str, first))}",
+                fix="name the field, or ignore this where the reward needs no ground truth",
+            )
+        )
+
+
+def _run_dir(path: Path) -> list[UserError]:
+    place = path
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    problem = None
+    if not place.is_dir():
+        problem = f"{place} is a file"
+    elif not os.access(place, os.W_OK):
+        problem = f"no right to write in {place}"
+    if problem is None:
+        return []
+    return [
+        UserError(
+            "the run folder cannot be made",
+            where="run_dir",
+            expected="a directory, or a path where one can be made",
+            got=problem,
+            fix="choose another run_dir",
+        )
+    ]

@@ -1,0 +1,295 @@
+"""Rules between layouts, the world size and the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from megatron_rl.config.build import format_ranges
+from megatron_rl.config.derive import MAX_WORLD, longest_row, smallest_world
+from megatron_rl.config.errors import UserError
+from megatron_rl.config.layout import RoleLayout
+from megatron_rl.config.model_shape import ModelShape
+from megatron_rl.config.schema import RunConfig
+
+_UNEVEN = {
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+}
+
+
+def where_of(role: str) -> str:
+    """Return the configuration path of a role's layout."""
+    return "rollout" if role == "rollout" else f"{role}.layout"
+
+
+def check_world(config: RunConfig, launched: int | None) -> list[UserError]:
+    """Return the error of a launch that differs from the stated world size."""
+    if launched is None or config.world_size is None or launched == config.world_size:
+        return []
+    return [
+        UserError(
+            "the number of processes is not the stated world size",
+            where="world_size",
+            expected=f"{config.world_size} processes, as world_size says",
+            got=f"{launched} processes",
+            fix=f"start {config.world_size} processes, set world_size={launched}, or remove world_size",
+        )
+    ]
+
+
+def check_layout(layout: RoleLayout, world_size: int, config: RunConfig) -> list[UserError]:
+    """Return what is wrong between a role's sizes, its ranks and the world size."""
+    where = where_of(layout.role)
+    errors = _check_ranks(layout, world_size, where)
+    if errors:
+        return errors
+    if layout.role == "rollout":
+        return _check_rollout(layout, config)
+    errors.extend(_check_product(layout, world_size, config))
+    stage = layout.expert * layout.expert_tensor * layout.pipeline
+    if not errors and len(layout.ranks) % stage:
+        errors.append(
+            UserError(
+                f"expert {layout.expert} x expert_tensor {layout.expert_tensor} x pipeline {layout.pipeline} "
+                f"= {stage} does not divide {len(layout.ranks)} ranks",
+                where=f"{where}.expert",
+                expected=f"a number of ranks divisible by {stage}",
+                got=f"{len(layout.ranks)} ranks",
+                fix=f"lower {where}.expert or {where}.expert_tensor",
+            )
+        )
+    if layout.virtual_pipeline > 1 and layout.pipeline == 1:
+        errors.append(
+            UserError(
+                "a virtual pipeline needs a pipeline",
+                where=f"{where}.virtual_pipeline",
+                expected="1, since pipeline is 1",
+                got=str(layout.virtual_pipeline),
+                fix=f"set {where}.pipeline to 2 or more, or virtual_pipeline to 1",
+            )
+        )
+    if layout.sequence_parallel and layout.tensor == 1:
+        errors.append(
+            UserError(
+                "sequence parallelism needs tensor parallelism",
+                where=f"{where}.sequence_parallel",
+                expected="false, since tensor is 1",
+                got="true",
+                fix=f"remove {where}.sequence_parallel: it is derived from tensor",
+            )
+        )
+    return errors
+
+
+def _check_ranks(layout: RoleLayout, world_size: int, where: str) -> list[UserError]:
+    ranks, errors = layout.ranks, []
+    if not ranks:
+        return [
+            UserError(
+                f"{layout.role} has no ranks",
+                where=f"{where}.ranks",
+                expected="at least one rank",
+                got="an empty list",
+                fix=f"name ranks, or remove {where}.ranks to use every rank",
+            )
+        ]
+    outside = [rank for rank in ranks if not 0 <= rank < world_size]
+    if outside:
+        errors.append(
+            UserError(
+                f"{layout.role} uses ranks that do not exist",
+                where=f"{where}.ranks",
+                expected=f"ranks from 0 to {world_size - 1}: the job has {world_size} processes",
+                got=", ".join(map(str, outside[:8])) + (" ..." if len(outside) > 8 else ""),
+                fix=f"start at least {max(outside) + 1} processes, or name other ranks",
+            )
+        )
+    seen: set[int] = set()
+    twice = sorted({rank for rank in ranks if rank in seen or seen.add(rank)})
+    if twice:
+        errors.append(
+            UserError(
+                f"{layout.role} names a rank twice",
+                where=f"{where}.ranks",
+                expected="each rank once",
+                got=f"twice: {', '.join(map(str, twice[:8]))}",
+                fix=f'write "{format_ranges(tuple(sorted(set(ranks))))}"',
+            )
+        )
+    return errors
+
+
+def _check_product(layout: RoleLayout, world_size: int, config: RunConfig) -> list[UserError]:
+    count, product = len(layout.ranks), layout.model_ranks
+    if count % product == 0:
+        return []
+    parts = [("tensor", layout.tensor), ("pipeline", layout.pipeline)]
+    if layout.context > 1:
+        parts.append(("context", layout.context))
+    words = " x ".join(f"{name} {size}" for name, size in parts)
+    whole = "the job has" if count == world_size else f"{layout.role} has"
+    fits = smallest_world(config)
+    fix = f"start {fits} processes or a multiple of it" if fits <= MAX_WORLD else "lower the parallel sizes"
+    if product <= count:
+        fix += f", or choose sizes whose product divides {count}"
+    else:
+        fix += f", or lower the product to {count} or a divisor of it"
+    return [
+        UserError(
+            f"{words} = {product} does not divide {count} {'process' if count == 1 else 'processes'}",
+            where=where_of(layout.role),
+            expected=f"a number of ranks divisible by {product}, the ranks of one copy of the model",
+            got=f"{whole} {count} {'rank' if count == 1 else 'ranks'}",
+            fix=fix,
+        )
+    ]
+
+
+def _check_rollout(layout: RoleLayout, config: RunConfig) -> list[UserError]:
+    count = len(layout.ranks)
+    errors = []
+    if config.rollout.engine == "torch" and layout.tensor > 1:
+        errors.append(
+            UserError(
+                "the torch engine does not cut the model",
+                where="rollout.tensor",
+                expected="1 with rollout.engine=torch",
+                got=str(layout.tensor),
+                fix="set rollout.tensor=1, or rollout.engine=vllm",
+            )
+        )
+    if count % layout.tensor:
+        errors.append(
+            UserError(
+                f"rollout tensor {layout.tensor} does not divide {count} {'rank' if count == 1 else 'ranks'}",
+                where="rollout.tensor",
+                expected=f"a divisor of {count}: each replica needs {layout.tensor} ranks of its own",
+                got=str(layout.tensor),
+                fix=f"set rollout.tensor to {math.gcd(layout.tensor, count)}, or change the number of ranks",
+            )
+        )
+    return errors
+
+
+def check_model(
+    layout: RoleLayout, shape: ModelShape, overrides: Mapping[str, object] | None = None
+) -> list[UserError]:
+    """Return what is wrong between a role's layout and the model's sizes."""
+    where, errors = where_of(layout.role), []
+    tensor = layout.tensor
+    fix = f"set {where}.tensor to {_best_tensor(shape, tensor)}"
+    if layout.role != "rollout":
+        fix += " and use pipeline or data parallelism for the other ranks"
+    if shape.heads % tensor:
+        errors.append(_divides(shape.heads, "attention heads", tensor, f"{where}.tensor", fix))
+    if layout.role == "rollout":
+        uneven = shape.kv_heads % tensor and tensor % shape.kv_heads
+        if uneven and not errors:
+            errors.append(_divides(shape.kv_heads, "key-value heads", tensor, f"{where}.tensor", fix))
+        return errors
+    if shape.kv_heads < tensor and shape.heads % tensor == 0:
+        errors.append(
+            UserError(
+                f"the model has fewer key-value heads ({shape.kv_heads}) than tensor ({tensor})",
+                where=f"{where}.tensor",
+                expected=f"a divisor of {shape.kv_heads}: training does not share a key-value head",
+                got=str(tensor),
+                fix=fix,
+            )
+        )
+    elif shape.kv_heads % tensor and shape.heads % tensor == 0:
+        errors.append(_divides(shape.kv_heads, "key-value heads", tensor, f"{where}.tensor", fix))
+    width = shape.expert_width if shape.experts else shape.mlp_width
+    cut = layout.expert_tensor if shape.experts else tensor
+    if width % cut and not errors:
+        name = "expert_tensor" if shape.experts else "tensor"
+        errors.append(_divides(width, "MLP width", cut, f"{where}.{name}", f"lower {where}.{name}"))
+    chunks = layout.pipeline * layout.virtual_pipeline
+    if shape.layers % chunks and not _UNEVEN & set(overrides or {}):
+        errors.append(_layers_error(layout, shape, where, chunks))
+    errors.extend(_check_experts(layout, shape, where))
+    return errors
+
+
+def _layers_error(layout: RoleLayout, shape: ModelShape, where: str, chunks: int) -> UserError:
+    words = f"pipeline {layout.pipeline}"
+    if layout.virtual_pipeline > 1:
+        words += f" x virtual_pipeline {layout.virtual_pipeline} = {chunks}"
+    divisors = [number for number in range(1, shape.layers + 1) if shape.layers % number == 0]
+    return UserError(
+        f"the model's {shape.layers} layers cannot be cut evenly by {words}",
+        where=f"{where}.{'virtual_pipeline' if layout.virtual_pipeline > 1 else 'pipeline'}",
+        expected=f"a divisor of {shape.layers}: {', '.join(map(str, divisors[:12]))}",
+        got=str(chunks),
+        fix=f"choose one of these, or say how many layers the ends take: {where.split('.')[0]}.megatron."
+        "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage",
+    )
+
+
+def _check_experts(layout: RoleLayout, shape: ModelShape, where: str) -> list[UserError]:
+    if layout.expert > 1 and not shape.experts:
+        return [
+            UserError(
+                "expert parallelism is set for a model without experts",
+                where=f"{where}.expert",
+                expected=f"1: {shape.architecture} is dense",
+                got=str(layout.expert),
+                fix=f"remove {where}.expert",
+            )
+        ]
+    if shape.experts and shape.experts % layout.expert:
+        fix = f"set {where}.expert to {math.gcd(shape.experts, layout.expert)}"
+        return [_divides(shape.experts, "experts", layout.expert, f"{where}.expert", fix)]
+    return []
+
+
+def _divides(value: int, what: str, parts: int, where: str, fix: str) -> UserError:
+    return UserError(
+        f"{parts} does not divide the model's {value} {what}",
+        where=where,
+        expected=f"a divisor of {value}",
+        got=str(parts),
+        fix=fix,
+    )
+
+
+def _best_tensor(shape: ModelShape, tensor: int) -> int:
+    both = math.gcd(math.gcd(shape.heads, shape.kv_heads), shape.mlp_width)
+    return max(size for size in range(1, min(tensor, both) + 1) if both % size == 0)
+
+
+def check_lengths(config: RunConfig, shape: ModelShape) -> list[UserError]:
+    """Return the error of rows longer than the model's positions or than the micro-batch budget."""
+    longest, errors = longest_row(config), []
+    if longest > shape.max_positions:
+        errors.append(
+            UserError(
+                "prompt and response together are longer than the model's positions",
+                where="rollout.max_response_tokens",
+                expected=f"data.max_prompt_tokens + max_response_tokens <= {shape.max_positions} "
+                "(max_position_embeddings of the model)",
+                got=f"{config.data.max_prompt_tokens} + {longest - config.data.max_prompt_tokens} = {longest}",
+                fix=f"lower them by {longest - shape.max_positions} tokens together",
+            )
+        )
+    return errors
+
+
+def check_budget(config: RunConfig) -> list[UserError]:
+    """Return the error of a micro-batch budget below the longest row."""
+    budget, longest = config.batch.tokens_per_microbatch, longest_row(config)
+    if budget is None or budget >= longest:
+        return []
+    return [
+        UserError(
+            "a micro-batch could not hold the longest row",
+            where="batch.tokens_per_microbatch",
+            expected=f"at least data.max_prompt_tokens + rollout.max_response_tokens = {longest}",
+            got=str(budget),
+            fix=f"raise it to {longest} or more, or remove it to have it derived",
+        )
+    ]

@@ -1,0 +1,182 @@
+"""Rules on the reward function: found without importing it, and callable as it will be called."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.config.schema import RewardConfig
+
+ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")
+_WHERE = "reward.function"
+_EXPECTED = "module:function, or path/to/file.py:function"
+
+
+def check_reward(reward: RewardConfig) -> list[UserError]:
+    """Return what is wrong with the name, the place and the parameters of the reward function."""
+    place, colon, name = reward.function.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        return [_name_error(reward.function)]
+    if place.endswith(".py") or "/" in place:
+        path = Path(place)
+        if not path.is_file():
+            return [
+                UserError(
+                    f"the file of the reward function does not exist: {place}",
+                    where=_WHERE,
+                    expected=_EXPECTED,
+                    got=f"no file {place} below {Path.cwd()}",
+                    fix="correct the path; it is relative to the current directory",
+                )
+            ]
+    else:
+        path, missing = find_module(place)
+        if missing is not None:
+            return [
+                UserError(
+                    f"the module of the reward function does not exist: {missing}",
+                    where=_WHERE,
+                    expected=_EXPECTED,
+                    got=f"no module {missing!r} in the current directory or among installed packages",
+                    fix="correct the name, or name the file: path/to/file.py:function",
+                )
+            ]
+    return _check_source(path, name, reward) if path is not None and path.suffix == ".py" else []
+
+
+def find_module(name: str) -> tuple[Path | None, str | None]:
+    """Return the file of a module without importing it or its parents, or the part that is missing.
+
+    Both are None for a module that is no Python file.
+    """
+    places: list[str] | None = [str(Path.cwd()), *sys.path]
+    spec = None
+    parts = name.split(".")
+    for position, part in enumerate(parts):
+        spec = PathFinder.find_spec(part, places) if part.isidentifier() and places is not None else None
+        if spec is None:
+            builtin = position == 0 and part in sys.builtin_module_names
+            return None, None if builtin else ".".join(parts[: position + 1])
+        places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+    origin = spec.origin if spec is not None else None
+    return (Path(origin) if origin else None), None
+
+
+def _name_error(function: str) -> UserError:
+    fix = "for example megatron_rl.rewards.arithmetic:exact_match"
+    if ":" not in function and "." in function and not function.endswith(".py"):
+        module, _, name = function.rpartition(".")
+        fix = f"write {module}:{name}"
+    elif function.endswith(".py"):
+        fix = f"add the function's name: {function}:NAME"
+    return UserError(
+        "the reward function is not named as module:function",
+        where=_WHERE,
+        expected=_EXPECTED,
+        got=repr(function),
+        fix=fix,
+    )
+
+
+def _check_source(path: Path, name: str, reward: RewardConfig) -> list[UserError]:
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except (SyntaxError, ValueError, OSError, RecursionError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
+        return [
+            UserError(
+                "the file of the reward function is not valid Python",
+                where=f"{path}{line}",
+                expected="a Python file",
+                got=getattr(error, "msg", None) or str(error),
+                fix="correct the file",
+            )
+        ]
+    functions = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    if name not in functions:
+        if name in _other_names(tree):
+            return []
+        close = nearest(name, functions)
+        return [
+            UserError(
+                f"the reward function {name} is not in {path.name}",
+                where=_WHERE,
+                expected=f"one of the functions of {path}: {', '.join(functions) or '(none)'}",
+                got=name,
+                fix=f"did you mean {close}?"
+                if close
+                else f"define {name} in the file, or name another function",
+            )
+        ]
+    return _check_signature(functions[name], path, reward)
+
+
+def _other_names(tree: ast.Module) -> set[str]:
+    """Return names that the module binds in other ways: imports, assignments, classes, branches."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+            if any(alias.name == "*" for alias in node.names):
+                return _Everything()
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+    return names
+
+
+class _Everything(set[str]):
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _check_signature(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, path: Path, reward: RewardConfig
+) -> list[UserError]:
+    where = f"{path}:{node.lineno}"
+    call = ", ".join(f"{name}=" for name in (*ARGUMENTS, *reward.arguments))
+    if isinstance(node, ast.AsyncFunctionDef):
+        return [
+            UserError(
+                f"the reward function {node.name} is async",
+                where=where,
+                expected="a plain function",
+                got="async def",
+                fix="remove async; calls already run side by side in reward.workers processes",
+            )
+        ]
+    spec = node.args
+    accepted = {item.arg for item in (*spec.args, *spec.kwonlyargs)}
+    given = {*ARGUMENTS, *reward.arguments}
+    defaults = len(spec.defaults)
+    positional = spec.args[: len(spec.args) - defaults]
+    required = {item.arg for item in (*spec.posonlyargs, *positional)}
+    pairs = zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+    required |= {item.arg for item, default in pairs if default is None}
+    refused = (
+        []
+        if spec.kwarg is not None
+        else [name for name in (*ARGUMENTS, *reward.arguments) if name not in accepted]
+    )
+    lacking = sorted(required - given)
+    if not refused and not lacking:
+        return []
+    problem = [f"it does not take {', '.join(refused)}"] if refused else []
+    problem += [f"it requires {', '.join(lacking)}"] if lacking else []
+    return [
+        UserError(
+            f"the reward function {node.name} cannot be called as it will be",
+            where=where,
+            expected=f"parameters for the call {node.name}({call})",
+            got=" and ".join(problem),
+            fix="add **kwargs for what it has no use for"
+            if refused
+            else "give them in reward.arguments, or a default",
+        )
+    ]

@@ -1,0 +1,205 @@
+"""What is allowed but rarely meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.config.build import format_ranges
+from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.errors import UserError
+from megatron_rl.config.layout import RoleLayout
+from megatron_rl.config.memory import PHASES, RankMemory
+from megatron_rl.config.model_shape import ModelShape
+from megatron_rl.config.schema import RunConfig
+
+GROUP_ADVANTAGES = (
+    "grpo",
+    "dr_grpo",
+    "grpo_loo",
+    "grpo_leave_one_out",
+    "grpo_passk",
+    "rloo",
+    "opo",
+    "gpg",
+    "gdpo",
+)
+_HIGH_RATE = 1e-3
+
+
+@dataclass
+class _Warnings:
+    found: list[UserError] = field(default_factory=list)
+
+    def add(self, message: str, where: str, got: str, fix: str, expected: str | None = None) -> None:
+        self.found.append(UserError(message, where=where, expected=expected, got=got, fix=fix))
+
+
+def check_warnings(
+    config: RunConfig,
+    world_size: int,
+    layouts: Mapping[str, RoleLayout],
+    batch: BatchPlan,
+    shape: ModelShape | None,
+    algorithm: Any,
+    memory: list[RankMemory],
+    records: int | None,
+) -> list[UserError]:
+    """Return warnings for a configuration without errors; ``records`` is the number of training records."""
+    warnings = _Warnings()
+    _sampling(config, algorithm, shape, warnings)
+    _batch(config, batch, records, warnings)
+    _schedule(config, warnings)
+    _placement(config, world_size, layouts, warnings)
+    if algorithm is not None and config.reference is not None and not algorithm.needs_reference:
+        warnings.add(
+            "the reference policy is loaded but the algorithm does not use it",
+            "reference",
+            f"algorithm {config.algorithm.name} with kl_in none",
+            "remove `reference`, or set algorithm.settings.kl_in=loss",
+        )
+    if memory and config.gpu_memory_gib is not None:
+        _memory(config.gpu_memory_gib, memory[0], warnings)
+    return warnings.found
+
+
+def _sampling(config: RunConfig, algorithm: Any, shape: ModelShape | None, warnings: _Warnings) -> None:
+    rollout = config.rollout
+    advantage = getattr(algorithm, "advantage", config.algorithm.name)
+    if config.batch.samples_per_prompt == 1 and advantage in GROUP_ADVANTAGES:
+        warnings.add(
+            f"{config.algorithm.name} compares samples of one prompt, and there is only one",
+            "batch.samples_per_prompt",
+            "1",
+            "set it to 8 or more, or choose an algorithm without groups",
+            "2 or more",
+        )
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        warnings.add(
+            "the rollout samples from a truncated distribution that the trainer does not see",
+            "rollout.top_p" if rollout.top_p < 1 else "rollout.top_k",
+            f"top_p {rollout.top_p:g}, top_k {rollout.top_k}",
+            "train with top_p=1.0 and top_k=0, or watch mismatch/* and set a correction",
+            "top_p 1 and top_k 0: log-probs of engine and trainer then are of the same distribution",
+        )
+    if config.evaluation.samples > 1 and config.evaluation.temperature == 0:
+        warnings.add(
+            "greedy evaluation gives the same answer every time",
+            "evaluation.samples",
+            f"{config.evaluation.samples} samples at temperature 0",
+            "set evaluation.samples=1, or a temperature above 0",
+        )
+    if shape is not None and shape.head_dim < 32 and rollout.engine == "vllm":
+        warnings.add(
+            "vLLM's attention on machines without an accelerator needs a head size of 32 or more",
+            "rollout.engine",
+            f"head size {shape.head_dim}",
+            "use a model with larger heads, or rollout.engine=torch",
+        )
+
+
+def _batch(config: RunConfig, batch: BatchPlan, records: int | None, warnings: _Warnings) -> None:
+    if batch.prompts_per_minibatch[0] != batch.prompts_per_minibatch[1]:
+        low, high = batch.prompts_per_minibatch
+        warnings.add(
+            "optimizer steps get different numbers of prompts",
+            "batch.optimizer_steps",
+            f"{batch.prompts} prompts over {batch.optimizer_steps} optimizer steps: {low} or {high} each",
+            "choose a divisor of prompts_per_step",
+            f"a divisor of {batch.prompts}",
+        )
+    if batch.rows_per_minibatch[0] < batch.actor_data:
+        warnings.add(
+            "some data-parallel ranks have no row in a mini-batch and wait",
+            "batch.prompts_per_step",
+            f"{batch.rows_per_minibatch[0]} rows over {batch.actor_data} data-parallel copies",
+            "raise prompts_per_step, lower optimizer_steps, or use more tensor or pipeline parallelism",
+            f"{batch.actor_data} rows or more in a mini-batch",
+        )
+    if batch.rows < batch.replicas:
+        warnings.add(
+            "some rollout replicas have nothing to generate",
+            "batch.prompts_per_step",
+            f"{batch.rows} rows for {batch.replicas} replicas",
+            "raise prompts_per_step or samples_per_prompt, or raise rollout.tensor",
+        )
+    if records is not None and records < config.batch.prompts_per_step:
+        warnings.add(
+            "a step takes more prompts than the training data has",
+            "batch.prompts_per_step",
+            f"{config.batch.prompts_per_step} prompts per step, {records} records",
+            "lower prompts_per_step, or add data: prompts would repeat within a step",
+        )
+
+
+def _schedule(config: RunConfig, warnings: _Warnings) -> None:
+    optimizers = [("actor.optimizer", config.actor.optimizer)]
+    if config.sft is not None:
+        optimizers.append(("sft.optimizer", config.sft.optimizer))
+    for path, optimizer in optimizers:
+        if optimizer.decay != "constant" and optimizer.minimum_learning_rate in (
+            None,
+            optimizer.learning_rate,
+        ):
+            warnings.add(
+                "the learning rate is to decay, but ends where it starts",
+                f"{path}.minimum_learning_rate",
+                f"decay {optimizer.decay} from {optimizer.learning_rate:g} to {optimizer.learning_rate:g}",
+                f"set {path}.minimum_learning_rate=0, or {path}.decay=constant",
+            )
+    if config.actor.optimizer.learning_rate > _HIGH_RATE:
+        warnings.add(
+            "the learning rate is high for reinforcement learning",
+            "actor.optimizer.learning_rate",
+            f"{config.actor.optimizer.learning_rate:g}",
+            "1e-6 is usual for billions of parameters, up to 1e-4 for very small models",
+        )
+    if config.data.eval is None:
+        warnings.add(
+            "nothing is evaluated: there is no held-out data",
+            "data.eval",
+            "nothing",
+            "set data.eval to records that are not trained on",
+        )
+
+
+def _placement(
+    config: RunConfig, world_size: int, layouts: Mapping[str, RoleLayout], warnings: _Warnings
+) -> None:
+    used = {rank for layout in layouts.values() for rank in layout.ranks}
+    idle = tuple(rank for rank in range(world_size) if rank not in used)
+    if idle:
+        warnings.add(
+            f"{len(idle)} of {world_size} ranks have no role and do nothing",
+            "world_size",
+            f"idle: {format_ranges(idle)}",
+            "give these ranks to a role, or start fewer processes",
+        )
+    for role, layout in layouts.items():
+        if layout.tensor > config.gpus_per_node:
+            path = "rollout.tensor" if role == "rollout" else f"{role}.layout.tensor"
+            warnings.add(
+                f"tensor parallelism of the {role} reaches over nodes, where the network is slow",
+                path,
+                f"tensor {layout.tensor} on nodes of {config.gpus_per_node} GPUs",
+                "keep tensor within a node and use pipeline parallelism between nodes",
+                f"at most {config.gpus_per_node}",
+            )
+
+
+def _memory(gib: float, worst: RankMemory, warnings: _Warnings) -> None:
+    for phase in PHASES:
+        total = worst.total(phase) / 2**30
+        if total > gib:
+            items = sorted(
+                (item for item in worst.items if phase in item.phases), key=lambda item: -item.bytes
+            )
+            largest = ", ".join(f"{item.name} {item.bytes / 2**30:.1f}" for item in items[:3])
+            warnings.add(
+                f"rank {worst.rank} is estimated to need more memory than a GPU has in the phase {phase}",
+                "gpu_memory_gib",
+                f"{total:.1f} GiB of {gib:g} GiB; largest: {largest}",
+                "raise tensor or pipeline, set actor.recompute=full, actor.offload=true or a smaller "
+                "batch.tokens_per_microbatch",
+            )

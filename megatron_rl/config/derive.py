@@ -1,0 +1,275 @@
+"""What follows from a configuration and a number of processes: filled-in values and batch arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+from megatron_rl.config.build import format_ranges
+from megatron_rl.config.layout import RoleLayout, role_layout
+from megatron_rl.config.schema import LayoutConfig, MismatchConfig, ReferenceConfig, RunConfig
+
+MAX_WORLD = 1 << 16
+MICROBATCHES_PER_STAGE = 4
+"""Micro-batches per pipeline stage that a derived token budget aims for: the pipeline idles
+(stages - 1) / (micro-batches + stages - 1) of the time, below 20 % at this number."""
+MICROBATCH_TOKENS = 16384
+"""Upper end of a derived token budget, unless one row is longer."""
+
+MISMATCH: Mapping[str, tuple[float, float, str]] = {
+    "float32": (1e-4, 1e-2, "float32 kernels of trainer and engine differ by rounding alone, about 1e-6"),
+    "bfloat16": (0.02, 0.2, "bfloat16 has 8 bits of mantissa; healthy runs differ by about 0.01 per token"),
+}
+"""dtype -> warn, stop, reason; mean absolute log-prob difference per response token."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Hold the arithmetic of one step, from prompts to micro-batches.
+
+    A pair is (fewest, most) where a number does not divide evenly. ``longest_row`` and the token counts
+    are upper bounds: prompts and responses at their limits.
+    """
+
+    prompts: int
+    samples: int
+    rows: int
+    optimizer_steps: int
+    epochs: int
+    prompts_per_minibatch: tuple[int, int]
+    rows_per_minibatch: tuple[int, int]
+    actor_data: int
+    rows_per_actor_rank: tuple[int, int]
+    replicas: int
+    rows_per_replica: tuple[int, int]
+    longest_row: int
+    tokens_per_step: int
+    tokens_per_microbatch: int
+    rows_per_microbatch: int
+    microbatches: int
+
+    @property
+    def updates(self) -> int:
+        """Return the optimizer steps that one training step makes."""
+        return self.optimizer_steps * self.epochs
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Hold a configuration with derived values filled in, and for each the reason."""
+
+    config: RunConfig
+    world_size: int
+    reasons: Mapping[str, str]
+
+
+def spread(total: int, parts: int) -> tuple[int, int]:
+    """Return the smallest and largest share of ``total`` dealt out evenly to ``parts``."""
+    return total // parts, -(-total // parts)
+
+
+def smallest_world(config: RunConfig) -> int:
+    """Return the smallest number of processes that every role's sizes divide."""
+    layouts = [config.actor.layout]
+    if config.reference is not None and config.reference.layout is not None:
+        layouts.append(config.reference.layout)
+    sizes, named = [], [0]
+    for layout in layouts:
+        if layout.ranks is None:
+            sizes.append(layout.tensor * layout.pipeline * layout.context)
+            sizes.append(layout.expert * (layout.expert_tensor or 1) * layout.pipeline)
+        else:
+            named.extend(rank + 1 for rank in layout.ranks)
+    if config.rollout.ranks is None:
+        sizes.append(config.rollout.tensor)
+    else:
+        named.extend(rank + 1 for rank in config.rollout.ranks)
+    unit = math.lcm(*(max(1, size) for size in sizes))
+    return unit * max(1, -(-max(named) // unit)) if sizes else max(1, max(named))
+
+
+def role_layouts(config: RunConfig, world_size: int) -> dict[str, RoleLayout]:
+    """Return the layout of every role; a layout that is not consistent is returned as it stands."""
+    layouts = {"actor": role_layout("actor", config.actor.layout, world_size)}
+    if config.reference is not None:
+        layout = config.reference.layout or config.actor.layout
+        layouts["reference"] = role_layout("reference", layout, world_size)
+    rollout = LayoutConfig(ranks=config.rollout.ranks, tensor=config.rollout.tensor, sequence_parallel=False)
+    layouts["rollout"] = role_layout("rollout", rollout, world_size)
+    return layouts
+
+
+def longest_row(config: RunConfig) -> int:
+    """Return the most tokens that prompt and response may have together, over all sampling profiles."""
+    responses = [config.rollout.max_response_tokens]
+    for profile in config.rollout.sampling_profiles.values():
+        value = profile.get("max_response_tokens")
+        if isinstance(value, int) and not isinstance(value, bool):
+            responses.append(value)
+    return config.data.max_prompt_tokens + max(responses)
+
+
+def token_budget(config: RunConfig, actor: RoleLayout) -> tuple[int, str]:
+    """Return the derived tokens per micro-batch and the reason in words."""
+    longest = longest_row(config)
+    rows = config.batch.prompts_per_step * config.batch.samples_per_prompt
+    per_rank = spread(spread(rows, config.batch.optimizer_steps)[1], actor.data)[1]
+    stages = actor.pipeline
+    wanted = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
+    share = -(-per_rank * longest // wanted)
+    budget = max(longest, min(share, MICROBATCH_TOKENS))
+    if budget == longest:
+        return budget, f"the longest row (max_prompt_tokens + max_response_tokens = {longest})"
+    if budget == share and stages > 1:
+        return budget, f"{wanted} micro-batches keep {stages} pipeline stages busy"
+    if budget == share:
+        return budget, "a mini-batch fits in one micro-batch"
+    return budget, f"at most {MICROBATCH_TOKENS} tokens at once, and never less than the longest row"
+
+
+def batch_plan(config: RunConfig, layouts: Mapping[str, RoleLayout]) -> BatchPlan:
+    """Return the batch arithmetic of a consistent configuration with its token budget filled in."""
+    batch, actor, rollout = config.batch, layouts["actor"], layouts["rollout"]
+    rows = batch.prompts_per_step * batch.samples_per_prompt
+    prompts = spread(batch.prompts_per_step, batch.optimizer_steps)
+    per_minibatch = (prompts[0] * batch.samples_per_prompt, prompts[1] * batch.samples_per_prompt)
+    per_rank = (per_minibatch[0] // actor.data, -(-per_minibatch[1] // actor.data))
+    longest = longest_row(config)
+    budget = batch.tokens_per_microbatch or token_budget(config, actor)[0]
+    fit = max(1, budget // longest)
+    return BatchPlan(
+        prompts=batch.prompts_per_step,
+        samples=batch.samples_per_prompt,
+        rows=rows,
+        optimizer_steps=batch.optimizer_steps,
+        epochs=batch.epochs,
+        prompts_per_minibatch=prompts,
+        rows_per_minibatch=per_minibatch,
+        actor_data=actor.data,
+        rows_per_actor_rank=per_rank,
+        replicas=rollout.data,
+        rows_per_replica=spread(rows, rollout.data),
+        longest_row=longest,
+        tokens_per_step=rows * longest,
+        tokens_per_microbatch=budget,
+        rows_per_microbatch=fit,
+        microbatches=-(-per_rank[1] // fit),
+    )
+
+
+def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolved:
+    """Fill in every value that the configuration leaves to derivation.
+
+    ``algorithm`` is the named algorithm's settings where they are known; it may call for a reference.
+    """
+    reasons: dict[str, str] = {}
+    everyone = f"every rank of the job (0-{world_size - 1})" if world_size > 1 else "the only rank of the job"
+    if config.world_size is None:
+        reasons["world_size"] = "number of processes of this job"
+    if config.reference is None and getattr(algorithm, "needs_reference", False):
+        reasons["reference.path"] = "algorithm.settings.kl_in needs a reference policy: the starting model"
+        config = replace(config, reference=ReferenceConfig())
+    layout = _layout(config.actor.layout, "actor.layout", world_size, everyone, reasons)
+    optimizer = _optimizer(config.actor.optimizer, "actor.optimizer", reasons)
+    actor = replace(config.actor, layout=layout, optimizer=optimizer)
+    reference = config.reference and _reference(config, layout, world_size, everyone, reasons)
+    rollout = config.rollout
+    if rollout.ranks is None:
+        rollout = replace(rollout, ranks=tuple(range(world_size)))
+        reasons["rollout.ranks"] = everyone
+    sft = config.sft and replace(
+        config.sft, optimizer=_optimizer(config.sft.optimizer, "sft.optimizer", reasons)
+    )
+    model = config.model
+    if model.attention is None:
+        model = replace(model, attention=_attention(reasons))
+    batch = config.batch
+    if batch.tokens_per_microbatch is None:
+        actor_layout = role_layout("actor", layout, world_size)
+        budget, reasons["batch.tokens_per_microbatch"] = token_budget(config, actor_layout)
+        batch = replace(batch, tokens_per_microbatch=budget)
+    mismatch = _mismatch(config.mismatch, model.dtype, reasons)
+    filled = replace(
+        config,
+        world_size=world_size,
+        model=model,
+        actor=actor,
+        reference=reference,
+        rollout=rollout,
+        sft=sft,
+        batch=batch,
+        mismatch=mismatch,
+    )
+    return Resolved(filled, world_size, reasons)
+
+
+def _layout(
+    layout: LayoutConfig, path: str, world_size: int, everyone: str, reasons: dict[str, str]
+) -> LayoutConfig:
+    filled = role_layout(path, layout, world_size)
+    if layout.ranks is None:
+        reasons[f"{path}.ranks"] = everyone
+    if layout.expert_tensor is None:
+        reasons[f"{path}.expert_tensor"] = "experts are whole unless asked otherwise"
+    if layout.sequence_parallel is None:
+        on = layout.tensor > 1
+        reasons[f"{path}.sequence_parallel"] = f"{'on' if on else 'off'}: tensor is {layout.tensor}"
+    return replace(
+        layout,
+        ranks=filled.ranks,
+        expert_tensor=filled.expert_tensor,
+        sequence_parallel=filled.sequence_parallel,
+    )
+
+
+def _reference(
+    config: RunConfig, actor: LayoutConfig, world_size: int, everyone: str, reasons: dict[str, str]
+) -> ReferenceConfig:
+    reference = config.reference
+    assert reference is not None
+    path = reference.path
+    if path is None:
+        path = config.model.path
+        reasons.setdefault("reference.path", "the starting model (model.path)")
+    if reference.layout is not None:
+        layout = _layout(reference.layout, "reference.layout", world_size, everyone, reasons)
+        return ReferenceConfig(path, layout)
+    reasons["reference.layout"] = "the actor's"
+    return ReferenceConfig(path, actor)
+
+
+def _optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:
+    if optimizer.minimum_learning_rate is not None:
+        return optimizer
+    reasons[f"{path}.minimum_learning_rate"] = "equal to learning_rate"
+    return replace(optimizer, minimum_learning_rate=optimizer.learning_rate)
+
+
+def _attention(reasons: dict[str, str]) -> str:
+    if find_spec("transformer_engine") is not None:
+        reasons["model.attention"] = "Transformer Engine is installed"
+        return "transformer_engine"
+    reasons["model.attention"] = "Transformer Engine is not installed"
+    return "torch"
+
+
+def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> MismatchConfig:
+    warn, stop, reason = MISMATCH.get(dtype, MISMATCH["bfloat16"])
+    if mismatch.warn is None:
+        # A stated stop below the usual warning must not make the two contradict each other.
+        warn = warn if mismatch.stop is None else min(warn, mismatch.stop)
+        reasons["mismatch.warn"] = reason
+        mismatch = replace(mismatch, warn=warn)
+    if mismatch.stop is None:
+        assert mismatch.warn is not None
+        reasons["mismatch.stop"] = reason
+        mismatch = replace(mismatch, stop=max(stop, mismatch.warn))
+    return mismatch
+
+
+def ranks_words(ranks: tuple[int, ...]) -> str:
+    """Return ranks as ``ranks 0-3`` or ``rank 0``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranges(ranks)}"

@@ -1,0 +1,211 @@
+"""Estimate of what each rank holds in each phase of a step: pure equations on a model's shape.
+
+Parameters, gradients and optimizer states follow Megatron's distributed optimizer (float32 main
+gradients; float32 master weights and two moments beside bfloat16 weights; Rajbhandari et al. 2020).
+Activations are counted tensor by tensor for a gated MLP with fused attention (the accounting of
+Korthikanti et al. 2022 applied to these shapes); logits exist one chunk of tokens at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.layout import RoleLayout
+from megatron_rl.config.model_shape import ModelShape
+from megatron_rl.config.schema import RunConfig
+
+PHASES = ("generate", "score", "learn")
+LOGITS_CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at once, the default of megatron_rl.parallel.log_probs."""
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+RUNTIME_BYTES = 5 * 2**30
+"""What CUDA, NCCL and allocator fragmentation take on a GPU."""
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """Name one contributor, its bytes, the phases in which it is held, and how it was counted."""
+
+    name: str
+    bytes: int
+    phases: tuple[str, ...]
+    how: str
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Hold the contributors of one rank."""
+
+    rank: int
+    items: tuple[MemoryItem, ...]
+
+    def total(self, phase: str) -> int:
+        """Return the bytes held in a phase."""
+        return sum(item.bytes for item in self.items if phase in item.phases)
+
+    @property
+    def peak(self) -> int:
+        """Return the bytes held in the fullest phase."""
+        return max(self.total(phase) for phase in PHASES)
+
+
+def stage_parameters(shape: ModelShape, layout: RoleLayout, stage: int) -> tuple[int, int]:
+    """Return the dense and the expert parameters of one rank of a pipeline stage.
+
+    Layers are cut evenly; a tied embedding has a copy on the last stage of a pipeline.
+    """
+    tensor, layers = layout.tensor, -(-shape.layers // layout.pipeline)
+    dense = shape.attention_parameters // tensor + shape.replicated_parameters
+    experts = 0
+    if shape.experts:
+        experts = layers * shape.mlp_parameters // (layout.expert * layout.expert_tensor)
+    else:
+        dense += shape.mlp_parameters // tensor
+    total = layers * dense
+    vocabulary = shape.padded_vocab(tensor) * shape.hidden // tensor
+    first, last = stage == 0, stage == layout.pipeline - 1
+    total += vocabulary if first else 0
+    total += vocabulary if last and not (shape.tied and first) else 0
+    return total + (shape.hidden if last else 0), experts
+
+
+def rollout_parameters(shape: ModelShape, tensor: int) -> int:
+    """Return the parameters of one rank of an engine that cuts the model ``tensor`` ways."""
+    kv_copies = max(1, tensor // shape.kv_heads)
+    kv = 2 * shape.kv_heads * shape.head_dim * (shape.hidden + (1 if shape.qkv_bias else 0))
+    attention = (shape.attention_parameters - kv + kv * kv_copies) // tensor
+    layer = attention + shape.mlp_parameters // tensor + shape.replicated_parameters
+    vocabulary = shape.padded_vocab(tensor) * shape.hidden // tensor * (1 if shape.tied else 2)
+    return shape.layers * layer + vocabulary + shape.hidden
+
+
+def activation_elements(shape: ModelShape, layout: RoleLayout, recompute: str) -> float:
+    """Return the elements that one layer keeps per token for the backward pass.
+
+    Kept are the inputs of norms, projections and the activation, query, key, value and the attention's
+    output. ``selective`` recomputes attention's core, ``full`` keeps a layer's input alone.
+    """
+    tensor = layout.tensor
+    whole = tensor if layout.sequence_parallel else 1
+    if recompute == "full":
+        return shape.hidden / whole
+    heads = shape.heads * shape.head_dim
+    kv = shape.kv_heads * shape.head_dim
+    attention = (2 * heads + 2 * kv) / tensor
+    if shape.experts:
+        width = shape.experts_per_token * shape.expert_width / layout.expert_tensor
+        moved = 2 * shape.experts_per_token * shape.hidden
+    else:
+        width, moved = shape.mlp_width / tensor, 0
+    return 4 * shape.hidden / whole + attention + 4 * width + moved
+
+
+def in_flight(layout: RoleLayout, stage: int, microbatches: int) -> float:
+    """Return how many micro-batches' activations a stage holds at once (1F1B, interleaved if virtual)."""
+    stages = layout.pipeline
+    waiting = min(microbatches, stages - stage)
+    if layout.virtual_pipeline > 1:
+        waiting *= 1 + (stages - 1) / (stages * layout.virtual_pipeline)
+    return max(1.0, waiting)
+
+
+def kv_bytes_per_token(shape: ModelShape, tensor: int, dtype_bytes: int) -> int:
+    """Return the key-value cache bytes of one token on one rank of the engine."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype_bytes // min(tensor, shape.kv_heads)
+
+
+def memory_plan(
+    config: RunConfig, layouts: Mapping[str, RoleLayout], shape: ModelShape, batch: BatchPlan
+) -> list[RankMemory]:
+    """Return for each distinct rank what it holds; ranks that hold the same are listed once."""
+    found: dict[tuple[MemoryItem, ...], int] = {}
+    for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
+        items: list[MemoryItem] = []
+        if rank in layouts["actor"].ranks:
+            items.extend(_actor(config, layouts["actor"], rank, shape, batch))
+        if "reference" in layouts and rank in layouts["reference"].ranks:
+            items.extend(_reference(config, layouts["reference"], rank, shape))
+        if rank in layouts["rollout"].ranks:
+            items.extend(_rollout(config, layouts["rollout"], shape, batch))
+        if config.gpu_memory_gib is not None:
+            items.append(MemoryItem("runtime", RUNTIME_BYTES, PHASES, "CUDA, NCCL, fragmentation"))
+        found.setdefault(tuple(items), rank)
+    ranks = [RankMemory(rank, items) for items, rank in found.items()]
+    return sorted(ranks, key=lambda memory: -memory.peak)
+
+
+def _actor(
+    config: RunConfig, layout: RoleLayout, rank: int, shape: ModelShape, batch: BatchPlan
+) -> list[MemoryItem]:
+    stage = layout.coordinates(rank)[3]
+    dense, experts = stage_parameters(shape, layout, stage)
+    size = DTYPE_BYTES[config.model.dtype]
+    states = 8 if config.model.dtype == "float32" else 12
+    optimizer = states * (dense + experts)
+    shared = "not shared"
+    if config.actor.optimizer.distributed:
+        copies = layout.data * layout.context
+        optimizer = states * (dense // copies + experts // layout.expert_data)
+        shared = f"shared by {copies}"
+    training = ("score", "learn") if config.actor.offload else PHASES
+    count = f"{(dense + experts) / 1e6:,.1f}M parameters"
+    items = [
+        MemoryItem("actor weights", size * (dense + experts), training, f"{count} x {size} B"),
+        MemoryItem("gradients", 4 * (dense + experts), training, f"{count} x 4 B (float32)"),
+    ]
+    if not config.actor.optimizer.offload:
+        how = f"{states} B per parameter, {shared}"
+        items.append(MemoryItem("optimizer", optimizer, training, how))
+    tokens = batch.tokens_per_microbatch // layout.context
+    elements = activation_elements(shape, layout, config.actor.recompute)
+    layers = -(-shape.layers // layout.pipeline)
+    held = in_flight(layout, stage, batch.microbatches)
+    activations = size * tokens * elements * layers * held
+    if config.actor.recompute == "full":
+        activations += size * tokens * activation_elements(shape, layout, "none")
+    how = f"{tokens} tokens x {layers} layers x {held:.3g} micro-batches, recompute {config.actor.recompute}"
+    items.append(MemoryItem("activations", int(activations), ("learn",), how))
+    forward = 2 * activation_elements(shape, layout, "none") * size * tokens
+    items.append(
+        MemoryItem("forward activations", int(forward), ("score",), f"{tokens} tokens, 2 layers at once")
+    )
+    if stage == layout.pipeline - 1:
+        chunk = min(LOGITS_CHUNK_TOKENS, tokens)
+        logits = chunk * shape.padded_vocab(layout.tensor) // layout.tensor * 4 * 3
+        how = f"{chunk} tokens x vocabulary / {layout.tensor} x 3 float32 copies"
+        items.append(MemoryItem("logits chunk", logits, ("score", "learn"), how))
+    return items
+
+
+def _reference(config: RunConfig, layout: RoleLayout, rank: int, shape: ModelShape) -> list[MemoryItem]:
+    dense, experts = stage_parameters(shape, layout, layout.coordinates(rank)[3])
+    size = DTYPE_BYTES[config.model.dtype]
+    how = f"{(dense + experts) / 1e6:,.1f}M parameters x {size} B"
+    return [MemoryItem("reference weights", size * (dense + experts), PHASES, how)]
+
+
+def _rollout(config: RunConfig, layout: RoleLayout, shape: ModelShape, batch: BatchPlan) -> list[MemoryItem]:
+    size = DTYPE_BYTES[config.model.dtype]
+    parameters = rollout_parameters(shape, layout.tensor)
+    weights = size * parameters
+    per_token = kv_bytes_per_token(shape, layout.tensor, size)
+    cache = per_token * batch.rows_per_replica[1] * batch.longest_row
+    how = f"{batch.rows_per_replica[1]} rows x {batch.longest_row} tokens x {per_token} B: all at full length"
+    if config.gpu_memory_gib is not None:
+        room = max(0, int(config.rollout.memory_fraction * config.gpu_memory_gib * 2**30) - weights)
+        if room < cache:
+            cache, how = (
+                room,
+                f"what memory_fraction leaves; holds {room // max(1, per_token):,} tokens at once",
+            )
+    return [
+        MemoryItem(
+            "rollout weights", weights, ("generate",), f"{parameters / 1e6:,.1f}M parameters x {size} B"
+        ),
+        MemoryItem("key-value cache", cache, ("generate",), how),
+        MemoryItem(
+            "sync staging", config.hybrid_engine.staging_bytes, ("generate",), "at most, while weights move"
+        ),
+    ]
