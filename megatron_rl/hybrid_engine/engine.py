@@ -1,0 +1,164 @@
+"""Keep a generation engine's weights equal to a Megatron model's, in the same job."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.hybrid_engine.execute import VERIFY, Execution, storage_key
+from megatron_rl.hybrid_engine.layouts import gather_layout
+from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan
+from megatron_rl.metrics import Metrics
+from megatron_rl.parallel import device
+from megatron_rl.parallel.hf.weights import Chunked, live_parameters, source_boxes
+from megatron_rl.parallel.transfer import gather_objects, sum_over_ranks
+from megatron_rl.rollout.engine import GenerationEngine
+
+
+class HybridEngine:
+    """Move a model's weights into a generation engine, least traffic first, and prove that they arrived.
+
+    ``model`` is anything with Megatron GPTModel ``chunks`` and a transformers ``hf_config``, None on ranks
+    without the trained model; ``engine`` is None on ranks that do not generate. In and out staging stays
+    within ``staging_bytes``; ``verify`` is full, sampled or off. ``group`` None is the world: all of its
+    ranks call `sync` and `generation_mode` together.
+    """
+
+    def __init__(
+        self,
+        model: Chunked | None,
+        engine: GenerationEngine | None,
+        *,
+        staging_bytes: int = 256 * 2**20,
+        verify: str = "full",
+        group: Any = None,
+    ) -> None:
+        if verify not in VERIFY:
+            raise UserError(
+                "This kind of verification does not exist.",
+                where="hybrid_engine.verify",
+                expected="one of " + ", ".join(VERIFY),
+                got=repr(verify),
+            )
+        self.version = 0
+        self._model, self._engine, self._group = model, engine, group
+        self._staging_bytes, self._verify = staging_bytes, verify
+        self._plan: ReshardPlan | None = None
+        self._execution: Execution | None = None
+        self._compiled_for: Any = None
+        self._synced_version: int | None = None
+
+    @property
+    def plan(self) -> ReshardPlan:
+        """Return the plan, built once. The first access is collective over the group."""
+        if self._plan is None:
+            self._plan = self._build_plan()
+        return self._plan
+
+    def forget_plan(self) -> None:
+        """Build the plan anew at the next sync, after the model's or the engine's layout has changed."""
+        self._plan = self._execution = None
+
+    def mark_updated(self) -> None:
+        """Say that the model's weights have changed: they are a new version from now on."""
+        self.version += 1
+
+    def sync(self) -> Metrics:
+        """Move the weights, verify them and let the engine take them into use as ``version``.
+
+        Raises WeightMismatchError on all ranks when a checksum differs. Collective over the group.
+        """
+        begin = time.perf_counter()
+        execution = self._compile()
+        execution.run()
+        device.synchronize()
+        moved = time.perf_counter()
+        execution.verify(self._verify, self.version)
+        verified = time.perf_counter()
+        if self._engine is not None:
+            self._engine.finish_update(self.version)
+        self._acknowledge()
+        self._synced_version = self.version
+        rank = device.rank()
+        return Metrics.of({"time/reshard": moved - begin, "time/reshard_verify": verified - moved}) + Metrics(
+            {},
+            {
+                "reshard/bytes_received_max": float(self.plan.received.get(rank, 0)),
+                "reshard/bytes_local_max": float(self.plan.local.get(rank, 0)),
+                "reshard/staging_bytes_max": float(execution.staging_peak),
+            },
+        )
+
+    @contextmanager
+    def generation_mode(self) -> Iterator[int]:
+        """Wake the engine, bring its weights up to date, yield their version, put it to sleep again.
+
+        Collective over the group.
+        """
+        if self._engine is not None:
+            self._engine.wake()
+        if self._is_stale():
+            self.sync_metrics = self.sync()
+        else:
+            self.sync_metrics = Metrics()
+        try:
+            yield self.version
+        finally:
+            if self._engine is not None:
+                self._engine.sleep()
+
+    sync_metrics: Metrics = Metrics()
+    """What the last `generation_mode` measured; empty when nothing had to be moved."""
+
+    def _is_stale(self) -> bool:
+        lost = self._engine is not None and self._engine.needs_weights
+        stale = lost or self._synced_version != self.version
+        return bool(sum_over_ranks(torch.tensor([int(stale)]), self._group).item())
+
+    def _build_plan(self) -> ReshardPlan:
+        rank = device.rank()
+
+        def gather(value: Any) -> list[Any]:
+            return gather_objects(value, self._group)
+
+        held, written = self._storages()
+        own = source_boxes(self._model) if self._model is not None else None
+        wanted = self._engine.boxes() if self._engine is not None else None
+        sources = gather_layout(own, _dtypes(held), rank, gather)
+        destinations = gather_layout(wanted, _dtypes(written), rank, gather)
+        hosts = dict(gather((rank, socket.gethostname())))
+        names = sorted(set(hosts.values()))
+        return build_plan(sources, destinations, {other: names.index(host) for other, host in hosts.items()})
+
+    def _storages(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        held = live_parameters(self._model) if self._model is not None else {}
+        written = self._engine.parameters() if self._engine is not None else {}
+        return held, written
+
+    def _compile(self) -> Execution:
+        """Return views on the live storage, made again when something was moved in memory."""
+        plan = self.plan
+        held, written = self._storages()
+        key = storage_key(held), storage_key(written)
+        if self._execution is None or key != self._compiled_for:
+            self._execution = Execution(plan, device.rank(), held, written, self._staging_bytes, self._group)
+            self._compiled_for = key
+        return self._execution
+
+    def _acknowledge(self) -> None:
+        """Check that every engine now answers with the new version."""
+        wrong = self._engine is not None and self._engine.weights_version != self.version
+        count = sum_over_ranks(torch.tensor([int(wrong)]), self._group).item()
+        if count:
+            raise RuntimeError(f"{count} engines did not take version {self.version} of the weights into use")
+
+
+def _dtypes(storages: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in storages.items()}

@@ -1,0 +1,142 @@
+"""Carry out one rank's share of a plan on live storage, and check that it arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.hybrid_engine.checksum import checksum
+from megatron_rl.hybrid_engine.plan import ReshardPlan
+from megatron_rl.parallel.boxes import Region
+from megatron_rl.parallel.transfer import Exchange, gather_objects, slot_bytes, sum_over_ranks
+from megatron_rl.types import TensorBox
+
+SAMPLE = 8
+"""``sampled`` verification checks every region once in this many syncs."""
+VERIFY = ("full", "sampled", "off")
+
+
+class WeightMismatchError(RuntimeError):
+    """Report weights that differ between trainer and engine after a sync."""
+
+
+class Execution:
+    """Hold views of everything this rank sends, receives and copies; valid while the storages stay.
+
+    ``held`` and ``written`` are this rank's live source and destination storages by name. In and out
+    staging together never exceed ``staging_bytes``. ``group`` None is the world; ranks are global.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        held: Mapping[str, Tensor],
+        written: Mapping[str, Tensor],
+        staging_bytes: int,
+        group: Any = None,
+    ) -> None:
+        self._plan, self._rank, self._group = plan, rank, group
+        self._held, self._written = held, written
+        self._sources = plan.boxes_of(rank, destination=False)
+        self._targets = plan.boxes_of(rank, destination=True)
+        self.staging_bytes = staging_bytes
+        sends = {
+            peer: [(self._held_view(region), region.dtype) for region in going]
+            for peer, going in plan.to_send(rank).items()
+        }
+        coming = plan.to_receive(rank)
+        local = coming.pop(rank, [])
+        receives = {
+            peer: [(self._written_views(region), region.dtype) for region in arriving]
+            for peer, arriving in coming.items()
+        }
+        self._local = [(self._written_views(region), self._held_view(region)) for region in local]
+        slot = slot_bytes(staging_bytes, plan.most_peers())
+        self._exchange = Exchange(sends, receives, slot, group)
+
+    def _held_view(self, region: Region) -> Tensor:
+        return _view(self._held, self._sources.containing(region)[0])
+
+    def _written_views(self, region: Region) -> tuple[Tensor, ...]:
+        return tuple(_view(self._written, box) for box in self._targets.containing(region))
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Move the weights. Collective over the ranks of the plan.
+
+        Copies inside the rank are made while the first messages travel.
+        """
+        self._exchange.run(self._copy_local)
+        if self._exchange.staging_peak > self.staging_bytes:
+            raise RuntimeError(
+                f"staging took {self._exchange.staging_peak} bytes, the bound is {self.staging_bytes}"
+            )
+
+    @property
+    def staging_peak(self) -> int:
+        """Return the bytes of staging memory that the last run allocated, in and out together."""
+        return self._exchange.staging_peak
+
+    def _copy_local(self) -> None:
+        for targets, value in self._local:
+            for target in targets:
+                target.copy_(value)
+
+    @torch.no_grad()
+    def verify(self, mode: str, turn: int) -> int:
+        """Compare checksums of every region, or of one in `SAMPLE`, and return how many were compared.
+
+        For each region one of its holders tells its checksum and every receiver compares its own. Raises
+        WeightMismatchError on all ranks alike. Collective over the group.
+        """
+        if mode == "off":
+            return 0
+        chosen = [
+            (index, region)
+            for index, region in enumerate(
+                region for bundle in self._plan.bundles for region in bundle.regions
+            )
+            if mode == "full" or index % SAMPLE == turn % SAMPLE
+        ]
+        told = torch.zeros(len(chosen), dtype=torch.int64)
+        for position, (index, region) in enumerate(chosen):
+            if region.holders[index % len(region.holders)] == self._rank:
+                told[position] = checksum(self._held_view(region), region.start, region.dtype)
+        sum_over_ranks(told, self._group)
+        faults = self._compare([region for _, region in chosen], told.tolist())
+        count = sum_over_ranks(torch.tensor([len(faults)]), self._group).item()
+        if count:
+            everywhere = [fault for part in gather_objects(faults, self._group) for fault in part]
+            raise WeightMismatchError(
+                f"{count} regions of the engine's weights differ from the trainer's after the sync:\n  "
+                + "\n  ".join(everywhere[:10])
+            )
+        return len(chosen)
+
+    def _compare(self, regions: list[Region], told: list[int]) -> list[str]:
+        faults = []
+        for region, expected in zip(regions, told, strict=True):
+            if self._rank not in region.receivers:
+                continue
+            for view in self._written_views(region):
+                found = int(checksum(view, region.start, region.dtype))
+                if found != expected:
+                    faults.append(
+                        f"{region.name}, box at {list(region.start)} of size {list(region.size)}: "
+                        f"rank {self._rank} has checksum {found:#010x}, its holders {list(region.holders)} {expected:#010x}"
+                    )
+        return faults
+
+
+def _view(storages: Mapping[str, Tensor], box: TensorBox) -> Tensor:
+    storage = storages[box.storage]
+    return storage.as_strided(box.size, box.stride, storage.storage_offset() + box.offset)
+
+
+def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, torch.dtype], ...]:
+    """Return what tells whether compiled views still point at these storages."""
+    return tuple((name, tensor.data_ptr(), tensor.dtype) for name, tensor in storages.items())

@@ -1,0 +1,186 @@
+"""Boxes of named tensors: who holds what, who needs what, and the regions where the two meet.
+
+Pure integer arithmetic. Ranks with equal boxes are described once, so that a job of many replicas
+costs no more than one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from megatron_rl.types import TensorBox
+
+Span = tuple[tuple[int, ...], tuple[int, ...]]
+"""Start and size of a box, without its tensor."""
+
+
+class UncoveredError(RuntimeError):
+    """Report a part of a tensor that is needed and that no rank holds."""
+
+
+@dataclass(frozen=True)
+class BoxGroup:
+    """Hold the boxes that each of ``ranks`` has, alike in all but their ``rank`` field.
+
+    ``dtypes`` are those of the storages, by name.
+    """
+
+    ranks: tuple[int, ...]
+    boxes: tuple[TensorBox, ...]
+    dtypes: Mapping[str, torch.dtype]
+
+
+class Region(NamedTuple):
+    """One box of a tensor that every receiver needs and every holder has whole.
+
+    ``dtype`` is the receivers'; ``bytes`` is the box's size in it.
+    """
+
+    name: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    holders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+
+
+def group_boxes(
+    by_rank: Mapping[int, Sequence[TensorBox]], dtypes: Mapping[int, Mapping[str, torch.dtype]]
+) -> list[BoxGroup]:
+    """Describe ranks with equal boxes once; ``dtypes`` are by rank and storage."""
+    groups: dict[tuple[TensorBox, ...], list[int]] = {}
+    for rank in sorted(by_rank):
+        key = tuple(replace(box, rank=-1) for box in by_rank[rank])
+        groups.setdefault(key, []).append(rank)
+    return [BoxGroup(tuple(ranks), boxes, dtypes[ranks[0]]) for boxes, ranks in groups.items()]
+
+
+def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> list[Region]:
+    """Return the regions that cover every destination box exactly once.
+
+    Sorted as the destinations first name their tensors, then by start. Raises UncoveredError where a
+    destination box has elements that no source holds.
+    """
+    held, _ = _by_tensor(sources)
+    needed, dtypes = _by_tensor(destinations)
+    cache: dict[object, list[tuple[Span, tuple[int, ...], tuple[int, ...]]]] = {}
+    result: list[Region] = []
+    for name, wanted in needed.items():
+        have = held.get(name, {})
+        key = (tuple(have.items()), tuple(wanted.items()))
+        if key not in cache:
+            cache[key] = _meet(name, have, wanted)
+        for (start, size), holders, receivers in cache[key]:
+            count = math.prod(size) * dtypes[name].itemsize
+            result.append(Region(name, start, size, holders, receivers, dtypes[name], count))
+    return result
+
+
+def _by_tensor(
+    groups: Sequence[BoxGroup],
+) -> tuple[dict[str, dict[Span, tuple[int, ...]]], dict[str, torch.dtype]]:
+    """Return for each tensor its distinct boxes with all ranks that have them, and its dtype."""
+    found: dict[str, dict[Span, list[int]]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for group in groups:
+        for box in group.boxes:
+            spans = found.setdefault(box.name, {})
+            spans.setdefault((box.start, box.size), []).extend(group.ranks)
+            dtypes[box.name] = group.dtypes[box.storage]
+    ordered = {
+        name: {span: tuple(sorted(set(spans[span]))) for span in sorted(spans)}
+        for name, spans in found.items()
+    }
+    return ordered, dtypes
+
+
+def _meet(
+    name: str, have: Mapping[Span, tuple[int, ...]], wanted: Mapping[Span, tuple[int, ...]]
+) -> list[tuple[Span, tuple[int, ...], tuple[int, ...]]]:
+    sources, targets = disjoint(have), disjoint(wanted)
+    result = []
+    for target, receivers in targets.items():
+        covered = 0
+        for source, holders in sources.items():
+            span = intersect(source, target)
+            if span is not None:
+                covered += math.prod(span[1])
+                result.append((span, holders, receivers))
+        if covered != math.prod(target[1]):
+            raise UncoveredError(
+                f"{name}: the box at {list(target[0])} of size {list(target[1])}, needed by ranks "
+                f"{list(receivers)}, is held by no rank in {math.prod(target[1]) - covered} elements"
+            )
+    return result
+
+
+def intersect(first: Span, second: Span) -> Span | None:
+    """Return the part that two boxes share, or None."""
+    start, size = [], []
+    for begin, count, other, length in zip(first[0], first[1], second[0], second[1], strict=True):
+        low, high = max(begin, other), min(begin + count, other + length)
+        if low >= high:
+            return None
+        start.append(low)
+        size.append(high - low)
+    return tuple(start), tuple(size)
+
+
+def disjoint(spans: Mapping[Span, tuple[int, ...]]) -> dict[Span, tuple[int, ...]]:
+    """Cut overlapping boxes along each other's edges until they are disjoint; ranks of equal parts join."""
+    boxes = list(spans)
+    if not any(intersect(a, b) for a, b in _near(boxes)):
+        return dict(spans)
+    edges = [
+        sorted({edge for start, size in boxes for edge in (start[dim], start[dim] + size[dim])})
+        for dim in range(len(boxes[0][0]))
+    ]
+    cells: dict[Span, set[int]] = {}
+    for box, ranks in spans.items():
+        ticks = [
+            [edge for edge in edges[dim] if box[0][dim] <= edge <= box[0][dim] + box[1][dim]]
+            for dim in range(len(edges))
+        ]
+        for pairs in itertools.product(*(itertools.pairwise(tick) for tick in ticks)):
+            cell = tuple(low for low, _ in pairs), tuple(high - low for low, high in pairs)
+            cells.setdefault(cell, set()).update(ranks)
+    return {cell: tuple(sorted(cells[cell])) for cell in sorted(cells)}
+
+
+def _near(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
+    """Return the pairs of sorted boxes whose ranges in the first dimension overlap."""
+    for index, first in enumerate(boxes):
+        if not first[0]:
+            yield from ((first, other) for other in boxes[index + 1 :])
+            continue
+        end = first[0][0] + first[1][0]
+        for other in boxes[index + 1 :]:
+            if other[0][0] >= end:
+                break
+            yield first, other
+
+
+class BoxIndex:
+    """Find the boxes of one rank that contain a region."""
+
+    def __init__(self, boxes: Iterable[TensorBox]) -> None:
+        self._by_name: dict[str, list[TensorBox]] = {}
+        for box in boxes:
+            self._by_name.setdefault(box.name, []).append(box)
+
+    def containing(self, region: Region) -> list[TensorBox]:
+        """Return the part of each box that is the region: same start and size, offset in its storage."""
+        found = []
+        for box in self._by_name.get(region.name, ()):
+            if intersect((box.start, box.size), (region.start, region.size)) == (region.start, region.size):
+                shift = zip(region.start, box.start, box.stride, strict=True)
+                offset = box.offset + sum((inner - outer) * stride for inner, outer, stride in shift)
+                found.append(replace(box, start=region.start, size=region.size, offset=offset))
+        return found

@@ -1,0 +1,168 @@
+"""Move pieces of tensors between ranks, point to point, through staging memory of a fixed size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ALIGNMENT = 16
+
+
+@dataclass
+class _Segment:
+    """Where one part of a view lies in a message; a receiver may write it to several places."""
+
+    views: tuple[Tensor, ...]
+    dtype: torch.dtype
+    offset: int
+
+    def staged(self, buffer: Tensor) -> Tensor:
+        """Return the segment's place in a message buffer [bytes]."""
+        shape = self.views[0].shape
+        count = shape.numel() * self.dtype.itemsize
+        return buffer[self.offset : self.offset + count].view(self.dtype).view(shape)
+
+
+@dataclass
+class _Stream:
+    """The messages of one ordered pair of ranks; both sides divide them alike from shapes and dtypes."""
+
+    slot: int
+    messages: list[list[_Segment]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    def add(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+        """Append views of equal shape, cutting them where a message is full."""
+        shape = views[0].shape
+        count = shape.numel() * dtype.itemsize
+        if not self.messages:
+            self._begin()
+        offset = -(-self.lengths[-1] // ALIGNMENT) * ALIGNMENT
+        if count <= self.slot - offset:
+            self.messages[-1].append(_Segment(views, dtype, offset))
+            self.lengths[-1] = offset + count
+            return
+        row = count // shape[0] if shape else count
+        rows = (self.slot - offset) // row
+        if rows:
+            self.add(tuple(view[:rows] for view in views), dtype)
+            self.add(tuple(view[rows:] for view in views), dtype)
+        elif offset:
+            self._begin()
+            self.add(views, dtype)
+        else:
+            for index in range(shape[0]):
+                self.add(tuple(view[index] for view in views), dtype)
+
+    def _begin(self) -> None:
+        self.messages.append([])
+        self.lengths.append(0)
+
+
+class Exchange:
+    """Hold this rank's compiled share of a transfer; `run` may be called as long as the views live.
+
+    ``sends`` and ``receives`` are by peer rank, in the order both sides share: (views, dtype on the
+    wire). A sent view is converted to that dtype while it is packed; a received part is written to each
+    of its views. ``slot`` bytes bound each of the two buffers of each stream, and must be equal on all
+    ranks. Ranks are global; ``group`` None is the world.
+    """
+
+    def __init__(
+        self,
+        sends: Mapping[int, Sequence[tuple[Tensor, torch.dtype]]],
+        receives: Mapping[int, Sequence[tuple[tuple[Tensor, ...], torch.dtype]]],
+        slot: int,
+        group: Any = None,
+    ) -> None:
+        self._group = group
+        self._sends = {peer: _Stream(slot) for peer in sends}
+        self._receives = {peer: _Stream(slot) for peer in receives}
+        for peer, views in sends.items():
+            for view, dtype in views:
+                self._sends[peer].add((view,), dtype)
+        for peer, targets in receives.items():
+            for views, dtype in targets:
+                self._receives[peer].add(views, dtype)
+        streams = [*self._sends.values(), *self._receives.values()]
+        self.rounds = max((len(stream.messages) for stream in streams), default=0)
+        self.staging_peak = 0
+
+    def run(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Send and receive everything; ``meanwhile`` runs once, while the first messages travel.
+
+        The next message of each stream travels while the last one is written into place. ``staging_peak``
+        is then the number of bytes that were allocated.
+        """
+        buffers: list[dict[Any, Tensor]] = [{}, {}]
+        self.staging_peak = 0
+        works = self._post(0, buffers[0]) if self.rounds else []
+        if meanwhile is not None:
+            meanwhile()
+        for number in range(self.rounds):
+            following = []
+            if number + 1 < self.rounds:
+                following = self._post(number + 1, buffers[(number + 1) % 2])
+            for work in works:
+                work.wait()
+            self._unpack(number, buffers[number % 2])
+            works = following
+
+    def _post(self, number: int, buffers: dict[Any, Tensor]) -> list[Any]:
+        operations = []
+        for peer, stream in self._receives.items():
+            if number < len(stream.messages):
+                message = self._buffer(buffers, ("in", peer), stream, number)
+                operations.append(dist.P2POp(dist.irecv, message, peer, self._group))
+        for peer, stream in self._sends.items():
+            if number < len(stream.messages):
+                message = self._buffer(buffers, ("out", peer), stream, number)
+                for segment in stream.messages[number]:
+                    segment.staged(message).copy_(segment.views[0])
+                operations.append(dist.P2POp(dist.isend, message, peer, self._group))
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def _buffer(self, buffers: dict[Any, Tensor], key: Any, stream: _Stream, number: int) -> Tensor:
+        if key not in buffers:
+            largest = max(stream.lengths)
+            device = stream.messages[0][0].views[0].device
+            buffers[key] = torch.empty(largest, dtype=torch.uint8, device=device)
+            self.staging_peak += largest
+        return buffers[key][: stream.lengths[number]]
+
+    def _unpack(self, number: int, buffers: dict[Any, Tensor]) -> None:
+        for peer, stream in self._receives.items():
+            if number < len(stream.messages):
+                for segment in stream.messages[number]:
+                    value = segment.staged(buffers["in", peer])
+                    for view in segment.views:
+                        view.copy_(value)
+
+
+def slot_bytes(staging_bytes: int, streams: int) -> int:
+    """Return the message size at which ``streams`` double-buffered streams fit into ``staging_bytes``.
+
+    Raises ValueError when not even the smallest message fits.
+    """
+    slot = staging_bytes // (2 * max(streams, 1)) // ALIGNMENT * ALIGNMENT
+    if slot < ALIGNMENT:
+        raise ValueError(f"{staging_bytes} bytes of staging are too few for {streams} streams")
+    return slot
+
+
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """Return every rank's picklable value, in group order. Collective over the group."""
+    result: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(result, value, group=group)
+    return result
+
+
+def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
+    """Return the element-wise sum over the group, in place; integers wrap. Collective over the group."""
+    dist.all_reduce(values, group=group)
+    return values

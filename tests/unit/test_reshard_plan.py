@@ -1,0 +1,194 @@
+"""Plans for random layouts: everything arrives once, from a holder, with the least traffic, in bounded staging."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.hybrid_engine.plan import PlanError, build_plan, check_plan, lower_bound
+from megatron_rl.parallel.boxes import BoxGroup, UncoveredError, disjoint, group_boxes, intersect
+from megatron_rl.parallel.transfer import _Stream, slot_bytes
+from megatron_rl.types import TensorBox
+
+SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=4)
+
+
+def cut(size, parts):
+    """Cut a length into that many parts at even places; some may be empty."""
+    edges = [size * index // parts for index in range(parts + 1)]
+    return [(low, high - low) for low, high in zip(edges, edges[1:], strict=False)]
+
+
+@st.composite
+def layouts(draw, shapes, ranks, complete):
+    """Give each rank one cell of each tensor's grid, replicas included, packed into one storage per tensor."""
+    by_rank = {rank: [] for rank in ranks}
+    for index, shape in enumerate(shapes):
+        dim = draw(st.integers(0, len(shape) - 1))
+        parts = draw(st.integers(1, len(ranks)))
+        cells = cut(shape[dim], parts)
+        order = draw(st.permutations(range(len(ranks))))
+        for position, place in enumerate(order):
+            if not complete and position >= parts and draw(st.booleans()):
+                continue
+            low, length = cells[position % parts]
+            if length == 0:
+                continue
+            start, size = [0] * len(shape), list(shape)
+            start[dim], size[dim] = low, length
+            by_rank[ranks[place]].append(
+                box(f"t{index}", start, size, draw(st.permutations(range(len(shape)))))
+            )
+    return by_rank
+
+
+def box(name, start, size, order):
+    """Lay a box out densely in a storage of its own, its dimensions in any order."""
+    stride, step = [0] * len(size), 1
+    for dim in order:
+        stride[dim], step = step, step * size[dim]
+    return TensorBox(name, tuple(start), tuple(size), -1, f"{name}/{start}", 0, tuple(stride))
+
+
+def grouped(by_rank):
+    dtypes = {rank: {item.storage: torch.float32 for item in boxes} for rank, boxes in by_rank.items()}
+    return group_boxes(by_rank, dtypes)
+
+
+def storages(by_rank, rank, fill=None):
+    """Make a rank's storages; ``fill`` gives each element the value of its place in the whole tensor."""
+    result = {}
+    for item in by_rank[rank]:
+        storage = torch.full((math.prod(item.size),), -1.0)
+        if fill is not None:
+            part = tuple(slice(a, a + n) for a, n in zip(item.start, item.size, strict=True))
+            storage.as_strided(item.size, item.stride).copy_(fill[item.name][part])
+        result[item.storage] = storage
+    return result
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_every_element_arrives_once_from_a_holder_with_the_least_traffic(data):
+    shapes = data.draw(SHAPES)
+    ranks = list(range(data.draw(st.integers(1, 6))))
+    first = data.draw(st.integers(0, len(ranks) - 1))
+    sources = data.draw(layouts(shapes, ranks, complete=True))
+    destinations = data.draw(layouts(shapes, ranks[first:], complete=False))
+    plan = build_plan(grouped(sources), grouped(destinations), {rank: rank // 2 for rank in ranks})
+
+    whole = {f"t{i}": torch.arange(math.prod(s), dtype=torch.float32).view(s) for i, s in enumerate(shapes)}
+    held = {rank: storages(sources, rank, whole) for rank in ranks}
+    received = Counter()
+    for rank in ranks[first:]:
+        written = storages(destinations, rank)
+        writes = {name: torch.zeros_like(value) for name, value in written.items()}
+        targets = plan.boxes_of(rank, destination=True)
+        for sender, coming in plan.to_receive(rank).items():
+            index = plan.boxes_of(sender, destination=False)
+            for region in coming:
+                there = index.containing(region)[0]
+                value = held[sender][there.storage].as_strided(there.size, there.stride, there.offset)
+                received[rank] += region.bytes if sender != rank else 0
+                for here in targets.containing(region):
+                    written[here.storage].as_strided(here.size, here.stride, here.offset).copy_(value)
+                    writes[here.storage].as_strided(here.size, here.stride, here.offset).add_(1)
+        expected = storages(destinations, rank, whole)
+        for name in written:
+            assert torch.equal(written[name], expected[name])
+            assert bool((writes[name] == 1).all())
+        mine = sum(math.prod(item.size) for item in destinations[rank]) * 4
+        overlap = sum(
+            math.prod(both[1]) * 4
+            for a in destinations[rank]
+            for b in sources[rank]
+            if a.name == b.name and (both := intersect((a.start, a.size), (b.start, b.size)))
+        )
+        assert received[rank] == mine - overlap == plan.received.get(rank, 0)
+    assert lower_bound(plan.sources, plan.destinations) == {
+        rank: plan.received.get(rank, 0) for rank in plan.needed
+    }
+    for rank in ranks:
+        for peer, going in plan.to_send(rank).items():
+            assert going == plan.to_receive(peer)[rank]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 12), min_size=0, max_size=3), min_size=1, max_size=6),
+    slot=st.integers(1, 40),
+    dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), min_size=6, max_size=6),
+)
+def test_messages_stay_within_their_slot_and_carry_everything_once(shapes, slot, dtypes):
+    stream = _Stream(slot * 16)
+    values = [torch.zeros(shape) for shape in shapes]
+    for value, dtype in zip(values, dtypes, strict=False):
+        stream.add((value,), dtype)
+    for message, length in zip(stream.messages, stream.lengths, strict=True):
+        assert 0 < length <= slot * 16
+        end = 0
+        for segment in message:
+            assert segment.offset >= end
+            end = segment.offset + segment.views[0].numel() * segment.dtype.itemsize
+            segment.views[0].add_(1)
+        assert end <= length
+    assert all(bool((value == 1).all()) for value in values)
+
+
+@given(streams=st.integers(1, 64), staging=st.integers(4096, 2**30))
+def test_double_buffered_streams_fit_the_staging_bound(streams, staging):
+    assert 2 * streams * slot_bytes(staging, streams) <= staging
+
+
+def test_too_little_staging_is_refused():
+    with pytest.raises(ValueError, match="too few"):
+        slot_bytes(100, 8)
+
+
+def test_a_gap_is_an_error():
+    half = {0: [box("t", [0, 0], [2, 4], (1, 0))]}
+    whole = {1: [box("t", [0, 0], [4, 4], (1, 0))]}
+    with pytest.raises(UncoveredError, match=r"t: .* 8 elements"):
+        build_plan(grouped(half), grouped(whole))
+
+
+def test_a_wrong_sender_is_an_error():
+    whole = [box("t", [0], [4], (0,))]
+    plan = build_plan(grouped({0: whole}), grouped({1: whole}))
+    senders = {1: 2}
+    broken = type(plan)(
+        **{**vars(plan), "bundles": (type(plan.bundles[0])(plan.bundles[0].regions, senders, 16),)}
+    )
+    with pytest.raises(PlanError, match="does not hold"):
+        check_plan(broken)
+
+
+def test_overlapping_boxes_are_cut_apart():
+    cells = disjoint({((0, 0), (4, 2)): (0,), ((2, 0), (4, 2)): (1,)})
+    assert cells == {((0, 0), (2, 2)): (0,), ((2, 0), (2, 2)): (0, 1), ((4, 0), (2, 2)): (1,)}
+
+
+def test_sending_is_shared_by_replicas_and_stays_on_the_node():
+    boxes = [box(f"t{i}", [0], [2**20], (0,)) for i in range(8)]
+    plan = build_plan(grouped({0: boxes, 1: boxes}), grouped({2: boxes}))
+    assert plan.sent == {0: 4 * 2**22, 1: 4 * 2**22}
+    near = build_plan(grouped({0: boxes, 1: boxes}), grouped({2: boxes}), {0: 0, 1: 1, 2: 1})
+    assert near.sent == {1: 8 * 2**22}
+    assert near.bytes_between({0: 0, 1: 1, 2: 1}) == (8 * 2**22, 0)
+
+
+def test_own_copies_come_first():
+    boxes = [box("t", [0], [8], (0,))]
+    plan = build_plan(grouped({0: boxes, 1: boxes}), grouped({1: boxes}))
+    assert plan.received == {} and plan.local == {1: 32}
+
+
+def test_groups_describe_equal_ranks_once():
+    boxes = [box("t", [0], [8], (0,))]
+    (group,) = grouped({0: boxes, 3: boxes})
+    assert isinstance(group, BoxGroup) and group.ranks == (0, 3)
