@@ -1,4 +1,4 @@
-"""A plain sampler over any model: the reference that the fast engine is compared with, and a debugger's tool."""
+"""A plain sampler over any model: the reference for the fast engine, and a tool for debugging."""
 
 from __future__ import annotations
 
@@ -133,7 +133,12 @@ class TorchEngine:
 
     @classmethod
     def from_hf(
-        cls, path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None, **more: Any
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        **more: Any,
     ) -> TorchEngine:
         """Load the Hugging Face causal language model at ``path``, eager attention, in ``dtype``."""
         from transformers import AutoModelForCausalLM
@@ -215,7 +220,8 @@ def _decode(
     active = list(range(len(prompts)))
     logits = decoder.start(prompts)
     while active:
-        chosen, values = _sample(logits, [sampling[row] for row in active], [generators[row] for row in active])
+        settings, streams = [sampling[row] for row in active], [generators[row] for row in active]
+        chosen, values = _sample(logits, settings, streams)
         going: list[int] = []
         for index, (token, value) in enumerate(zip(chosen.tolist(), values.tolist(), strict=True)):
             row = active[index]

@@ -17,10 +17,15 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout import vllm_engine_setup as setup
 from megatron_rl.rollout import vllm_engine_weights as weights
 from megatron_rl.rollout.sampling import FAILED, Response, row_seeds, to_rollouts
+from megatron_rl.rollout.vllm_engine_packed import PackedModules, refresh_derived
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
 
 HOST_CACHE_BYTES = 2**30
-"""Most that one rank on the host reserves for its key-value cache."""
+"""What one rank on the host reserves for its key-value cache; ``rollout.vllm`` may say otherwise."""
+
+_OWN_ARGUMENTS = frozenset(
+    "model load_format tensor_parallel_size distributed_executor_backend logprobs_mode dtype seed".split()
+)
 
 
 class VllmEngine:
@@ -68,7 +73,8 @@ class VllmEngine:
             self._llm: Any = LLM(**arguments, load_format="auto" if load else "dummy")
         setup.count_engine(1)
         self._model: Any = _live_model(self._llm)
-        self._parameters = weights.model_parameters(self._model)
+        self._packed = PackedModules(self._model)
+        self._parameters = weights.model_parameters(self._model) | self._packed.parameters()
 
     def _arguments(self, config: RolloutConfig, tensor: int, dtype: str, seed: int) -> dict[str, Any]:
         arguments: dict[str, Any] = {
@@ -88,14 +94,14 @@ class VllmEngine:
             arguments["kv_cache_memory_bytes"] = HOST_CACHE_BYTES
         else:
             arguments |= {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
-        taken = {"model", "tensor_parallel_size", "distributed_executor_backend", "logprobs_mode"} & set(config.vllm)
+        taken = sorted(_OWN_ARGUMENTS & set(config.vllm))
         if taken:
             raise UserError(
                 "a vLLM argument is set by the run itself",
-                where=f"rollout.vllm.{min(taken)}",
+                where=f"rollout.vllm.{taken[0]}",
                 expected="other engine arguments of vLLM",
-                got=str(config.vllm[min(taken)]),
-                fix="remove it; the model and the layout have fields of their own",
+                got=str(config.vllm[taken[0]]),
+                fix="remove it; the model, the layout and the seed have fields of their own",
             )
         return arguments | config.vllm
 
@@ -135,7 +141,10 @@ class VllmEngine:
         return responses
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Return the live storage of this rank's weights by vLLM's parameter name."""
+        """Return the storage of this rank's weights by vLLM's parameter name.
+
+        It is the live storage, except where vLLM packs weights (see `PackedModules`).
+        """
         return self._parameters
 
     def boxes(self) -> list[TensorBox]:
@@ -148,7 +157,8 @@ class VllmEngine:
     def _weight_map(self) -> weights.WeightMap:
         if self._map is None:
             shapes = self._shapes or weights.checkpoint_shapes(self._path)
-            self._map = weights.trace_weights(self._model, self._parameters, shapes, self._rank)
+            with self._packed.unpacked():
+                self._map = weights.trace_weights(self._model, self._parameters, shapes, self._rank)
         return self._map
 
     def finish_update(self, version: int) -> None:
@@ -157,6 +167,8 @@ class VllmEngine:
         Raises RuntimeError when requests are still running, since their cache would stay.
         """
         weights.clear_padding(self._parameters, self._weight_map().padding)
+        self._packed.pack()
+        refresh_derived(self._model, next(iter(self._parameters.values())).dtype)
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(f"version {version} was not taken into use: requests are still running")
         self.weights_version = version

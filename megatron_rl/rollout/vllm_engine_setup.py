@@ -1,4 +1,4 @@
-"""Make vLLM live inside the ranks of a training job: environment, groups, memory, and what it must not touch."""
+"""Make vLLM live inside the ranks of a training job: environment, groups, and what it must not touch."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
 
     parallel_state.init_world_group = place_world
     parallel_state.init_model_parallel_group = place_groups
-    parallel_state.torch = _Torch(_Distributed(torch.distributed, layout))
+    parallel_state.torch = _Torch(_Distributed(parallel_state.torch.distributed, layout))
     try:
         yield
     finally:
@@ -179,8 +179,8 @@ def forget_groups() -> None:
     """Drop vLLM's groups after its last engine, so that the next one may have another layout."""
     from vllm.distributed import parallel_state
 
-    names = ("_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB", "_WORLD", "_NODE_COUNT")
-    for name in names:
+    names = "_TP _ETP _ENGRAM_DP _DCP _PCP _PP _DP _EP _EPLB _INNER_DP_WORLD _WORLD _NODE_COUNT"
+    for name in names.split():
         if hasattr(parallel_state, name):
             setattr(parallel_state, name, None)
 

@@ -77,7 +77,9 @@ def _without_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:
     """Read a tied output layer from the embedding: both name the same storage, one of them is enough."""
     embedded = {box.storage: box.name for box in boxes if box.name.endswith("embed_tokens.weight")}
     tied = [
-        replace(box, name=embedded[box.storage]) if box.name.endswith("lm_head.weight") and box.storage in embedded else box
+        replace(box, name=embedded[box.storage])
+        if box.name.endswith("lm_head.weight") and box.storage in embedded
+        else box
         for box in boxes
     ]
     return merge_boxes(tied)

@@ -1,0 +1,233 @@
+"""What the ranks of test_rollout.py run: real vLLM engines against the plain engine and against each other."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.parallel import device
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rollout.torch_engine import TorchEngine
+from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.rollout.vllm_engine_setup import join_groups
+from megatron_rl.rollout.vllm_engine_weights import model_parameters
+from megatron_rl.types import FINISH_FAILED, FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, split_rows
+
+MAX_LEN = 384
+
+
+def make_prompts(rows: list[list[int]], *sampling: SamplingParameters) -> PromptBatch:
+    count = len(rows)
+    return PromptBatch(
+        tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int64),
+        lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
+        prompt_ids=torch.arange(count),
+        tasks=("",) * count,
+        prompts=("",) * count,
+        ground_truths=(None,) * count,
+        metadata=({},) * count,
+        sampling=sampling if len(sampling) == count else sampling[:1] * count,
+    )
+
+
+def random_rows(count: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 24, (count,), generator=generator).tolist()
+    return [torch.randint(0, 300, (length,), generator=generator).tolist() for length in lengths]
+
+
+GREEDY = SamplingParameters(temperature=0.0, max_response_tokens=20)
+SAMPLED = SamplingParameters(temperature=0.8, max_response_tokens=20)
+
+
+def build(path: Path, tensor: int, ranks: tuple[int, ...] | None = None, load: bool = False) -> VllmEngine:
+    layout = ParallelLayout(ranks or tuple(range(device.world_size())), tensor=tensor)
+    return VllmEngine(
+        path,
+        RolloutConfig(tensor=tensor, vllm={"kv_cache_memory_bytes": 2**26}),
+        layout=layout,
+        rank=device.rank(),
+        dtype="float32",
+        max_model_len=MAX_LEN,
+        load=load,
+    )
+
+
+def write(engine: VllmEngine, path: Path, scale: float = 1.0) -> None:
+    """Write a checkpoint into an engine through its boxes alone, as the hybrid engine does."""
+    tensors = load_file(path / "model.safetensors")
+    parameters = engine.parameters()
+    for parameter in parameters.values():
+        parameter.fill_(torch.nan)  # what is not written must show
+    for box in engine.boxes():
+        region = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
+        parameter = parameters[box.storage]
+        target = parameter.as_strided(box.size, box.stride, parameter.storage_offset() + box.offset)
+        target.copy_(tensors[box.name][region] * scale)
+
+
+def same_weights(left: VllmEngine, right: VllmEngine) -> None:
+    expected = model_parameters(right._model)
+    got = model_parameters(left._model)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+def close_to(left: Rollouts, right: Rollouts) -> None:
+    assert torch.equal(left.lengths, right.lengths), (left.lengths, right.lengths)
+    assert torch.equal(left.tokens, right.tokens)
+    assert torch.equal(left.finish_reason, right.finish_reason)
+    torch.testing.assert_close(left.rollout_log_probs, right.rollout_log_probs, atol=1e-4, rtol=0)
+
+
+def transformers_agree(reference: TorchEngine, rollouts: Rollouts) -> None:
+    """Compare reported log-probs with transformers' own, recomputed row by row at the temperature."""
+    for row, mask, values, temperature in zip(
+        split_rows(rollouts.tokens, rollouts.lengths),
+        split_rows(rollouts.response_mask, rollouts.lengths),
+        split_rows(rollouts.rollout_log_probs, rollouts.lengths),
+        rollouts.temperature.tolist(),
+        strict=True,
+    ):
+        with torch.no_grad():
+            logits = reference._model(row[None]).logits[0, :-1].float() / temperature  # pyright: ignore
+        expected = logits.log_softmax(1).gather(1, row[1:, None])[:, 0]
+        torch.testing.assert_close(values[1:][mask[1:]], expected[mask[1:]], atol=1e-4, rtol=0)
+        assert not values[~mask].any()
+
+
+def check_family(path: Path, tensor: int) -> None:
+    """Weights written by boxes are vLLM's own, and generate what the plain engine generates."""
+    engine = build(path, tensor)
+    write(engine, path)
+    engine.finish_update(3)
+    own = build(path, tensor, load=True)
+    same_weights(engine, own)
+    own.close()
+    reference = TorchEngine.from_hf(path)
+    prompts = make_prompts(random_rows(6, seed=1), GREEDY)
+    result = engine.generate(prompts, seed=1)
+    close_to(result, reference.generate(prompts, seed=1))
+    assert result.policy_version.tolist() == [3] * 6
+    engine.close()
+
+
+def check_sampling(path: Path) -> None:
+    """Parameters per row, seeds per position, stop tokens, failed rows, untouched generators."""
+    engine, reference = build(path, 2, load=True), TorchEngine.from_hf(path)
+    rows = random_rows(8, seed=2)
+    before = torch.get_rng_state()
+    whole = engine.generate(make_prompts(rows, SAMPLED), seed=5)
+    assert torch.equal(before, torch.get_rng_state())
+    transformers_agree(reference, whole)
+    assert torch.equal(whole.tokens, engine.generate(make_prompts(rows, SAMPLED), seed=5).tokens)
+    assert not torch.equal(whole.tokens, engine.generate(make_prompts(rows, SAMPLED), seed=6).tokens)
+    part = engine.generate(make_prompts([rows[6], rows[1]], SAMPLED), seed=5, rows=[6, 1])
+    assert torch.equal(part.tokens, whole.rows([6, 1]).tokens)
+
+    mixed = [GREEDY, SAMPLED._replace(top_k=3), SAMPLED._replace(top_p=0.5), SAMPLED._replace(top_k=1)] * 2
+    result = engine.generate(make_prompts(rows, *mixed), seed=5)
+    assert result.temperature.tolist()[:2] == [1.0, torch.tensor(0.8).item()]
+    greedy = reference.generate(make_prompts(rows, GREEDY), seed=5)
+    close_to(result.rows([0, 4]), replace_group(greedy.rows([0, 4])))
+    assert torch.equal(result.rows([3, 7]).tokens, greedy.rows([3, 7]).tokens)
+    assert not result.rows([3, 7]).rollout_log_probs.any()  # top-k 1 leaves one token
+
+    stop = int(split_rows(whole.tokens, whole.lengths)[0][len(rows[0]) + 3])
+    ended = engine.generate(make_prompts(rows[:1], SAMPLED._replace(stop_token_ids=(stop,))), seed=5)
+    assert ended.finish_reason.tolist() == [FINISH_STOP]
+    response = ended.tokens[len(rows[0]) :].tolist()
+    assert response[-1] == stop and stop not in response[:-1]
+    assert response == whole.tokens[len(rows[0]) : len(ended.tokens)].tolist()
+
+    failed = engine.generate(make_prompts([rows[0], [1] * MAX_LEN, []], SAMPLED), seed=5)
+    assert failed.finish_reason.tolist()[1:] == [FINISH_FAILED] * 2
+    assert failed.lengths.tolist()[1:] == [MAX_LEN, 0]
+    assert torch.equal(failed.rows([0]).tokens, whole.rows([0]).tokens)
+    assert len(engine.generate(make_prompts([], SAMPLED), seed=5)) == 0
+    engine.close()
+
+
+def replace_group(rollouts: Rollouts) -> Rollouts:
+    return rollouts
+
+
+def check_updates(path: Path) -> None:
+    """No weights, no answer; a second update drops the cached prefix of the first."""
+    engine = build(path, 2)
+    try:
+        engine.generate(make_prompts([[1, 2]], GREEDY), seed=1)
+    except RuntimeError as error:
+        assert "no weights" in str(error)
+    else:
+        raise AssertionError("an engine without weights answered")
+    long = make_prompts([torch.arange(300).tolist()], GREEDY)  # several blocks of the prefix cache
+    write(engine, path)
+    engine.finish_update(1)
+    first = engine.generate(long, seed=1)
+    write(engine, path, scale=1.5)
+    engine.finish_update(2)
+    second = engine.generate(long, seed=1)
+    write(engine, path)
+    engine.finish_update(3)
+    third = engine.generate(long, seed=1)
+    assert not torch.equal(first.rollout_log_probs, second.rollout_log_probs)
+    assert torch.equal(first.tokens, third.tokens)
+    assert torch.equal(first.rollout_log_probs, third.rollout_log_probs)
+    assert [r.policy_version.tolist() for r in (first, second, third)] == [[1], [2], [3]]
+    engine.sleep()
+    engine.wake()
+    assert not engine.needs_weights
+    engine.close()
+    engine.close()
+
+
+def check_replicas(path: Path) -> None:
+    """Four ranks as two replicas in an order of our choice, then a replica on two of the ranks."""
+    rank, reference = device.rank(), TorchEngine.from_hf(path)
+    engine = build(path, 2, ranks=(3, 1, 0, 2), load=True)
+    assert engine.replica == {3: 0, 1: 0, 0: 1, 2: 1}[rank]
+    prompts = make_prompts(random_rows(3 + 4 * engine.replica, seed=engine.replica), GREEDY)
+    close_to(engine.generate(prompts, seed=1), reference.generate(prompts, seed=1))
+    head = next(box for box in engine.boxes() if box.name.endswith("q_proj.weight"))
+    assert (head.start[0] > 0) == (rank in (1, 2)), (rank, head)
+    if engine.replica == 0:  # the other replica is not needed
+        engine.generate(prompts, seed=2)
+    engine.close()
+
+    layout = ParallelLayout((1, 2), tensor=2)
+    join_groups(layout)
+    if rank in layout.ranks:
+        engine = build(path, 2, ranks=layout.ranks, load=True)
+        close_to(engine.generate(prompts, seed=1), reference.generate(prompts, seed=1))
+        engine.close()
+    dist.barrier()
+
+
+def main() -> None:
+    what, *paths = sys.argv[1:]
+    device.initialize(timeout=120)
+    if what == "families":
+        for argument in paths:
+            path, tensor = argument.split("@")
+            check_family(Path(path), int(tensor))
+            dist.barrier()  # the job's own group outlives every engine
+    elif what == "sampling":
+        check_sampling(Path(paths[0]))
+        check_updates(Path(paths[0]))
+    else:
+        check_replicas(Path(paths[0]))
+    dist.barrier()
+    if device.rank() == 0:
+        print(f"{what}: all checks passed", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
