@@ -1,0 +1,129 @@
+"""Seconds of one layer, forward and backward, on one GPU.
+
+A layer costs its matrix products at the GPU's achieved rate, attention at its own rate, memory-bound
+tensors (norms, activations, permutations) at HBM rate, and the communication that stays exposed;
+never less than what launching its kernels takes. FLOPs: Narayanan et al. 2021 (arXiv 2104.04473)
+section 5.1; tensor-parallel traffic: Korthikanti et al. 2022 (two all-gathers and two reduce-scatters
+a layer and direction).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.planner.communication import all_to_all_seconds, gather_seconds
+from megatron_rl.planner.constants import Cluster, Constants
+from megatron_rl.planner.layout import Layout
+from megatron_rl.planner.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Hold seconds of one average layer for one micro-batch, and of the output projection."""
+
+    forward: float
+    backward: float
+    recomputed_selective: float
+    head_forward: float
+    head_backward: float
+
+
+def gemm_rate(cluster: Cluster, constants: Constants, precision: str, width: float) -> float:
+    """Return achieved FLOP/s of dense products whose sharded dimension is ``width``."""
+    efficiency = cluster.gpu.gemm_efficiency * width / (width + constants.efficiency.gemm_width)
+    if precision == "fp8":
+        efficiency *= constants.efficiency.fp8_gemm
+    return cluster.gpu.peak(precision) * efficiency
+
+
+def expert_rate(
+    cluster: Cluster, constants: Constants, precision: str, model: ModelShape, layout: Layout, tokens: float
+) -> float:
+    """Return achieved FLOP/s of grouped expert products; few rows or narrow experts cost efficiency."""
+    width = model.expert_ffn / layout.expert_tensor
+    local = max(1.0, model.experts / layout.expert)
+    rows = tokens / layout.tensor * model.experts_per_token / local
+    efficiency = constants.efficiency
+    fill = rows / (rows + efficiency.expert_gemm_rows) * width / (width + efficiency.expert_gemm_width)
+    base = cluster.gpu.gemm_efficiency * (efficiency.fp8_gemm if precision == "fp8" else 1.0)
+    return cluster.gpu.peak(precision) * base * fill
+
+
+def elementwise_bytes(model: ModelShape, layout: Layout) -> float:
+    """Return bytes that one token moves through HBM in an average layer's forward, on one GPU.
+
+    Norms, residuals: 24 h; rotary and head tensors: 8 a d; activation: 6 f gated, 4 f plain; MoE
+    permutations, before and after the exchange, both ways: 12 k h.
+    """
+    wide_share = layout.tensor if layout.sequence_parallel else 1
+    moe_share = model.moe_layers / model.layers
+    inner = model.ffn * (1 - moe_share) + (model.experts_per_token * model.expert_ffn + model.shared_ffn) * moe_share
+    per_inner = 6.0 if model.gated else 4.0
+    sharded = 8.0 * model.heads * model.head_dim + per_inner * inner
+    sharded += 12.0 * model.experts_per_token * model.hidden * moe_share
+    return 24.0 * model.hidden / wide_share + sharded / layout.tensor
+
+
+def _exposed_communication(
+    model: ModelShape, layout: Layout, cluster: Cluster, constants: Constants, tokens: float
+) -> float:
+    """Forward seconds of a layer's exposed tensor, expert and context traffic."""
+    efficiency = constants.efficiency
+    moe_share = model.moe_layers / model.layers
+    wide = 2.0 * model.hidden * tokens
+    # Overlap with the products needs sequence parallelism (Transformer Engine user buffers).
+    share = efficiency.tensor_exposed_overlapped if layout.sequence_parallel else efficiency.tensor_exposed
+    passes = 4.0 - 2.0 * moe_share if layout.expert_tensor == 1 and model.experts else 4.0
+    total = share * passes * gather_seconds(cluster, constants, layout.tensor, 1, wide)
+    if layout.expert > 1:
+        copies = model.experts_per_token
+        sent = copies * wide / layout.tensor
+        total += 2.0 * moe_share * all_to_all_seconds(cluster, constants, layout.expert, sent, copies)
+    if layout.context > 1:
+        heads = 1 if model.mla else max(1, model.kv_heads // layout.tensor)
+        width = model.kv_lora + model.qk_rope if model.mla else 2 * heads * model.head_dim
+        gathered = 2.0 * width * tokens * layout.context
+        total += efficiency.context_exposed * gather_seconds(
+            cluster, constants, layout.context, layout.tensor, gathered
+        )
+    return total
+
+
+def layer_seconds(
+    model: ModelShape,
+    layout: Layout,
+    cluster: Cluster,
+    constants: Constants,
+    precision: str,
+    tokens: float,
+    context: float,
+) -> LayerSeconds:
+    """Return one average layer's seconds for a micro-batch of ``tokens`` tokens (before context split).
+
+    ``context`` is the mean number of keys a token attends to.
+    """
+    efficiency, gpu = constants.efficiency, cluster.gpu
+    tokens = tokens / layout.context
+    active_experts = model.moe_layers * model.experts_per_token * model.expert_parameters
+    dense_flops = (model.layer_flops - 2.0 * active_experts) / model.layers
+    width = min(model.heads * model.head_dim, model.ffn if model.moe_layers < model.layers else model.hidden * 2)
+    dense = tokens * dense_flops / layout.tensor / gemm_rate(
+        cluster, constants, precision, width / layout.tensor
+    )
+    experts = 0.0
+    if active_experts:
+        rate = expert_rate(cluster, constants, precision, model, layout, tokens)
+        experts = tokens * 2.0 * active_experts / model.layers / layout.tensor / rate
+    attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.gemm_efficiency / 0.7)
+    attention = tokens * model.attention_flops(context) / model.layers / layout.tensor / attention_rate
+    moved = tokens * elementwise_bytes(model, layout) / (gpu.hbm * efficiency.hbm)
+    exposed = _exposed_communication(model, layout, cluster, constants, tokens)
+    moe = model.experts > 0
+    launch = efficiency.launch_seconds_moe_layer if moe else efficiency.launch_seconds_dense_layer
+    forward = max(dense + experts + attention + moved + exposed, launch)
+    backward_attention = attention * 2.5 / efficiency.attention_backward
+    backward = max(2 * (dense + experts) + backward_attention + 2 * moved + exposed, 1.5 * launch)
+    head_rate = gemm_rate(cluster, constants, "bf16", model.vocab / layout.tensor)
+    head = tokens * model.head_flops / layout.tensor / head_rate
+    head_moved = tokens * 20.0 * model.vocab / layout.tensor / (gpu.hbm * efficiency.hbm)
+    return LayerSeconds(forward, backward, 0.6 * moved, head + head_moved, 2 * head + head_moved)

@@ -1,0 +1,176 @@
+"""Hardware and efficiency constants, read from constants.json and an optional override file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_rl.config.errors import UserError, nearest
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Describe one GPU: FLOP/s, bytes/s and bytes; network is one direction per GPU."""
+
+    name: str
+    bf16_flops: float
+    fp8_flops: float
+    hbm: float
+    memory: float
+    nvlink: float
+    network: float
+    gpus_per_node: int
+    nvlink_domain: int
+    host: float
+    gemm_efficiency: float
+
+    def peak(self, precision: str) -> float:
+        """Return the dense matrix rate of a precision in FLOP/s."""
+        return self.fp8_flops if precision == "fp8" else self.bf16_flops
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Describe the GPUs of a job; ``network`` is bytes/s per GPU in one direction."""
+
+    gpu: Gpu
+    num_gpus: int
+    gpus_per_node: int
+    network: float
+
+    @property
+    def domain(self) -> int:
+        """Return how many GPUs reach each other over NVLink."""
+        return max(self.gpus_per_node, self.gpu.nvlink_domain)
+
+    def resized(self, num_gpus: int) -> Cluster:
+        """Return the same machines in another number."""
+        return Cluster(self.gpu, num_gpus, self.gpus_per_node, self.network)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Hold one constant set; the groups are those of constants.json."""
+
+    gpus: Mapping[str, Gpu]
+    aliases: Mapping[str, str]
+    efficiency: SimpleNamespace
+    decode: SimpleNamespace
+    engines: Mapping[str, SimpleNamespace]
+    weight_sync: SimpleNamespace
+    memory: SimpleNamespace
+
+    def gpu(self, name: str) -> Gpu:
+        """Find a GPU by name or alias; raises UserError with the nearest known name."""
+        key = name if name in self.gpus else self.aliases.get(name.lower())
+        if key is None:
+            guess = nearest(name.lower(), list(self.aliases))
+            raise UserError(
+                f"unknown GPU {name!r}",
+                where="cluster.gpu",
+                expected="one of " + ", ".join(self.gpus),
+                got=name,
+                fix=(f"did you mean {guess}? " if guess else "")
+                + "add a GPU with --constants FILE under \"gpus\" with the fields of constants.json",
+            )
+        return self.gpus[key]
+
+    def cluster(
+        self,
+        gpu: str,
+        num_gpus: int,
+        gpus_per_node: int | None = None,
+        gigabits_per_gpu: float | None = None,
+        gigabits_per_node: float | None = None,
+    ) -> Cluster:
+        """Build a cluster; absent values are the GPU's usual machine (see constants.json)."""
+        found = self.gpu(gpu)
+        per_node = int(gpus_per_node or found.gpus_per_node)
+        network = found.network
+        if gigabits_per_node is not None:
+            network = float(gigabits_per_node) / 8 * GB / per_node
+        elif gigabits_per_gpu is not None:
+            network = float(gigabits_per_gpu) / 8 * GB
+        return Cluster(found, int(num_gpus), per_node, network)
+
+
+def _gpu(name: str, data: Mapping[str, Any]) -> Gpu:
+    return Gpu(
+        name=name,
+        bf16_flops=data["bf16_tflops"] * 1e12,
+        fp8_flops=data["fp8_tflops"] * 1e12,
+        hbm=data["hbm_terabytes_per_second"] * 1e12,
+        memory=data["memory_gigabytes"] * GB,
+        nvlink=data["nvlink_gigabytes_per_second"] * GB,
+        network=data["network_gigabits"] / 8 * GB,
+        gpus_per_node=int(data["gpus_per_node"]),
+        nvlink_domain=int(data["nvlink_domain"]),
+        host=data["host_gigabytes_per_second"] * GB,
+        gemm_efficiency=data["gemm_efficiency"],
+    )
+
+
+def packaged() -> dict[str, Any]:
+    """Return the packaged constants.json as a plain mapping."""
+    return json.loads(resources.files("megatron_rl.planner").joinpath("constants.json").read_text())
+
+
+def merged(base: Mapping[str, Any], override: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Lay an override over a constant mapping, level by level.
+
+    New GPUs may be added under ``gpus``; any other unknown name raises UserError with the nearest one.
+    """
+    result = dict(base)
+    for key, value in override.items():
+        path = f"{where}{key}"
+        if key not in base and where != "gpus." and path not in ("comment", "calibrated_from"):
+            guess = nearest(key, list(base))
+            raise UserError(
+                f"unknown planner constant {path!r}",
+                where=path,
+                expected="a name from constants.json",
+                got=key,
+                fix=f"did you mean {guess}?" if guess else "see megatron_rl/planner/constants.json",
+            )
+        nested = isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+        result[key] = merged(base[key], value, f"{path}.") if nested else value
+    return result
+
+
+def build(data: Mapping[str, Any]) -> Constants:
+    """Type a constant mapping."""
+    gpus = {name: _gpu(name, fields) for name, fields in data["gpus"].items()}
+    aliases = {name.lower(): name for name in gpus}
+    for name, fields in data["gpus"].items():
+        aliases |= {alias.lower(): name for alias in fields.get("aliases", ())}
+    engines = {name: SimpleNamespace(**fields) for name, fields in data["decode"]["engines"].items()}
+    decode = SimpleNamespace(**{name: value for name, value in data["decode"].items() if name != "engines"})
+    return Constants(
+        gpus=gpus,
+        aliases=aliases,
+        efficiency=SimpleNamespace(**data["efficiency"]),
+        decode=decode,
+        engines=engines,
+        weight_sync=SimpleNamespace(**data["weight_sync"]),
+        memory=SimpleNamespace(**data["memory"]),
+    )
+
+
+@lru_cache(maxsize=8)
+def load_constants(override: str | None = None) -> Constants:
+    """Load the packaged constants, with an override file (JSON, same structure) laid over them."""
+    data = packaged()
+    if override is not None:
+        path = Path(override)
+        if not path.is_file():
+            raise UserError(f"no constants file {override}", where="--constants", fix="give an existing JSON file")
+        data = merged(data, json.loads(path.read_text()))
+    return build(data)
