@@ -13,12 +13,11 @@ from torch import Tensor
 
 from megatron_rl.config.errors import UserError
 from megatron_rl.hybrid_engine.execute import VERIFY, Execution, storage_key
-from megatron_rl.hybrid_engine.layouts import gather_layout
 from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.weights import Chunked, live_parameters, source_boxes
-from megatron_rl.parallel.transfer import gather_objects, sum_over_ranks
+from megatron_rl.parallel.transfer import gather_layout, gather_objects, sum_over_ranks
 from megatron_rl.rollout.engine import GenerationEngine
 
 
@@ -123,17 +122,12 @@ class HybridEngine:
         return bool(sum_over_ranks(torch.tensor([int(stale)]), self._group).item())
 
     def _build_plan(self) -> ReshardPlan:
-        rank = device.rank()
-
-        def gather(value: Any) -> list[Any]:
-            return gather_objects(value, self._group)
-
         held, written = self._storages()
         own = source_boxes(self._model) if self._model is not None else None
         wanted = self._engine.boxes() if self._engine is not None else None
-        sources = gather_layout(own, _dtypes(held), rank, gather)
-        destinations = gather_layout(wanted, _dtypes(written), rank, gather)
-        hosts = dict(gather((rank, socket.gethostname())))
+        sources = gather_layout(own, _dtypes(held), self._group)
+        destinations = gather_layout(wanted, _dtypes(written), self._group)
+        hosts = dict(gather_objects((device.rank(), socket.gethostname()), self._group))
         names = sorted(set(hosts.values()))
         return build_plan(sources, destinations, {other: names.index(host) for other, host in hosts.items()})
 

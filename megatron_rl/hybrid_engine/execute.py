@@ -125,10 +125,9 @@ class Execution:
             for view in self._written_views(region):
                 found = int(checksum(view, region.start, region.dtype))
                 if found != expected:
-                    faults.append(
-                        f"{region.name}, box at {list(region.start)} of size {list(region.size)}: "
-                        f"rank {self._rank} has checksum {found:#010x}, its holders {list(region.holders)} {expected:#010x}"
-                    )
+                    where = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
+                    there = f"ranks {list(region.holders)} hold {expected:#010x}"
+                    faults.append(f"{where}: rank {self._rank} has checksum {found:#010x}, {there}")
         return faults
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_rl.parallel.boxes import BoxGroup
+from megatron_rl.types import TensorBox
 
 ALIGNMENT = 16
 
@@ -166,3 +171,35 @@ def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
     """Return the element-wise sum over the group, in place; integers wrap. Collective over the group."""
     dist.all_reduce(values, group=group)
     return values
+
+
+def gather_layout(
+    boxes: Sequence[TensorBox] | None, dtypes: Mapping[str, torch.dtype], group: Any = None
+) -> list[BoxGroup]:
+    """Return the boxes of all ranks, ranks with equal boxes as one group.
+
+    ``boxes`` is None on ranks that hold none; ``dtypes`` are of this rank's storages. Equal
+    boxes travel once. Collective over the group.
+    """
+    rank = dist.get_rank()
+    content = None
+    digest = None
+    if boxes is not None:
+        used = {box.storage for box in boxes}
+        content = (
+            tuple(replace(box, rank=-1) for box in boxes),
+            {name: dtype for name, dtype in sorted(dtypes.items()) if name in used},
+        )
+        digest = hashlib.sha256(pickle.dumps(content)).hexdigest()
+    holders: dict[str, list[int]] = {}
+    for other, found in gather_objects((rank, digest), group):
+        if found is not None:
+            holders.setdefault(found, []).append(other)
+    tells = digest is not None and rank == min(holders[digest])
+    told = dict(
+        item for item in gather_objects((digest, content) if tells else None, group) if item is not None
+    )
+    return [
+        BoxGroup(tuple(sorted(ranks)), told[found][0], told[found][1])
+        for found, ranks in sorted(holders.items(), key=lambda item: min(item[1]))
+    ]

@@ -1,7 +1,8 @@
-"""Plans for random layouts: everything arrives once, from a holder, with the least traffic, in bounded staging."""
+"""Plans for random layouts: everything arrives once, from a holder, with the least traffic."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -21,12 +22,12 @@ SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=
 def cut(size, parts):
     """Cut a length into that many parts at even places; some may be empty."""
     edges = [size * index // parts for index in range(parts + 1)]
-    return [(low, high - low) for low, high in zip(edges, edges[1:], strict=False)]
+    return [(low, high - low) for low, high in itertools.pairwise(edges)]
 
 
 @st.composite
 def layouts(draw, shapes, ranks, complete):
-    """Give each rank one cell of each tensor's grid, replicas included, packed into one storage per tensor."""
+    """Give each rank one cell of each tensor's grid, replicas included, in one storage per cell."""
     by_rank = {rank: [] for rank in ranks}
     for index, shape in enumerate(shapes):
         dim = draw(st.integers(0, len(shape) - 1))

@@ -9,18 +9,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.nn import functional
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_rl.config.errors import UserError
 
 
-def _always(value: bool) -> Callable[[Any], bool]:
-    return lambda config: value
+def _no(config: Any) -> bool:
+    return False
 
 
-def _flag(name: str, default: bool = False) -> Callable[[Any], bool]:
-    return lambda config: bool(getattr(config, name, default))
+def _yes(config: Any) -> bool:
+    return True
+
+
+def _attention_bias(config: Any) -> bool:
+    return bool(config.attention_bias)
 
 
 def _no_settings(config: Any) -> dict[str, Any]:
@@ -60,8 +64,8 @@ class Family:
     have experts.
     """
 
-    qkv_bias: Callable[[Any], bool] = _always(False)
-    all_bias: Callable[[Any], bool] = _always(False)
+    qkv_bias: Callable[[Any], bool] = _no
+    all_bias: Callable[[Any], bool] = _no
     qk_norm: bool = False
     settings: Callable[[Any], dict[str, Any]] = _no_settings
     moe: MoeNames | None = None
@@ -112,8 +116,8 @@ def _qwen3_moe(config: Any) -> dict[str, Any]:
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(all_bias=_llama_bias),
-    "qwen2": Family(qkv_bias=_always(True)),
-    "qwen3": Family(qk_norm=True, qkv_bias=_flag("attention_bias")),
+    "qwen2": Family(qkv_bias=_yes),
+    "qwen3": Family(qk_norm=True, qkv_bias=_attention_bias),
     "mistral": Family(),
     "mixtral": Family(
         settings=_mixtral,
@@ -128,7 +132,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_moe": Family(
         qk_norm=True,
-        qkv_bias=_flag("attention_bias"),
+        qkv_bias=_attention_bias,
         settings=_qwen3_moe,
         is_moe_layer=_qwen3_moe_layer,
         moe=MoeNames(

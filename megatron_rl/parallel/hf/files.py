@@ -121,10 +121,10 @@ class SafetensorsWriter:
         self._left -= data.nbytes
         self._file.write(data.data)
 
-    def close(self) -> None:
-        """Finish the file; every element must have been written."""
+    def close(self, complete: bool = True) -> None:
+        """Close the file; where it is ``complete`` every element must have been written."""
         self._file.close()
-        if self._left:
+        if complete and self._left:
             raise RuntimeError(f"{self._left} bytes of {self._file.name} were not written")
 
 

@@ -106,7 +106,11 @@ def _vocabulary(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
 
 
 _DENSE = (
-    _Rule(r"(self_attention\.linear_qkv\.layer_norm_|input_layernorm\.)weight", ("input_layernorm.weight",), _whole),
+    _Rule(
+        r"(self_attention\.linear_qkv\.layer_norm_|input_layernorm\.)weight",
+        ("input_layernorm.weight",),
+        _whole,
+    ),
     _Rule(
         r"self_attention\.linear_qkv\.(?P<kind>weight|bias)",
         ("self_attn.q_proj.{kind}", "self_attn.k_proj.{kind}", "self_attn.v_proj.{kind}"),
@@ -116,7 +120,11 @@ _DENSE = (
     _Rule(r"self_attention\.k_layernorm\.weight", ("self_attn.k_norm.weight",), _whole),
     _Rule(r"self_attention\.linear_proj\.weight", ("self_attn.o_proj.weight",), _columns),
     _Rule(r"self_attention\.linear_proj\.bias", ("self_attn.o_proj.bias",), _whole),
-    _Rule(r"(mlp\.linear_fc1\.layer_norm_|pre_mlp_layernorm\.)weight", ("post_attention_layernorm.weight",), _whole),
+    _Rule(
+        r"(mlp\.linear_fc1\.layer_norm_|pre_mlp_layernorm\.)weight",
+        ("post_attention_layernorm.weight",),
+        _whole,
+    ),
     _Rule(
         r"mlp\.linear_fc1\.(?P<kind>weight|bias)",
         ("mlp.gate_proj.{kind}", "mlp.up_proj.{kind}"),
@@ -124,7 +132,7 @@ _DENSE = (
     ),
     _Rule(r"mlp\.linear_fc2\.weight", ("mlp.down_proj.weight",), _columns),
     _Rule(r"mlp\.linear_fc2\.bias", ("mlp.down_proj.bias",), _whole),
-)  # fmt: skip
+)
 
 
 def _expert_rules(family: Family) -> tuple[_Rule, ...]:
@@ -132,7 +140,10 @@ def _expert_rules(family: Family) -> tuple[_Rule, ...]:
     if moe is None:
         return ()
     # One module per expert, or one grouped module with one weight per expert.
-    first = r"mlp\.experts\.(local_experts\.(?P<expert>\d+)\.linear_fc1\.weight|linear_fc1\.weight(?P<grouped>\d+))"
+    first = (
+        r"mlp\.experts\."
+        r"(local_experts\.(?P<expert>\d+)\.linear_fc1\.weight|linear_fc1\.weight(?P<grouped>\d+))"
+    )
     return (
         _Rule(r"mlp\.router\.weight", (moe.router,), _whole),
         _Rule(first, (f"{moe.expert}.{moe.gate}", f"{moe.expert}.{moe.up}"), _gate_up, is_expert=True),

@@ -69,7 +69,7 @@ def trace_import(
     rank: int,
     storages: Mapping[str, str] | None = None,
 ) -> list[TensorBox]:
-    """Return the boxes of meta parameters under their global names; ``storages`` renames them in the boxes."""
+    """Return the boxes of meta parameters named over the whole model; ``storages`` renames them there."""
     renamed = {(storages or {}).get(name, name): tensor for name, tensor in parameters.items()}
     sources = meta_sources(checkpoint_shapes(hf_config), torch.float32)
 
@@ -99,7 +99,7 @@ def load_weights(model: Chunked, path: str | Path) -> None:
 
 
 def check_tensors(files: CheckpointFiles, model: Chunked) -> None:
-    """Compare a checkpoint's tensors with what the model's config asks for; raise UserError on a difference."""
+    """Compare a checkpoint's tensors with what the model asks for; raise UserError on a difference."""
     expected = checkpoint_shapes(model.hf_config)
     found = files.names()
     missing = sorted(set(expected) - found)
