@@ -94,6 +94,10 @@ class Optimizer:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
+    def reload_parameters(self) -> None:
+        """Take over weights that something else wrote into the model, such as an earlier optimizer."""
+        self.megatron.reload_model_params()
+
     def step(self) -> Metrics:
         """Clip, step the weights and the learning rate; a step with non-finite gradients raises.
 

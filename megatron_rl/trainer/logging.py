@@ -63,9 +63,9 @@ class RunFolder:
         _replace(self.config, lambda path: path.write_text(text))
 
     def write_rollouts(
-        self, step: int, columns: Mapping[str, Sequence[Any]], limit: int | None = None
+        self, step: int, columns: Mapping[str, Sequence[Any]], limit: int | None = None, kind: str = "step"
     ) -> Path:
-        """Store the first ``limit`` rows of equally long columns as ``rollouts/step_<step>.parquet``.
+        """Store the first ``limit`` rows of equally long columns as ``rollouts/<kind>_<step>.parquet``.
 
         A column of values that Parquet has no common type for is stored as JSON text.
         """
@@ -85,7 +85,7 @@ class RunFolder:
             except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
                 arrays[name] = pyarrow.array([json.dumps(row, default=str) for row in rows])
         table = pyarrow.table(arrays)
-        target = self.rollouts / f"step_{step}.parquet"
+        target = self.rollouts / f"{kind}_{step}.parquet"
         _replace(target, lambda path: pyarrow.parquet.write_table(table, path))
         return target
 

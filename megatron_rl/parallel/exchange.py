@@ -1,0 +1,143 @@
+"""Make the answers that roles computed for their own rows the same value on every rank.
+
+Only four things cross ranks here: rows, metrics, small objects, and the question whether all is well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.metrics import Metrics
+from megatron_rl.metrics import merge as merge_metrics
+from megatron_rl.parallel import device
+from megatron_rl.parallel.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """Hold one rank's answers for the rows it worked on.
+
+    ``rows`` [b] int64 are positions in the whole batch, ``lengths`` [b] the tokens of each row;
+    ``tokens`` maps names to ragged [n, ...] tensors, ``values`` names to [b, ...] tensors. Every rank
+    names the same fields with the same dtypes, in the same order; a rank without rows has empty ones.
+    """
+
+    rows: Tensor
+    lengths: Tensor
+    tokens: Mapping[str, Tensor]
+    values: Mapping[str, Tensor]
+
+
+def gather_rows(shard: RowShard) -> RowShard:
+    """Return the rows of all ranks in the order of ``rows``, equal on every rank.
+
+    Each row must come from exactly one rank. Every rank receives each byte once: rows travel as one
+    broadcast from each rank that has some, unpadded. Collective over the world.
+    """
+    mine = torch.tensor([len(shard.rows), int(shard.lengths.sum())], dtype=torch.int64, device=device.device())
+    sizes = torch.empty((dist.get_world_size(), 2), dtype=torch.int64, device=device.device())
+    dist.all_gather_into_tensor(sizes.view(-1), mine)
+    parts = []
+    for rank, (rows, tokens) in enumerate(sizes.tolist()):
+        if rows:
+            parts.append(_broadcast(shard, rank, rows, tokens))
+    if not parts:
+        return shard
+    order = torch.cat([part.rows for part in parts])
+    if not torch.equal(order.sort().values, torch.arange(len(order))):
+        raise RuntimeError(f"rows were answered twice or not at all: {order.sort().values.tolist()[:20]}")
+    return _reorder(parts, order.argsort())
+
+
+def _fields(shard: RowShard) -> list[tuple[str, Tensor, bool]]:
+    """List (name, tensor, per token) of everything that travels."""
+    fixed = [("rows", shard.rows, False), ("lengths", shard.lengths, False)]
+    ragged = [(name, tensor, True) for name, tensor in shard.tokens.items()]
+    return [*fixed, *ragged, *((name, tensor, False) for name, tensor in shard.values.items())]
+
+
+def _broadcast(shard: RowShard, source: int, rows: int, tokens: int) -> RowShard:
+    fields = _fields(shard)
+    sizes = [
+        (tokens if per_token else rows) * _item(tensor) * tensor.element_size() for _, tensor, per_token in fields
+    ]
+    if device.rank() == source:
+        buffer = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor, _ in fields])
+        buffer = buffer.to(device.device())
+    else:
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
+    dist.broadcast(buffer, source)
+    found: dict[str, Tensor] = {}
+    for (name, tensor, per_token), part in zip(fields, buffer.cpu().split(sizes), strict=True):
+        # A copy starts at an aligned address; a slice of the buffer may not.
+        found[name] = part.clone().view(tensor.dtype).view(tokens if per_token else rows, *tensor.shape[1:])
+    return RowShard(
+        found["rows"],
+        found["lengths"],
+        {name: found[name] for name in shard.tokens},
+        {name: found[name] for name in shard.values},
+    )
+
+
+def _item(tensor: Tensor) -> int:
+    """Return the number of elements per row or token."""
+    count = 1
+    for size in tensor.shape[1:]:
+        count *= size
+    return count
+
+
+def _reorder(parts: Sequence[RowShard], order: Tensor) -> RowShard:
+    lengths = torch.cat([part.lengths for part in parts])
+    starts = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))[:-1][order]
+    counts = lengths[order]
+    offsets = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts)
+    index = torch.arange(len(offsets)) + offsets
+    return RowShard(
+        torch.cat([part.rows for part in parts])[order],
+        counts,
+        {name: torch.cat([part.tokens[name] for part in parts])[index] for name in parts[0].tokens},
+        {name: torch.cat([part.values[name] for part in parts])[order] for name in parts[0].values},
+    )
+
+
+def gather_metrics(metrics: Metrics) -> Metrics:
+    """Return the sum of all ranks' metrics, equal on every rank. Collective over the world."""
+    return merge_metrics(gather_objects(metrics))
+
+
+def sum_over_outputs(metrics: Metrics, layout: ParallelLayout) -> Metrics:
+    """Keep a role's metrics on the one rank per data-parallel replica that speaks for it."""
+    return metrics if device.rank() in layout.outputs() else Metrics()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return every rank's small picklable ``value``, by rank. Collective over the world."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """Return the ``source`` rank's small picklable ``value`` on every rank. Collective over the world."""
+    box = [value]
+    dist.broadcast_object_list(box, source)
+    return box[0]
+
+
+def barrier() -> None:
+    """Wait for every rank. Collective over the world."""
+    dist.barrier()
+
+
+def leave() -> None:
+    """Leave the job in an orderly way. Collective over the world."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

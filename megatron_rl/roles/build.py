@@ -1,0 +1,165 @@
+"""Make the roles of a run from its resolved configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from megatron_rl.algorithms import Algorithm, policy_objective
+from megatron_rl.config.derive import longest_row
+from megatron_rl.config.schema import LayoutConfig, RunConfig
+from megatron_rl.hybrid_engine.engine import HybridEngine
+from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.weights import load_weights
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parallel.model import ParallelModel, build_model
+from megatron_rl.parallel.optimizer import Optimizer, wrap
+from megatron_rl.roles.model_role import ModelRole
+from megatron_rl.roles.reward import RewardRole
+from megatron_rl.roles.rollout import RolloutRole
+from megatron_rl.rollout.build import make_engine
+
+POLICY_OUTPUTS = ("old_log_probs", "entropy")
+REFERENCE_OUTPUTS = ("ref_log_probs", "ref_entropy")
+
+
+@dataclass
+class Roles:
+    """Hold the roles of one run on this rank; ``reference`` is None where the algorithm needs none."""
+
+    actor: ModelRole
+    rollout: RolloutRole
+    hybrid_engine: HybridEngine
+    reward: RewardRole
+    reference: ModelRole | None = None
+
+    def close(self) -> None:
+        """Release the engine and the reward workers."""
+        self.reward.close()
+        if self.rollout.engine is not None:
+            self.rollout.engine.close()
+
+
+def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any) -> Roles:
+    """Build every role with its starting weights; the engine's come with the first sync.
+
+    ``config`` is resolved: nothing is left to derive. Collective over the world.
+    """
+    reward = RewardRole(config.reward, tokenizer)
+    rollout = _build_rollout(config)
+    actor = build_actor(config, algorithm)
+    reference = None
+    if algorithm.needs_reference and config.reference is not None:
+        reference = _build_reference(config)
+    hybrid_engine = HybridEngine(
+        actor.model,
+        rollout.engine,
+        staging_bytes=config.hybrid_engine.staging_bytes,
+        verify=config.hybrid_engine.verify,
+    )
+    return Roles(actor, rollout, hybrid_engine, reward, reference)
+
+
+def parallel_layout(config: LayoutConfig, name: str) -> ParallelLayout:
+    """Return the layout of a resolved configuration section."""
+    assert config.ranks is not None
+    return ParallelLayout(
+        ranks=config.ranks,
+        tensor=config.tensor,
+        pipeline=config.pipeline,
+        virtual_pipeline=config.virtual_pipeline,
+        context=config.context,
+        expert=config.expert,
+        expert_tensor=config.expert_tensor or 1,
+        sequence_parallel=bool(config.sequence_parallel),
+        name=name,
+    )
+
+
+def _build_rollout(config: RunConfig) -> RolloutRole:
+    rollout = config.rollout
+    assert rollout.ranks is not None
+    layout = ParallelLayout(rollout.ranks, tensor=rollout.tensor, name="rollout")
+    engine = make_engine(
+        config.model.path,
+        rollout,
+        layout=layout,
+        rank=device.rank(),
+        dtype=config.model.dtype,
+        seed=config.seed,
+        max_model_len=longest_row(config),
+    )
+    if engine is not None:
+        engine.sleep()
+    return RolloutRole(layout, engine, device.rank())
+
+
+def build_actor(config: RunConfig, algorithm: Algorithm) -> ModelRole:
+    """Build the actor with its optimizer, from the Hugging Face checkpoint. Collective over the world."""
+    layout = parallel_layout(config.actor.layout, "actor.layout")
+    model = build_policy(config, layout, recompute=config.actor.recompute, trainable=True)
+    optimizer = None
+    if model is not None:
+        wrap(model, config.actor.optimizer.distributed)
+        updates = config.steps * config.batch.optimizer_steps * config.batch.epochs
+        optimizer = Optimizer(model, config.actor.optimizer, updates)
+    return ModelRole(
+        "actor",
+        layout,
+        model,
+        tokens_per_microbatch=_token_budget(config),
+        outputs=POLICY_OUTPUTS,
+        optimizer=optimizer,
+        objective=partial(policy_objective, algorithm),
+        prefix="policy",
+    )
+
+
+def _build_reference(config: RunConfig) -> ModelRole:
+    assert config.reference is not None and config.reference.layout is not None
+    layout = parallel_layout(config.reference.layout, "reference.layout")
+    model = build_policy(config, layout, path=config.reference.path, trainable=False)
+    return ModelRole(
+        "reference", layout, model, tokens_per_microbatch=_token_budget(config), outputs=REFERENCE_OUTPUTS
+    )
+
+
+def build_policy(
+    config: RunConfig,
+    layout: ParallelLayout,
+    *,
+    path: str | None = None,
+    recompute: str = "none",
+    trainable: bool,
+) -> ParallelModel | None:
+    """Build a policy on ``layout`` and load its Hugging Face weights; None on ranks outside.
+
+    Collective over the world.
+    """
+    path = path or config.model.path
+    groups = ParallelGroups(layout)
+    if not groups.member:
+        return None
+    model = build_model(
+        AutoConfig.from_pretrained(path),
+        groups,
+        dtype=getattr(torch, config.model.dtype),
+        recompute=recompute,
+        overrides=config.actor.megatron,
+        attention=config.model.attention,
+        trainable=trainable,
+        seed=config.seed,
+    )
+    load_weights(model, path)
+    return model
+
+
+def _token_budget(config: RunConfig) -> int:
+    budget = config.batch.tokens_per_microbatch
+    assert budget is not None
+    return budget

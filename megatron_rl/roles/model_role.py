@@ -1,0 +1,85 @@
+"""A role that holds a Megatron model: the actor, and the reference policy, differ in what is plugged in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.metrics import Metrics
+from megatron_rl.parallel.exchange import RowShard, sum_over_outputs
+from megatron_rl.parallel.model import ParallelModel
+from megatron_rl.parallel.optimizer import Optimizer
+from megatron_rl.parallel.schedule import learn, score
+from megatron_rl.types import TrainBatch
+
+Objective = Callable[[TrainBatch, Tensor, Tensor], tuple[Tensor, Metrics]]
+
+
+class ModelRole:
+    """Score rows with a language model and, given an objective, learn from them.
+
+    ``outputs`` names the per-token fields of `infer` as (log-probs, entropy), so that several roles' answers
+    can stand in one batch. ``prefix`` groups the metrics of `update`. ``model`` is None on ranks outside the
+    role's ``layout``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: Any,
+        model: ParallelModel | None,
+        *,
+        tokens_per_microbatch: int,
+        outputs: tuple[str, str],
+        optimizer: Optimizer | None = None,
+        objective: Objective | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.model = model
+        self.tokens_per_microbatch = tokens_per_microbatch
+        self.outputs = outputs
+        self.optimizer = optimizer
+        self.objective = objective
+        self.prefix = prefix or name
+
+    def infer(self, batch: Any) -> RowShard:
+        """Return log-probs and entropy of response tokens, 0 elsewhere, for this rank's rows.
+
+        ``batch`` has ``tokens``, ``lengths``, ``response_mask`` and ``temperature``. Only one rank per
+        data-parallel replica answers. Collective over the role's ranks.
+        """
+        log_probs, entropy = torch.zeros(0), torch.zeros(0)
+        rows: list[int] = []
+        if self.model is not None:
+            scores = score(self.model, batch, self.tokens_per_microbatch, batch.response_mask)
+            if scores and self.model.groups.rank in self.layout.outputs():
+                rows = [row for part in scores for row in part.rows]
+                log_probs = torch.cat([part.log_probs for part in scores]).float().cpu()
+                entropy = torch.cat([part.entropy for part in scores]).float().cpu()
+        index = torch.tensor(rows, dtype=torch.long)
+        names = dict(zip(self.outputs, (log_probs, entropy), strict=True))
+        return RowShard(index, batch.lengths[index], names, {})
+
+    def update(self, minibatch: TrainBatch, objective: Objective | None = None) -> Metrics:
+        """Take one optimizer step; ``objective`` replaces the role's own for this call.
+
+        Collective over the role's ranks.
+        """
+        if self.model is None:
+            return Metrics()
+        chosen = objective or self.objective
+        assert self.optimizer is not None and chosen is not None, f"{self.name} does not learn"
+        self.optimizer.zero_grad()
+        metrics, padding = learn(
+            self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, chosen
+        )
+        stepped = self.optimizer.step()
+        metrics = sum_over_outputs(metrics, self.layout)
+        if self.model.groups.rank == self.layout.ranks[0]:
+            metrics += Metrics({f"{self.prefix}/{name}": value for name, value in stepped.sums.items()})
+        return metrics + Metrics.mean("padding/fraction", padding)

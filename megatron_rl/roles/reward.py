@@ -1,0 +1,68 @@
+"""The role that judges responses with a Python function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rl.config.schema import RewardConfig
+from megatron_rl.metrics import Metrics
+from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import RowShard, gather_objects
+from megatron_rl.rewards.function import Failure, FunctionReward
+from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, split_rows
+
+
+class RewardRole:
+    """Score each rank's share of the rows outside the training process.
+
+    ``failures`` and ``metrics`` hold what the last call says of this rank's share.
+    """
+
+    def __init__(self, config: RewardConfig, tokenizer: Any) -> None:
+        self._function = FunctionReward(config)
+        self._tokenizer = tokenizer
+        self.failures: tuple[Failure, ...] = ()
+        self.metrics = Metrics()
+
+    def infer(self, prompts: PromptBatch, rollouts: Rollouts) -> RowShard:
+        """Return ``rewards`` (NaN where failed) and ``valid`` of this rank's share of the rows.
+
+        Named components stand beside them, NaN where a row has none. ``prompts`` has one entry per row.
+        Rows that the engine failed on are invalid without being scored. Collective over the world.
+        """
+        rows = range(device.rank(), len(rollouts), device.world_size())
+        alive = [row for row in rows if int(rollouts.finish_reason[row]) != FINISH_FAILED]
+        texts = self.responses(rollouts, alive)
+        result = self._function.score(
+            [prompts.prompts[row] for row in alive],
+            texts,
+            [prompts.ground_truths[row] for row in alive],
+            [prompts.metadata[row] for row in alive],
+        )
+        self.failures, self.metrics = result.failures, result.metrics()
+        rewards = torch.full((len(rows),), float("nan"))
+        valid = torch.zeros(len(rows), dtype=torch.bool)
+        place = torch.tensor([rows.index(row) for row in alive], dtype=torch.long)
+        rewards[place], valid[place] = result.rewards, result.valid
+        values = {"rewards": rewards, "valid": valid}
+        # Every rank must name the same fields, whatever its own samples returned.
+        for name in sorted(set().union(*gather_objects(list(result.components)))):
+            values[name] = torch.full((len(rows),), float("nan"))
+            if name in result.components:
+                values[name][place] = result.components[name]
+        none = torch.zeros(len(rows), dtype=torch.long)
+        return RowShard(torch.tensor(list(rows), dtype=torch.long), none, {}, values)
+
+    def responses(self, rollouts: Rollouts, rows: Any = None) -> list[str]:
+        """Return the responses of ``rows`` (default all) as text, without special tokens."""
+        rows = range(len(rollouts)) if rows is None else rows
+        tokens = split_rows(rollouts.tokens, rollouts.lengths)
+        masks = split_rows(rollouts.response_mask, rollouts.lengths)
+        ids = [tokens[row][masks[row]].tolist() for row in rows]
+        return self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._function.close()

@@ -1,0 +1,75 @@
+"""The role that samples responses, on as many engine replicas as its ranks make."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.parallel.exchange import RowShard
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rollout.engine import GenerationEngine
+from megatron_rl.types import PromptBatch, Rollouts
+
+_TOKENS = ("tokens", "response_mask", "rollout_log_probs")
+_ROWS = ("finish_reason", "policy_version", "temperature")
+
+
+class RolloutRole:
+    """Deal prompts out to engine replicas; ``engine`` is None on ranks outside the role's ``layout``.
+
+    ``layout.tensor`` is the engine's tensor parallelism and ``layout.data`` the number of replicas.
+    """
+
+    def __init__(self, layout: ParallelLayout, engine: GenerationEngine | None, rank: int) -> None:
+        self.layout = layout
+        self.engine = engine
+        self.rank = rank
+
+    def infer(self, prompts: PromptBatch, samples: int = 1, *, seed: int) -> RowShard:
+        """Sample ``samples`` responses per prompt; row ``p * samples + s`` is sample s of prompt p.
+
+        A prompt's samples run on one replica, which then reads the prompt once. A row's tokens depend on
+        ``seed`` and its number alone. One rank per replica answers. Collective over the role's ranks.
+        """
+        empty = prompts.rows([])
+        if self.engine is None:
+            return _shard([], _no_rollouts(empty))
+        place = self.layout.coordinates(self.rank)
+        mine = range(place.data, len(prompts), self.layout.data)
+        rows = [prompt * samples + sample for prompt in mine for sample in range(samples)]
+        rollouts = self.engine.generate(prompts.rows(mine).repeat(samples), seed=seed, rows=rows)
+        if place.tensor:
+            return _shard([], rollouts.rows([]))
+        return _shard(rows, rollouts)
+
+
+def join(shard: RowShard, samples: int) -> Rollouts:
+    """Return the gathered rows as `Rollouts`, grouped by prompt."""
+    return Rollouts(
+        lengths=shard.lengths,
+        group=torch.arange(len(shard.rows)) // samples,
+        **{name: shard.tokens[name] for name in _TOKENS},
+        **{name: shard.values[name] for name in _ROWS},
+    )
+
+
+def _shard(rows: list[int], rollouts: Rollouts) -> RowShard:
+    return RowShard(
+        torch.tensor(rows, dtype=torch.long),
+        rollouts.lengths,
+        {name: getattr(rollouts, name) for name in _TOKENS},
+        {name: getattr(rollouts, name) for name in _ROWS},
+    )
+
+
+def _no_rollouts(prompts: PromptBatch) -> Rollouts:
+    integers = torch.zeros(0, dtype=torch.long)
+    return Rollouts(
+        tokens=prompts.tokens,
+        lengths=prompts.lengths,
+        response_mask=torch.zeros(0, dtype=torch.bool),
+        rollout_log_probs=torch.zeros(0),
+        group=integers,
+        finish_reason=integers,
+        policy_version=integers,
+        temperature=torch.zeros(0),
+    )

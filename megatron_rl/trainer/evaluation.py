@@ -1,0 +1,55 @@
+"""Answer the evaluation set with the current policy and grade the answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.metrics import Metrics
+from megatron_rl.parallel.exchange import gather_rows
+from megatron_rl.roles.build import Roles
+from megatron_rl.roles.rollout import join
+from megatron_rl.types import PromptBatch, Rollouts
+
+FULL_MARKS = 1.0
+"""A response counts as right when its reward is at least this."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Hold graded answers, the same value on every rank; ``prompts`` has one entry per answer."""
+
+    metrics: Metrics
+    prompts: PromptBatch
+    rollouts: Rollouts
+    rewards: torch.Tensor
+
+
+def evaluate(roles: Roles, prompts: PromptBatch, config: RunConfig) -> EvaluationResult:
+    """Sample ``evaluation.samples`` answers per prompt and grade them with the reward function.
+
+    ``eval/accuracy`` is the share of answers with a reward of 1 or more among all answers (an answer whose
+    reward failed is not right), ``eval/reward`` the mean over valid ones, ``eval/pass_at_k`` the share of
+    prompts with at least one right answer. Collective over the world.
+    """
+    samples = config.evaluation.samples
+    with roles.hybrid_engine.generation_mode():
+        answers = gather_rows(roles.rollout.infer(prompts, samples, seed=config.seed))
+    rollouts = join(answers, samples)
+    rows = prompts.repeat(samples)
+    graded = gather_rows(roles.reward.infer(rows, rollouts))
+    rewards, valid = graded.values["rewards"], graded.values["valid"]
+    right = valid & (rewards >= FULL_MARKS)
+    lengths = torch.zeros(len(rows)).index_add_(
+        0, torch.repeat_interleave(torch.arange(len(rows)), rollouts.lengths), rollouts.response_mask.float()
+    )
+    metrics = Metrics.mean("eval/accuracy", float(right.sum()), len(rows))
+    metrics += Metrics.mean("eval/reward", float(rewards[valid].sum()), float(valid.sum()))
+    metrics += Metrics.mean("eval/response_length", float(lengths.sum()), len(rows))
+    metrics += Metrics.mean("eval/invalid", float((~valid).sum()), len(rows))
+    if samples > 1:
+        solved = right.view(-1, samples).any(dim=1)
+        metrics += Metrics.mean("eval/pass_at_k", float(solved.sum()), len(solved))
+    return EvaluationResult(metrics, rows, rollouts, rewards)

@@ -1,0 +1,43 @@
+"""Everything the next step depends on, saved and restored symmetrically."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.data.prompts import PromptSource
+from megatron_rl.parallel import checkpoint
+from megatron_rl.roles.build import Roles
+
+
+@dataclass
+class TrainerState:
+    """Hold the position of a run: reinforcement learning steps done, and the prompt source's place."""
+
+    prompts: PromptSource
+    step: int = 0
+
+    def save(self, run_dir: str | Path, roles: Roles, keep: int) -> Path:
+        """Write ``checkpoints/step_N`` and drop old ones beyond ``keep``. Collective over the world."""
+        assert roles.actor.model is not None
+        path = Path(run_dir) / "checkpoints" / f"step_{self.step}"
+        checkpoint.save(path, roles.actor.model, roles.actor.optimizer, self.state_dict(roles))
+        checkpoint.prune(run_dir, keep)
+        return path
+
+    def restore(self, path: Path, roles: Roles) -> None:
+        """Continue from a checkpoint of any layout. Collective over the world."""
+        assert roles.actor.model is not None
+        state = checkpoint.load(path, roles.actor.model, roles.actor.optimizer)
+        self.step = int(state["step"])
+        self.prompts.load_state_dict(state["prompts"])
+        roles.hybrid_engine.version = int(state["policy_version"])
+
+    def state_dict(self, roles: Roles) -> dict[str, Any]:
+        """Return the plain values that are equal on every rank."""
+        return {
+            "step": self.step,
+            "prompts": self.prompts.state_dict(),
+            "policy_version": roles.hybrid_engine.version,
+        }

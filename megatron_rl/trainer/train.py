@@ -1,0 +1,232 @@
+"""A whole run: warm-up, reinforcement learning, evaluation, checkpoints, export and report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.algorithms import Algorithm, get_algorithm, sft_objective
+from megatron_rl.config.derive import longest_row
+from megatron_rl.config.load import dump
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.prompts import PromptSource
+from megatron_rl.data.records import load_records
+from megatron_rl.data.sft import SftSource
+from megatron_rl.data.tokenizing import load_tokenizer
+from megatron_rl.metrics import Metrics
+from megatron_rl.parallel import checkpoint, device
+from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects, leave
+from megatron_rl.parallel.hf.export import export
+from megatron_rl.parallel.optimizer import Optimizer
+from megatron_rl.roles.build import Roles, build_roles
+from megatron_rl.trainer.evaluation import EvaluationResult, evaluate
+from megatron_rl.trainer.failure import report_failure
+from megatron_rl.trainer.logging import MetricsLog, Progress, RunFolder, output_to
+from megatron_rl.trainer.loop import StepResult, train_step
+from megatron_rl.trainer.phases import Phases
+from megatron_rl.trainer.report import write as write_report
+from megatron_rl.trainer.state import TrainerState
+
+
+def run(config: RunConfig) -> None:
+    """Train as a resolved and checked configuration says; results lie in ``config.run_dir``.
+
+    A failure of any rank is reported with its rank, role and phase and ends the process, and with it the
+    job. Collective over the world.
+    """
+    phases = Phases()
+    folder = RunFolder(config.run_dir).create()
+    with report_failure(config, phases), output_to(folder.rank_log(device.rank()), device.rank() == 0) as console:
+        Run(config, folder, console, phases).run()
+        leave()
+
+
+class Run:
+    """Hold the parts of one run on this rank."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, console: Any, phases: Phases) -> None:
+        self.config, self.folder, self.console, self.phases = config, folder, console, phases
+        self.main = device.rank() == 0
+        settings = {"max_response_tokens": config.rollout.max_response_tokens, **config.algorithm.settings}
+        self.algorithm: Algorithm = get_algorithm(config.algorithm.name, settings)
+        self.tokenizer: Any = load_tokenizer(config.model.path)
+        with phases("data"):
+            self.prompts = self._prompts(config.data.train, "data.train")
+            self.held_out = self._held_out()
+        device.initialize(config.rank_timeout)
+        if self.main:
+            folder.write_config(dump(config))
+        with phases("build"), Progress("build models and engine", shown=self.main, console=console):
+            self.roles: Roles = build_roles(config, self.algorithm, self.tokenizer)
+        self.state = TrainerState(self.prompts)
+
+    def run(self) -> None:
+        """Resume or warm up, take the remaining steps, and leave the results behind."""
+        config = self.config
+        resumed = self._resume()
+        if resumed is None and config.sft is not None:
+            self._warm_up()
+        log = None
+        if self.main:
+            step = None if resumed is None else self.state.step
+            log = MetricsLog(self.folder, config.steps, resumed_step=step, console=self.console)
+        if resumed is None and self.held_out is not None and config.evaluation.at_start:
+            self._record(log, 0, self._evaluate(0))
+        while self.state.step < config.steps:
+            self._step(log)
+        if log is not None:
+            log.close()
+        self._finish()
+
+    def _prompts(self, path: str, setting: str) -> PromptSource:
+        config = self.config
+        source = PromptSource(
+            load_records(path, setting=setting),
+            self.tokenizer,
+            config.data,
+            config.rollout,
+            seed=config.seed,
+            model_path=config.model.path,
+            setting=setting,
+        )
+        if self.main:
+            self._say(f"{setting}: {source.length_report.line()}")
+        return source
+
+    def _held_out(self) -> Any:
+        if self.config.data.eval is None:
+            return None
+        source = self._prompts(self.config.data.eval, "data.eval")
+        evaluation = self.config.evaluation
+        return source.everything(evaluation.max_prompts, evaluation.temperature)
+
+    def _resume(self) -> Path | None:
+        resume = self.config.checkpoint.resume
+        path = None
+        if resume == "auto":
+            path = checkpoint.latest(self.config.run_dir)
+        elif resume != "never":
+            path = Path(resume)
+        if path is None:
+            return None
+        with self.phases("resume"):
+            self.state.restore(path, self.roles)
+        if self.main:
+            self._say(f"resumed from {path} at step {self.state.step}")
+        return path
+
+    def _warm_up(self) -> None:
+        """Train on given responses before any reinforcement learning."""
+        config, actor, sft = self.config, self.roles.actor, self.config.sft
+        assert sft is not None
+        source = SftSource(
+            load_records(sft.data, setting="sft.data"),
+            self.tokenizer,
+            config.data,
+            sft,
+            seed=config.seed,
+            max_tokens=longest_row(config),
+            model_path=config.model.path,
+        )
+        own = actor.optimizer
+        if actor.model is not None:
+            actor.optimizer = Optimizer(actor.model, sft.optimizer, sft.steps)
+        log = MetricsLog(self.folder, sft.steps, phase="sft", console=self.console) if self.main else None
+        with Progress("supervised warm-up", sft.steps, shown=self.main, console=self.console) as progress:
+            for step in range(1, sft.steps + 1):
+                self.phases.step = step
+                with self.phases("sft"):
+                    metrics = actor.update(source.next(sft.rows_per_step), _sft_objective)
+                values = gather_metrics(metrics + self.phases.metrics()).values()
+                values = {name.replace("policy/", "sft/"): value for name, value in values.items()}
+                if log is not None:
+                    log.write(step, values, shown=False)
+                progress.advance(note=f"loss {values['sft/loss']:.3f}")
+        if log is not None:
+            log.close()
+        actor.optimizer = own
+        if own is not None:
+            own.reload_parameters()
+        self.roles.hybrid_engine.mark_updated()
+
+    def _step(self, log: MetricsLog | None) -> None:
+        config, step = self.config, self.state.step + 1
+        self.phases.step = step
+        begun = time.perf_counter()
+        prompts = self.prompts.next(config.batch.prompts_per_step)
+        result = train_step(prompts, self.roles, self.algorithm, config, step, self.phases)
+        self.state.step = step
+        seconds = time.perf_counter() - begun
+        extra = Metrics.of({"policy/version": self.roles.hybrid_engine.version}) + Metrics.maximum("time/step", seconds)
+        timing = gather_metrics(extra + self.phases.metrics() + Metrics.maximum("memory/peak_bytes", device.peak_memory()))
+        metrics = result.metrics + timing
+        values = metrics.values()
+        tokens = float(result.rollouts.lengths.sum())
+        metrics += Metrics.of({
+            "throughput/tokens_per_second": tokens / values["time/step"],
+            "throughput/tokens_per_second_per_gpu": tokens / values["time/step"] / device.world_size(),
+        })  # fmt: skip
+        self._keep_rollouts(step, result)
+        if self.held_out is not None and (step % config.evaluation.every == 0 or step == config.steps):
+            metrics += self._evaluate(step)
+        self._record(log, step, metrics)
+        if step % config.checkpoint.every == 0 or step == config.steps:
+            with self.phases("checkpoint"):
+                self.state.save(config.run_dir, self.roles, config.checkpoint.keep)
+
+    def _evaluate(self, step: int) -> Metrics:
+        with self.phases("evaluate"):
+            result: EvaluationResult = evaluate(self.roles, self.held_out, self.config)
+        if self.main:
+            columns = self._columns(result.prompts, result.rollouts)
+            columns["reward"] = result.rewards.tolist()
+            self.folder.write_rollouts(step, columns, kind="eval")
+        return result.metrics + Metrics.of(
+            {name: value for name, value in gather_metrics(self.phases.metrics()).values().items() if "evaluate" in name}
+        )
+
+    def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
+        if log is not None:
+            log.write(step, metrics.values())
+
+    def _keep_rollouts(self, step: int, result: StepResult) -> None:
+        """Store the step's samples with their judgement, and say why rewards failed."""
+        failures = [failure for part in gather_objects(self.roles.reward.failures[:4]) for failure in part]
+        if not self.main:
+            return
+        for failure in failures[:4]:
+            self._say(f"step {step}: a reward failed ({failure.reason}): {failure.message.strip()[-300:]}")
+        columns = self._columns(result.prompts, result.rollouts)
+        columns["group"] = result.rollouts.group.tolist()
+        columns["reward"] = result.scores.rewards.tolist()
+        columns["valid"] = result.scores.valid.tolist()
+        columns["policy_version"] = result.rollouts.policy_version.tolist()
+        columns["finish_reason"] = result.rollouts.finish_reason.tolist()
+        self.folder.write_rollouts(step, columns)
+
+    def _columns(self, prompts: Any, rollouts: Any) -> dict[str, Any]:
+        return {
+            "prompt": list(prompts.prompts),
+            "response": self.roles.reward.responses(rollouts),
+            "ground_truth": [str(truth) for truth in prompts.ground_truths],
+        }
+
+    def _finish(self) -> None:
+        config = self.config
+        model = self.roles.actor.model
+        if config.checkpoint.export and model is not None:
+            with self.phases("export"):
+                export(model, self.folder.path / "hf", config.model.path)
+        barrier()
+        self.roles.close()
+        if self.main:
+            write_report(self.folder.path, console=self.console)
+
+    def _say(self, text: str) -> None:
+        self.console.write(text + "\n")
+        self.console.flush()
+
+
+def _sft_objective(rows: Any, log_probs: Any, entropy: Any) -> Any:
+    return sft_objective(rows, log_probs)
