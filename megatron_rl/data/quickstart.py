@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PAD, EOS, BOS, UNKNOWN = "<pad>", "<eos>", "<bos>", "<unk>"
+SPECIAL = PAD, EOS, BOS, UNKNOWN = "<pad>", "<eos>", "<bos>", "<unk>"
 CHARACTERS = "0123456789+-*/=,."
 """With the four special tokens 21 in all: a vocabulary that no tensor-parallel size divides."""
 
@@ -82,7 +82,7 @@ def build_tokenizer():
     from transformers import Qwen2Tokenizer
 
     # A Qwen2Tokenizer, because AutoTokenizer makes one for every Qwen2 model whatever the files say.
-    vocabulary = {token: number for number, token in enumerate((PAD, EOS, BOS, UNKNOWN, *CHARACTERS))}
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=[],
@@ -115,14 +115,14 @@ def save_model(path: str | Path, size: Size, seed: int) -> None:
         tie_word_embeddings=False,
         # About 1/sqrt(hidden): so narrow a model learns several times faster than from the usual 0.02.
         initializer_range=round(0.7 / size.hidden**0.5, 3),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=SPECIAL.index(BOS),
+        eos_token_id=SPECIAL.index(EOS),
+        pad_token_id=SPECIAL.index(PAD),
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).to(torch.float32)
+        model = Qwen2ForCausalLM(config).float()
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 

@@ -207,7 +207,7 @@ class PromptEncoder:
                 where=f"{record.where} ({self.setting})",
                 expected="a tokenizer with a chat template",
                 got="a tokenizer without one",
-                fix="use an instruction-tuned model, or give prompts as strings with data.chat_template=false",
+                fix="use an instruction-tuned model, or strings as prompts with data.chat_template=false",
             )
         try:
             rendered = self.tokenizer.apply_chat_template(

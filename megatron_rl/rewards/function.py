@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +42,8 @@ class RewardResult(NamedTuple):
     """Hold the rewards of B samples.
 
     ``rewards`` [B] float32 is NaN and ``valid`` [B] bool is false where the reward failed; ``components``
-    maps a name to [B] float32, NaN where a sample has no such component; ``failures`` has one per invalid row.
+    maps a name to [B] float32, NaN where a sample has no such component; ``failures`` has one entry per
+    invalid row.
     """
 
     rewards: Tensor

@@ -1,7 +1,7 @@
 """The process in which a reward function runs. Started as a file by `megatron_rl.rewards.function`.
 
-It imports the standard library alone, so a new worker is ready in some ten milliseconds and nothing of the
-trainer's (threads, devices, environment of the launcher) is in it. Frames are pickles behind an 8-byte length.
+It imports the standard library alone, so a new worker is ready in some ten milliseconds and has none of the
+trainer's threads and devices. Frames are pickles behind an 8-byte length.
 """
 
 from __future__ import annotations

@@ -1,0 +1,81 @@
+"""Records from every kind of file, and every way a file can be wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset, DatasetDict
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.data.records import load_records
+
+ROWS = [{"prompt": f"{n}+1=", "ground_truth": str(n + 1), "level": n} for n in range(5)]
+FIELDS = ("prompt", "ground_truth")
+
+
+def error_of(path: Path, fields: tuple[str, ...] = FIELDS) -> str:
+    with pytest.raises(UserError) as caught:
+        load_records(path, fields, "data.train")
+    return str(caught.value)
+
+
+def test_jsonl_parquet_and_datasets_give_the_same_records(tmp_path: Path) -> None:
+    jsonl, parquet, saved = tmp_path / "a.jsonl", tmp_path / "a.parquet", tmp_path / "saved"
+    Dataset.from_list(ROWS).to_json(str(jsonl))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), parquet)
+    Dataset.from_list(ROWS).save_to_disk(str(saved))
+    for path in (jsonl, parquet, saved):
+        assert [dict(record.values) for record in load_records(path, FIELDS)] == ROWS
+    assert load_records(jsonl)[2].where == f"{jsonl}:3"
+    assert load_records(parquet)[2].where == f"{parquet}, row 2"
+
+
+def test_blank_lines_keep_the_line_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    assert [record.where for record in load_records(path)] == [f"{path}:2", f"{path}:4"]
+
+
+def test_a_missing_path_names_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}")
+    text = error_of(tmp_path / "trian.jsonl")
+    assert "does not exist" in text and "data.train" in text and "there is train.jsonl" in text
+    assert "no such directory" in error_of(tmp_path / "no" / "a.jsonl")
+
+
+def test_broken_files_say_where(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("")
+    assert "is empty" in error_of(path)
+    path.write_text('{"prompt": "a", "ground_truth": 1}\n{"prompt": \n')
+    assert "line 2" in error_of(path) and "a.jsonl:2" in error_of(path)
+    path.write_text("[1]\n")
+    assert "not a JSON object" in error_of(path) and "list" in error_of(path)
+    path.write_bytes(b'{"prompt": "\xff"}\n')
+    assert "line 1" in error_of(path)
+    path.write_text('{"prompt": "a", "ground_thruth": 1}\n')
+    assert "no field 'ground_truth'" in error_of(path) and "did you mean 'ground_thruth'?" in error_of(path)
+    path.write_text('{"prompt": "a", "ground_truth": null}\n')
+    assert "is null" in error_of(path)
+
+
+def test_a_broken_parquet_file_and_unknown_kinds(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and then nothing")
+    assert "cannot be read as Parquet" in error_of(tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text("prompt\n")
+    assert ".csv" in error_of(tmp_path / "a.csv") and ".jsonl or .parquet" in error_of(tmp_path / "a.csv")
+
+
+def test_directories_that_are_no_single_data_set(tmp_path: Path) -> None:
+    assert "not saved by HF datasets" in error_of(tmp_path)
+    both = tmp_path / "both"
+    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS)).save_to_disk(str(both))
+    assert "several splits" in error_of(both) and "test, train" in error_of(both)
+    assert len(load_records(both / "train", FIELDS)) == 5
+    saved = tmp_path / "saved"
+    Dataset.from_list(ROWS).save_to_disk(str(saved))
+    next(saved.glob("*.arrow")).unlink()
+    assert "cannot be read" in error_of(saved)

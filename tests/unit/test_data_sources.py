@@ -1,0 +1,252 @@
+"""Prompt and supervised sources: tokens, templates, limits, sampling, order and exact resumption."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.config.schema import DataConfig, RolloutConfig, SftConfig
+from megatron_rl.data import quickstart
+from megatron_rl.data.prompts import PromptSource
+from megatron_rl.data.records import Record, load_records
+from megatron_rl.data.sft import SftSource
+from megatron_rl.data.tokenizing import end_token_ids, load_tokenizer
+from megatron_rl.types import PromptBatch, SamplingParameters, split_rows
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quickstart.make(tmp_path_factory.mktemp("quickstart"), "tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(material: Path) -> Any:
+    return load_tokenizer(material / "model")
+
+
+def records(values: Sequence[dict[str, Any]]) -> tuple[Record, ...]:
+    return tuple(Record(value, f"test.jsonl:{line}") for line, value in enumerate(values, start=1))
+
+
+def problems(count: int) -> tuple[Record, ...]:
+    return records([{"prompt": f"{n}+{n}=", "ground_truth": str(2 * n), "level": n} for n in range(count)])
+
+
+def source(
+    items: Sequence[Record], tokenizer: Any, rollout: RolloutConfig | None = None, **data: Any
+) -> PromptSource:
+    seed = data.pop("seed", 3)
+    return PromptSource(items, tokenizer, DataConfig("train", **data), rollout or RolloutConfig(), seed=seed)
+
+
+def same(left: PromptBatch, right: PromptBatch) -> bool:
+    return (
+        torch.equal(left.tokens, right.tokens)
+        and torch.equal(left.prompt_ids, right.prompt_ids)
+        and left.prompts == right.prompts
+        and left.ground_truths == right.ground_truths
+    )
+
+
+def test_a_batch_holds_what_the_records_say(tokenizer: Any) -> None:
+    batch = source(problems(3), tokenizer, shuffle=False).next(3)
+    assert batch.prompts == ("0+0=", "1+1=", "2+2=") and batch.ground_truths == ("0", "2", "4")
+    assert batch.tasks == ("default",) * 3 and [m["level"] for m in batch.metadata] == [0, 1, 2]
+    assert "prompt" not in batch.metadata[0] and "ground_truth" not in batch.metadata[0]
+    assert batch.tokens.dtype == torch.int64 and batch.lengths.tolist() == [5, 5, 5]
+    rows = [row.tolist() for row in split_rows(batch.tokens, batch.lengths)]
+    assert rows == [tokenizer(text)["input_ids"] for text in batch.prompts]
+    assert batch.sampling[0] == SamplingParameters(1.0, 1.0, 0, 256, (tokenizer.eos_token_id,))
+
+
+def test_every_epoch_has_every_prompt_once_in_its_own_order(tokenizer: Any) -> None:
+    prompts = source(problems(20), tokenizer)
+    epochs = [[int(i) for i in prompts.next(20).prompt_ids] for _ in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(20))
+    again = source(problems(20), tokenizer)
+    assert [int(i) for i in again.next(60).prompt_ids] == [i for epoch in epochs for i in epoch]
+    other = source(problems(20), tokenizer, seed=4)
+    assert [int(i) for i in other.next(20).prompt_ids] != epochs[0]
+    assert prompts.epoch == 2
+
+
+@pytest.mark.parametrize("taken", [0, 1, 19, 20, 33, 47])
+def test_a_resumed_source_goes_on_exactly(tokenizer: Any, taken: int) -> None:
+    whole, first, second = (source(problems(20), tokenizer) for _ in range(3))
+    if taken:
+        whole.next(taken)
+        first.next(taken)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for count in (7, 30, 1):
+        assert same(whole.next(count), second.next(count))
+
+
+def test_state_of_other_data_is_refused(tokenizer: Any) -> None:
+    state = source(problems(20), tokenizer).state_dict()
+    for other, message in (
+        (source(problems(21), tokenizer), "another data set"),
+        (source(problems(20), tokenizer, seed=4), "another seed"),
+        (source(problems(20), tokenizer, shuffle=False), "another shuffle"),
+    ):
+        with pytest.raises(UserError, match=message):
+            other.load_state_dict(state)
+
+
+def test_over_long_prompts_are_dropped_counted_and_reported(tokenizer: Any) -> None:
+    items = records([{"prompt": "1" * n, "ground_truth": "x"} for n in (3, 30, 4, 40, 5)])
+    prompts = source(items, tokenizer, max_prompt_tokens=10, shuffle=False)
+    report = prompts.length_report
+    assert (report.total, report.over_long, report.longest) == (5, 2, 41)
+    assert "dropped 2 of 5" in report.line() and "test.jsonl:2 (31 tokens)" in report.line()
+    assert prompts.next(3).prompt_ids.tolist() == [0, 2, 4]
+    with pytest.raises(UserError, match="2 of 5") as caught:
+        source(items, tokenizer, max_prompt_tokens=10, over_long="error")
+    assert "test.jsonl:2" in str(caught.value) and "data.over_long=drop" in str(caught.value)
+    with pytest.raises(UserError, match="5 of 5"):
+        source(items, tokenizer, max_prompt_tokens=2)
+    assert "none over" in source(items, tokenizer).length_report.line()
+
+
+def test_messages_go_through_the_chat_template_once(material: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(material / "model")
+    messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "+2"}]
+    items = records([{"prompt": messages, "ground_truth": "3"}, {"prompt": "4+5", "ground_truth": "9"}])
+    with pytest.raises(UserError, match="chat template"):
+        source(items, tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    batch = source(items, tokenizer, shuffle=False).next(2)
+    assert batch.prompts == ("1+2=", "4+5")
+    rows = [row.tolist() for row in split_rows(batch.tokens, batch.lengths)]
+    assert rows[0] == tokenizer.encode("1+2=", add_special_tokens=False), "a template brings its own <bos>"
+    assert rows[1] == tokenizer.encode("4+5"), "a plain string is not a message"
+    batch = source(items, tokenizer, shuffle=False, chat_template=True).next(2)
+    assert batch.prompts == ("1+2=", "4+5=")
+    with pytest.raises(UserError, match="not a prompt"):
+        source(items, tokenizer, chat_template=False)
+    with pytest.raises(UserError, match=r"not a prompt[\s\S]*test.jsonl:1"):
+        source(records([{"prompt": 5, "ground_truth": "3"}]), tokenizer)
+
+
+def test_sampling_profiles_by_task(tokenizer: Any) -> None:
+    rollout = RolloutConfig(
+        temperature=0.9,
+        stop=("=",),
+        sampling_profiles={
+            "hard": {"temperature": 0.5, "top_k": 4, "max_response_tokens": 9, "stop": [",", "."]}
+        },
+    )
+    items = records([{"prompt": "1", "ground_truth": 1}, {"prompt": "1", "ground_truth": 1, "task": "hard"}])
+    easy, hard = source(items, tokenizer, rollout, shuffle=False).next(2).sampling
+    eos, equals, comma, dot = (tokenizer.convert_tokens_to_ids(t) for t in ("<eos>", "=", ",", "."))
+    assert easy == SamplingParameters(0.9, 1.0, 0, 256, (eos, equals))
+    assert hard == SamplingParameters(0.5, 1.0, 4, 9, (eos, comma, dot))
+
+
+@pytest.mark.parametrize(
+    ("profile", "message"),
+    [
+        ({"temprature": 1.0}, "did you mean 'temperature'"),
+        ({"temperature": -1.0}, "temperature is out of range"),
+        ({"top_p": 0.0}, "top_p is out of range"),
+        ({"top_k": 1.5}, "top_k is out of range"),
+        ({"max_response_tokens": 0}, "max_response_tokens is out of range"),
+        ({"temperature": "hot"}, "temperature is out of range"),
+        ({"stop": ["=="]}, "not one token"),
+        ({"stop": "="}, "not a list"),
+    ],
+)
+def test_bad_sampling_profiles(tokenizer: Any, profile: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        source(problems(1), tokenizer, RolloutConfig(sampling_profiles={"hard": profile}))
+    assert message in str(caught.value) and "rollout.sampling_profiles.hard" in str(caught.value)
+
+
+def test_everything_is_in_file_order_and_greedy_switches_filters_off(tokenizer: Any) -> None:
+    prompts = source(problems(9), tokenizer, RolloutConfig(top_p=0.5, top_k=3))
+    before = prompts.state_dict()
+    batch = prompts.everything(temperature=0.0)
+    assert batch.prompt_ids.tolist() == list(range(9))
+    assert {s[:3] for s in batch.sampling} == {(0.0, 1.0, 0)}
+    assert len(prompts.everything(limit=4)) == 4 and prompts.everything(limit=4).sampling[0].top_k == 3
+    assert prompts.state_dict() == before
+
+
+def test_end_tokens_include_those_of_the_generation_config(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
+    assert end_token_ids(tokenizer, tmp_path) == (1, 7)
+    with pytest.raises(UserError, match="tokenizer"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="does not exist"):
+        load_tokenizer(tmp_path / "none")
+
+
+def test_a_prompt_without_tokens_is_an_error(tokenizer: Any) -> None:
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
+    plain.backend_tokenizer.post_processor = None
+    with pytest.raises(UserError, match="no tokens"):
+        source(records([{"prompt": "", "ground_truth": "x"}]), plain)
+
+
+def test_supervised_rows(tokenizer: Any) -> None:
+    items = records([{"prompt": "1+1=", "response": "2"}, {"prompt": "6+6=", "response": "12"}])
+    data, sft = DataConfig("train", shuffle=False), SftConfig("sft", steps=1)
+    rows = SftSource(items, tokenizer, data, sft, seed=1, max_tokens=64)
+    batch = rows.next(2)
+    assert tokenizer.decode(batch.tokens) == "<bos>1+1=2<eos><bos>6+6=12<eos>"
+    assert batch.lengths.tolist() == [7, 8]
+    assert batch.response_mask.tolist() == [False] * 5 + [True] * 2 + [False] * 5 + [True] * 3
+    assert torch.allclose(batch.loss_weights, batch.response_mask / 5)
+    assert batch.temperature.tolist() == [1.0, 1.0]
+    with pytest.raises(UserError, match="no field 'response'"):
+        SftSource(records([{"prompt": "1"}]), tokenizer, data, sft, seed=1, max_tokens=64)
+    with pytest.raises(UserError, match="not text"):
+        SftSource(records([{"prompt": "1", "response": 2}]), tokenizer, data, sft, seed=1, max_tokens=64)
+    long = SftSource(items, tokenizer, data, sft, seed=1, max_tokens=7)
+    assert len(long) == 1 and long.length_report.over_long == 1
+
+
+def test_a_resumed_supervised_source_goes_on_exactly(material: Path, tokenizer: Any) -> None:
+    items = load_records(material / "sft.jsonl")[:50]
+    data, sft = DataConfig("train"), SftConfig("sft", steps=1)
+    first, second = (SftSource(items, tokenizer, data, sft, seed=1, max_tokens=64) for _ in range(2))
+    first.next(70)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first.next(64).tokens, second.next(64).tokens)
+
+
+def test_the_quickstart_holds_its_evaluation_out(material: Path) -> None:
+    train, held_out, sft = (
+        [record.values for record in load_records(material / f"{name}.jsonl")]
+        for name in ("train", "eval", "sft")
+    )
+    assert len(held_out) == 500 and len(train) + len(held_out) == 90 * 90
+    asked = {value["prompt"] for value in held_out}
+    assert len(asked) == 500
+    assert not asked & {value["prompt"] for value in train} and not asked & {value["prompt"] for value in sft}
+    for value in (*train, *held_out):
+        left, right = value["prompt"].rstrip("=").split("+")
+        assert int(value["ground_truth"]) == int(left) + int(right)
+
+
+def test_the_quickstart_is_the_same_each_time_and_loads(material: Path, tmp_path: Path) -> None:
+    again = quickstart.make(tmp_path / "again", "tiny")
+    for file in sorted(path for path in material.rglob("*") if path.is_file()):
+        assert file.read_bytes() == (again / file.relative_to(material)).read_bytes(), file.name
+    model = AutoModelForCausalLM.from_pretrained(material / "model")
+    for load in (AutoTokenizer, PreTrainedTokenizerFast):
+        tokenizer = load.from_pretrained(material / "model")
+        assert tokenizer.decode(tokenizer("37+58=")["input_ids"], skip_special_tokens=True) == "37+58="
+        assert tokenizer("37+58=")["input_ids"][0] == tokenizer.bos_token_id
+        assert len(tokenizer) == model.config.vocab_size == 21
+    assert model.dtype == torch.float32 and model.config.hidden_size // model.config.num_attention_heads >= 32
+    assert model.config.num_key_value_heads == 2
