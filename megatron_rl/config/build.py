@@ -110,7 +110,7 @@ def _value(hint: Any, node: Leaf | Section | None, default: Any, path: str, foun
                 f"`{path}` is a section, not a single value",
                 expected=f"a section with {names}",
                 got=describe(node.value),
-                fix=f"write names below `{path.rpartition('.')[2]}:`, or {path}.NAME=VALUE on the command line",
+                fix=f"write names below `{path.rpartition('.')[2]}:`, or {path}.NAME=VALUE",
             )
             node = Section()
     return build(below, node, found, path, None if default is dataclasses.MISSING else default)

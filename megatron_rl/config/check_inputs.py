@@ -66,8 +66,16 @@ def check_inputs(check: Inputs) -> None:
 
 
 def _model(check: Inputs, path: str, where: str) -> ModelShape | None:
-    shipped = check.shipped_models / Path(path).name / "config.json" if check.shipped_models else None
-    return check_model_files(Path(path), where, check.files, shipped)
+    return check_model_files(Path(path), where, check.files, _shipped(check.shipped_models, Path(path)))
+
+
+def _shipped(folder: Path | None, path: Path) -> Path | None:
+    """Return the config.json that comes with the configurations for a model of this name."""
+    if folder is None:
+        return None
+    names = (Path(path.parent.name) / path.name, Path(path.name))
+    found = [folder / name / "config.json" for name in names]
+    return next((item for item in found if item.is_file()), None)
 
 
 def _other_vocabulary(reference: ModelShape, actor: ModelShape) -> UserError:

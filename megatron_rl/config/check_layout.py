@@ -264,7 +264,7 @@ def _best_tensor(shape: ModelShape, tensor: int) -> int:
 
 def check_lengths(config: RunConfig, shape: ModelShape) -> list[UserError]:
     """Return the error of rows longer than the model's positions or than the micro-batch budget."""
-    longest, errors = longest_row(config), []
+    longest, prompt, errors = longest_row(config), config.data.max_prompt_tokens, []
     if longest > shape.max_positions:
         errors.append(
             UserError(
@@ -272,7 +272,7 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> list[UserError]:
                 where="rollout.max_response_tokens",
                 expected=f"data.max_prompt_tokens + max_response_tokens <= {shape.max_positions} "
                 "(max_position_embeddings of the model)",
-                got=f"{config.data.max_prompt_tokens} + {longest - config.data.max_prompt_tokens} = {longest}",
+                got=f"{prompt} + {longest - prompt} = {longest}",
                 fix=f"lower them by {longest - shape.max_positions} tokens together",
             )
         )

@@ -1,0 +1,44 @@
+"""Check a configuration and show what follows from it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from megatron_rl.cli.check_json import report_json
+from megatron_rl.cli.check_text import report_text
+from megatron_rl.cli.common import add_config_arguments, checked
+from megatron_rl.config.failure import launched_world, process_rank
+from megatron_rl.config.errors import EXIT_BAD_INPUT, UserErrors
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``check``."""
+    add_config_arguments(parser)
+    parser.add_argument("--world-size", metavar="N", type=int, help="number of processes (GPUs) of the job")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for machines")
+    parser.add_argument(
+        "--without-files", action="store_true", help="missing model and data files are warnings"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the check; the exit code is 2 where there are errors."""
+    world_size = arguments.world_size if arguments.world_size is not None else launched_world()
+    try:
+        report = checked(arguments, world_size, without_files=arguments.without_files)
+    except UserErrors as errors:
+        if not arguments.json:
+            raise
+        failed = {"valid": False, "errors": [error.to_json() for error in errors.errors], "warnings": []}
+        print(json.dumps(failed, indent=2))
+        return EXIT_BAD_INPUT
+    if process_rank() == 0:
+        if arguments.json:
+            print(json.dumps(report_json(report), indent=2))
+        else:
+            print(report_text(report, arguments.config), flush=True)
+            if report.errors:
+                print(f"\n{len(report.errors)} error(s)", file=sys.stderr)
+    return EXIT_BAD_INPUT if report.errors else 0

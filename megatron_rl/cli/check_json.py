@@ -1,0 +1,44 @@
+"""The result of a check for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_rl.config.check import CheckReport
+from megatron_rl.config.load import flatten, to_plain
+from megatron_rl.config.memory import PHASES
+
+
+def report_json(report: CheckReport) -> dict[str, Any]:
+    """Return the report as plain values; sizes are in bytes, lengths in tokens."""
+    values = flatten(report.config)
+    return {
+        "valid": not report.errors,
+        "world_size": report.world_size,
+        "errors": [error.to_json() for error in report.errors],
+        "warnings": [warning.to_json() for warning in report.warnings],
+        "config": {
+            path: {"value": to_plain(value), "origin": origin.kind, "detail": origin.detail}
+            for path, value in values.items()
+            if (origin := report.origins[path]) is not None
+        },
+        "batch": dataclasses.asdict(report.batch) if report.batch else None,
+        "roles": {
+            role: {**dataclasses.asdict(layout), "data": layout.data}
+            for role, layout in (report.layouts or {}).items()
+        },
+        "model": {**dataclasses.asdict(report.shape), "parameters": report.shape.parameters}
+        if report.shape
+        else None,
+        "memory": [
+            {
+                "rank": memory.rank,
+                "total": {phase: memory.total(phase) for phase in PHASES},
+                "items": [dataclasses.asdict(item) for item in memory.items],
+            }
+            for memory in report.memory
+        ],
+        "weight_sync": dataclasses.asdict(report.sync) if report.sync else None,
+        "training_records": report.records,
+    }

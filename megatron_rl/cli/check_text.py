@@ -1,0 +1,257 @@
+"""The result of a check for people: configuration, batch, roles, memory, weight sync, findings."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+
+from megatron_rl.config.check import CheckReport
+from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.errors import numbered
+from megatron_rl.config.layout import RoleLayout
+from megatron_rl.config.load import flatten, scalar, to_plain
+from megatron_rl.config.memory import PHASES, RankMemory
+
+WIDTH = 110
+_RANKS_IN_A_ROW = 8
+_MAX_BLOCKS = 8
+
+
+def report_text(report: CheckReport, name: str) -> str:
+    """Return the whole check as text."""
+    size = f"{report.world_size} process{'es' if report.world_size > 1 else ''}"
+    blocks = [f"{name} on {size}", _configuration(report)]
+    if report.batch is not None and report.layouts is not None:
+        blocks.append(
+            _section("BATCH", "one training step, from prompts to micro-batches", batch_lines(report))
+        )
+        blocks.append(_section("ROLES", _legend(report.layouts), _roles(report)))
+    if report.memory:
+        note = "estimate; phases of one step"
+        blocks.append(_section("MEMORY", note, _memory(report.memory, report.config.gpu_memory_gib)))
+    if report.sync is not None:
+        blocks.append(_section("WEIGHT SYNC", "bytes per sync: lower bound for these layouts", _sync(report)))
+    if report.batch is not None and report.shape is None:
+        blocks.append("The model's config.json is not on this machine: no memory, no bytes per weight sync.")
+    if report.warnings:
+        blocks.append("\n".join(numbered(report.warnings, "warning")))
+    if report.errors:
+        blocks.append("\n".join(numbered(report.errors, "error")))
+    blocks.append(_verdict(report))
+    return "\n\n".join(blocks)
+
+
+def summary(report: CheckReport) -> str:
+    """Return the batch arithmetic and the roles, for the start of a run."""
+    if report.layouts is None:
+        return ""
+    batch = _section("BATCH", "one training step, from prompts to micro-batches", batch_lines(report))
+    return batch + "\n\n" + _section("ROLES", _legend(report.layouts), _roles(report))
+
+
+def _verdict(report: CheckReport) -> str:
+    warnings = f"{len(report.warnings)} warning{'' if len(report.warnings) == 1 else 's'}"
+    if report.errors:
+        count = len(report.errors)
+        return f"NOT READY: {count} error{'' if count == 1 else 's'}, {warnings}"
+    return f"READY: no errors, {warnings if report.warnings else 'no warnings'}"
+
+
+def _section(title: str, note: str, lines: list[str]) -> str:
+    return "\n".join([f"{title}  ({note})" if note else title, *(f"  {line}".rstrip() for line in lines)])
+
+
+def _configuration(report: CheckReport) -> str:
+    stated, derived, defaults = [], [], []
+    for path, value in flatten(report.config).items():
+        origin = report.origins[path]
+        text = _value(to_plain(value, path.rpartition(".")[2]))
+        if origin.kind == "default":
+            defaults.append(f"{path}={text}")
+        else:
+            (derived if origin.kind == "derived" else stated).append((path, text, origin.detail))
+    lines = ["stated:", *_columns(stated)]
+    if derived:
+        lines += ["derived:", *_columns(derived)]
+    lines.append("defaults:")
+    wrapped = textwrap.wrap("  ".join(defaults), WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+    lines += [f"  {line}" for line in wrapped]
+    return _section("CONFIGURATION", "every value and where it comes from", lines)
+
+
+def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
+    left = max((len(path) for path, _, _ in rows), default=0)
+    middle = min(44, max((len(text) for _, text, _ in rows), default=0))
+    return [f"  {path:<{left}}  {text:<{middle}}  {detail}".rstrip() for path, text, detail in rows]
+
+
+def _value(value: object) -> str:
+    text = scalar(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def batch_lines(report: CheckReport) -> list[str]:
+    """Return the batch arithmetic in words."""
+    batch, config = report.batch, report.config
+    assert batch is not None
+    minibatch = f"{_pair(batch.rows_per_minibatch)} rows"
+    steps = f"{_count(batch.updates, 'optimizer step')} per training step"
+    prompt, response = config.data.max_prompt_tokens, batch.longest_row - config.data.max_prompt_tokens
+    rows = [
+        (f"{batch.prompts:,} prompts x {batch.samples:,} samples", f"{batch.rows:,} rows per step"),
+        (
+            f"{batch.rows:,} rows / {_count(batch.replicas, 'rollout replica')}",
+            f"{_pair(batch.rows_per_replica)} rows to generate per replica",
+        ),
+        (
+            f"{batch.rows:,} rows / {_count(batch.optimizer_steps, 'mini-batch', 'es')}",
+            f"{minibatch} per mini-batch; x {_count(batch.epochs, 'epoch')} = {steps}",
+        ),
+        (
+            f"{minibatch} / {_count(batch.actor_data, 'data-parallel copy', plural='data-parallel copies')}",
+            f"{_pair(batch.rows_per_actor_rank)} rows per copy of the actor, balanced by tokens",
+        ),
+        (f"prompt <= {prompt:,} + response <= {response:,}", f"row <= {batch.longest_row:,} tokens"),
+        (
+            f"{batch.rows:,} rows x {batch.longest_row:,} tokens",
+            f"<= {batch.tokens_per_step:,} tokens per step",
+        ),
+        (
+            f"micro-batch <= {batch.tokens_per_microbatch:,} tokens",
+            f">= {_count(batch.rows_per_microbatch, 'row')} each, "
+            f"<= {_count(batch.microbatches, 'micro-batch', 'es')} per mini-batch and copy",
+        ),
+        (f"{config.steps:,} steps x {batch.prompts:,} prompts", _passes(config.steps, batch, report.records)),
+    ]
+    if config.sft is not None:
+        total = config.sft.steps * config.sft.rows_per_step
+        rows.insert(
+            0,
+            (
+                f"warm-up: {config.sft.steps:,} steps x {config.sft.rows_per_step:,} rows",
+                f"{total:,} supervised rows before the first RL step",
+            ),
+        )
+    width = max(len(left) for left, _ in rows)
+    return [f"{left:<{width}}  =  {right}" for left, right in rows]
+
+
+def _passes(steps: int, batch: BatchPlan, records: int | None) -> str:
+    total = f"{steps * batch.prompts:,} prompts in the run"
+    if not records:
+        return total
+    return f"{total}, {steps * batch.prompts / records:.3g} passes over {records:,} records"
+
+
+def _pair(values: tuple[int, int]) -> str:
+    low, high = values
+    return f"{low:,}" if low == high else f"{low:,}-{high:,}"
+
+
+def _count(number: int, word: str, ending: str = "s", plural: str | None = None) -> str:
+    return f"{number:,} {word if number == 1 else plural or word + ending}"
+
+
+def _legend(layouts: Mapping[str, RoleLayout]) -> str:
+    names = ["t tensor"]
+    if any(layout.context > 1 for layout in layouts.values()):
+        names.append("c context")
+    if any(layout.data > 1 for role, layout in layouts.items() if role != "rollout"):
+        names.append("d data")
+    if any(layout.pipeline > 1 for layout in layouts.values()):
+        names.append("p pipeline")
+    return ", ".join([*names, "r replica"])
+
+
+def _roles(report: CheckReport) -> list[str]:
+    layouts = report.layouts or {}
+    world, node = report.world_size, min(report.config.gpus_per_node, _RANKS_IN_A_ROW)
+    lines = [f"{role:<10} {_words(layout)}" for role, layout in layouts.items()]
+    starts = list(range(0, world, node))
+    shown = starts if len(starts) <= _MAX_BLOCKS else [*starts[:3], starts[-1]]
+    cells = {
+        role: {
+            rank: _cell(layout, rank) for start in shown for rank in range(start, min(start + node, world))
+        }
+        for role, layout in layouts.items()
+    }
+    labels = [label for row in cells.values() for label in row.values()]
+    width = max(4, *(len(label) for label in labels)) + 1
+    for position, start in enumerate(shown):
+        ranks = range(start, min(start + node, world))
+        if position and start != shown[position - 1] + node:
+            lines += ["", f"... {(start - shown[position - 1]) // node - 1} more blocks of {node} ranks ..."]
+        lines += ["", "rank       |" + "|".join(f"{rank:^{width}}" for rank in ranks) + "|"]
+        lines.append("-----------+" + "+".join("-" * width for _ in ranks) + "+")
+        for role in layouts:
+            row = "|".join(f"{cells[role][rank]:^{width}}" for rank in ranks)
+            lines.append(f"{role:<10} |{row}|")
+    return lines
+
+
+def _words(layout: RoleLayout) -> str:
+    notes = []
+    if layout.virtual_pipeline > 1:
+        notes.append(f"{layout.virtual_pipeline} virtual stages per rank")
+    if layout.expert > 1:
+        notes.append(f"expert {layout.expert}")
+    if layout.sequence_parallel:
+        notes.append("sequence parallel")
+    return f"{layout.words()} = {len(layout.ranks)} ranks" + (f"  ({', '.join(notes)})" if notes else "")
+
+
+def _cell(layout: RoleLayout, rank: int) -> str:
+    if rank not in layout.ranks:
+        return "."
+    tensor, context, data, pipeline = layout.coordinates(rank)
+    parts = [("t", tensor, layout.tensor), ("c", context, layout.context)]
+    if layout.role == "rollout":
+        parts.insert(0, ("r", data, max(layout.data, 2)))
+    else:
+        parts += [("d", data, layout.data), ("p", pipeline, layout.pipeline)]
+    label = " ".join(f"{name}{index}" for name, index, size in parts if size > 1)
+    return label or "all"
+
+
+def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
+    worst = ranks[0]
+    items = sorted(worst.items, key=lambda item: -item.bytes)
+    name_width = max(len(item.name) for item in items) + 2
+    header = "".join(f"{phase:>12}" for phase in PHASES)
+    lines = [f"{f'rank {worst.rank}':<{name_width}}{header}    largest first"]
+    for item in items:
+        cells = "".join(f"{_bytes(item.bytes) if phase in item.phases else '':>12}" for phase in PHASES)
+        lines.append(f"{item.name:<{name_width}}{cells}    {item.how}")
+    totals = "".join(f"{_bytes(worst.total(phase)):>12}" for phase in PHASES)
+    lines += ["-" * (name_width + 12 * len(PHASES)), f"{'total':<{name_width}}{totals}"]
+    if gib is not None:
+        lines[-1] += f"    of {gib:g} GiB"
+    if len(ranks) > 1:
+        others = ", ".join(f"rank {memory.rank} {_bytes(memory.peak)}" for memory in ranks[1:6])
+        lines.append(f"others at their peak: {others}" + (" ..." if len(ranks) > 6 else ""))
+    return lines
+
+
+def _sync(report: CheckReport) -> list[str]:
+    sync = report.sync
+    assert sync is not None
+    saved = 1 - sync.received_most / sync.gathered_per_rank if sync.gathered_per_rank else 0.0
+    rows = [
+        ("model", _bytes(sync.model_bytes)),
+        ("needed by a rollout rank", _bytes(sync.needed_per_rank)),
+        ("received by the busiest rank", _bytes(sync.received_most)),
+        ("received by all ranks together", _bytes(sync.received_total)),
+    ]
+    if sync.gathered_per_rank:
+        note = f"  ({saved:.0%} less is received here)" if saved > 0 else ""
+        rows.append(("by gathering whole tensors instead, per rank", _bytes(sync.gathered_per_rank) + note))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    return [*lines, *(f"assumes: {text}" for text in sync.assumptions)]
+
+
+def _bytes(value: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= scale:
+            return f"{value / scale:,.1f} {unit}"
+    return f"{value} B"

@@ -1,0 +1,41 @@
+"""What the commands that take a configuration share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_rl.algorithms.lookup import get_algorithm
+from megatron_rl.config.check import CheckReport, check_config
+from megatron_rl.config.load import load
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add CONFIG and the overrides."""
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
+    parser.add_argument(
+        "overrides",
+        metavar="KEY=VALUE",
+        nargs="*",
+        default=[],
+        help="values that replace the file's, such as actor.layout.tensor=2",
+    )
+
+
+def checked(
+    arguments: argparse.Namespace,
+    world_size: int | None,
+    *,
+    training: bool = False,
+    without_files: bool = False,
+) -> CheckReport:
+    """Load and check the configuration of a command; raises UserErrors where it cannot be read at all."""
+    path = Path(arguments.config)
+    return check_config(
+        load(path, arguments.overrides),
+        world_size,
+        algorithm_of=get_algorithm,
+        training=training,
+        without_files=without_files,
+        shipped_models=path.parent / "models",
+    )

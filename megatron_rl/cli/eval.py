@@ -1,0 +1,57 @@
+"""Answer the evaluation set with a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_rl.cli.common import add_config_arguments, checked
+from megatron_rl.config.failure import launched_world
+from megatron_rl.config.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``eval``."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        required=True,
+        help="a Hugging Face directory, or a run's checkpoints/step_N",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the configuration and the checkpoint's directory, then evaluate."""
+    report = checked(arguments, launched_world() or 1, training=True)
+    config = report.valid()
+    checkpoint = Path(arguments.checkpoint)
+    require_directory(checkpoint, "--checkpoint")
+    if config.data.eval is None:
+        raise UserError(
+            "there is nothing to evaluate",
+            where="data.eval",
+            expected="a data set",
+            got="nothing",
+            fix="set data.eval=path/to/eval.jsonl",
+        )
+    from megatron_rl.trainer import evaluate
+
+    evaluate.run(config, checkpoint)
+    return 0
+
+
+def require_directory(path: Path, where: str) -> None:
+    """Raise a UserError unless the path is a directory."""
+    if path.is_dir():
+        return
+    near = (
+        sorted(item.name for item in path.parent.iterdir() if item.is_dir()) if path.parent.is_dir() else []
+    )
+    raise UserError(
+        f"there is no directory {path}",
+        where=where,
+        expected="an existing directory",
+        got="a file" if path.exists() else "nothing there",
+        fix=f"directories beside it: {', '.join(near[:8])}" if near else "correct the path",
+    )

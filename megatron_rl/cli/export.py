@@ -1,0 +1,33 @@
+"""Write a training checkpoint as a Hugging Face model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_rl.cli.eval import require_directory
+from megatron_rl.config.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``export``."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's checkpoints/step_N")
+    parser.add_argument("--out", metavar="DIR", required=True, help="where the Hugging Face model is written")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check both directories, then export."""
+    checkpoint, out = Path(arguments.checkpoint), Path(arguments.out)
+    require_directory(checkpoint, "CHECKPOINT")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(
+            "the export would overwrite something",
+            where="--out",
+            expected="a directory that does not exist yet, or an empty one",
+            got=f"{out} is {'not empty' if out.is_dir() else 'a file'}",
+            fix="choose another directory, or remove it",
+        )
+    from megatron_rl.trainer import export
+
+    export.run(checkpoint, out)
+    return 0

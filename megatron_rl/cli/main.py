@@ -1,0 +1,62 @@
+"""The command line: one module per command, imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from megatron_rl.config.failure import report_errors
+from megatron_rl.config.errors import EXIT_BAD_INPUT, UserError
+
+COMMANDS = {
+    "train": ("megatron_rl.cli.train", "train a configuration; under torchrun for more than one process"),
+    "check": ("megatron_rl.cli.check", "check a configuration and show what follows from it, in seconds"),
+    "plan": ("megatron_rl.planner.command", "find layouts and placements for a model and a number of GPUs"),
+    "eval": ("megatron_rl.cli.eval", "answer the evaluation set with a checkpoint"),
+    "export": ("megatron_rl.cli.export", "write a checkpoint as a Hugging Face model"),
+    "report": ("megatron_rl.cli.report", "make the table, the learning curve and report.html of a run"),
+    "doctor": ("megatron_rl.cli.doctor", "check the environment and say what to fix"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 2 for bad input, 1 for any other failure."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="megatron_rl",
+        description="Reinforcement learning of language models on Megatron-Core and vLLM.",
+        epilog="python -m megatron_rl COMMAND --help shows a command's arguments.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    # Only the chosen command's module is imported: the others may need what is not installed here.
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    for name, (module, words_about) in COMMANDS.items():
+        command = commands.add_parser(name, help=words_about, description=words_about.capitalize() + ".")
+        if name == chosen:
+            import_module(module).add_arguments(command)
+    try:
+        known, rest = parser.parse_known_args(words)
+        _take_overrides(parser, known, rest)
+        result = import_module(COMMANDS[known.command][0]).run(known)
+        return 0 if result is None else int(result)
+    except UserError as error:
+        report_errors(error)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away, as in `check ... | head`
+        return 1
+
+
+def _take_overrides(parser: argparse.ArgumentParser, known: argparse.Namespace, rest: list[str]) -> None:
+    """Let ``key=value`` stand before or after options, which argparse alone does not."""
+    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    unknown = [word for word in rest if word not in overrides]
+    if unknown or (overrides and not hasattr(known, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or overrides)}")
+    if overrides:
+        known.overrides = [*known.overrides, *overrides]

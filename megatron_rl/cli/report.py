@@ -1,0 +1,23 @@
+"""Make the table, the learning curve and the report of a run from its metrics."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_rl.cli.eval import require_directory
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``report``."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="a run folder with metrics.jsonl")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the report."""
+    run_dir = Path(arguments.run_dir)
+    require_directory(run_dir, "RUN_DIR")
+    from megatron_rl.trainer import report
+
+    report.write(run_dir)
+    return 0

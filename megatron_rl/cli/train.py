@@ -1,0 +1,30 @@
+"""Train a configuration: check it, then hand it to the trainer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megatron_rl.cli.check_text import summary
+from megatron_rl.cli.common import add_config_arguments, checked
+from megatron_rl.config.failure import launched_world, process_rank
+from megatron_rl.config.errors import numbered
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``train``."""
+    add_config_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check, then train. Every rank checks the same input before any of them waits for another."""
+    report = checked(arguments, launched_world() or 1, training=True)
+    if report.warnings and process_rank() == 0:
+        print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
+    config = report.valid()
+    if process_rank() == 0:
+        print(summary(report), flush=True)
+    from megatron_rl.trainer import train
+
+    train.run(config, report)
+    return 0

@@ -1,0 +1,132 @@
+"""What a training checkpoint says of itself in meta.json, and which one of a run to resume; without torch.
+
+A checkpoint is a folder ``run_dir/checkpoints/step_N``. It is written under another name and renamed when it
+is complete, so a folder of that name with a meta.json is a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.errors import UserError
+
+META = "meta.json"
+_FORMAT = 1
+_STEP = re.compile(r"step_(\d+)")
+_IDENTITY = (
+    "model_type", "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "tie_word_embeddings",
+    "num_experts", "num_local_experts", "moe_intermediate_size", "attention_bias",
+)  # fmt: skip
+
+
+def checkpoint_path(run_dir: str | Path, step: int) -> Path:
+    """Return the folder of the checkpoint after ``step`` steps."""
+    return Path(run_dir) / "checkpoints" / f"step_{step}"
+
+
+def checkpoints(run_dir: str | Path) -> list[Path]:
+    """Return the complete checkpoints of a run, oldest first."""
+    folder = Path(run_dir) / "checkpoints"
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _STEP.fullmatch(path.name)
+        if match and (path / META).is_file():
+            found.append((int(match.group(1)), path))
+    return [path for _, path in sorted(found)]
+
+
+def latest(run_dir: str | Path) -> Path | None:
+    """Return the newest complete checkpoint of a run, or None."""
+    found = checkpoints(run_dir)
+    return found[-1] if found else None
+
+
+def prune(run_dir: str | Path, keep: int) -> list[Path]:
+    """Delete all but the ``keep`` newest complete checkpoints and what broken saves left; return the deleted.
+
+    Call on one rank, while no save is under way.
+    """
+    found = checkpoints(run_dir)
+    folder = Path(run_dir) / "checkpoints"
+    doomed = found[: max(len(found) - max(keep, 1), 0)]
+    if folder.is_dir():
+        doomed += [path for path in sorted(folder.iterdir()) if path.name.endswith((".partial", ".old"))]
+    for path in doomed:
+        if path.suffix == "":
+            # Renamed first: a deletion that is cut off must not leave half a checkpoint under its name.
+            path = path.rename(path.with_name(path.name + ".old"))
+        shutil.rmtree(path)
+    return doomed
+
+
+def model_identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what makes two models the same, from a Hugging Face config.json's values."""
+    identity = {name: config[name] for name in _IDENTITY if config.get(name) is not None}
+    heads = identity.get("num_attention_heads")
+    if heads:
+        identity.setdefault("num_key_value_heads", heads)
+        if "hidden_size" in identity:
+            identity.setdefault("head_dim", identity["hidden_size"] // heads)
+    return identity
+
+
+def read_meta(directory: str | Path) -> dict[str, Any]:
+    """Return a checkpoint's meta.json; raise UserError if it is missing, broken or of another format."""
+    path = Path(directory) / META
+    fix = "name a folder such as runs/NAME/checkpoints/step_50 that a finished save has left"
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            "this is not a complete training checkpoint",
+            where=str(directory),
+            expected=f"a folder with {META}",
+            fix=fix,
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            "the checkpoint's meta.json cannot be read", str(path), got=str(error), fix=fix
+        ) from error
+    if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
+        got = meta.get("format") if isinstance(meta, dict) else type(meta).__name__
+        raise UserError(
+            "the checkpoint was written by another version",
+            str(path),
+            f"format {_FORMAT}",
+            f"format {got}",
+            fix,
+        )
+    return meta
+
+
+def write_meta(directory: Path, meta: Mapping[str, Any]) -> None:
+    """Write meta.json, the last file of a checkpoint."""
+    text = json.dumps({"format": _FORMAT, **meta}, indent=2, sort_keys=True)
+    (directory / META).write_text(text + "\n", encoding="utf-8")
+
+
+def check_same_model(directory: str | Path, meta: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise UserError if a checkpoint is not of the model whose config.json values are ``config``.
+
+    Values that one side leaves at its default, and so does not name, are not compared.
+    """
+    saved, mine = meta["model"], model_identity(config)
+    differing = [name for name in mine if name in saved and saved[name] != mine[name]]
+    if differing:
+        raise UserError(
+            "the checkpoint is of another model",
+            where=str(directory),
+            expected=", ".join(f"{name} = {_shown(mine[name])}" for name in differing),
+            got=", ".join(f"{name} = {_shown(saved[name])}" for name in differing),
+            fix="set model.path to the model that the run started from, or checkpoint.resume=never with a new run_dir",
+        )
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

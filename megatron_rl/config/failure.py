@@ -1,0 +1,66 @@
+"""Telling the user of errors once, from a launch of any number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from megatron_rl.config.errors import UserError, UserErrors, numbered
+
+PATIENCE = 8.0
+"""Seconds that other ranks leave rank 0 to print before they speak for themselves."""
+
+
+def process_rank() -> int:
+    """Return this process's rank as its launcher states it, 0 without one."""
+    return int(os.environ.get("RANK", "0") or 0)
+
+
+def launched_world() -> int | None:
+    """Return the number of processes as the launcher states it, None without one."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdigit() else None
+
+
+def report_errors(error: UserError) -> None:
+    """Print the errors on one rank.
+
+    Every rank finds the same errors in the same input, so rank 0 prints and the launcher ends the others
+    while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not have,
+    such as a file missing on its machine alone, and prints it itself. No rank waits for another's message.
+    """
+    rank = process_rank()
+    if rank != 0:
+        time.sleep(PATIENCE)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"rank {rank} on {socket.gethostname()}:", file=sys.stderr)
+            print(_text(error), file=sys.stderr, flush=True)
+        return
+    text = _text(error)
+    print(text, file=sys.stderr, flush=True)
+    _tell_launcher(text)
+
+
+def _text(error: UserError) -> str:
+    errors = error.errors if isinstance(error, UserErrors) else (error,)
+    return "\n".join(numbered(errors, "error"))
+
+
+def _tell_launcher(text: str) -> None:
+    """Leave the text where torchrun looks for it, so that its own summary ends with it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    lines = text.replace("\n", "\n    ")
+    message = {
+        "message": f"bad input\n    {lines}",
+        "extraInfo": {"py_callstack": f"bad input\n    {lines}", "timestamp": str(int(time.time()))},
+    }
+    try:
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+    except OSError:
+        return  # the text is on stderr already
