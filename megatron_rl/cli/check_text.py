@@ -54,7 +54,8 @@ def _verdict(report: CheckReport) -> str:
     if report.errors:
         count = len(report.errors)
         return f"NOT READY: {count} error{'' if count == 1 else 's'}, {warnings}"
-    return f"READY: no errors, {warnings if report.warnings else 'no warnings'}"
+    ready = "READY once the missing files are there" if report.files_missing else "READY"
+    return f"{ready}: no errors, {warnings if report.warnings else 'no warnings'}"
 
 
 def _section(title: str, note: str, lines: list[str]) -> str:
@@ -111,15 +112,18 @@ def batch_lines(report: CheckReport) -> list[str]:
             f"{minibatch} / {_count(batch.actor_data, 'data-parallel copy', plural='data-parallel copies')}",
             f"{_pair(batch.rows_per_actor_rank)} rows per copy of the actor, balanced by tokens",
         ),
-        (f"prompt <= {prompt:,} + response <= {response:,}", f"row <= {batch.longest_row:,} tokens"),
+        (
+            f"prompt <= {prompt:,} + response <= {response:,}",
+            f"a row has at most {batch.longest_row:,} tokens",
+        ),
         (
             f"{batch.rows:,} rows x {batch.longest_row:,} tokens",
-            f"<= {batch.tokens_per_step:,} tokens per step",
+            f"at most {batch.tokens_per_step:,} tokens per step",
         ),
         (
             f"micro-batch <= {batch.tokens_per_microbatch:,} tokens",
-            f">= {_count(batch.rows_per_microbatch, 'row')} each, "
-            f"<= {_count(batch.microbatches, 'micro-batch', 'es')} per mini-batch and copy",
+            f"at least {_count(batch.rows_per_microbatch, 'row')} each, "
+            f"at most {_count(batch.microbatches, 'micro-batch', 'es')} per mini-batch and copy",
         ),
         (f"{config.steps:,} steps x {batch.prompts:,} prompts", _passes(config.steps, batch, report.records)),
     ]
@@ -197,7 +201,9 @@ def _words(layout: RoleLayout) -> str:
         notes.append(f"expert {layout.expert}")
     if layout.sequence_parallel:
         notes.append("sequence parallel")
-    return f"{layout.words()} = {len(layout.ranks)} ranks" + (f"  ({', '.join(notes)})" if notes else "")
+    return f"{layout.words()} = {_count(len(layout.ranks), 'rank')}" + (
+        f"  ({', '.join(notes)})" if notes else ""
+    )
 
 
 def _cell(layout: RoleLayout, rank: int) -> str:

@@ -61,6 +61,7 @@ class CheckReport:
     sync: SyncPlan | None = None
     records: int | None = None
     algorithm: Any = None
+    files_missing: bool = False
 
     def valid(self) -> RunConfig:
         """Return the filled-in configuration, or raise UserErrors with every error."""
@@ -123,7 +124,8 @@ def check_config(
     _check_model(check, inputs.shape, layouts)
     # Findings about files leave the arithmetic whole: it is shown beside them.
     inputs.errors.extend(files.errors)
-    (inputs.errors if training and not without_files else inputs.warnings).extend(files.missing)
+    inputs.warnings.extend(files.missing)
+    (inputs.errors if training and not without_files else inputs.warnings).extend(files.unmade())
     return _report(check, inputs, loaded.origins, world, algorithm)
 
 
@@ -167,6 +169,7 @@ def _report(
         origins=filled,
         shape=inputs.shape,
         algorithm=algorithm,
+        files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
         **plans,
     )
 
@@ -227,7 +230,8 @@ def _world(check: _Check) -> int:
         return 1
     if check.fine("world_size"):
         check.add(check_world(config, check.launched))
-    known = check.launched if check.launched is not None else config.world_size
+    # Against another number of processes than the stated one every layout would seem wrong.
+    known = config.world_size if config.world_size is not None else check.launched
     if known is not None and 1 <= known <= MAX_WORLD:
         return known
     if not check.fine("actor.layout", "reference.layout", "rollout.tensor", "rollout.ranks", "world_size"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from megatron_rl.config.check_data import DataPreview, check_data
 from megatron_rl.config.check_files import Files, check_model_files, has_chat_template
 from megatron_rl.config.check_reward import check_reward
+from megatron_rl.config.checkpoint_meta import check_same_model, latest, read_meta
 from megatron_rl.config.errors import UserError
 from megatron_rl.config.model_shape import ModelShape
 from megatron_rl.config.schema import RunConfig
@@ -52,17 +54,47 @@ def check_inputs(check: Inputs) -> None:
         check.errors.extend(check_reward(config.reward))
     if check.fine("run_dir"):
         check.errors.extend(_run_dir(Path(config.run_dir)))
+    if check.fine("checkpoint.resume", "run_dir", "model.path"):
+        check.errors.extend(_resume(config))
+
+
+def _resume(config: RunConfig) -> list[UserError]:
+    """Return the error of a checkpoint that is missing, broken or of another model."""
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and check.fine("checkpoint.resume") and not Path(resume).is_dir():
-        check.errors.append(
+    path = latest(config.run_dir) if resume == "auto" else Path(resume)
+    if resume == "never" or path is None:
+        return []
+    if not path.is_dir():
+        near = latest(config.run_dir)
+        return [
             UserError(
                 "the checkpoint to resume from does not exist",
                 where="checkpoint.resume",
                 expected="auto, never, or the directory of a checkpoint",
                 got=repr(resume),
-                fix="name an existing directory such as runs/NAME/checkpoints/step_50",
+                fix=f"the newest of this run is {near}"
+                if near
+                else "write auto, or name an existing directory",
             )
-        )
+        ]
+    try:
+        meta = read_meta(path)
+        model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+        check_same_model(path, meta, model)
+    except UserError as error:
+        return [error]
+    except (OSError, ValueError):
+        return []  # the model's own check says so
+    except (KeyError, TypeError, AttributeError) as error:
+        return [
+            UserError(
+                "the checkpoint's meta.json is not what a save leaves",
+                where=str(path),
+                got=f"{type(error).__name__}: {error}",
+                fix="resume from another checkpoint, or checkpoint.resume=never with a new run_dir",
+            )
+        ]
+    return []
 
 
 def _model(check: Inputs, path: str, where: str) -> ModelShape | None:

@@ -35,8 +35,9 @@ def check_world(config: RunConfig, launched: int | None) -> list[UserError]:
             "the number of processes is not the stated world size",
             where="world_size",
             expected=f"{config.world_size} processes, as world_size says",
-            got=f"{launched} processes",
-            fix=f"start {config.world_size} processes, set world_size={launched}, or remove world_size",
+            got=f"{launched} process{'es' if launched > 1 else ''}",
+            fix=f"torchrun --nproc-per-node {config.world_size} -m megatron_rl train ..., set "
+            f"world_size={launched}, or remove world_size",
         )
     ]
 

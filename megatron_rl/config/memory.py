@@ -165,7 +165,7 @@ def _actor(
     activations = size * tokens * elements * layers * held
     if config.actor.recompute == "full":
         activations += size * tokens * activation_elements(shape, layout, "none")
-    how = f"{tokens} tokens x {layers} layers x {held:.3g} micro-batches, recompute {config.actor.recompute}"
+    how = f"{tokens} tokens x {layers} layers x {held:.3g} in flight, recompute {config.actor.recompute}"
     items.append(MemoryItem("activations", int(activations), ("learn",), how))
     forward = 2 * activation_elements(shape, layout, "none") * size * tokens
     items.append(
@@ -190,6 +190,7 @@ def _rollout(config: RunConfig, layout: RoleLayout, shape: ModelShape, batch: Ba
     size = DTYPE_BYTES[config.model.dtype]
     parameters = rollout_parameters(shape, layout.tensor)
     weights = size * parameters
+    staging = min(config.hybrid_engine.staging_bytes, 2 * weights)
     per_token = kv_bytes_per_token(shape, layout.tensor, size)
     cache = per_token * batch.rows_per_replica[1] * batch.longest_row
     how = f"{batch.rows_per_replica[1]} rows x {batch.longest_row} tokens x {per_token} B: all at full length"
@@ -205,7 +206,5 @@ def _rollout(config: RunConfig, layout: RoleLayout, shape: ModelShape, batch: Ba
             "rollout weights", weights, ("generate",), f"{parameters / 1e6:,.1f}M parameters x {size} B"
         ),
         MemoryItem("key-value cache", cache, ("generate",), how),
-        MemoryItem(
-            "sync staging", config.hybrid_engine.staging_bytes, ("generate",), "at most, while weights move"
-        ),
+        MemoryItem("sync staging", staging, ("generate",), "at most, while weights move"),
     ]
