@@ -189,7 +189,7 @@ class TrainBatch(_Rows):
     ``advantages``, ``returns``, ``old_log_probs``, ``rollout_log_probs``, ``correction`` (importance weights of
     the rollout-to-trainer mismatch), ``ref_log_probs``, ``old_values`` are [N] float32;
     ``selected`` [N] bool marks tokens that a policy loss treats apart, chosen with statistics of the
-    whole mini-batch. ``temperature`` is [B]; ``group`` [B] int64 keeps samples of one prompt in one
+    whole mini-batch; ``nll_weights`` [N] weigh an imitation loss beside it. ``temperature`` is [B]; ``group`` [B] int64 keeps samples of one prompt in one
     mini-batch; ``response_counts`` [B] int64 counts the response tokens before any were rejected, 0 for
     a failed row.
     """
@@ -208,12 +208,14 @@ class TrainBatch(_Rows):
     old_values: Tensor | None = None
     value_weights: Tensor | None = None
     selected: Tensor | None = None
+    nll_weights: Tensor | None = None
     group: Tensor | None = None
     response_counts: Tensor | None = None
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",
         "rollout_log_probs", "correction", "ref_log_probs", "old_values", "value_weights", "selected",
+        "nll_weights",
     )  # fmt: skip
     ROW_FIELDS = ("lengths", "temperature", "group", "response_counts")
 

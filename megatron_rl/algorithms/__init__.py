@@ -1,6 +1,8 @@
 """The maths of LLM reinforcement learning: pure functions of ragged tensors, with no distribution, no I/O.
 
-`names` and `lookup` are importable without torch; everything else is loaded when first asked for.
+`names`, `lookup`, `settings` and `problems` are importable without torch; the names below are loaded when
+first asked for. One step uses, in this order: `get_algorithm` once, then `estimate`, `minibatches`,
+`policy_objective` and `value_objective` per micro-batch, and `next_state`.
 """
 
 from __future__ import annotations
@@ -18,20 +20,33 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.objectives import policy_objective as policy_objective
     from megatron_rl.algorithms.objectives import sft_objective as sft_objective
     from megatron_rl.algorithms.objectives import value_objective as value_objective
+    from megatron_rl.algorithms.preference import PreferenceSettings as PreferenceSettings
+    from megatron_rl.algorithms.preference import dpo_objective as dpo_objective
+    from megatron_rl.algorithms.preference import reward_model_objective as reward_model_objective
     from megatron_rl.algorithms.settings import Algorithm as Algorithm
+    from megatron_rl.algorithms.state import AlgorithmState as AlgorithmState
+    from megatron_rl.algorithms.state import initial_state as initial_state
+    from megatron_rl.algorithms.state import next_state as next_state
 
 _HOME = {
     "ALGORITHMS": "names",
     "Algorithm": "settings",
+    "AlgorithmState": "state",
+    "PreferenceSettings": "preference",
+    "dpo_objective": "preference",
     "estimate": "estimation",
     "get_algorithm": "lookup",
+    "initial_state": "state",
     "minibatches": "minibatch",
     "mismatch_metrics": "mismatch",
+    "next_state": "state",
     "policy_objective": "objectives",
+    "reward_model_objective": "preference",
     "sft_objective": "objectives",
     "value_objective": "objectives",
     "weighted": "minibatch",
 }
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

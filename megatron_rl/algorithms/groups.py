@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class GroupStatistics(NamedTuple):
-    """Hold each row's view of its group, [B] each: ``count`` of valid samples, ``mean`` and ``std``.
+    """Hold each row's view of its group, [B] each: ``size``, the number of valid samples, ``mean`` and ``std``.
 
     ``std`` is unbiased (n-1); it is 0 where fewer than two samples are valid.
     """
 
-    count: Tensor
+    size: Tensor
     mean: Tensor
     std: Tensor
 
@@ -35,12 +35,12 @@ def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStat
     """Return count, mean and unbiased standard deviation of each row's group, over valid rows: [B] each.
 
     Rewards of invalid rows are not read and may be NaN. Where all valid rewards of a group are equal the
-    standard deviation is exactly 0, whatever the rounding.
+    mean is that reward and the standard deviation 0, exactly, whatever the rounding.
 
     Example:
         >>> r, g = torch.tensor([1.0, 3.0, float("nan"), 7.0]), torch.tensor([0, 0, 0, 1])
         >>> s = group_statistics(r, g, torch.tensor([True, True, False, True]))
-        >>> s.count.tolist(), s.mean.tolist(), [round(x, 4) for x in s.std.tolist()]
+        >>> s.size.tolist(), s.mean.tolist(), [round(x, 4) for x in s.std.tolist()]
         ([2.0, 2.0, 2.0, 1.0], [2.0, 2.0, 2.0, 7.0], [1.4142, 1.4142, 1.4142, 0.0])
     """
     weight = valid.to(rewards.dtype)
@@ -53,6 +53,33 @@ def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStat
     return GroupStatistics(count, torch.where(low == high, low, mean), torch.where(low == high, 0, std))
 
 
+def leave_one_out_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:
+    """Return the statistics of the *other* valid rows of each valid row's group: [B] each.
+
+    ``size`` is how many others there are, ``mean`` is 0 where there is none, and ``std`` (unbiased over the
+    others) is exactly 0 where they are all equal or fewer than two. What invalid rows get means nothing.
+
+    Example:
+        >>> r, g = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0, 0, 0])
+        >>> leave_one_out_statistics(r, g, torch.ones(3, dtype=torch.bool)).mean.tolist()
+        [1.0, 1.5, 0.5]
+    """
+    count, mean, _ = group_statistics(rewards, group, valid)
+    others = count - 1
+    centred = torch.where(valid, rewards - mean, 0)
+    # The others' mean and squares follow from the group's: their centred sum is minus the row's own.
+    other_mean = torch.where(others > 0, mean - centred / others.clamp(min=1), 0)
+    squares = group_sums(centred**2, group) - centred**2 * count / others.clamp(min=1)
+    std = (squares / (others - 1).clamp(min=1)).clamp(min=0).sqrt()
+    largest, second = group_top2(rewards, group, valid)
+    smallest, second_smallest = (-value for value in group_top2(-rewards, group, valid))
+    highest = torch.where(rewards == largest, second, largest)
+    lowest = torch.where(rewards == smallest, second_smallest, smallest)
+    constant = (highest == lowest) | (others < 2)
+    other_mean = torch.where((highest == lowest) & (others > 0), lowest, other_mean)
+    return GroupStatistics(others, other_mean, torch.where(constant, 0, std))
+
+
 def group_range(rewards: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest and largest valid reward of each row's group: [B] each, 0 where none is valid."""
     dense, count = dense_groups(group)
@@ -60,3 +87,32 @@ def group_range(rewards: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, 
     low = rewards.new_zeros(count).scatter_reduce(0, index, values, "amin", include_self=False)
     high = rewards.new_zeros(count).scatter_reduce(0, index, values, "amax", include_self=False)
     return low[dense], high[dense]
+
+
+def group_top2(rewards: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest and second largest valid reward of each row's group, ties counted: [B] each.
+
+    The second is -inf where fewer than two rows are valid.
+
+    Example:
+        >>> largest, second = group_top2(torch.tensor([1.0, 3.0, 3.0]), torch.zeros(3), torch.ones(3) > 0)
+        >>> largest.tolist(), second.tolist()
+        ([3.0, 3.0, 3.0], [3.0, 3.0, 3.0])
+    """
+    best = first_best(rewards, group, valid)
+    _, largest = group_range(rewards, group, valid)
+    dense, count = dense_groups(group)
+    rest = valid & ~best
+    second = rewards.new_full((count,), -torch.inf)
+    return largest, second.scatter_reduce(0, dense[rest], rewards[rest], "amax")[dense]
+
+
+def first_best(rewards: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """Mark in each group the first valid row with the largest reward: [B] bool."""
+    dense, count = dense_groups(group)
+    _, largest = group_range(rewards, group, valid)
+    rows = torch.arange(len(group), device=group.device)
+    hits = rows[valid & (rewards == largest)]
+    none = len(group)
+    first = torch.full((count,), none, device=group.device).scatter_reduce(0, dense[hits], hits, "amin")
+    return rows == first[dense]

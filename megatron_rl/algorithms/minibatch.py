@@ -1,4 +1,8 @@
-"""Cutting a step's batch into mini-batches and fixing their global loss weights."""
+"""Cutting a step's batch into mini-batches and fixing what depends on a whole mini-batch.
+
+That is: the loss weights with their global denominators, and the tokens clip-cov and kl-cov treat apart.
+Once they are tensors, a mini-batch can be cut into micro-batches of whole rows in any way.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from megatron_rl.algorithms.aggregation import loss_weights
 from megatron_rl.algorithms.groups import dense_groups
+from megatron_rl.algorithms.policy_losses.covariance import select_clip_cov, select_kl_cov
+from megatron_rl.algorithms.ragged import row_sums
 from megatron_rl.algorithms.settings import Algorithm
 from megatron_rl.types import TrainBatch
 
@@ -24,9 +31,8 @@ def minibatches(
     fewer may come than asked for. Deterministic in ``seed``.
     """
     generator = torch.Generator().manual_seed(seed)
-    taking_part = [row for row, part in enumerate(torch.split(batch.response_mask, batch.lengths.tolist()))
-                   if bool(part.any())]  # fmt: skip
-    units = _units(batch, taking_part)
+    present = row_sums(batch.response_mask.double(), batch.lengths) > 0
+    units = _units(batch, torch.nonzero(present).squeeze(-1).tolist())
     for _ in range(epochs):
         if optimizer_steps > 1:
             order = torch.randperm(len(units), generator=generator).tolist()
@@ -36,28 +42,66 @@ def minibatches(
             first, last = step * len(units) // optimizer_steps, (step + 1) * len(units) // optimizer_steps
             rows = [row for unit in order[first:last] for row in units[unit]]
             if rows:
-                yield weighted(batch.rows(rows), algorithm)
+                yield weighted(batch.rows(rows), algorithm, generator)
 
 
-def weighted(minibatch: TrainBatch, algorithm: Algorithm) -> TrainBatch:
-    """Return the mini-batch with ``loss_weights`` and ``value_weights`` over its own global counts."""
+def weighted(
+    minibatch: TrainBatch, algorithm: Algorithm, generator: torch.Generator | None = None
+) -> TrainBatch:
+    """Return the mini-batch with its loss weights and, where the policy loss needs them, selected tokens.
+
+    ``generator`` draws clip-cov's random tokens; None seeds one with 0.
+    """
     scale = algorithm.loss_scale_factor or algorithm.max_response_tokens
     counts = minibatch.response_counts if algorithm.denominator == "all" else None
     mask, lengths = minibatch.response_mask, minibatch.lengths
 
-    def weights(mode: str):
+    def weights(mode: str) -> Tensor:
         return loss_weights(mask, lengths, mode, counts=counts, scale_factor=scale)
 
     value_weights = weights(algorithm.value_aggregation) if minibatch.returns is not None else None
-    return replace(minibatch, loss_weights=weights(algorithm.aggregation), value_weights=value_weights)
+    return replace(
+        minibatch,
+        loss_weights=weights(algorithm.aggregation),
+        value_weights=value_weights,
+        selected=_selected(minibatch, algorithm, generator),
+        nll_weights=_nll_weights(minibatch, algorithm),
+    )
+
+
+def _selected(
+    minibatch: TrainBatch, algorithm: Algorithm, generator: torch.Generator | None
+) -> Tensor | None:
+    if algorithm.policy_loss not in ("clip_cov", "kl_cov"):
+        return minibatch.selected
+    if minibatch.old_log_probs is None or minibatch.advantages is None:
+        raise ValueError("the batch has no old_log_probs or no advantages")
+    inputs = (minibatch.old_log_probs, minibatch.advantages, minibatch.response_mask)
+    if algorithm.policy_loss == "kl_cov":
+        return select_kl_cov(*inputs, fraction=algorithm.cov_fraction)
+    return select_clip_cov(
+        *inputs,
+        generator or torch.Generator().manual_seed(0),
+        fraction=algorithm.cov_fraction,
+        low=algorithm.cov_low,
+        high=algorithm.cov_high,
+    )
+
+
+def _nll_weights(minibatch: TrainBatch, algorithm: Algorithm) -> Tensor | None:
+    """Average the imitation loss over the good responses' tokens of the mini-batch."""
+    if minibatch.nll_weights is None:
+        return None
+    marks = (minibatch.nll_weights > 0) & minibatch.response_mask
+    return marks.float() * algorithm.positive_nll_coef / marks.sum().clamp(min=1)
 
 
 def _units(batch: TrainBatch, rows: list[int]) -> list[list[int]]:
     """Collect the rows of one prompt, prompts in order of first appearance."""
     if batch.group is None:
         return [[row] for row in rows]
-    dense, _ = dense_groups(batch.group)
+    dense = dense_groups(batch.group)[0].tolist()
     found: dict[int, list[int]] = {}
     for row in rows:
-        found.setdefault(int(dense[row]), []).append(row)
+        found.setdefault(dense[row], []).append(row)
     return list(found.values())

@@ -7,91 +7,154 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.correction import correct
 from megatron_rl.algorithms.kl import kl_estimate
-from megatron_rl.algorithms.names import POLICY_LOSSES, resolve
+from megatron_rl.algorithms.micro import masked, on_device
+from megatron_rl.algorithms.mismatch import mismatch_metrics
+from megatron_rl.algorithms.names import POLICY_LOSSES, resolved_correction
+from megatron_rl.algorithms.pieces import resolve
+from megatron_rl.algorithms.policy_losses.sequence import off_policy_sequence_mask
 from megatron_rl.algorithms.policy_losses.token_loss import TokenLoss
 from megatron_rl.algorithms.settings import Algorithm
+from megatron_rl.algorithms.state import AlgorithmState
+from megatron_rl.algorithms.value_loss import value_loss
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
 
 
 def policy_objective(
-    algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor, entropy: Tensor
+    algorithm: Algorithm,
+    micro: TrainBatch,
+    log_probs: Tensor,
+    entropy: Tensor,
+    state: AlgorithmState | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Return the policy loss of a micro-batch of whole rows, and its metrics.
 
     ``log_probs`` and ``entropy`` [N] are the current policy's, with gradient, aligned with
-    ``micro.tokens``; what they hold outside ``response_mask`` is not read. The loss is
-    ``sum_t w_t (correction_t l_t + kl_coef kl_t - entropy_coef H_t)`` with global weights w, so losses and
-    gradients of the micro-batches of a mini-batch add up to the mini-batch's, however it was split.
-    The metric ``policy/loss`` is divided by the sum of weights (1 over a mini-batch for the means).
+    ``micro.tokens``; what they hold outside ``response_mask`` is not read and gets no gradient. The loss is
+    ``sum_t w_t (c_t l_t + kl_coef kl_t - entropy_coef H_t) - sum_t u_t log_prob_t`` with global weights w and
+    (for imitation) u, and the mismatch correction c, so losses and gradients of the micro-batches of a
+    mini-batch add up to the mini-batch's, however it was split. ``state`` holds an adaptive KL coefficient.
+
+    The metrics ``policy/loss`` and ``policy/kl_loss`` are divided by the sum of w (1 over a mini-batch for
+    token-mean and seq-mean-token-mean). ``policy/kl`` is the mean of old minus new log-probs.
     """
     micro = on_device(micro, log_probs.device)
     mask, weights = micro.response_mask, micro.loss_weights
-    log_probs = torch.where(mask, log_probs.float() if log_probs.itemsize < 4 else log_probs, 0)
-    entropy = torch.where(mask, entropy, 0)
-    token_loss: TokenLoss = resolve(algorithm.policy_loss, POLICY_LOSSES)(micro, log_probs, algorithm)
-    loss = token_loss.loss
-    if micro.correction is not None:
-        loss = loss * micro.correction
-    total = (weights * torch.where(mask, loss, 0)).sum()
+    log_probs = masked(log_probs, mask)
+    entropy = masked(entropy, mask)
+    token_loss, metrics = _corrected_loss(algorithm, micro, log_probs)
+    total = (weights * torch.where(mask, token_loss.loss, 0)).sum()
     count, weight = int(mask.sum()), float(weights.sum())
-    metrics = Metrics.mean("policy/loss", float(total.detach()), weight)
+    metrics += Metrics.mean("policy/loss", float(total.detach()), weight)
     metrics += Metrics.mean("policy/entropy", float(entropy.detach().sum()), count)
-    if micro.old_log_probs is not None:
-        moved = torch.where(mask, micro.old_log_probs - log_probs.detach(), 0)
-        metrics += Metrics.mean("policy/kl", float(moved.sum()), count)
+    metrics += _movement(micro, log_probs.detach(), count)
     for name, indicator in token_loss.indicators.items():
-        value = torch.where(mask, indicator.detach().to(loss.dtype), 0)
+        value = torch.where(mask, indicator.detach().to(weights.dtype), 0)
         metrics += Metrics.mean(f"policy/{name}", float(value.sum()), count)
     if algorithm.kl_in == "loss":
         if micro.ref_log_probs is None:
             raise ValueError("kl_in is 'loss' but the batch has no ref_log_probs")
         kl = kl_estimate(log_probs, torch.where(mask, micro.ref_log_probs, 0), algorithm.kl_estimator)
-        total = total + algorithm.kl_coef * (weights * kl).sum()
-        metrics += Metrics.mean("kl/ref", float(kl.detach().sum()), count)
+        kl_total = (weights * torch.where(mask, kl, 0)).sum()
+        total = total + (algorithm.kl_coef if state is None else state.kl_coef) * kl_total
+        metrics += Metrics.mean("policy/kl_loss", float(kl_total.detach()), weight)
     if algorithm.entropy_coef:
         total = total - algorithm.entropy_coef * (weights * entropy).sum()
+    if micro.nll_weights is not None:
+        imitation = -(micro.nll_weights * log_probs).sum()
+        total = total + imitation
+        good = float(micro.nll_weights.sum())
+        metrics += Metrics.mean("policy/nll", float(imitation.detach()), good)
     return total, metrics
 
 
 def value_objective(algorithm: Algorithm, micro: TrainBatch, values: Tensor) -> tuple[Tensor, Metrics]:
     """Return the critic's loss of a micro-batch, and its metrics; ``values`` [N] with gradient.
 
-    ``l_t = coef max((v - G)^2, (clip(v, v_old +- value_clip) - G)^2)``, weighted by ``value_weights``.
+    The loss is `value_loss` weighted by ``value_weights``, exact under any split like `policy_objective`.
     """
     micro = on_device(micro, values.device)
     mask, weights = micro.response_mask, micro.value_weights
     if weights is None or micro.returns is None or micro.old_values is None:
         raise ValueError("the batch lacks value_weights, returns or old_values")
-    values = torch.where(mask, values.float() if values.itemsize < 4 else values, 0)
-    squared = (values - micro.returns) ** 2
-    clipped = torch.zeros_like(mask)
-    if algorithm.value_clip is not None:
-        bound = values.clamp(micro.old_values - algorithm.value_clip, micro.old_values + algorithm.value_clip)
-        other = (bound - micro.returns) ** 2
-        clipped = other > squared
-        squared = torch.maximum(squared, other)
-    total = (weights * algorithm.value_loss_coef * torch.where(mask, squared, 0)).sum()
+    values = masked(values, mask)
+    old_values, returns = torch.where(mask, micro.old_values, 0), torch.where(mask, micro.returns, 0)
+    found = value_loss(values, old_values, returns, clip=algorithm.value_clip, coef=algorithm.value_loss_coef)
+    total = (weights * found.loss).sum()
     count = int(mask.sum())
     metrics = Metrics.mean("critic/loss", float(total.detach()), float(weights.sum()))
     metrics += Metrics.mean("critic/value", float(values.detach().sum()), count)
-    metrics += Metrics.mean("critic/clip_fraction", int((clipped & mask).sum()), count)
+    metrics += Metrics.mean("critic/clip_fraction", int(found.clipped.sum()), count)
     return total, metrics
 
 
 def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics]:
-    """Return the supervised loss ``-sum_t w_t log_probs_t`` of a micro-batch, and its metrics."""
+    """Return the supervised loss ``-sum_t w_t log_probs_t`` of a micro-batch, and its metrics.
+
+    ``sft/loss`` is divided by the sum of weights: with ``token-mean`` the mean negative log-likelihood.
+    """
     micro = on_device(micro, log_probs.device)
-    mask = micro.response_mask
-    log_probs = torch.where(mask, log_probs.float() if log_probs.itemsize < 4 else log_probs, 0)
+    log_probs = masked(log_probs, micro.response_mask)
     total = -(micro.loss_weights * log_probs).sum()
-    metrics = Metrics.mean("sft/loss", float(total.detach()), float(micro.loss_weights.sum()))
-    return total, metrics
+    return total, Metrics.mean("sft/loss", float(total.detach()), float(micro.loss_weights.sum()))
 
 
-def on_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    """Return the batch with every tensor on ``device``."""
-    names = (*TrainBatch.TOKEN_FIELDS, *TrainBatch.ROW_FIELDS)
-    tensors = {name: getattr(batch, name) for name in names}
-    return replace(batch, **{name: t.to(device) for name, t in tensors.items() if t is not None})
+def _corrected_loss(algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor) -> tuple[TokenLoss, Metrics]:
+    """Take the policy loss per token, with the mismatch correction and sequence masking applied."""
+    loss, indicators = resolve(algorithm.policy_loss, POLICY_LOSSES, "policy_loss")(
+        micro, log_probs, algorithm
+    )
+    metrics = Metrics()
+    if algorithm.bypass:
+        weights, metrics = _bypass_correction(algorithm, micro, log_probs.detach())
+        loss = loss if weights is None else loss * weights
+    elif micro.correction is not None:
+        loss = loss * micro.correction
+    if algorithm.opsm_delta is not None:
+        if micro.old_log_probs is None or micro.advantages is None:
+            raise ValueError("off-policy sequence masking needs old_log_probs and advantages")
+        keep = off_policy_sequence_mask(
+            log_probs,
+            micro.old_log_probs,
+            micro.advantages,
+            micro.response_mask,
+            micro.lengths,
+            delta=algorithm.opsm_delta,
+        )
+        loss = torch.where(keep, loss, 0)
+        indicators = {**indicators, "opsm_fraction": ~keep}
+    return TokenLoss(loss, indicators), metrics
+
+
+def _bypass_correction(
+    algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor
+) -> tuple[Tensor | None, Metrics]:
+    """Correct against the rollout with the policy being trained, where no old policy was recomputed.
+
+    A loss with a ratio already holds the importance weight (old is the rollout), so weights go only to the
+    plain policy gradient; rejection goes to every loss, as weight 0.
+    """
+    if micro.rollout_log_probs is None:
+        raise ValueError("bypass mode needs rollout_log_probs")
+    mask, lengths = micro.response_mask, micro.lengths
+    metrics = mismatch_metrics(log_probs, micro.rollout_log_probs, mask, lengths)
+    correction = resolved_correction(algorithm)
+    if algorithm.policy_loss != "policy_gradient":
+        correction = replace(correction, level="none")
+    if not correction.active:
+        return None, metrics
+    weights, keep, more = correct(log_probs, micro.rollout_log_probs, mask, lengths, correction)
+    kept = keep.to(log_probs.dtype)
+    return kept if weights is None else weights * kept, metrics + more
+
+
+def _movement(micro: TrainBatch, log_probs: Tensor, count: int) -> Metrics:
+    """Say how far the policy has moved from the one the advantages belong to."""
+    if micro.old_log_probs is None or not count:
+        return Metrics()
+    moved = torch.where(micro.response_mask, log_probs - micro.old_log_probs, 0)
+    return Metrics.mean("policy/kl", float(-moved.double().sum()), count) + Metrics.maximum(
+        "policy/ratio_max", float(moved.max().clamp(max=20).exp())
+    )

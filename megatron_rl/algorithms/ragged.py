@@ -21,6 +21,17 @@ def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=lengths, initial=0)
 
 
+def row_maxima(values: Tensor, lengths: Tensor) -> Tensor:
+    """Take the largest value of each row of a ragged [N] tensor: [B]; an empty row gives 0.
+
+    Example:
+        >>> row_maxima(torch.tensor([-1.0, -2.0, 3.0]), torch.tensor([2, 0, 1])).tolist()
+        [-1.0, 0.0, 3.0]
+    """
+    largest = values.new_zeros(len(lengths))
+    return largest.scatter_reduce(0, row_index(lengths), values, "amax", include_self=False)
+
+
 def broadcast_rows(values: Tensor, lengths: Tensor) -> Tensor:
     """Repeat one value per row [B] over the row's tokens: [N]."""
     return torch.repeat_interleave(values, lengths)

@@ -11,6 +11,26 @@ Piece = str | Callable[..., Any]
 
 
 @dataclass(frozen=True)
+class RolloutCorrection:
+    """Say how the rollout-trainer mismatch is corrected; see `correction`.
+
+    ``level`` of importance weights is none, token, sequence or geometric; ``threshold`` truncates them,
+    ``band`` zeroes those outside. ``rejection`` maps a measure to its threshold or [low, high].
+    """
+
+    level: str = "none"
+    threshold: float | None = 2.0
+    band: tuple[float, float] | None = None
+    batch_normalize: bool = False
+    rejection: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def active(self) -> bool:
+        """Say whether it changes anything."""
+        return self.level != "none" or bool(self.rejection)
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """Compose an RL algorithm from pieces and numbers.
 
@@ -39,7 +59,9 @@ class Algorithm:
     reward_ema_decay: float = 0.99  # of the running mean and variance
     reward_smoothing: float = 0.0  # share of the running mean mixed into every reward
     max_response_tokens: int | None = None  # None: filled from the rollout's limit
-    overlong_buffer: int | None = None  # tokens before the limit where the penalty starts; None: off
+    overlong_buffer: float | None = (
+        None  # tokens before the limit where the penalty starts (below 1: a share)
+    )
     overlong_penalty: float = 1.0
     overlong_filter: bool = False  # rows cut off by the limit take no part in the loss
     dynamic_sampling: bool = False  # the trainer refills groups whose raw rewards are all equal
@@ -68,7 +90,8 @@ class Algorithm:
     cov_high: float = 5.0
     kl_cov_coef: float = 1.0
     opsm_delta: float | None = None  # off-policy sequence masking; None: off
-    positive_nll_coef: float = 0.0  # vapo: imitation of responses with positive advantage
+    positive_nll_coef: float = 0.0  # vapo: imitation of good responses
+    positive_nll_threshold: float = 0.0  # raw rewards above this are good
     entropy_coef: float = 0.0
     loss_scale_factor: float | None = None  # of seq-mean-token-sum-norm; None: max_response_tokens
     denominator: str = "participating"  # participating, all: whether masked-out tokens and rows count

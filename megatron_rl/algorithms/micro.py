@@ -1,0 +1,25 @@
+"""What every objective does to its inputs first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl.types import TrainBatch
+
+
+def on_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
+    """Return the batch with every tensor on ``device``."""
+    names = (*TrainBatch.TOKEN_FIELDS, *TrainBatch.ROW_FIELDS)
+    tensors = {name: getattr(batch, name) for name in names}
+    return replace(batch, **{name: t.to(device) for name, t in tensors.items() if t is not None})
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """Return values [N] in at least float32, 0 outside the mask, so that nothing there is ever read.
+
+    bfloat16 has three digits, too few for differences of log-probs.
+    """
+    return torch.where(mask, values.float() if values.itemsize < 4 else values, 0)
