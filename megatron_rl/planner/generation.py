@@ -73,7 +73,7 @@ def step_cost(
     return StepCost(
         fixed=model.layers * per_layer + decode.step_seconds + engine.step_seconds,
         per_sequence=per_sequence,
-        per_cached_token=model.kv_bytes_per_gpu(tensor) / (gpu.hbm * decode.kv_bandwidth),
+        per_cached_token=model.kv_bytes_per_gpu(tensor, min(2, size)) / (gpu.hbm * decode.kv_bandwidth),
         dense_weights=size * dense / tensor / bandwidth,
         expert_weights=size * model.routed_expert_parameters / spread / bandwidth,
         flops=context_free / tensor / (gpu.peak(precision) * min(1.0, decode.gemm * gpu.gemm_efficiency / 0.7)),
@@ -105,9 +105,13 @@ def cache_tokens(
     precision: str,
     resident: float = 0.0,
 ) -> float:
-    """Return how many tokens the cache of one replica holds (negative when weights do not fit)."""
+    """Return how many tokens the cache of one replica holds (negative when weights do not fit).
+
+    The cache has the precision of the weights, two bytes at most.
+    """
     room = kv_capacity_bytes(model, rollout, cluster.gpu.memory, precision, constants, resident)
-    return room / model.kv_bytes_per_gpu(rollout.tensor) * rollout.pipeline if model.kv_elements else room
+    each = model.kv_bytes_per_gpu(rollout.tensor, min(2, PRECISION_BYTES.get(precision, 2)))
+    return room / each * rollout.pipeline if each else room
 
 
 def generate_seconds(

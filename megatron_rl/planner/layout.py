@@ -62,14 +62,26 @@ def _tensor_choices(model: ModelShape, gpus: int, most: int) -> list[int]:
     return [t for t in (1, 2, 4, 8, 16, 32) if t <= most and gpus % t == 0 and heads % t == 0]
 
 
+def uneven_split(layers: int, pipeline: int) -> tuple[int, int] | None:
+    """Return (first, last) stage layers so that the stages between are equal; None when impossible.
+
+    Even splits return equal values. The first and last stage, which hold an embedding, get fewer
+    layers (Megatron's num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage).
+    """
+    if layers % pipeline == 0:
+        return layers // pipeline, layers // pipeline
+    if pipeline == 2:
+        return ceil(layers / 2), layers // 2
+    for middle in (ceil(layers / pipeline), layers // pipeline):
+        rest = layers - middle * (pipeline - 2)
+        if 2 <= rest <= 2 * middle + 2:
+            return ceil(rest / 2), rest // 2
+    return None
+
+
 def _pipeline_choices(model: ModelShape, gpus: int) -> list[int]:
-    choices = []
-    for pipeline in divisors(gpus):
-        stage = ceil(model.layers / pipeline)
-        # An uneven split must leave the last stage at least one layer.
-        if pipeline <= min(model.layers, 64) and model.layers - stage * (pipeline - 1) >= 1:
-            choices.append(pipeline)
-    return choices
+    most = min(model.layers, 64)
+    return [p for p in divisors(gpus) if p <= most and uneven_split(model.layers, p) is not None]
 
 
 def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:

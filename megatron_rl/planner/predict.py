@@ -38,7 +38,9 @@ def _pretraining_batch(scenario: Scenario) -> RlBatch:
     return RlBatch(rows, 1, 1, 0.0, lengths, sequence, micro, bool(given.get("packing", False)))
 
 
-def _choice(scenario: Scenario, role: str, batch: RlBatch, gpus: int) -> TrainChoice:
+def _choice(
+    scenario: Scenario, role: str, batch: RlBatch, gpus: int, offload_allowed: bool = True
+) -> TrainChoice:
     """Return the stated training cut of a role, or the planner's own."""
     model, cluster = scenario.model(role), scenario.cluster.resized(gpus)
     recompute = scenario.raw.get("recompute")
@@ -46,8 +48,10 @@ def _choice(scenario: Scenario, role: str, batch: RlBatch, gpus: int) -> TrainCh
     if scenario.layout is not None:
         return TrainChoice(model, scenario.layout, recompute or "none", scenario.optimizer, int(micro or 1))
     limit = memory_limit(cluster, scenario.constants)
-    # A stated recompute may not fit any cut; a heavier one is then the only way to run.
-    for stated in ((recompute,), RECOMPUTE) if recompute else (RECOMPUTE,):
+    # A stated recompute may not fit any cut; a heavier one, then offload, are the only ways to run.
+    stages = [((recompute,), False)] if recompute else []
+    stages += [(RECOMPUTE, False)] + ([(RECOMPUTE, True)] if offload_allowed else [])
+    for stated, offload in stages:
         plans = training_plans(
             model,
             gpus,
@@ -60,6 +64,7 @@ def _choice(scenario: Scenario, role: str, batch: RlBatch, gpus: int) -> TrainCh
             forward_passes=1,
             recomputes=stated,
             micro_batches=(int(micro),) if micro else (1, 2, 4),
+            offload_allowed=offload,
             best=1,
         )
         if plans:
@@ -192,7 +197,8 @@ def serving_throughput(scenario: Scenario) -> Prediction:
     given = scenario.part("batch")
     if "prompts" in given and "concurrent_sequences" not in given:
         seconds = step_generate_seconds(model, rollout, batch, cluster, constants, scenario.precision)
-        seconds = (seconds - constants.decode.rl_fixed_seconds) * constants.decode.rl_generate
+        share = constants.decode.rl_generate * constants.engines[rollout.engine].rl_share
+        seconds = (seconds - constants.decode.rl_fixed_seconds) * share
         return {"tokens_per_second_total": batch.rows * batch.lengths.mean / seconds}
     if "concurrent_sequences" not in given:
         rows = float(rollout.max_sequences or constants.engines[rollout.engine].max_sequences)
@@ -323,7 +329,7 @@ def _training_fits(scenario: Scenario, batch: RlBatch, limit: float) -> bool:
     gpus = scenario.train_gpus
     if scenario.layout is None:
         try:
-            _choice(scenario, "actor", batch, gpus)
+            _choice(scenario, "actor", batch, gpus, offload_allowed=False)
         except UserError:
             return False
         return True

@@ -81,9 +81,16 @@ class TrainChoice:
     micro_batch: int = 1
 
 
-def _moe_share(model: ModelShape, constants: Constants) -> float:
-    # Real routing is uneven, pretraining benchmarks force it even.
-    return constants.efficiency.rl_moe if model.experts else 1.0
+def _loop_share(model: ModelShape, batch: RlBatch, constants: Constants) -> float:
+    """Return the share of a pretraining pace that a reinforcement-learning loop keeps.
+
+    Uneven rows unbalance replicas and leave packed micro-batches partly empty; routing is uneven where
+    pretraining benchmarks force it even; the rest is fp32 logits, loading and offloading.
+    """
+    share = constants.efficiency.rl_loop
+    if batch.lengths.scale is not None or batch.packing:
+        share *= constants.efficiency.rl_uneven_rows
+    return share * (constants.efficiency.rl_moe if model.experts else 1.0)
 
 
 def step_train_seconds(
@@ -95,9 +102,17 @@ def step_train_seconds(
         rows, batch.mean_row, batch.longest, batch.context, choice.layout.data, choice.micro_batch, batch.packing
     )
     one = train_seconds(
-        choice.model, choice.layout, cluster, constants, precision, work, choice.recompute, choice.optimizer
+        choice.model,
+        choice.layout,
+        cluster,
+        constants,
+        precision,
+        work,
+        choice.recompute,
+        choice.optimizer,
+        constants.efficiency.rl_train * _loop_share(choice.model, batch, constants),
     )
-    return batch.optimizer_steps * one / (constants.efficiency.rl_train * _moe_share(choice.model, constants))
+    return batch.optimizer_steps * one
 
 
 def step_forward_seconds(
@@ -114,7 +129,7 @@ def step_forward_seconds(
         batch.packing,
     )
     once = forward_seconds(choice.model, choice.layout, cluster, constants, precision, work)
-    return once / (constants.efficiency.rl_log_probs * _moe_share(choice.model, constants))
+    return once / (constants.efficiency.rl_log_probs * _loop_share(choice.model, batch, constants))
 
 
 def step_generate_seconds(
@@ -140,7 +155,9 @@ def step_generate_seconds(
         min(batch.samples, max(1, round(rows))),
         resident,
     )
-    return constants.decode.rl_fixed_seconds + once / constants.decode.rl_generate
+    return constants.decode.rl_fixed_seconds + once / (
+        constants.decode.rl_generate * constants.engines[rollout.engine].rl_share
+    )
 
 
 def host_swap_seconds(choices: list[TrainChoice], cluster: Cluster, constants: Constants, states: float) -> float:

@@ -130,8 +130,13 @@ def train_seconds(
     work: Work,
     recompute: str,
     optimizer: OptimizerChoice,
+    share: float = 1.0,
 ) -> float:
-    """Return seconds of one optimizer step (forward, backward, gradient exchange, update)."""
+    """Return seconds of one optimizer step (forward, backward, gradient exchange, update).
+
+    ``share`` is the part of the kernels' pace that the surrounding loop keeps; it slows computation,
+    not the gradient exchange.
+    """
     layer = layer_seconds(model, layout, cluster, constants, precision, work.tokens, work.context)
     backward = layer.backward
     if recompute == "full":
@@ -139,7 +144,7 @@ def train_seconds(
     elif recompute == "selective":
         backward += layer.recomputed_selective
     slow, mean = _stage(model, layout, layer.forward + backward, layer.head_forward + layer.head_backward)
-    total = _pipeline_seconds(model, layout, cluster, constants, work, slow, mean)
+    total = _pipeline_seconds(model, layout, cluster, constants, work, slow, mean) / share
     update = _optimizer_seconds(model, layout, cluster, constants, optimizer)
     if layout.fully_sharded:
         reduce = _data_parallel_seconds(model, layout, cluster, constants, optimizer)
