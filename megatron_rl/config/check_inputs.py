@@ -72,9 +72,7 @@ def _resume(config: RunConfig) -> list[UserError]:
                 where="checkpoint.resume",
                 expected="auto, never, or the directory of a checkpoint",
                 got=repr(resume),
-                fix=f"the newest of this run is {near}"
-                if near
-                else "write auto, or name an existing directory",
+                fix=f"the newest of this run is {near}" if near else "write auto, or a directory that exists",
             )
         ]
     try:

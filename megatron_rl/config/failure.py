@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -29,20 +30,22 @@ def launched_world() -> int | None:
 def report_errors(error: UserError) -> None:
     """Print the errors on one rank.
 
-    Every rank finds the same errors in the same input, so rank 0 prints and the launcher ends the others
+    Every rank finds the same errors in the same input, so rank 0 speaks and the launcher ends the others
     while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not have,
     such as a file missing on its machine alone, and prints it itself. No rank waits for another's message.
     """
     rank = process_rank()
     if rank != 0:
+        # A launcher that ends this rank has heard of another's failure: this one adds nothing to it.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(PATIENCE)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"rank {rank} on {socket.gethostname()}:", file=sys.stderr)
             print(_text(error), file=sys.stderr, flush=True)
         return
     text = _text(error)
-    print(text, file=sys.stderr, flush=True)
-    _tell_launcher(text)
+    if not _tell_launcher(text):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _text(error: UserError) -> str:
@@ -50,17 +53,18 @@ def _text(error: UserError) -> str:
     return "\n".join(numbered(errors, "error"))
 
 
-def _tell_launcher(text: str) -> None:
-    """Leave the text where torchrun looks for it, so that its own summary ends with it."""
+def _tell_launcher(text: str) -> bool:
+    """Leave the text where torchrun looks for it; return whether torchrun will print it.
+
+    Its summary is the last thing that torchrun prints, below everything it says about processes.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
-        return
-    lines = text.replace("\n", "\n    ")
-    message = {
-        "message": f"bad input\n    {lines}",
-        "extraInfo": {"py_callstack": f"bad input\n    {lines}", "timestamp": str(int(time.time()))},
-    }
+        return False
+    shown = "bad input\n\n" + text + "\n"
+    message = {"message": shown, "extraInfo": {"py_callstack": shown, "timestamp": str(int(time.time()))}}
     try:
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     except OSError:
-        return  # the text is on stderr already
+        return False
+    return True
