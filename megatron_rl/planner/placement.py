@@ -8,7 +8,7 @@ max over groups of their forward passes + max over groups of their training + we
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_rl.planner.constants import Cluster, Constants
 from megatron_rl.planner.layout import RolloutLayout
@@ -21,9 +21,12 @@ from megatron_rl.planner.search import (
     TrainPlan,
     memory_limit,
     rollout_plans,
-    training_plans,
+    training_front,
 )
 from megatron_rl.planner.weight_sync import sync_seconds
+
+
+_LEAD_CHOICES = 12
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,6 @@ class Problem:
         """Say whether the algorithm trains a role."""
         return role in TRAINED_ROLES[self.algorithm]
 
-    def forward_passes(self, role: str) -> int:
-        """Count a role's forward passes per step: the actor's old log-probs, one for every other."""
-        return 1
-
 
 @dataclass(frozen=True)
 class GroupPlan:
@@ -66,6 +65,11 @@ class GroupPlan:
     resident: float = 0.0  # training bytes that stay on the GPU during generation
     offloaded: bool = False  # training state leaves the GPU during generation
 
+    @property
+    def busy(self) -> float:
+        """Return the seconds a step keeps this group's GPUs busy."""
+        return self.forward + self.train + self.swap + (self.rollout.seconds if self.rollout else 0.0)
+
 
 @dataclass(frozen=True)
 class PlacementPlan:
@@ -76,6 +80,12 @@ class PlacementPlan:
     phases: Phases
     rollout: RolloutPlan
     overlapped: bool = False  # generation of the next step runs during training (one step off policy)
+    rollout_gpus: int = 0  # GPUs that only generate
+
+    @property
+    def gpus(self) -> int:
+        """Count the GPUs in use."""
+        return sum(self.gpus_per_group) + self.rollout_gpus
 
     @property
     def gpus_per_group(self) -> list[int]:
@@ -90,27 +100,78 @@ class PlacementPlan:
         return None
 
 
-def _role_plans(
-    problem: Problem, role: str, gpus: int, limit: float, counted: SearchCount | None, best: int = 1
-) -> list[TrainPlan]:
-    return training_plans(
-        problem.models[role],
-        gpus,
-        problem.cluster.resized(gpus),
-        problem.constants,
-        problem.batch,
-        problem.precision,
-        problem.optimizer,
-        limit,
-        forward_passes=problem.forward_passes(role),
-        trained=problem.trained(role),
-        best=best,
-        counted=counted,
-    )
+class Planner:
+    """Plan groups of roles for one problem, keeping what was searched for a model on a GPU count."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.counted = SearchCount()
+        self._fronts: dict[tuple[ModelShape, bool, int], list[TrainPlan]] = {}
+
+    def front(self, role: str, gpus: int) -> list[TrainPlan]:
+        """Return the undominated ways to run a role on ``gpus`` GPUs, fastest first."""
+        problem = self.problem
+        key = (problem.models[role], problem.trained(role), gpus)
+        if key not in self._fronts:
+            self._fronts[key] = training_front(
+                problem.models[role],
+                gpus,
+                problem.cluster.resized(gpus),
+                problem.constants,
+                problem.batch,
+                problem.precision,
+                problem.optimizer,
+                trained=problem.trained(role),
+                counted=self.counted,
+            )
+        return self._fronts[key]
+
+    def group(self, roles: Sequence[str], gpus: int, generates: bool) -> GroupPlan | None:
+        """Plan a group of roles on ``gpus`` GPUs for its least seconds; None when it does not fit.
+
+        A role's limit is what the other roles' resting states leave; when that is too little, resting
+        roles wait in host memory and every step pays for the transfers.
+        """
+        # The lead is the role whose choice decides what the others, and generation, have left.
+        order = sorted(roles, key=lambda name: (not self.problem.trained(name), name != "actor"))
+        options = self.front(order[0], gpus)[:_LEAD_CHOICES]
+        plans = [self._with_lead(order, lead, gpus, generates) for lead in options]
+        return min((plan for plan in plans if plan is not None), key=lambda plan: plan.busy, default=None)
+
+    def _with_lead(
+        self, order: Sequence[str], lead: TrainPlan, gpus: int, generates: bool
+    ) -> GroupPlan | None:
+        problem = self.problem
+        limit = memory_limit(problem.cluster, problem.constants)
+        plans: dict[str, TrainPlan] = {order[0]: lead}
+        resting = lead.memory.states
+        for role in order[1:]:
+            front = self.front(role, gpus)
+            if not front:
+                return None
+            plans[role] = next((p for p in front if p.memory.total <= limit - resting), front[0])
+            resting += plans[role].memory.states
+        host = problem.cluster.gpu.host * problem.constants.efficiency.host
+        peak = max(plan.memory.total - plan.memory.states for plan in plans.values()) + resting
+        swap = 0.0
+        if peak > limit:
+            swap = 2.0 * (resting - min(plan.memory.states for plan in plans.values())) / host
+            resting = max(plan.memory.states for plan in plans.values())
+        forward = sum(plan.forward for plan in plans.values())
+        train = sum(plan.train for plan in plans.values())
+        group = GroupPlan(tuple(order), gpus, plans, forward, train, swap)
+        if not generates:
+            return group
+        chosen = rollout_choice(problem, gpus, resting, False, self.counted)
+        if chosen is None:
+            return None
+        rollout, moved, offloaded = chosen
+        kept = 0.0 if offloaded else resting
+        return replace(group, swap=swap + moved, rollout=rollout, resident=kept, offloaded=offloaded)
 
 
-def _rollout_choice(
-    problem: Problem, gpus: int, states: float, alone: bool, counted: SearchCount | None
+def rollout_choice(
+    problem: Problem, gpus: int, states: float, alone: bool, counted: SearchCount | None = None
 ) -> tuple[RolloutPlan, float, bool] | None:
     """Choose the rollout beside ``states`` training bytes: keep them, or swap them to the host.
 
@@ -146,47 +207,6 @@ def _rollout_choice(
     return min(options, key=lambda option: option[0].seconds + option[1], default=None)
 
 
-def plan_group(
-    problem: Problem, roles: Sequence[str], gpus: int, generates: bool, counted: SearchCount | None = None
-) -> GroupPlan | None:
-    """Plan a group of roles on ``gpus`` GPUs; None when it does not fit.
-
-    A role's limit is what the other roles' resting states leave; when that is too little, resting
-    roles wait in host memory and every step pays for the transfers.
-    """
-    limit = memory_limit(problem.cluster, problem.constants)
-    plans: dict[str, TrainPlan] = {}
-    resting = 0.0
-    # Roles that rest on the GPU take space from those planned after them; large trained roles go first.
-    for role in sorted(roles, key=lambda name: (not problem.trained(name), name != "actor")):
-        frozen = sum(
-            2.0 * problem.models[other].total / gpus for other in roles if other not in plans and other != role
-        )
-        found = _role_plans(problem, role, gpus, limit - resting - frozen, counted)
-        if not found:
-            found = _role_plans(problem, role, gpus, limit, counted)
-        if not found:
-            return None
-        plans[role] = found[0]
-        resting += found[0].memory.states
-    peak = max(plan.memory.total - plan.memory.states for plan in plans.values()) + resting
-    host = problem.cluster.gpu.host * problem.constants.efficiency.host
-    swap = 0.0
-    if peak > limit:
-        swap = 2.0 * (resting - min(plan.memory.states for plan in plans.values())) / host
-        resting = max(plan.memory.states for plan in plans.values())
-    forward = sum(plan.forward * problem.forward_passes(role) for role, plan in plans.items())
-    train = sum(plan.train for plan in plans.values())
-    if not generates:
-        return GroupPlan(tuple(roles), gpus, plans, forward, train, swap)
-    chosen = _rollout_choice(problem, gpus, resting, False, counted)
-    if chosen is None:
-        return None
-    rollout, moved, offloaded = chosen
-    kept = 0.0 if offloaded else resting
-    return GroupPlan(tuple(roles), gpus, plans, forward, train, swap + moved, rollout, kept, offloaded)
-
-
 def _sync(problem: Problem, actor: TrainPlan, rollout: RolloutLayout) -> float:
     return sync_seconds(
         problem.models["actor"],
@@ -214,21 +234,27 @@ def score_groups(name: str, problem: Problem, groups: Sequence[GroupPlan]) -> Pl
 
 
 def score_split(
-    problem: Problem, roles: Sequence[str], train_gpus: int, rollout_gpus: int, counted: SearchCount | None = None
+    planner: Planner, roles: Sequence[str], train_gpus: int, rollout_gpus: int, one_step_off: bool
 ) -> PlacementPlan | None:
-    """Score training and generation on disjoint GPUs, one step off policy; None when it does not fit."""
-    group = plan_group(problem, roles, train_gpus, False, counted)
+    """Score training and generation on disjoint GPUs; None when it does not fit.
+
+    ``one_step_off``: the next step's generation runs during training, so the longer of both counts.
+    """
+    problem = planner.problem
+    group = planner.group(roles, train_gpus, False)
     if group is None:
         return None
-    chosen = _rollout_choice(problem, rollout_gpus, 0.0, True, counted)
+    chosen = rollout_choice(problem, rollout_gpus, 0.0, True, planner.counted)
     if chosen is None:
         return None
     rollout = chosen[0]
     sync = _sync(problem, group.plans["actor"], rollout.layout)
     learn = group.forward + group.train + group.swap
-    total = max(rollout.seconds, learn) + sync + problem.constants.efficiency.rl_fixed_seconds
+    both = max(rollout.seconds, learn) if one_step_off else rollout.seconds + learn
+    total = both + sync + problem.constants.efficiency.rl_fixed_seconds
     phases = Phases(rollout.seconds, group.forward, group.train + group.swap, sync, total)
-    return PlacementPlan("split", (group,), phases, rollout, overlapped=True)
+    name = "split, one step off" if one_step_off else "split"
+    return PlacementPlan(name, (group,), phases, rollout, one_step_off, rollout_gpus)
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -241,14 +267,12 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def best_grouping(
-    name: str, problem: Problem, groups: Sequence[Sequence[str]], counted: SearchCount | None = None
-) -> PlacementPlan | None:
-    """Size the groups for the shortest step, in units of a sixteenth of the GPUs; None: nothing fits."""
-    gpus = problem.cluster.num_gpus
+def best_grouping(name: str, planner: Planner, groups: Sequence[Sequence[str]], parts: int = 16) -> PlacementPlan | None:
+    """Size the groups for the shortest step, in units of 1/``parts`` of the GPUs; None: nothing fits."""
+    gpus = planner.problem.cluster.num_gpus
     if len(groups) > gpus:
         return None
-    unit = max(1, gpus // 16) if len(groups) > 1 else gpus
+    unit = max(1, gpus // parts) if len(groups) > 1 else gpus
     planned: dict[tuple[int, int], GroupPlan | None] = {}
     best: PlacementPlan | None = None
     for sizes in compositions(gpus // unit, len(groups)):
@@ -256,12 +280,12 @@ def best_grouping(
         for index, size in enumerate(sizes):
             key = (index, size * unit)
             if key not in planned:
-                planned[key] = plan_group(problem, groups[index], size * unit, "actor" in groups[index], counted)
+                planned[key] = planner.group(groups[index], size * unit, "actor" in groups[index])
             members.append(planned[key])
         found = [member for member in members if member is not None]
         if len(found) < len(members):
             continue
-        scored = score_groups(name, problem, found)
+        scored = score_groups(name, planner.problem, found)
         if best is None or scored.phases.total < best.phases.total:
             best = scored
     return best

@@ -13,16 +13,16 @@ from megatron_rl.planner.generation import decode_milliseconds, serving_tokens_p
 from megatron_rl.planner.layout import Layout, RolloutLayout
 from megatron_rl.planner.lengths import response_lengths
 from megatron_rl.planner.memory import prefill_workspace_bytes, rollout_weight_bytes, training_memory
-from megatron_rl.planner.placement import Problem, best_grouping
+from megatron_rl.planner.placement import Planner, Problem, best_grouping
 from megatron_rl.planner.rl_step import RlBatch, TrainChoice, rl_step, step_generate_seconds
 from megatron_rl.planner.scenario import Scenario
 from megatron_rl.planner.search import (
     RECOMPUTE,
-    _forward_memory,
+    forward_memory,
     memory_limit,
     memory_of,
     rollout_plans,
-    training_plans,
+    training_front,
 )
 from megatron_rl.planner.training import model_flops_per_token, replica_work, train_seconds
 from megatron_rl.planner.weight_sync import sync_seconds, volume
@@ -52,7 +52,7 @@ def _choice(
     stages = [((recompute,), False)] if recompute else []
     stages += [(RECOMPUTE, False)] + ([(RECOMPUTE, True)] if offload_allowed else [])
     for stated, offload in stages:
-        plans = training_plans(
+        plans = training_front(
             model,
             gpus,
             cluster,
@@ -60,12 +60,9 @@ def _choice(
             batch,
             scenario.precision,
             scenario.optimizer,
-            limit,
-            forward_passes=1,
             recomputes=stated,
             micro_batches=(int(micro),) if micro else (1, 2, 4),
             offload_allowed=offload,
-            best=1,
         )
         if plans:
             return plans[0].choice
@@ -293,7 +290,8 @@ def placement_choice(scenario: Scenario) -> Prediction:
         max_sequences=rollout.get("max_sequences"),
         rollout_tensor=rollout.get("tensor"),
     )
-    scored = {name: best_grouping(name, problem, groups) for name, groups in candidates.items()}
+    planner = Planner(problem)
+    scored = {name: best_grouping(name, planner, groups) for name, groups in candidates.items()}
     fitting = {name: plan for name, plan in scored.items() if plan is not None}
     if not fitting:
         return {"best": None, "gpus_per_group": None, "seconds_by_candidate": {}}
@@ -337,7 +335,7 @@ def _training_fits(scenario: Scenario, batch: RlBatch, limit: float) -> bool:
     if memory_of(choice, batch, scenario.constants).total > limit:
         return False
     scored = replace(choice, model=scenario.model("reference"))
-    return _forward_memory(scored, batch, scenario.constants).total <= limit
+    return forward_memory(scored, batch, scenario.constants).total <= limit
 
 
 def fits_in_memory(scenario: Scenario) -> Prediction:

@@ -6,13 +6,12 @@ each the best parallel sizes per model, scored by the phase model.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count
-from math import isfinite
+from itertools import product
+from math import inf, isfinite
 
-from megatron_rl.planner.constants import GB, Cluster, Constants
+from megatron_rl.planner.constants import Cluster, Constants
 from megatron_rl.planner.layout import Layout, RolloutLayout, rollout_layouts, training_layouts, virtual_choices
 from megatron_rl.planner.memory import (
     OptimizerChoice,
@@ -81,7 +80,7 @@ def memory_of(choice: TrainChoice, batch: RlBatch, constants: Constants) -> Trai
     )
 
 
-def _forward_memory(choice: TrainChoice, batch: RlBatch, constants: Constants) -> TrainingMemory:
+def forward_memory(choice: TrainChoice, batch: RlBatch, constants: Constants) -> TrainingMemory:
     """Return the memory of a model that only scores: 2-byte weights and one layer's activations."""
     frozen = OptimizerChoice(gradient_bytes=0, state_bytes=0)
     one = training_memory(
@@ -90,41 +89,25 @@ def _forward_memory(choice: TrainChoice, batch: RlBatch, constants: Constants) -
     return replace(one, logits=one.logits * 0.6)
 
 
-def _fitting(
+def _choices(
     model: ModelShape,
     layout: Layout,
     optimizer: OptimizerChoice,
-    batch: RlBatch,
-    constants: Constants,
-    limit: float,
     recomputes: Iterable[str],
     micro_batches: Iterable[int],
     offload_allowed: bool,
-) -> Iterable[tuple[TrainChoice, TrainingMemory]]:
-    """Yield, per interleaving and micro-batch, the lightest recompute (then offload) that fits."""
-    dense, expert = parameters_per_gpu(model, replace(layout, virtual_pipeline=1))
-    if 2.0 * (dense + expert) > limit and not layout.fully_sharded:
-        return
+) -> Iterator[TrainChoice]:
+    """Yield every way to run a layout: interleaving, micro-batch, offload and recompute."""
     variants = [optimizer]
     if offload_allowed and not optimizer.offload:
         variants.append(replace(optimizer, offload=True))
     for virtual in virtual_choices(model, layout.pipeline):
         cut = replace(layout, virtual_pipeline=virtual)
-        for micro in micro_batches:
-            done = False
-            for variant in variants:
-                for recompute in recomputes:
-                    choice = TrainChoice(model, cut, recompute, variant, micro)
-                    memory = memory_of(choice, batch, constants)
-                    if memory.total <= limit:
-                        yield choice, memory
-                        done = True
-                        break
-                if done:
-                    break
+        for micro, variant, recompute in product(micro_batches, variants, recomputes):
+            yield TrainChoice(model, cut, recompute, variant, micro)
 
 
-def training_plans(
+def training_front(
     model: ModelShape,
     gpus: int,
     cluster: Cluster,
@@ -132,50 +115,58 @@ def training_plans(
     batch: RlBatch,
     precision: str,
     optimizer: OptimizerChoice,
-    limit: float,
     *,
-    forward_passes: int = 0,
+    forward_passes: int = 1,
     trained: bool = True,
     recomputes: Iterable[str] = RECOMPUTE,
     micro_batches: Iterable[int] = _MICRO_BATCHES,
-    layouts: Iterable[Layout] | None = None,
     offload_allowed: bool = True,
-    best: int = 4,
     counted: SearchCount | None = None,
 ) -> list[TrainPlan]:
-    """Return the ``best`` fastest ways to run a model on ``gpus`` GPUs within ``limit`` bytes each.
+    """Return the ways to run a model on ``gpus`` GPUs that no other way beats in time and memory.
 
-    The score is a step's training plus ``forward_passes`` forward passes; an untrained model is scored
-    by its forward alone. Empty when nothing fits.
+    Fastest first. The score is a step's training plus ``forward_passes`` forward passes; an untrained
+    model is scored by its forward alone. A way stays when it needs less peak memory, or keeps less
+    state between steps, than every faster one. Empty when nothing fits.
     """
     counted = counted or SearchCount()
+    limit = memory_limit(cluster, constants)
     rows = batch.rows // batch.optimizer_steps if trained else batch.rows
-    space = layouts or training_layouts(model, gpus, cluster.gpus_per_node, int(batch.longest), max(1, rows))
-    heap: list[tuple[float, int, TrainPlan]] = []
-    order = count()
-    for layout in space:
+    found: list[tuple[float, TrainPlan]] = []
+    for layout in training_layouts(model, gpus, cluster.gpus_per_node, int(batch.longest), max(1, rows)):
         counted.layouts += 1
+        if 2.0 * sum(parameters_per_gpu(model, layout)) > limit:
+            continue
         if trained:
-            fitting = _fitting(
-                model, layout, optimizer, batch, constants, limit, recomputes, micro_batches, offload_allowed
-            )
+            choices = _choices(model, layout, optimizer, recomputes, micro_batches, offload_allowed)
         else:
-            choice = TrainChoice(model, layout)
-            memory = _forward_memory(choice, batch, constants)
-            fitting = [(choice, memory)] if memory.total <= limit else []
-        for choice, memory in fitting:
-            counted.evaluated += 1
-            train = step_train_seconds(choice, batch, cluster, constants, precision) if trained else 0.0
-            if len(heap) == best and train > -heap[0][0]:
+            choices = iter((TrainChoice(model, layout),))
+        forwards: dict[tuple[int, int], float] = {}
+        fitting: set[tuple[int, int, str]] = set()
+        for choice in choices:
+            shape = (choice.layout.virtual_pipeline, choice.micro_batch)
+            if (*shape, choice.recompute) in fitting:
+                continue  # it fits without offload, which would only cost time
+            memory = memory_of(choice, batch, constants) if trained else forward_memory(choice, batch, constants)
+            if memory.total > limit:
                 continue
-            forward = step_forward_seconds(choice, batch, cluster, constants, precision)
+            fitting.add((*shape, choice.recompute))
+            counted.evaluated += 1
+            if shape not in forwards:
+                forwards[shape] = step_forward_seconds(choice, batch, cluster, constants, precision)
+            forward = forwards[shape]
+            train = step_train_seconds(choice, batch, cluster, constants, precision) if trained else 0.0
             score = train + (forward_passes if trained else 1) * forward
-            entry = (-score, next(order), TrainPlan(choice, train, forward, memory))
-            if len(heap) < best:
-                heapq.heappush(heap, entry)
-            elif entry[0] > heap[0][0]:
-                heapq.heapreplace(heap, entry)
-    return [entry[2] for entry in sorted(heap, reverse=True)]
+            found.append((score, TrainPlan(choice, train, forward, memory)))
+    found.sort(key=lambda entry: entry[0])
+    front: list[TrainPlan] = []
+    least_total = least_states = inf
+    for _, plan in found:
+        if plan.memory.total < least_total or plan.memory.states < least_states:
+            front.append(plan)
+            least_total = min(least_total, plan.memory.total)
+            least_states = min(least_states, plan.memory.states)
+    return front
 
 
 def rollout_plans(
@@ -206,7 +197,3 @@ def rollout_plans(
             plans.append(RolloutPlan(layout, seconds, rollout_weight_bytes(model, layout, precision)))
     return sorted(plans, key=lambda plan: plan.seconds)
 
-
-def describe_limit(limit: float) -> str:
-    """Return a byte limit in words."""
-    return f"{limit / GB:.0f} GB per GPU"
