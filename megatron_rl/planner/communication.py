@@ -24,7 +24,9 @@ def group_bandwidth(cluster: Cluster, constants: Constants, size: int, stride: i
     return min(inside, local * cluster.network * constants.efficiency.network)
 
 
-def gather_seconds(cluster: Cluster, constants: Constants, size: int, stride: int, total_bytes: float) -> float:
+def gather_seconds(
+    cluster: Cluster, constants: Constants, size: int, stride: int, total_bytes: float
+) -> float:
     """Return seconds to all-gather (or reduce-scatter) ``total_bytes`` over a group."""
     if size <= 1:
         return 0.0

@@ -57,7 +57,10 @@ def elementwise_bytes(model: ModelShape, layout: Layout) -> float:
     """
     wide_share = layout.tensor if layout.sequence_parallel else 1
     moe_share = model.moe_layers / model.layers
-    inner = model.ffn * (1 - moe_share) + (model.experts_per_token * model.expert_ffn + model.shared_ffn) * moe_share
+    inner = (
+        model.ffn * (1 - moe_share)
+        + (model.experts_per_token * model.expert_ffn + model.shared_ffn) * moe_share
+    )
     per_inner = 6.0 if model.gated else 4.0
     sharded = 8.0 * model.heads * model.head_dim + per_inner * inner
     sharded += 12.0 * model.experts_per_token * model.hidden * moe_share
@@ -106,9 +109,11 @@ def layer_seconds(
     tokens = tokens / layout.context
     active_experts = model.moe_layers * model.experts_per_token * model.expert_parameters
     dense_flops = (model.layer_flops - 2.0 * active_experts) / model.layers
-    width = min(model.heads * model.head_dim, model.ffn if model.moe_layers < model.layers else model.hidden * 2)
-    dense = tokens * dense_flops / layout.tensor / gemm_rate(
-        cluster, constants, precision, width / layout.tensor
+    width = min(
+        model.heads * model.head_dim, model.ffn if model.moe_layers < model.layers else model.hidden * 2
+    )
+    dense = (
+        tokens * dense_flops / layout.tensor / gemm_rate(cluster, constants, precision, width / layout.tensor)
     )
     experts = 0.0
     if active_experts:

@@ -79,7 +79,7 @@ class Constants:
                 expected="one of " + ", ".join(self.gpus),
                 got=name,
                 fix=(f"did you mean {guess}? " if guess else "")
-                + "add a GPU with --constants FILE under \"gpus\" with the fields of constants.json",
+                + 'add a GPU with --constants FILE under "gpus" with the fields of constants.json',
             )
         return self.gpus[key]
 
@@ -171,6 +171,8 @@ def load_constants(override: str | None = None) -> Constants:
     if override is not None:
         path = Path(override)
         if not path.is_file():
-            raise UserError(f"no constants file {override}", where="--constants", fix="give an existing JSON file")
+            raise UserError(
+                f"no constants file {override}", where="--constants", fix="give an existing JSON file"
+            )
         data = merged(data, json.loads(path.read_text()))
     return build(data)

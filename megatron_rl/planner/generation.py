@@ -76,7 +76,9 @@ def step_cost(
         per_cached_token=model.kv_bytes_per_gpu(tensor, min(2, size)) / (gpu.hbm * decode.kv_bandwidth),
         dense_weights=size * dense / tensor / bandwidth,
         expert_weights=size * model.routed_expert_parameters / spread / bandwidth,
-        flops=context_free / tensor / (gpu.peak(precision) * min(1.0, decode.gemm * gpu.gemm_efficiency / 0.7)),
+        flops=context_free
+        / tensor
+        / (gpu.peak(precision) * min(1.0, decode.gemm * gpu.gemm_efficiency / 0.7)),
         miss=1.0 - model.experts_per_token / model.experts if model.experts else 0.0,
         pipeline=rollout.pipeline,
     )
@@ -93,7 +95,11 @@ def prefill_seconds(
 ) -> float:
     """Return seconds to prefill ``tokens`` prompt tokens of sequences ``prompt`` long on one replica."""
     flops = tokens * (model.layer_flops + model.attention_flops(prompt / 2))
-    rate = cluster.gpu.peak(precision) * constants.decode.prefill_gemm * min(1.0, cluster.gpu.gemm_efficiency / 0.7)
+    rate = (
+        cluster.gpu.peak(precision)
+        * constants.decode.prefill_gemm
+        * min(1.0, cluster.gpu.gemm_efficiency / 0.7)
+    )
     return flops / (rollout.gpus * rate)
 
 

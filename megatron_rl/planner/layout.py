@@ -130,7 +130,12 @@ def with_virtual(layout: Layout, virtual: int) -> Layout:
 
 
 def rollout_layouts(
-    model: ModelShape, gpus: int, memory_fraction: float, engine: str, most: int = 32, max_sequences: int | None = None
+    model: ModelShape,
+    gpus: int,
+    memory_fraction: float,
+    engine: str,
+    most: int = 32,
+    max_sequences: int | None = None,
 ) -> Iterator[RolloutLayout]:
     """Yield rollout cuts that use every GPU, by tensor size; key-value heads may be replicated."""
     for tensor in (1, 2, 4, 8, 16, 32):

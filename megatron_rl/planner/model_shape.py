@@ -86,7 +86,9 @@ class ModelShape:
         if self.mla:
             qk = self.qk_nope + self.qk_rope
             query = h * self.q_lora + self.q_lora * a * qk if self.q_lora else h * a * qk
-            key_value = h * (self.kv_lora + self.qk_rope) + self.kv_lora * a * (self.qk_nope + self.v_head_dim)
+            key_value = h * (self.kv_lora + self.qk_rope) + self.kv_lora * a * (
+                self.qk_nope + self.v_head_dim
+            )
             return query + key_value + a * self.v_head_dim * h
         query = h * a * self.head_dim * (2 if self.output_gate else 1)
         return query + 2 * h * self.kv_heads * self.head_dim + a * self.head_dim * h
@@ -111,7 +113,9 @@ class ModelShape:
         h = self.hidden
         projections = h * (2 * self.linear_qk + 2 * self.linear_v) + h * 2 * self.linear_v_heads
         convolution = (2 * self.linear_qk + self.linear_v) * self.linear_conv
-        return projections + convolution + 2 * self.linear_v_heads + self.linear_v_head_dim + self.linear_v * h
+        return (
+            projections + convolution + 2 * self.linear_v_heads + self.linear_v_head_dim + self.linear_v * h
+        )
 
     def _feed_forward(self, width: int) -> int:
         return (3 if self.gated else 2) * self.hidden * width
@@ -182,7 +186,11 @@ class ModelShape:
         ``context`` is how many keys the token attends to: s for the full convention, s/2 causal.
         Score and value products: 2 (d_qk + d_v) a context; gated delta-net layers do a constant amount.
         """
-        per_key = 2 * self.heads * (self.qk_nope + self.qk_rope + self.v_head_dim if self.mla else 2 * self.head_dim)
+        per_key = (
+            2
+            * self.heads
+            * (self.qk_nope + self.qk_rope + self.v_head_dim if self.mla else 2 * self.head_dim)
+        )
         full_layers = self.attention_layers - self.sliding_layers
         window = min(context, self.sliding_window) if self.sliding_layers else 0
         linear = self.linear_layers * 6.0 * self.linear_qk * self.linear_v_head_dim
@@ -356,7 +364,9 @@ def load_model(reference: str | Mapping[str, Any]) -> ModelShape:
     """
     if isinstance(reference, Mapping):
         config = reference.get("config", reference)
-        return shape_from_config(config, str(reference.get("name", config.get("_name_or_path") or "inline model")))
+        return shape_from_config(
+            config, str(reference.get("name", config.get("_name_or_path") or "inline model"))
+        )
     known = {name.lower(): name for name in presets()}
     short = reference.lower().rsplit("/", 1)[-1]
     for candidate in (reference.lower(), short):

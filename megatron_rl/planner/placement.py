@@ -267,7 +267,9 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def best_grouping(name: str, planner: Planner, groups: Sequence[Sequence[str]], parts: int = 16) -> PlacementPlan | None:
+def best_grouping(
+    name: str, planner: Planner, groups: Sequence[Sequence[str]], parts: int = 16
+) -> PlacementPlan | None:
     """Size the groups for the shortest step, in units of 1/``parts`` of the GPUs; None: nothing fits."""
     gpus = planner.problem.cluster.num_gpus
     if len(groups) > gpus:

@@ -97,7 +97,9 @@ def search(problem: Problem, one_step_off: bool = False) -> SearchResult:
             where="--gpus",
             expected=f"at most {memory_limit(problem.cluster, problem.constants) / GB:.0f} GB on each GPU",
             got=_least_need(problem),
-            fix=f"at least {_smallest(problem)} GPUs should do" if _smallest(problem) else "use more or larger GPUs",
+            fix=f"at least {_smallest(problem)} GPUs should do"
+            if _smallest(problem)
+            else "use more or larger GPUs",
         )
     plans.sort(key=lambda plan: plan.phases.total)
     return SearchResult(tuple(plans), planner.counted.layouts, planner.counted.evaluated)

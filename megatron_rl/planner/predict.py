@@ -165,7 +165,9 @@ def _decode_inputs(scenario: Scenario) -> tuple[RolloutLayout, RlBatch, float]:
     batch = scenario.batch
     rollout = _rollout(scenario, batch)
     given = scenario.part("batch").get("concurrent_sequences")
-    default = batch.rows if "prompts" in scenario.part("batch") else (rollout.max_sequences or 1) * rollout.replicas
+    default = (
+        batch.rows if "prompts" in scenario.part("batch") else (rollout.max_sequences or 1) * rollout.replicas
+    )
     rows = float(given or default) / rollout.replicas
     return rollout, batch, rows
 
@@ -343,7 +345,9 @@ def fits_in_memory(scenario: Scenario) -> Prediction:
     limit = memory_limit(scenario.cluster, scenario.constants)
     rl = scenario.raw.get("algorithm") in ("grpo", "ppo") or bool(scenario.part("rollout"))
     batch = scenario.batch if rl else _pretraining_batch(scenario)
-    fits = not (scenario.layout or scenario.raw.get("optimizer") or rl) or _training_fits(scenario, batch, limit)
+    fits = not (scenario.layout or scenario.raw.get("optimizer") or rl) or _training_fits(
+        scenario, batch, limit
+    )
     if fits and rl:
         try:
             rollout = _rollout(scenario, batch)

@@ -99,7 +99,13 @@ def step_train_seconds(
     """Return seconds of all optimizer steps of one role."""
     rows = batch.rows / batch.optimizer_steps
     work = replica_work(
-        rows, batch.mean_row, batch.longest, batch.context, choice.layout.data, choice.micro_batch, batch.packing
+        rows,
+        batch.mean_row,
+        batch.longest,
+        batch.context,
+        choice.layout.data,
+        choice.micro_batch,
+        batch.packing,
     )
     one = train_seconds(
         choice.model,
@@ -160,7 +166,9 @@ def step_generate_seconds(
     )
 
 
-def host_swap_seconds(choices: list[TrainChoice], cluster: Cluster, constants: Constants, states: float) -> float:
+def host_swap_seconds(
+    choices: list[TrainChoice], cluster: Cluster, constants: Constants, states: float
+) -> float:
     """Return seconds to move ``states`` bytes per GPU to the host and back (offload during rollout)."""
     return 2.0 * states / (cluster.gpu.host * constants.efficiency.host) if choices else 0.0
 

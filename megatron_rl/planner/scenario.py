@@ -246,7 +246,9 @@ class Scenario:
         prompts, samples = int(given.get("prompts") or 1), int(given.get("samples_per_prompt") or 1)
         steps = given.get("optimizer_steps")
         if steps is None:
-            steps = max(1, round(prompts * samples / given["global_batch"])) if given.get("global_batch") else 1
+            steps = (
+                max(1, round(prompts * samples / given["global_batch"])) if given.get("global_batch") else 1
+            )
         return RlBatch(
             prompts=prompts,
             samples=samples,

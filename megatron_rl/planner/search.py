@@ -12,7 +12,13 @@ from itertools import product
 from math import inf, isfinite
 
 from megatron_rl.planner.constants import Cluster, Constants
-from megatron_rl.planner.layout import Layout, RolloutLayout, rollout_layouts, training_layouts, virtual_choices
+from megatron_rl.planner.layout import (
+    Layout,
+    RolloutLayout,
+    rollout_layouts,
+    training_layouts,
+    virtual_choices,
+)
 from megatron_rl.planner.memory import (
     OptimizerChoice,
     TrainingMemory,
@@ -70,7 +76,13 @@ def memory_of(choice: TrainChoice, batch: RlBatch, constants: Constants) -> Trai
     """Return the training memory of a choice at a batch."""
     rows = batch.rows / batch.optimizer_steps
     work = replica_work(
-        rows, batch.mean_row, batch.longest, batch.context, choice.layout.data, choice.micro_batch, batch.packing
+        rows,
+        batch.mean_row,
+        batch.longest,
+        batch.context,
+        choice.layout.data,
+        choice.micro_batch,
+        batch.packing,
     )
     # The fullest micro-batch holds a whole longest row, whatever the mean fill.
     tokens = max(work.tokens, choice.micro_batch * batch.longest if batch.packing else batch.longest)
@@ -147,7 +159,9 @@ def training_front(
             shape = (choice.layout.virtual_pipeline, choice.micro_batch)
             if (*shape, choice.recompute) in fitting:
                 continue  # it fits without offload, which would only cost time
-            memory = memory_of(choice, batch, constants) if trained else forward_memory(choice, batch, constants)
+            memory = (
+                memory_of(choice, batch, constants) if trained else forward_memory(choice, batch, constants)
+            )
             if memory.total > limit:
                 continue
             fitting.add((*shape, choice.recompute))
@@ -196,4 +210,3 @@ def rollout_plans(
         if isfinite(seconds):
             plans.append(RolloutPlan(layout, seconds, rollout_weight_bytes(model, layout, precision)))
     return sorted(plans, key=lambda plan: plan.seconds)
-

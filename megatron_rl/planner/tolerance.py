@@ -35,7 +35,8 @@ def _same(predicted: Any, measured: Any) -> bool:
 def _numeric(predicted: Any, measured: Any, below: float, above: float) -> bool:
     if isinstance(measured, Mapping):
         return isinstance(predicted, Mapping) and all(
-            name in predicted and _numeric(predicted[name], value, below, above) for name, value in measured.items()
+            name in predicted and _numeric(predicted[name], value, below, above)
+            for name, value in measured.items()
         )
     if not isinstance(predicted, int | float) or isinstance(predicted, bool):
         return _same(predicted, measured)

@@ -64,7 +64,13 @@ def _stage(model: ModelShape, layout: Layout, per_layer: float, head: float) -> 
 
 
 def _pipeline_seconds(
-    model: ModelShape, layout: Layout, cluster: Cluster, constants: Constants, work: Work, slow: float, mean: float
+    model: ModelShape,
+    layout: Layout,
+    cluster: Cluster,
+    constants: Constants,
+    work: Work,
+    slow: float,
+    mean: float,
 ) -> float:
     virtual = layout.virtual_pipeline
     total = slow * work.micro_batches + mean * (layout.pipeline - 1) / virtual
@@ -101,7 +107,11 @@ def _optimizer_seconds(
     mine = dense / shards + expert / layout.expert_data
     if not (optimizer.distributed or layout.fully_sharded):
         mine = dense + expert
-    seconds = mine * constants.efficiency.optimizer_bytes_per_parameter / (cluster.gpu.hbm * constants.efficiency.hbm)
+    seconds = (
+        mine
+        * constants.efficiency.optimizer_bytes_per_parameter
+        / (cluster.gpu.hbm * constants.efficiency.hbm)
+    )
     if optimizer.offload:
         # Gradients go to the host and parameters come back; the update itself runs at host memory rate.
         moved = mine * (optimizer.gradient_bytes + 2.0 + 2.0 * optimizer.state_bytes)
@@ -110,7 +120,13 @@ def _optimizer_seconds(
 
 
 def _sharded_overhead(
-    model: ModelShape, layout: Layout, cluster: Cluster, constants: Constants, work: Work, compute: float, passes: int
+    model: ModelShape,
+    layout: Layout,
+    cluster: Cluster,
+    constants: Constants,
+    work: Work,
+    compute: float,
+    passes: int,
 ) -> float:
     """Seconds that gathering fully sharded weights adds to ``compute`` (FSDP: gather per micro-batch)."""
     dense, expert = parameters_per_gpu(model, layout)
@@ -163,7 +179,9 @@ def forward_seconds(
     work: Work,
 ) -> float:
     """Return seconds of one forward pass (log-probs, values, rewards) over the same rows."""
-    layer: LayerSeconds = layer_seconds(model, layout, cluster, constants, precision, work.tokens, work.context)
+    layer: LayerSeconds = layer_seconds(
+        model, layout, cluster, constants, precision, work.tokens, work.context
+    )
     slow, mean = _stage(model, layout, layer.forward, layer.head_forward)
     total = _pipeline_seconds(model, layout, cluster, constants, work, slow, mean)
     if layout.fully_sharded:
@@ -171,7 +189,9 @@ def forward_seconds(
     return total
 
 
-def model_flops_per_token(model: ModelShape, sequence: float, attention: str, recompute_counted: bool) -> float:
+def model_flops_per_token(
+    model: ModelShape, sequence: float, attention: str, recompute_counted: bool
+) -> float:
     """Return training FLOPs per token by a paper's convention.
 
     3 x forward; ``attention`` full counts s keys per token, causal s / 2. With recompute counted the

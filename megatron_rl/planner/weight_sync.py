@@ -31,7 +31,9 @@ def model_bytes(model: ModelShape, precision: str) -> float:
     return float(PRECISION_BYTES.get(precision, 2) * model.total)
 
 
-def volume(model: ModelShape, layout: Layout, rollout: RolloutLayout, method: str, precision: str) -> SyncVolume:
+def volume(
+    model: ModelShape, layout: Layout, rollout: RolloutLayout, method: str, precision: str
+) -> SyncVolume:
     """Return bytes per GPU of one synchronisation in place (HybridFlow table 2).
 
     strided: (tp - t_g p_g) / (t_g p_g t p) M received, peak M / (t_g p_g), nothing twice; every other

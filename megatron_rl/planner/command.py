@@ -1,0 +1,180 @@
+"""The ``plan`` command: search placements, evaluate scenarios, or calibrate the constants."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.planner.calibrate import calibrate
+from megatron_rl.planner.config_writer import config_text, expressible
+from megatron_rl.planner.constants import load_constants
+from megatron_rl.planner.evaluate import evaluate, read_scenarios, table
+from megatron_rl.planner.lengths import response_lengths
+from megatron_rl.planner.memory import OptimizerChoice
+from megatron_rl.planner.model_shape import load_model
+from megatron_rl.planner.placement import Problem
+from megatron_rl.planner.planning import ROLES, search
+from megatron_rl.planner.rl_step import RlBatch
+from megatron_rl.planner.show import plan_record, plans_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``plan`` to a parser."""
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="preset name, Hugging Face directory or config.json"
+    )
+    machine = parser.add_argument_group("machines")
+    machine.add_argument("--gpus", type=int, help="number of GPUs")
+    machine.add_argument(
+        "--gpu", default="h100", help="GPU name, as h100, h200, a100, h20, b200, gb200 (default h100)"
+    )
+    machine.add_argument("--gpus-per-node", type=int, help="default: the GPU's usual machine")
+    machine.add_argument("--network-gigabits-per-gpu", type=float)
+    machine.add_argument("--network-gigabits-per-node", type=float)
+    job = parser.add_argument_group("job")
+    job.add_argument("--algorithm", choices=sorted(ROLES), default="grpo")
+    job.add_argument("--critic", help="critic and reward model of ppo (default: MODEL)")
+    job.add_argument("--prompts", type=int, default=256, help="prompts per step (default 256)")
+    job.add_argument("--samples", type=int, default=8, help="samples per prompt (default 8)")
+    job.add_argument("--optimizer-steps", type=int, default=1)
+    job.add_argument("--prompt-tokens", type=int, default=1024)
+    job.add_argument("--response-tokens", type=int, default=8192, help="longest response (default 8192)")
+    job.add_argument("--response-tokens-mean", type=float, help="default: a third of the longest")
+    job.add_argument("--precision", choices=("bf16", "fp16", "fp8"), default="bf16")
+    job.add_argument(
+        "--one-step-off", action="store_true", help="let split placements generate the next step early"
+    )
+    result = parser.add_argument_group("result")
+    result.add_argument("--best", type=int, default=3, help="plans to print (default 3)")
+    result.add_argument("--out", metavar="FILE", help="write the best plan as a configuration")
+    result.add_argument(
+        "--model-path", help="model.path in that configuration (default: MODEL or models/MODEL)"
+    )
+    result.add_argument("--data", help="data.train in that configuration")
+    result.add_argument("--reward", help="reward.function in that configuration")
+    result.add_argument("--json", metavar="FILE", help="write plans or scenario outcomes as JSON")
+    other = parser.add_argument_group("instead of a search")
+    other.add_argument("--scenario", metavar="FILE", help="evaluate scenarios against what was measured")
+    other.add_argument(
+        "--calibrate", metavar="RUN_DIR", help="fit efficiency factors to a run folder (--out FILE)"
+    )
+    parser.add_argument("--constants", metavar="FILE", help="constants to lay over the packaged ones")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run ``plan``; returns 0, or 1 when a scenario is outside its tolerance; raises UserError."""
+    if args.scenario:
+        return _scenarios(args)
+    if args.calibrate:
+        return _calibrate(args)
+    if not args.model or not args.gpus:
+        raise UserError(
+            "plan needs a model and a number of GPUs",
+            where="command line",
+            expected="plan MODEL --gpus N [--gpu h100], plan --scenario FILE, or plan --calibrate RUN_DIR",
+            got=f"MODEL {args.model}, --gpus {args.gpus}",
+        )
+    return _search(args)
+
+
+def _scenarios(args: argparse.Namespace) -> int:
+    outcomes = evaluate(read_scenarios(args.scenario), load_constants(args.constants))
+    print(table(outcomes))
+    if args.json:
+        Path(args.json).write_text(json.dumps([outcome.record() for outcome in outcomes], indent=1) + "\n")
+    return 0 if all(outcome.inside_tolerance for outcome in outcomes) else 1
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    override, phases = calibrate(args.calibrate, args.gpu, load_constants(args.constants), args.model)
+    print(f"{'phase':12} {'predicted s':>12} {'measured s':>12} {'factor':>8}")
+    for name, (predicted, measured) in phases.items():
+        print(f"{name:12} {predicted:12.4g} {measured:12.4g} {predicted / measured:8.3f}")
+    text = json.dumps(override, indent=1) + "\n"
+    if args.out:
+        Path(args.out).write_text(text)
+        print(f"wrote {args.out}; use it with plan --constants {args.out}")
+    else:
+        print(text, end="")
+    return 0
+
+
+def _positive(args: argparse.Namespace) -> None:
+    for name in ("gpus", "prompts", "samples", "optimizer_steps", "prompt_tokens", "response_tokens"):
+        value = getattr(args, name)
+        if value < 1:
+            option = "--" + name.replace("_", "-")
+            raise UserError(
+                f"{option} must be at least 1", where=option, expected="1 or more", got=str(value)
+            )
+    if args.optimizer_steps > args.prompts:
+        raise UserError(
+            "more optimizer steps than prompts",
+            where="--optimizer-steps",
+            expected=f"at most --prompts {args.prompts}",
+            got=str(args.optimizer_steps),
+        )
+    mean = args.response_tokens_mean
+    if mean is not None and not 0 < mean <= args.response_tokens:
+        raise UserError(
+            "the mean response is not between 0 and the longest",
+            where="--response-tokens-mean",
+            expected=f"more than 0, at most {args.response_tokens}",
+            got=str(mean),
+        )
+
+
+def _problem(args: argparse.Namespace) -> Problem:
+    _positive(args)
+    constants = load_constants(args.constants)
+    cluster = constants.cluster(
+        args.gpu, args.gpus, args.gpus_per_node, args.network_gigabits_per_gpu, args.network_gigabits_per_node
+    )
+    actor = load_model(args.model)
+    critic = load_model(args.critic) if args.critic else actor
+    models = {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
+    mean = args.response_tokens_mean or args.response_tokens / 3
+    batch = RlBatch(
+        prompts=args.prompts,
+        samples=args.samples,
+        optimizer_steps=args.optimizer_steps,
+        prompt=float(args.prompt_tokens),
+        lengths=response_lengths(mean, float(args.response_tokens), "variable"),
+        longest=float(args.prompt_tokens + args.response_tokens),
+    )
+    roles = {role: models[role] for role in ROLES[args.algorithm]}
+    return Problem(roles, args.algorithm, batch, cluster, constants, args.precision, OptimizerChoice())
+
+
+def _search(args: argparse.Namespace) -> int:
+    problem = _problem(args)
+    started = time.monotonic()
+    result = search(problem, args.one_step_off)
+    plans = result.plans[: max(1, args.best)]
+    print(plans_text(problem, plans, result.layouts, result.evaluated))
+    print(f"\nsearched {time.monotonic() - started:.1f} s")
+    if args.json:
+        Path(args.json).write_text(
+            json.dumps([plan_record(problem, plan) for plan in plans], indent=1) + "\n"
+        )
+    if args.out:
+        _write(args, problem, result.plans)
+    return 0
+
+
+def _write(args: argparse.Namespace, problem: Problem, plans: tuple) -> None:
+    # The fastest plan that the configuration can state; a faster one that it cannot is named.
+    writable = [plan for plan in plans if expressible(plan) is None]
+    chosen = writable[0] if writable else plans[0]
+    path = args.model_path or (
+        args.model if Path(args.model).exists() else f"models/{args.model.rsplit('/', 1)[-1]}"
+    )
+    path = str(Path(path).parent) if path.endswith("config.json") else path
+    text = config_text(problem, chosen, path, args.data, args.reward)
+    Path(args.out).write_text(text)
+    print(f"wrote {args.out}: {chosen.name}")
+    if chosen is not plans[0]:
+        print(f"the faster plan {plans[0].name!r} is not written: {expressible(plans[0])}")
