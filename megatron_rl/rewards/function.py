@@ -165,8 +165,6 @@ class FunctionReward:
         self._workers[place] = fresh = _Worker(self.config)
         fresh.await_ready()
         selector.register(fresh.replies, selectors.EVENT_READ, fresh)
-        for other in self._workers:  # their clocks stood still while this process waited
-            other.started = max(other.started, fresh.started - self.config.timeout / 2)
 
     def close(self) -> None:
         """Kill the workers; scoring afterwards raises RuntimeError."""

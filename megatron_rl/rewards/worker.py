@@ -111,7 +111,9 @@ def _end_with(parent: int) -> None:
 
 def main() -> None:
     """Serve until the trainer closes the request pipe: one set-up frame, then frames of samples."""
-    requests, replies = (os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb"))
+    requests, replies = os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb")
+    for stream in (requests, replies):
+        os.set_inheritable(stream.fileno(), False)  # programs that a reward function starts
     threading.Thread(target=_end_with, args=(int(sys.argv[3]),), daemon=True).start()
     path, spec, arguments = read_frame(requests)
     sys.path[:] = path

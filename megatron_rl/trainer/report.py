@@ -255,7 +255,8 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1180px;
 margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse } td, th { padding: .25rem .9rem .25rem 0; text-align: left;
-vertical-align: top; border-bottom: 1px solid #e5e7eb } td.n { text-align: right; font-variant-numeric: tabular-nums }
+vertical-align: top; border-bottom: 1px solid #e5e7eb }
+td.n { text-align: right; font-variant-numeric: tabular-nums }
 th.n { text-align: right } .sample { font-family: ui-monospace, monospace; white-space: pre-wrap }
 img { max-width: 100% } pre { background: #f6f7f9; padding: 1rem; overflow-x: auto; font-size: 13px }
 """
