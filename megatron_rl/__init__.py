@@ -14,9 +14,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from megatron_rl.algorithms import Algorithm as Algorithm
     from megatron_rl.algorithms import get_algorithm as get_algorithm
-    from megatron_rl.config import RunConfig as RunConfig
-    from megatron_rl.config import check_config as check_config
-    from megatron_rl.config import load_config as load_config
+    from megatron_rl.config.check import check_config as check_config
+    from megatron_rl.config.load import load_config as load_config
+    from megatron_rl.config.schema import RunConfig as RunConfig
     from megatron_rl.hybrid_engine.engine import HybridEngine as HybridEngine
     from megatron_rl.metrics import Metrics as Metrics
     from megatron_rl.parallel.groups import ParallelGroups as ParallelGroups
@@ -40,13 +40,13 @@ PUBLIC = {
     "ParallelModel": "megatron_rl.parallel.model",
     "PromptBatch": "megatron_rl.types",
     "Rollouts": "megatron_rl.types",
-    "RunConfig": "megatron_rl.config",
+    "RunConfig": "megatron_rl.config.schema",
     "Scores": "megatron_rl.types",
     "TrainBatch": "megatron_rl.types",
     "build_model": "megatron_rl.parallel.model",
-    "check_config": "megatron_rl.config",
+    "check_config": "megatron_rl.config.check",
     "get_algorithm": "megatron_rl.algorithms",
-    "load_config": "megatron_rl.config",
+    "load_config": "megatron_rl.config.load",
 }
 
 
