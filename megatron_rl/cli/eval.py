@@ -35,9 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
             got="nothing",
             fix="set data.eval=path/to/eval.jsonl",
         )
-    from megatron_rl.trainer import evaluate
+    from megatron_rl.trainer.offline import evaluate_checkpoint
 
-    evaluate.run(config, checkpoint)
+    evaluate_checkpoint(config, checkpoint)
     return 0
 
 

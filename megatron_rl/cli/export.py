@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
             got=f"{out} is {'not empty' if out.is_dir() else 'a file'}",
             fix="choose another directory, or remove it",
         )
-    from megatron_rl.trainer import export
+    from megatron_rl.trainer.offline import export_checkpoint
 
-    export.run(checkpoint, out)
+    export_checkpoint(checkpoint, out)
     return 0

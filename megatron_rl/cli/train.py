@@ -26,5 +26,5 @@ def run(arguments: argparse.Namespace) -> int:
         print(summary(report), flush=True)
     from megatron_rl.trainer import train
 
-    train.run(config, report)
+    train.run(config)
     return 0

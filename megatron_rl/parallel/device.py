@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -101,13 +100,41 @@ def prepare_megatron() -> None:
     if _installed:
         return
     _installed = True
-    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|absl|torch norm|Torch Norm|hybrid).*")
     if _ON_HOST:
         _answer_for_the_accelerator()
     from megatron.core import parallel_state
 
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
+
+
+def seed_generators(seed: int, tensor_rank: int) -> None:
+    """Seed torch's generators, equal on all ranks, and Megatron's, which differ by tensor-parallel rank."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(seed)
+    with megatron_mode():
+        model_parallel_cuda_manual_seed(seed, tp_rank=tensor_rank, ep_rank=0, etp_rank=0)
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of torch's and Megatron's random generators of this rank."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return {
+        "host": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "megatron": {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
+    }
+
+
+def set_generator_states(states: dict[str, Any]) -> None:
+    """Restore what `generator_states` returned on a machine of the same kind."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    torch.cuda.set_rng_state(states["device"])
+    torch.set_rng_state(states["host"])
+    get_cuda_rng_tracker().set_states(states["megatron"])
 
 
 class _HostMode(TorchFunctionMode):

@@ -24,6 +24,6 @@ class Role(Protocol):
 class TrainableRole(Role, Protocol):
     """A role that also learns."""
 
-    def update(self, minibatch: TrainBatch) -> Metrics:
+    def update(self, minibatch: TrainBatch, objective: Any) -> Metrics:
         """Take one optimizer step on a mini-batch with global loss weights. Collective over the role's ranks."""
         ...

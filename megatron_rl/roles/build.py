@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
-from megatron_rl.algorithms import Algorithm, policy_objective
+from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.hybrid_engine.engine import HybridEngine
@@ -52,17 +51,26 @@ def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any) -> Role
     """
     reward = RewardRole(config.reward, tokenizer)
     rollout = _build_rollout(config)
-    actor = build_actor(config, algorithm)
+    actor = build_actor(config)
     reference = None
     if algorithm.needs_reference and config.reference is not None:
         reference = _build_reference(config)
-    hybrid_engine = HybridEngine(
-        actor.model,
-        rollout.engine,
-        staging_bytes=config.hybrid_engine.staging_bytes,
-        verify=config.hybrid_engine.verify,
+    return Roles(actor, rollout, _hybrid_engine(config, actor, rollout), reward, reference)
+
+
+def build_frozen_roles(config: RunConfig, tokenizer: Any, *, path: str | None) -> Roles:
+    """Build what evaluation needs: the policy at ``path`` without an optimizer, engine and reward.
+
+    Collective over the world.
+    """
+    reward = RewardRole(config.reward, tokenizer)
+    rollout = _build_rollout(config)
+    layout = parallel_layout(config.actor.layout, "actor.layout")
+    model = build_policy(config, layout, path=path, trainable=False)
+    actor = ModelRole(
+        "actor", layout, model, tokens_per_microbatch=_token_budget(config), outputs=POLICY_OUTPUTS
     )
-    return Roles(actor, rollout, hybrid_engine, reward, reference)
+    return Roles(actor, rollout, _hybrid_engine(config, actor, rollout), reward)
 
 
 def parallel_layout(config: LayoutConfig, name: str) -> ParallelLayout:
@@ -78,6 +86,13 @@ def parallel_layout(config: LayoutConfig, name: str) -> ParallelLayout:
         expert_tensor=config.expert_tensor or 1,
         sequence_parallel=bool(config.sequence_parallel),
         name=name,
+    )
+
+
+def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole) -> HybridEngine:
+    settings = config.hybrid_engine
+    return HybridEngine(
+        actor.model, rollout.engine, staging_bytes=settings.staging_bytes, verify=settings.verify
     )
 
 
@@ -99,7 +114,7 @@ def _build_rollout(config: RunConfig) -> RolloutRole:
     return RolloutRole(layout, engine, device.rank())
 
 
-def build_actor(config: RunConfig, algorithm: Algorithm) -> ModelRole:
+def build_actor(config: RunConfig) -> ModelRole:
     """Build the actor with its optimizer, from the Hugging Face checkpoint. Collective over the world."""
     layout = parallel_layout(config.actor.layout, "actor.layout")
     model = build_policy(config, layout, recompute=config.actor.recompute, trainable=True)
@@ -115,7 +130,6 @@ def build_actor(config: RunConfig, algorithm: Algorithm) -> ModelRole:
         tokens_per_microbatch=_token_budget(config),
         outputs=POLICY_OUTPUTS,
         optimizer=optimizer,
-        objective=partial(policy_objective, algorithm),
         prefix="policy",
     )
 

@@ -19,7 +19,7 @@ Objective = Callable[[TrainBatch, Tensor, Tensor], tuple[Tensor, Metrics]]
 
 
 class ModelRole:
-    """Score rows with a language model and, given an objective, learn from them.
+    """Score rows with a language model and, where it has an optimizer, learn from them.
 
     ``outputs`` names the per-token fields of `infer` as (log-probs, entropy), so that several roles' answers
     can stand in one batch. ``prefix`` groups the metrics of `update`. ``model`` is None on ranks outside the
@@ -35,7 +35,6 @@ class ModelRole:
         tokens_per_microbatch: int,
         outputs: tuple[str, str],
         optimizer: Optimizer | None = None,
-        objective: Objective | None = None,
         prefix: str = "",
     ) -> None:
         self.name = name
@@ -44,7 +43,6 @@ class ModelRole:
         self.tokens_per_microbatch = tokens_per_microbatch
         self.outputs = outputs
         self.optimizer = optimizer
-        self.objective = objective
         self.prefix = prefix or name
 
     def infer(self, batch: Any) -> RowShard:
@@ -65,18 +63,17 @@ class ModelRole:
         names = dict(zip(self.outputs, (log_probs, entropy), strict=True))
         return RowShard(index, batch.lengths[index], names, {})
 
-    def update(self, minibatch: TrainBatch, objective: Objective | None = None) -> Metrics:
-        """Take one optimizer step; ``objective`` replaces the role's own for this call.
+    def update(self, minibatch: TrainBatch, objective: Objective) -> Metrics:
+        """Take one optimizer step down ``objective``, whose loss weights are global.
 
         Collective over the role's ranks.
         """
         if self.model is None:
             return Metrics()
-        chosen = objective or self.objective
-        assert self.optimizer is not None and chosen is not None, f"{self.name} does not learn"
+        assert self.optimizer is not None, f"{self.name} does not learn"
         self.optimizer.zero_grad()
         metrics, padding = learn(
-            self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, chosen
+            self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, objective
         )
         stepped = self.optimizer.step()
         metrics = sum_over_outputs(metrics, self.layout)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from megatron_rl.algorithms import Algorithm, estimate, minibatches
+from megatron_rl.algorithms import Algorithm, AlgorithmState, estimate, minibatches, next_state, policy_objective
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import gather_metrics, gather_rows
@@ -23,14 +24,21 @@ class StepResult:
     prompts: PromptBatch
     rollouts: Rollouts
     scores: Scores
+    algorithm_state: AlgorithmState
 
 
 def train_step(
-    prompts: PromptBatch, roles: Roles, algorithm: Algorithm, config: RunConfig, step: int, phase: Phases
+    prompts: PromptBatch,
+    roles: Roles,
+    algorithm: Algorithm,
+    state: AlgorithmState,
+    config: RunConfig,
+    step: int,
+    phase: Phases,
 ) -> StepResult:
     """Sample, judge, estimate and learn once. A batch is the same value on every rank.
 
-    Collective over the world.
+    ``state`` is what the algorithm carries from step to step. Collective over the world.
     """
     samples = config.batch.samples_per_prompt
     with phase("generate"), roles.hybrid_engine.generation_mode():
@@ -39,15 +47,17 @@ def train_step(
     with phase("score"):
         scores = judge(roles, prompts, rollouts)
     with phase("estimate"):
-        batch, metrics = estimate(rollouts, scores, algorithm)
+        batch, metrics = estimate(rollouts, scores, algorithm, state)
         metrics += check_mismatch(metrics, config.mismatch)
+    objective = partial(policy_objective, algorithm, state=state)
     learned = roles.reward.metrics + roles.hybrid_engine.sync_metrics
     with phase("learn"):
         steps, epochs = config.batch.optimizer_steps, config.batch.epochs
         for minibatch in minibatches(batch, algorithm, steps, epochs, step_seed(config, step)):
-            learned += roles.actor.update(minibatch)
+            learned += roles.actor.update(minibatch, objective)
         roles.hybrid_engine.mark_updated()
-    return StepResult(metrics + gather_metrics(learned), prompts, rollouts, scores)
+    state = next_state(algorithm, state, rollouts, scores)
+    return StepResult(metrics + gather_metrics(learned), prompts, rollouts, scores, state)
 
 
 def judge(roles: Roles, prompts: PromptBatch, rollouts: Rollouts) -> Scores:

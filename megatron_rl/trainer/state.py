@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.algorithms import AlgorithmState
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.parallel import checkpoint
 from megatron_rl.roles.build import Roles
@@ -13,24 +14,25 @@ from megatron_rl.roles.build import Roles
 
 @dataclass
 class TrainerState:
-    """Hold the position of a run: reinforcement learning steps done, and the prompt source's place."""
+    """Hold the position of a run: steps done, the prompt source's place, and what the algorithm carries."""
 
     prompts: PromptSource
+    algorithm: AlgorithmState
+    seed: int
     step: int = 0
 
     def save(self, run_dir: str | Path, roles: Roles, keep: int) -> Path:
         """Write ``checkpoints/step_N`` and drop old ones beyond ``keep``. Collective over the world."""
-        assert roles.actor.model is not None
-        path = Path(run_dir) / "checkpoints" / f"step_{self.step}"
+        path = checkpoint.checkpoint_path(run_dir, self.step)
         checkpoint.save(path, roles.actor.model, roles.actor.optimizer, self.state_dict(roles))
         checkpoint.prune(run_dir, keep)
         return path
 
     def restore(self, path: Path, roles: Roles) -> None:
         """Continue from a checkpoint of any layout. Collective over the world."""
-        assert roles.actor.model is not None
         state = checkpoint.load(path, roles.actor.model, roles.actor.optimizer)
         self.step = int(state["step"])
+        self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
         self.prompts.load_state_dict(state["prompts"])
         roles.hybrid_engine.version = int(state["policy_version"])
 
@@ -38,6 +40,8 @@ class TrainerState:
         """Return the plain values that are equal on every rank."""
         return {
             "step": self.step,
+            "seed": self.seed,
+            "algorithm": self.algorithm.state_dict(),
             "prompts": self.prompts.state_dict(),
             "policy_version": roles.hybrid_engine.version,
         }

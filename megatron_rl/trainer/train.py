@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algorithms import Algorithm, get_algorithm, sft_objective
+from megatron_rl.algorithms import Algorithm, get_algorithm, initial_state, sft_objective
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.load import dump
 from megatron_rl.config.schema import RunConfig
@@ -59,7 +59,7 @@ class Run:
             folder.write_config(dump(config))
         with phases("build"), Progress("build models and engine", shown=self.main, console=console):
             self.roles: Roles = build_roles(config, self.algorithm, self.tokenizer)
-        self.state = TrainerState(self.prompts)
+        self.state = TrainerState(self.prompts, initial_state(self.algorithm), config.seed)
 
     def run(self) -> None:
         """Resume or warm up, take the remaining steps, and leave the results behind."""
@@ -155,8 +155,8 @@ class Run:
         self.phases.step = step
         begun = time.perf_counter()
         prompts = self.prompts.next(config.batch.prompts_per_step)
-        result = train_step(prompts, self.roles, self.algorithm, config, step, self.phases)
-        self.state.step = step
+        result = train_step(prompts, self.roles, self.algorithm, self.state.algorithm, config, step, self.phases)
+        self.state.step, self.state.algorithm = step, result.algorithm_state
         seconds = time.perf_counter() - begun
         extra = Metrics.of({"policy/version": self.roles.hybrid_engine.version}) + Metrics.maximum("time/step", seconds)
         timing = gather_metrics(extra + self.phases.metrics() + Metrics.maximum("memory/peak_bytes", device.peak_memory()))

@@ -1,0 +1,86 @@
+"""What is done with a checkpoint outside a run: answer the evaluation set, or export it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rl.algorithms import get_algorithm
+from megatron_rl.config.derive import resolve
+from megatron_rl.config.errors import UserError
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import LayoutConfig, RunConfig
+from megatron_rl.data.prompts import PromptSource
+from megatron_rl.data.records import load_records
+from megatron_rl.data.tokenizing import load_tokenizer
+from megatron_rl.parallel import checkpoint, device
+from megatron_rl.parallel.exchange import leave
+from megatron_rl.parallel.hf.export import export
+from megatron_rl.roles.build import build_frozen_roles, build_policy, parallel_layout
+from megatron_rl.trainer.evaluation import evaluate
+from megatron_rl.trainer.failure import report_failure
+from megatron_rl.trainer.phases import Phases
+
+
+def evaluate_checkpoint(config: RunConfig, path: Path) -> dict[str, float]:
+    """Answer the evaluation set with a Hugging Face model or a run's checkpoint; return the metrics.
+
+    Collective over the world.
+    """
+    phases = Phases()
+    with report_failure(config, phases):
+        assert config.data.eval is not None
+        tokenizer = load_tokenizer(config.model.path)
+        with phases("data"):
+            records = load_records(config.data.eval, setting="data.eval")
+            source = PromptSource(
+                records, tokenizer, config.data, config.rollout,
+                seed=config.seed, model_path=config.model.path, setting="data.eval",
+            )  # fmt: skip
+        device.initialize(config.rank_timeout)
+        with phases("build"):
+            ours = (path / "meta.json").is_file()
+            roles = build_frozen_roles(config, tokenizer, path=None if ours else str(path))
+            if ours:
+                checkpoint.load_model(path, roles.actor.model)
+        with phases("evaluate"):
+            prompts = source.everything(config.evaluation.max_prompts, config.evaluation.temperature)
+            values = evaluate(roles, prompts, config).metrics.values()
+        roles.close()
+        if device.rank() == 0:
+            for name, value in values.items():
+                print(f"{name:<24}{value:.4f}", flush=True)
+        leave()
+    return values
+
+
+def export_checkpoint(path: Path, out: Path) -> None:
+    """Write a run's checkpoint as a Hugging Face model, with the processes that the launcher gives.
+
+    Under torchrun with as many processes as the run had the run's own layout is used; else the layers are
+    cut over the processes. Collective over the world.
+    """
+    source = path.resolve().parent.parent / "config.yaml"
+    if not source.is_file():
+        raise UserError(
+            "the checkpoint's run has no config.yaml, which names its model and tokenizer",
+            where=str(path),
+            expected=f"the file {source}",
+            got="nothing there",
+            fix="name a checkpoint inside its run folder: RUN/checkpoints/step_N",
+        )
+    world = device.world_size()
+    config = load_config(source)
+    if config.world_size != world:
+        config = load_config(source, ["world_size=null", "rollout.ranks=null"])
+        layout = LayoutConfig(ranks=tuple(range(world)), pipeline=world)
+    else:
+        layout = resolve(config, world, get_algorithm(config.algorithm.name, {})).config.actor.layout
+    with report_failure(config, Phases()):
+        device.initialize(config.rank_timeout)
+        model = build_policy(config, parallel_layout(layout, "layout"), trainable=False)
+        checkpoint.load_model(path, model)
+        if model is not None:
+            export(model, out, config.model.path)
+        leave()
+    if device.rank() == 0:
+        print(f"wrote {out}", flush=True)
