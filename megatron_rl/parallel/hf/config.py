@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.parallel.experts import prepare_experts
 from megatron_rl.parallel.hf.families import ACTIVATIONS, Family, family_of
 from megatron_rl.parallel.layout import ParallelLayout
 
@@ -66,6 +67,8 @@ def model_spec(
     """
     family = family_of(hf_config)
     _check_layout(hf_config, layout, overrides or {})
+    if family.moe is not None:
+        prepare_experts()
     settings = _transformer_settings(hf_config, family, layout, dtype)
     settings.update(_checked_overrides(overrides or {}))
     with warnings.catch_warnings():

@@ -1,0 +1,143 @@
+"""What the ranks of test_hf_layouts.py run: load, score and export every family in many layouts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.hf_models import make_model
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.export import export
+from megatron_rl.parallel.hf.files import CheckpointFiles
+from megatron_rl.parallel.hf.weights import load_weights
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parallel.model import build_model
+from megatron_rl.parallel.schedule import score
+from megatron_rl.types import split_rows
+
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("qwen2", {"tensor": 2, "pipeline": 2}, {}),
+    ("qwen2-tied", {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {}),
+    ("qwen3-tied", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    ("llama3", {"tensor": 2}, {}),
+    ("llama-bias", {"tensor": 2, "sequence_parallel": True}, {}),
+    ("mistral", {"pipeline": 4}, {}),
+    (
+        "qwen3",
+        {"tensor": 2, "pipeline": 2},
+        {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3},
+    ),
+    ("mixtral", {"tensor": 2, "pipeline": 2, "expert_tensor": 2}, {}),
+    ("qwen3-moe", {"expert": 4}, {}),
+    ("qwen3-moe", {"tensor": 2, "expert": 2, "pipeline": 2, "sequence_parallel": True}, {}),
+]
+NOT_SCORED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    # Megatron gathers unequal numbers of tokens here, which the host's communication backend refuses.
+    ("mixtral", {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, {}),
+]
+
+
+@dataclass(frozen=True)
+class Rows:
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    temperature: torch.Tensor
+
+
+def make_rows() -> Rows:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([37, 5, 21, 12, 2, 30, 16, 9])
+    tokens = torch.randint(0, 131, (int(lengths.sum()),), generator=generator)
+    return Rows(tokens, lengths, torch.full((len(lengths),), 0.7))
+
+
+def reference_log_probs(model: Any, rows: Rows) -> list[torch.Tensor]:
+    result = []
+    for row in split_rows(rows.tokens, rows.lengths):
+        with torch.no_grad():
+            logits = model(row[None]).logits[0, :-1] / 0.7
+        values = logits.log_softmax(1).gather(1, row[1:, None])[:, 0]
+        result.append(torch.cat((torch.zeros(1), values)))
+    return result
+
+
+def check_scores(model: Any, family: str) -> None:
+    """Log-probs of every row equal transformers'."""
+    rows = make_rows()
+    expected = reference_log_probs(make_model(family), rows)
+    scores = score(model, rows, 64, torch.ones(len(rows.tokens), dtype=torch.bool))
+    if device.rank() in model.groups.layout.outputs():
+        assert any(found.rows for found in scores)
+    for found in scores:
+        for row, values in zip(found.rows, found.log_probs.split(rows.lengths[list(found.rows)].tolist()), strict=True):
+            torch.testing.assert_close(values, expected[row], atol=1e-4, rtol=0)
+
+
+def check_round_trip(model: Any, first: Path, second: Path) -> None:
+    """The exported checkpoint holds the bits of the loaded one, and transformers loads it."""
+    export(model, second, first, file_bytes=60_000, piece_bytes=9_000)
+    if device.rank() == 0:
+        before, after = CheckpointFiles(first), CheckpointFiles(second)
+        assert before.names() == after.names(), before.names() ^ after.names()
+        for name in before.names():
+            shape = before.shape(name)
+            start = [0] * len(shape)
+            assert torch.equal(before.read(name, start, shape), after.read(name, start, shape)), name
+        again = AutoModelForCausalLM.from_pretrained(second).state_dict()
+        for name, value in AutoModelForCausalLM.from_pretrained(first).state_dict().items():
+            assert torch.equal(again[name], value), name
+    dist.barrier()
+
+
+def check_padding(model: Any) -> None:
+    """Rows that pad the vocabulary are zero."""
+    if model.spec.padded_vocab_size == model.spec.vocab_size:
+        return
+    if model.groups.coordinates.tensor == model.groups.layout.tensor - 1:
+        for chunk in model.chunks:
+            if chunk.pre_process:
+                assert not chunk.embedding.word_embeddings.weight[-1].any()
+
+
+def check_refusals(root: Path) -> None:
+    """Export onto an existing directory fails on every rank alike."""
+    config = make_model("qwen2").config
+    model = build_model(config, ParallelGroups(ParallelLayout((0, 1, 2, 3), tensor=2)), dtype=torch.float32)
+    load_weights(model, root / "qwen2")
+    try:
+        export(model, root / "qwen2")
+    except UserError as error:
+        assert "exists" in str(error), error
+    else:
+        raise AssertionError("an existing checkpoint was overwritten")
+
+
+def main(root: Path) -> None:
+    device.initialize(timeout=120)
+    for number, (family, sizes, overrides) in enumerate([*CASES, *NOT_SCORED]):
+        layout = ParallelLayout(tuple(range(4)), **sizes)
+        config = make_model(family).config
+        model = build_model(config, ParallelGroups(layout), dtype=torch.float32, overrides=overrides)
+        load_weights(model, root / family)
+        check_padding(model)
+        check_round_trip(model, root / family, root / f"again{number}")
+        if number < len(CASES):
+            check_scores(model, family)
+        if device.rank() == 0:
+            print("case", family, sizes, "ok", flush=True)
+    check_refusals(root)
+    if device.rank() == 0:
+        print("all cases", len(CASES) + len(NOT_SCORED), flush=True)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,76 @@
+"""Tiny Hugging Face checkpoints of every supported family, with weights that make mistakes visible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 32}),
+    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": 8}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+}
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    """Return the transformers config of a family's tiny model."""
+    kind, settings = FAMILIES[family]
+    return getattr(transformers, f"{kind}Config")(**{**COMMON, **settings, **changes})
+
+
+def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """Return a tiny transformers model in float32 whose every parameter is random and distinct."""
+    kind, _ = FAMILIES[family]
+    model = getattr(transformers, f"{kind}ForCausalLM")(config_of(family, **changes)).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(std=0.1, generator=generator)
+    return model
+
+
+def save_model(family: str, path: Path, seed: int = 0, **changes: Any) -> Any:
+    """Write a tiny checkpoint and return its model."""
+    model = make_model(family, seed, **changes)
+    model.save_pretrained(path)
+    return model

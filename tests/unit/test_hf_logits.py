@@ -1,0 +1,67 @@
+"""Models loaded from Hugging Face checkpoints compute what transformers computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.hf_models import FAMILIES, make_model, save_model
+
+from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.export import export
+from megatron_rl.parallel.hf.files import CheckpointFiles
+from megatron_rl.parallel.hf.weights import load_weights
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parallel.model import build_model
+
+
+def build(config, dtype=torch.float32):
+    device.initialize()
+    return build_model(config, ParallelGroups(ParallelLayout((0,))), dtype=dtype)
+
+
+def logits(model, rows):
+    """Return the logits [tokens, vocabulary] of rows of equal length."""
+    packing = model.pack([rows.shape[1]] * rows.shape[0])
+    with device.megatron_mode(), torch.no_grad():
+        (chunk,) = model.chunks
+        hidden = chunk(rows.reshape(1, -1), None, None, packed_seq_params=packing)
+        weight = chunk.shared_embedding_or_output_weight() if model.spec.tied else chunk.output_layer.weight
+        return hidden.flatten(0, 1) @ weight.T
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_transformers(family, tmp_path):
+    reference = save_model(family, tmp_path)
+    model = build(reference.config)
+    load_weights(model, tmp_path)
+    rows = torch.randint(0, 131, (3, 37), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(rows).logits.flatten(0, 1)
+    assert expected.std() > 0.3
+    torch.testing.assert_close(logits(model, rows)[:, :131], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-moe", "mixtral"])
+def test_exported_checkpoint_is_the_loaded_one(family, tmp_path):
+    save_model(family, tmp_path / "first")
+    model = build(make_model(family).config)
+    load_weights(model, tmp_path / "first")
+    export(model, tmp_path / "second", tmp_path / "first", file_bytes=40_000, piece_bytes=5_000)
+    first, second = CheckpointFiles(tmp_path / "first"), CheckpointFiles(tmp_path / "second")
+    assert first.names() == second.names()
+    for name in first.names():
+        shape = first.shape(name)
+        assert torch.equal(first.read(name, [0] * len(shape), shape), second.read(name, [0] * len(shape), shape))
+    assert len(list((tmp_path / "second").glob("*.safetensors"))) > 1
+
+
+def test_export_converts_to_the_asked_dtype(tmp_path):
+    reference = save_model("qwen2", tmp_path / "first")
+    model = build(reference.config)
+    load_weights(model, tmp_path / "first")
+    export(model, tmp_path / "half", dtype=torch.bfloat16)
+    again = type(reference).from_pretrained(tmp_path / "half")
+    assert again.dtype == torch.bfloat16
+    for name, value in reference.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value.bfloat16()), name
