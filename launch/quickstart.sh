@@ -5,6 +5,14 @@
 #   launch/quickstart.sh [key=value …]      overrides of configs/quickstart.yaml
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"
+if [ "$gpus" -gt 0 ] && [ "$gpus" -lt 4 ]; then
+    echo "quickstart: its layout is for 4 processes with a GPU each; this machine has $gpus" >&2
+    echo "  fix: launch/setup.sh; .venv/bin/python -m megatron_rl.data.quickstart runs/quickstart-data; then" >&2
+    echo "       NPROC=1 launch/local.sh configs/quickstart.yaml world_size=1 actor.layout.tensor=1 \\" >&2
+    echo "       actor.layout.pipeline=1 rollout.tensor=1" >&2
+    exit 1
+fi
 bash launch/setup.sh
 
 # Read by the OpenMP runtime when torch is loaded: one thread per process.
