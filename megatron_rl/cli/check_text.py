@@ -9,8 +9,9 @@ from megatron_rl.config.check import CheckReport
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.errors import numbered
 from megatron_rl.config.layout import RoleLayout
-from megatron_rl.config.load import flatten, scalar, to_plain
+from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.memory import PHASES, RankMemory
+from megatron_rl.config.source import one_line
 
 WIDTH = 110
 _RANKS_IN_A_ROW = 8
@@ -87,7 +88,7 @@ def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
 
 
 def _value(value: object) -> str:
-    text = scalar(value)
+    text = one_line(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

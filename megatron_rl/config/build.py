@@ -123,12 +123,12 @@ def _plain(hint: Any, node: Leaf | Section | None, default: Any, path: str, foun
         return fallback
     found.origins[path] = node.origin
     raw = node.plain() if isinstance(node, Section) else node.value
+    if raw == "None" and type(None) in _options(hint):
+        return None
     for option in _options(hint):
         ok, value = _convert(option, raw)
         if ok:
             return value
-    if raw == "None" and type(None) in _options(hint):
-        return None
     if isinstance(node, Section) and not _is_mapping(hint):
         inner = ", ".join(f"`{path}.{key}`" for key in list(node.children)[:5])
         found.fail(

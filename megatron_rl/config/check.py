@@ -28,7 +28,7 @@ from megatron_rl.config.derive import (
     role_layouts,
     smallest_world,
 )
-from megatron_rl.config.errors import UserError, UserErrors
+from megatron_rl.config.errors import UserError, UserErrors, each
 from megatron_rl.config.layout import RoleLayout
 from megatron_rl.config.load import LoadedConfig, flatten
 from megatron_rl.config.memory import RankMemory, memory_plan
@@ -178,28 +178,29 @@ def _algorithm(check: _Check, algorithm_of: AlgorithmOf | None) -> Any:
     config = check.config
     if algorithm_of is None or not check.fine("algorithm"):
         return None
-    known = None
+    name = config.algorithm.name
     try:
-        known = algorithm_of(config.algorithm.name, {})
+        known = algorithm_of(name, {})
     except UserError as error:
-        check.add([error])
+        check.add(_completed(error, "a named algorithm", repr(name), "set algorithm.name=grpo"))
         return None
     except Exception as error:  # the user's own module may fail in any way
-        text = f"{type(error).__name__}: {error}"
-        check.add([UserError("the algorithm cannot be loaded", where="algorithm.name", got=text)])
+        check.add([_unloadable(name, error)])
         return None
     complete = True
-    for name, value in config.algorithm.settings.items():
+    for setting, value in config.algorithm.settings.items():
         try:
-            algorithm_of(config.algorithm.name, {name: value})
+            algorithm_of(name, {setting: value})
         except UserError as error:
             complete = False
-            check.add([error])
+            fix = f"correct it, or remove it to have the default of {name}"
+            check.add(_completed(error, "a setting of the algorithm", f"{setting}: {value!r}", fix))
     if complete:
         try:
-            known = algorithm_of(config.algorithm.name, config.algorithm.settings)
+            known = algorithm_of(name, config.algorithm.settings)
         except UserError as error:
-            check.add([error])
+            fix = "set other values in algorithm.settings"
+            check.add(_completed(error, "settings that go together", repr(config.algorithm.settings), fix))
     if known.needs_critic:
         check.add(
             [
@@ -213,6 +214,24 @@ def _algorithm(check: _Check, algorithm_of: AlgorithmOf | None) -> Any:
             ]
         )
     return known
+
+
+def _completed(error: UserError, expected: str, got: str, fix: str) -> list[UserError]:
+    """Return the errors with what they leave out filled in."""
+    return [
+        replace(item, expected=item.expected or expected, got=item.got or got, fix=item.fix or fix)
+        for item in each(error)
+    ]
+
+
+def _unloadable(name: str, error: Exception) -> UserError:
+    return UserError(
+        "the algorithm cannot be loaded",
+        where="algorithm.name",
+        expected="a named algorithm, or module:object of an Algorithm",
+        got=f"{name}: {type(error).__name__}: {error}",
+        fix="correct the module, or set algorithm.name=grpo",
+    )
 
 
 def _world(check: _Check) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_rl.config.check_data import DataPreview, check_data
@@ -80,7 +80,7 @@ def _resume(config: RunConfig) -> list[UserError]:
         model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
         check_same_model(path, meta, model)
     except UserError as error:
-        return [error]
+        return [replace(error, got=error.got or f"no such file in {path}")]
     except (OSError, ValueError):
         return []  # the model's own check says so
     except (KeyError, TypeError, AttributeError) as error:

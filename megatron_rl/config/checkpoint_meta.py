@@ -124,7 +124,7 @@ def check_same_model(directory: str | Path, meta: Mapping[str, Any], config: Map
             where=str(directory),
             expected=", ".join(f"{name} = {_shown(mine[name])}" for name in differing),
             got=", ".join(f"{name} = {_shown(saved[name])}" for name in differing),
-            fix="set model.path to the model that the run started from, or checkpoint.resume=never with a new run_dir",
+            fix="set model.path to the model that the run started from, or use another run_dir",
         )
 
 

@@ -69,6 +69,11 @@ class UserErrors(UserError):
         return "\n".join(numbered(self.errors, "error"))
 
 
+def each(error: UserError) -> tuple[UserError, ...]:
+    """Return the single errors that an error carries: itself, or those of a `UserErrors`."""
+    return error.errors if isinstance(error, UserErrors) else (error,)
+
+
 def numbered(errors: Iterable[UserError], kind: str) -> list[str]:
     """Return the errors as blocks of lines, numbered ``error 1: …`` where there are several."""
     found = tuple(errors)

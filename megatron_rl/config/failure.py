@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_rl.config.errors import UserError, UserErrors, numbered
+from megatron_rl.config.errors import UserError, each, numbered
 
 PATIENCE = 8.0
 """Seconds that other ranks leave rank 0 to print before they speak for themselves."""
@@ -49,8 +49,7 @@ def report_errors(error: UserError) -> None:
 
 
 def _text(error: UserError) -> str:
-    errors = error.errors if isinstance(error, UserErrors) else (error,)
-    return "\n".join(numbered(errors, "error"))
+    return "\n".join(numbered(each(error), "error"))
 
 
 def _tell_launcher(text: str) -> bool:

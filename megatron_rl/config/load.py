@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_rl.config.build import Build, build, format_ranges
 from megatron_rl.config.errors import UserError, UserErrors
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.source import Origin, apply_overrides, read_file, read_tree
+from megatron_rl.config.source import Origin, apply_overrides, one_line, read_file, read_tree
 
 
 @dataclass(frozen=True)
@@ -105,15 +102,7 @@ def _dump(value: Any, depth: int, prefix: str, origins: Mapping[str, Origin], li
             lines.append(f"{indent}{item.name}:")
             _dump(inner, depth + 1, path, origins, lines)
             continue
-        text = scalar(to_plain(inner, item.name))
+        text = one_line(to_plain(inner, item.name))
         origin = origins.get(path)
         comment = "" if origin is None or origin.kind == "default" else "  # " + " ".join(str(origin).split())
         lines.append(f"{indent}{item.name}: {text}{comment}")
-
-
-def scalar(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False)
-    text = text.removesuffix("\n").removesuffix("\n...").strip()
-    # YAML would fold a line break over several lines; JSON escapes it and is read the same.
-    return json.dumps(value) if "\n" in text else text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -73,6 +74,23 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
 )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Put text in quotes where the loader above would read something else."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def one_line(value: Any) -> str:
+    """Return a value as YAML on one line that `read_tree` reads back."""
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False
+    )
+    text = text.removesuffix("\n").removesuffix("\n...").strip()
+    # YAML would fold a line break over several lines; JSON escapes it and is read the same.
+    return json.dumps(value) if "\n" in text else text
 
 
 def read_tree(text: str, name: str, errors: list[UserError]) -> Section:

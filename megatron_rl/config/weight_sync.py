@@ -63,6 +63,7 @@ def _tensors(shape: ModelShape, tensor: int) -> list[tuple[int, int, str]]:
         (shape.layers * kv, min(tensor, shape.kv_heads), "layers"),
         (shape.layers * shape.mlp_parameters, tensor, "experts" if shape.experts else "layers"),
         (shape.layers * shape.replicated_parameters, 1, "whole"),
+        (shape.hidden, 1, "final"),
         (shape.vocab * shape.hidden, tensor, "ends" if shape.tied else "first"),
     ]
     if not shape.tied:
@@ -76,6 +77,8 @@ def _held(actor: RoleLayout, rank: int, start: float, width: float, kind: str) -
     first, last = stage == 0, stage == actor.pipeline - 1
     if kind == "whole":
         return 1 / actor.pipeline
+    if kind == "final":
+        return float(last)
     if kind == "experts":
         begin = (actor.ranks.index(rank) % actor.expert_tensor) / actor.expert_tensor
         common = _overlap(begin, 1 / actor.expert_tensor, start, width)

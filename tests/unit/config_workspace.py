@@ -1,0 +1,153 @@
+"""A complete, tiny set of inputs that a configuration can name: model, data and reward function."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "max_position_embeddings": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "vocab_size": 21,
+}
+
+CONFIG = """\
+model:
+  path: model
+  dtype: float32
+data:
+  train: train.jsonl
+  eval: eval.jsonl
+  max_prompt_tokens: 8
+reward:
+  function: reward.py:score
+run_dir: run
+steps: 10
+world_size: 4
+batch:
+  prompts_per_step: 16
+  samples_per_prompt: 4
+actor:
+  layout:
+    tensor: 2
+    pipeline: 2
+rollout:
+  tensor: 2
+  max_response_tokens: 8
+"""
+
+REWARD = """\
+import torch_is_not_imported_here
+
+
+def score(prompt, response, ground_truth, metadata):
+    return 1.0
+
+
+def other(prompt):
+    return 0.0
+
+
+def with_bonus(bonus, **rest):
+    return bonus
+
+
+async def slow(**rest):
+    return 0.0
+
+
+partial = score
+"""
+
+
+def write_safetensors(path: Path) -> None:
+    """Write a whole safetensors file with one tensor of four bytes."""
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+def write_model(path: Path, **changes: Any) -> None:
+    """Write a checkpoint directory with a shape, weights and tokenizer files."""
+    path.mkdir(parents=True)
+    shape = {name: value for name, value in {**SHAPE, **changes}.items() if value is not None}
+    (path / "config.json").write_text(json.dumps(shape))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "tokenizer_config.json").write_text("{}")
+    write_safetensors(path / "model.safetensors")
+
+
+def write_lines(path: Path, count: int = 32) -> None:
+    """Write records with every field that a run reads."""
+    record = {"prompt": "1+1=", "ground_truth": "2", "response": "2", "task": "sum"}
+    path.write_text("".join(json.dumps(record) + "\n" for _ in range(count)))
+
+
+def write_workspace(root: Path) -> None:
+    """Write everything that `CONFIG` names, and material that is broken in one way each."""
+    write_model(root / "model")
+    for name in ("train.jsonl", "eval.jsonl", "sft.jsonl"):
+        write_lines(root / name)
+    (root / "config.yaml").write_text(CONFIG)
+    (root / "reward.py").write_text(REWARD)
+    (root / "broken_reward.py").write_text("def score(:\n")
+    _write_broken_models(root)
+    _write_broken_data(root)
+
+
+def _write_broken_models(root: Path) -> None:
+    write_model(root / "wide", num_attention_heads=6, num_key_value_heads=6, head_dim=32)
+    write_model(root / "narrow", num_key_value_heads=1)
+    write_model(root / "five_layers", num_hidden_layers=5)
+    write_model(root / "bert", architectures=["BertForMaskedLM"], model_type="bert")
+    write_model(root / "classifier", architectures=["Qwen2ForCausalLn"])
+    write_model(root / "no_vocab", vocab_size=None)
+    write_model(root / "text_size", hidden_size="128")
+    write_model(root / "other_vocabulary", vocab_size=77)
+    write_model(root / "not_json")
+    (root / "not_json/config.json").write_text("{")
+    write_model(root / "list_json")
+    (root / "list_json/config.json").write_text("[]")
+    write_model(root / "no_config")
+    (root / "no_config/config.json").unlink()
+    write_model(root / "no_weights")
+    (root / "no_weights/model.safetensors").unlink()
+    write_model(root / "half")
+    whole = (root / "half/model.safetensors").read_bytes()
+    (root / "half/model.safetensors").write_bytes(whole[:-2])
+    write_model(root / "pointer")
+    (root / "pointer/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    write_model(root / "missing_shard")
+    index = {"weight_map": {"weight": "model.safetensors", "other": "model-2.safetensors"}}
+    (root / "missing_shard/model.safetensors.index.json").write_text(json.dumps(index))
+    write_model(root / "bad_index")
+    (root / "bad_index/model.safetensors.index.json").write_text("{}")
+    write_model(root / "no_tokenizer")
+    (root / "no_tokenizer/tokenizer.json").unlink()
+
+
+def _write_broken_data(root: Path) -> None:
+    (root / "empty.jsonl").write_text("\n \n")
+    (root / "broken.jsonl").write_text('{"prompt": "a", "ground_truth": "b"}\n{"prompt": "a"\n')
+    (root / "lists.jsonl").write_text('["a", "b"]\n')
+    (root / "question.jsonl").write_text('{"prompts": "a", "ground_truth": "b"}\n')
+    (root / "null.jsonl").write_text('{"prompt": null, "ground_truth": "b"}\n')
+    (root / "messages.jsonl").write_text(
+        '{"prompt": [{"role": "user", "content": "a"}], "ground_truth": "b"}\n'
+    )
+    (root / "no_truth.jsonl").write_text('{"prompt": "a"}\n')
+    (root / "data.csv").write_text("prompt,ground_truth\n")
+    (root / "broken.parquet").write_bytes(b"PAR1 and then nothing")
+    (root / "empty.parquet").write_bytes(b"")
+    (root / "folder").mkdir()
+    (root / "folder/part.jsonl").write_text("{}\n")
+    (root / "splits/train").mkdir(parents=True)
+    (root / "splits/train/state.json").write_text("{}")
+    (root / "a_file").write_text("")

@@ -1,0 +1,184 @@
+"""The commands as a user runs them: output, exit codes, and what they import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from config_workspace import write_workspace
+
+from megatron_rl.cli.main import COMMANDS, main
+from megatron_rl.config.load import flatten, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = ("world_size=null", "actor.layout={}", "rollout.tensor=1")
+HEAVY = ("torch", "transformers", "megatron", "vllm", "numpy", "pyarrow")
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_workspace(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def run(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_rl", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_check_shows_everything(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "config.yaml", "steps=3"]) == 0
+    shown = capsys.readouterr().out
+    for title in (
+        "CONFIGURATION",
+        "BATCH",
+        "ROLES",
+        "MEMORY",
+        "WEIGHT SYNC",
+        "READY: no errors, no warnings",
+    ):
+        assert title in shown
+    assert "16 prompts x 4 samples" in shown and "64 rows per step" in shown
+    assert "override steps=3" in shown and "config.yaml:6" in shown
+    for path in flatten(load_config("config.yaml")):
+        assert path in shown, f"{path} is not shown"
+
+
+def test_check_fails_with_every_error(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "config.yaml", "rollout.n=3", "steps=0", "data.train=gone.jsonl"]) == 2
+    shown = capsys.readouterr().out
+    assert "`rollout.n` is called `batch.samples_per_prompt` here" in shown
+    assert "NOT READY: 3 errors" in shown
+
+
+def test_the_arithmetic_is_shown_beside_missing_files(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "config.yaml", "data.train=gone.jsonl"]) == 2
+    assert "64 rows per step" in capsys.readouterr().out
+
+
+def test_check_for_machines(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "config.yaml", "--json", "--world-size", "8", "world_size=null"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["valid"] and result["world_size"] == 8
+    assert result["roles"]["actor"]["data"] == 2
+    assert result["config"]["steps"] == {"value": 10, "origin": "file", "detail": "config.yaml:11"}
+    assert main(["check", "config.yaml", "--json", "steps=x"]) == 2
+    assert json.loads(capsys.readouterr().out)["errors"][0]["where"] == "steps (override steps=x)"
+    assert main(["check", "gone.yaml", "--json"]) == 2
+    assert not json.loads(capsys.readouterr().out)["valid"]
+
+
+def test_overrides_stand_before_or_after_options(workspace: Path) -> None:
+    for words in (["steps=0", "--without-files"], ["--without-files", "steps=0"]):
+        assert main(["check", "config.yaml", *words]) == 2
+    with pytest.raises(SystemExit) as stopped:
+        main(["check", "config.yaml", "--no-such-option"])
+    assert stopped.value.code == 2
+
+
+def test_check_is_quick_and_imports_nothing_heavy(workspace: Path) -> None:
+    program = (
+        "import sys\n"
+        "from megatron_rl.cli.main import main\n"
+        "code = main(['check', 'config.yaml'])\n"
+        f"print('HEAVY', [name for name in {HEAVY!r} if name in sys.modules])\n"
+        "sys.exit(code)\n"
+    )
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("HEAVY []")
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configurations_pass(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["check", str(path.relative_to(ROOT))]) == 0, capsys.readouterr().out
+
+
+def test_a_whole_configuration_fits_in_twenty_lines() -> None:
+    text = (ROOT / "configs/minimal.yaml").read_text().splitlines()
+    assert len([line for line in text if line.strip() and not line.lstrip().startswith("#")]) <= 20
+
+
+def test_train_stops_before_anything_heavy(workspace: Path) -> None:
+    done = run("train", "config.yaml", "world_size=null", "data.train=gone.jsonl", cwd=workspace)
+    assert done.returncode == 2
+    assert "tensor 2 x pipeline 2 = 4 does not divide 1 process" in done.stderr
+    assert "the data set gone.jsonl does not exist" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_one_rank_speaks(workspace: Path) -> None:
+    """Rank 0 writes where torchrun reads the root cause; other ranks wait to be ended."""
+    told = workspace / "error.json"
+    world = {"WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    first = run(
+        "train", "config.yaml", "steps=0", cwd=workspace, RANK="0", TORCHELASTIC_ERROR_FILE=str(told), **world
+    )
+    assert (first.returncode, first.stdout, first.stderr) == (2, "", "")
+    assert "`steps` is out of range" in json.loads(told.read_text())["message"]["message"]
+    alone = run("train", "config.yaml", "steps=0", cwd=workspace, RANK="0", **world)
+    assert alone.returncode == 2 and "`steps` is out of range" in alone.stderr
+    other = subprocess.Popen(
+        [sys.executable, "-m", "megatron_rl", "train", "config.yaml", "steps=0"],
+        cwd=workspace,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **world, "RANK": "1", "LOCAL_RANK": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert other.communicate(timeout=60)[1] == "" and other.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("eval", "config.yaml", *ALONE, "--checkpoint", "gone"), "no directory gone"),
+        (("export", "gone", "--out", "x"), "no directory gone"),
+        (("export", "folder", "--out", "model"), "would overwrite something"),
+        (("report", "gone"), "no directory gone"),
+    ],
+)  # fmt: skip
+def test_other_commands_refuse_bad_input(
+    words: tuple[str, ...], message: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_every_command() -> None:
+    done = run("--help", cwd=ROOT)
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+def test_doctor_without_heavy_imports(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--quick"]) == 0
+    assert "shared memory" in capsys.readouterr().out
+    assert main(["doctor", "--quick", "--json"]) == 0
+    assert {"packages", "machine"} <= json.loads(capsys.readouterr().out).keys()

@@ -1,0 +1,180 @@
+"""A table of bad configurations, each with what the user is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from config_workspace import write_workspace
+
+from megatron_rl.algorithms.lookup import get_algorithm
+from megatron_rl.config.check import CheckReport, check_config
+from megatron_rl.config.errors import UserError
+from megatron_rl.config.load import load
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Give overrides of the good configuration and what the one resulting error says."""
+
+    overrides: tuple[str, ...]
+    message: str
+    fix: str
+    where: str = ""
+    world: int | None = None
+    others: bool = False  # whether further errors follow from the same mistake
+
+
+TABLE = [
+    Bad(tuple(row.pop("set")), **row)
+    for rows in yaml.safe_load((Path(__file__).parent / "bad_configurations.yaml").read_text()).values()
+    for row in rows
+]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("workspace")
+    write_workspace(root)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def inside(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workspace)
+
+
+def check(*overrides: str, world: int | None = None, **options: bool) -> CheckReport:
+    return check_config(load("config.yaml", overrides), world, algorithm_of=get_algorithm, **options)
+
+
+def test_the_good_configuration_has_no_findings() -> None:
+    report = check()
+    assert (report.errors, report.warnings) == ((), ())
+
+
+@pytest.mark.parametrize(
+    "case", TABLE, ids=lambda case: " ".join(case.overrides)[:60] or f"world {case.world}"
+)
+def test_bad_configuration(case: Bad) -> None:
+    errors = check(*case.overrides, world=case.world).errors
+    found = [error for error in errors if case.message in error.message]
+    assert len(found) == 1, "\n".join(str(error) for error in errors)
+    assert case.others or len(errors) == 1, "\n".join(str(error) for error in errors)
+    error = found[0]
+    parts = (error.where, error.expected, error.got, error.fix)
+    assert all(parts), f"every error has where, expected, got and fix: {error}"
+    assert case.fix in (error.fix or ""), error.fix
+    assert case.where in error.where
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(TABLE) >= 60
+
+
+def test_all_errors_come_at_once() -> None:
+    mistakes = (
+        "rollout.n=8",
+        "steps=many",
+        "model.dtype=float16",
+        "actor.layout.ranks=[9]",
+        "data.train=gone.jsonl",
+    )
+    messages = [error.message for error in check(*mistakes, "reward.function=x").errors]
+    assert len(messages) == 6
+
+
+def test_an_error_names_where_its_value_was_written() -> None:
+    assert check("steps=0").errors[0].where == "steps (override steps=0)"
+    Path("stated.yaml").write_text(Path("config.yaml").read_text().replace("tensor: 2", "tensor: 0", 1))
+    error = check_config(load("stated.yaml")).errors[0]
+    assert error.where == "actor.layout.tensor (stated.yaml:18)"
+
+
+def test_missing_required_values_are_all_named() -> None:
+    Path("nothing.yaml").write_text("")
+    errors = load("nothing.yaml").errors
+    named = {error.where for error in errors}
+    assert named == {"model.path", "data.train", "reward.function", "run_dir", "steps"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "not valid YAML"),
+        ("- a\n- b\n", "a configuration is a mapping"),
+        ("steps: 1\nsteps: 2\n", "`steps` is written twice in one section"),
+        ("? [a, b]\n: 1\n", "a name in the configuration is not text"),
+        ("\tsteps: 1\n", "not valid YAML"),
+        ("a: &x [*x]\n", "not"),
+    ],
+)  # fmt: skip
+def test_broken_yaml(text: str, message: str) -> None:
+    Path("broken.yaml").write_text(text)
+    errors = load("broken.yaml").errors
+    assert any(message in str(error) for error in errors)
+    assert all(
+        "broken.yaml" in (error.where or "") for error in errors if error.where and "yaml" in error.where
+    )
+
+
+@pytest.mark.parametrize("path", ["gone.yaml", "folder", "gone/config.yaml", "model/model.safetensors"])
+def test_unreadable_files(path: str) -> None:
+    errors = load(path).errors
+    assert errors and all(isinstance(error, UserError) for error in errors)
+
+
+WARNINGS = [
+    (("batch.samples_per_prompt=1",), "compares samples of one prompt"),
+    (("rollout.top_p=0.9",), "samples from a truncated distribution"),
+    (("rollout.top_k=5",), "samples from a truncated distribution"),
+    (("batch.optimizer_steps=3",), "optimizer steps get different numbers of prompts"),
+    (("actor.optimizer.decay=cosine",), "ends where it starts"),
+    (("data.eval=null",), "nothing is evaluated"),
+    (("evaluation.samples=4",), "greedy evaluation gives the same answer"),
+    (("batch.prompts_per_step=64",), "a step takes more prompts than the training data has"),
+    (("actor.layout.ranks=0-3", "rollout.ranks=0-3", "world_size=5"), "1 of 5 ranks have no role"),
+    (("gpus_per_node=1",), "reaches over nodes"),
+    (("reference={}",), "the algorithm does not use it"),
+    (("gpu_memory_gib=0.001",), "more memory than a GPU has"),
+    (("actor.optimizer.learning_rate=0.01",), "high for reinforcement learning"),
+    (("data.train=no_truth.jsonl",), "the first record has no `ground_truth`"),
+    (("world_size=null",), "4 is the smallest that fits"),
+    (("batch.prompts_per_step=1", "batch.samples_per_prompt=2", "actor.layout={}"), "have no row in a mini"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), WARNINGS, ids=lambda value: str(value)[:50])
+def test_warnings(overrides: tuple[str, ...], message: str) -> None:
+    report = check(*overrides)
+    assert not report.errors
+    assert any(message in warning.message for warning in report.warnings), report.warnings
+
+
+def test_material_that_a_command_makes() -> None:
+    overrides = ("data.train=made/train.jsonl", "prepare={made: make it}")
+    waiting = check(*overrides)
+    assert not waiting.errors and waiting.files_missing
+    assert waiting.warnings[0].fix == "run: make it"
+    assert "made is not there yet" in check(*overrides, training=True).errors[0].message
+
+
+def test_a_file_missing_beside_made_material_is_an_error() -> None:
+    error = check("data.train=folder/train.jsonl", "prepare={folder: make it}").errors[0]
+    assert error.fix == "make it with: make it"
+
+
+def test_without_files_only_warns() -> None:
+    report = check("model.path=gone", "data.train=gone.jsonl", without_files=True)
+    assert not report.errors and len(report.warnings) == 2
+
+
+def test_a_checkpoint_of_another_model_is_an_error() -> None:
+    from megatron_rl.config.checkpoint_meta import model_identity, write_meta
+
+    folder = Path("checkpoint")
+    folder.mkdir()
+    write_meta(folder, {"model": model_identity({"hidden_size": 64, "num_attention_heads": 4})})
+    assert check("checkpoint.resume=checkpoint").errors[0].message == "the checkpoint is of another model"
