@@ -1,0 +1,261 @@
+"""Weights and optimizer as Megatron's distributed checkpoint, which any parallel layout can read.
+
+What Megatron's own save and load need beside the calls, on models outside its global groups and without
+Transformer Engine, is here.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.state_dict_utils import extract_nonpersistent, extract_sharded_base
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from torch import Tensor
+
+from megatron_rl.parallel import device
+from megatron_rl.parallel.model import ParallelModel
+from megatron_rl.parallel.optimizer import Optimizer
+
+_OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def save_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> None:
+    """Write a model and its optimizer into an empty folder; ``model`` is None outside its layout.
+
+    Collective over the world.
+    """
+    with device.megatron_mode():
+        sharded: dict[str, Any] = {}
+        strategy: Any = _InProcessSave("torch_dist", 1, thread_count=1)
+        if model is not None:
+            if optimizer is not None:
+                _initialise_states(optimizer)
+            sharded, _ = _sharded_state(model, optimizer, is_loading=False)
+            strategy = FullyParallelSaveStrategyWrapper(strategy, model.groups.data_context)
+        dist_checkpointing.save(sharded, str(folder), strategy)
+
+
+def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> None:
+    """Read what `save_tensors` wrote, in place; without ``optimizer`` the weights alone.
+
+    Collective over the world.
+    """
+    with device.megatron_mode():
+        if model is None:
+            dist_checkpointing.load({}, str(folder), TorchDistLoadShardedStrategy())
+            return
+        if optimizer is not None:
+            _initialise_states(optimizer)
+        sharded, local = _sharded_state(model, optimizer, is_loading=True)
+        strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), model.groups.data_context)
+        loaded = dist_checkpointing.load(sharded, str(folder), strategy)
+        for index, chunk in enumerate(model.chunks):
+            chunk.load_state_dict(loaded[f"chunk{index}"])
+        _clear_padding(model)
+        if optimizer is not None:
+            state = merge(loaded["optimizer_common"], local)
+            _load_optimizer(optimizer, merge(state, loaded["optimizer"]))
+
+
+def _sharded_state(
+    model: ParallelModel, optimizer: Optimizer | None, is_loading: bool
+) -> tuple[dict[str, Any], Any]:
+    """Return what is stored of a model, and the part of the optimizer's state that stays on this rank."""
+    groups = model.groups
+    metadata = {**_OPTIMIZER_METADATA, "dp_cp_group": groups.data_context}
+    with _tied_replicas(model):
+        chunks = {
+            f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
+            for index, chunk in enumerate(model.chunks)
+        }
+    if optimizer is None:
+        return dict(chunks), {}
+    with _replaced(optimizer, "get_parameter_state_dp_zero", _with_bucket_padding):
+        state = optimizer.megatron.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
+    local, rest = extract_nonpersistent(state)
+    tensors, common = extract_sharded_base(rest)
+    # An object of its own, because Megatron would take the common part from the world's rank 0 only.
+    replica = (0, 0, groups.layout.ranks.index(groups.rank))
+    shared = ShardedObject("optimizer.common", common, (1,), (0,), replica)
+    return {**chunks, "optimizer": tensors, "optimizer_common": shared}, _unwrapped(local)
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _unwrapped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_unwrapped(item) for item in value]
+    return value.unwrap()
+
+
+@contextmanager
+def _tied_replicas(model: ParallelModel) -> Iterator[None]:
+    # The last stage's copy of tied embeddings asks Megatron's global groups, which do not exist here.
+    original = parallel_state.get_data_parallel_rank
+    rank = model.groups.data_context.rank()
+    parallel_state.get_data_parallel_rank = lambda *_, **__: rank
+    try:
+        yield
+    finally:
+        parallel_state.get_data_parallel_rank = original
+
+
+def _clear_padding(model: ParallelModel) -> None:
+    """Zero the rows that pad the vocabulary: a checkpoint from another layout may lack them."""
+    for chunk in model.chunks:
+        for name, parameter in chunk.named_parameters():
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                real = model.spec.vocab_size - model.groups.coordinates.tensor * len(parameter)
+                parameter.data[max(real, 0) :].zero_()
+
+
+def _parts(optimizer: Optimizer) -> list[Any]:
+    parts = getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron])
+    return [part for part in parts if getattr(part, "optimizer", None) is not None]
+
+
+def _initialise_states(optimizer: Optimizer) -> None:
+    """Give every parameter its optimizer state, as before the first step, where it has none yet."""
+    for part in _parts(optimizer):
+        inner = part.optimizer
+        if len(inner.state):
+            continue
+        rates = [group["lr"] for group in inner.param_groups]
+        parameters = [p for group in inner.param_groups for p in group["params"] if p.numel()]
+        gradients = [parameter.grad for parameter in parameters]
+        for group in inner.param_groups:
+            group["lr"] = 0.0
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        inner.step()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(inner.param_groups, rates, strict=True):
+            group["lr"] = rate
+            if "step" in group:
+                group["step"] = 0
+        _separate_steps(inner, reset=True)
+
+
+def _separate_steps(inner: Any, reset: bool = False) -> None:
+    """Give each parameter its own step counter: Megatron's load shares one, which then counts too fast."""
+    for state in inner.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = torch.zeros_like(state["step"]) if reset else state["step"].clone()
+
+
+def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
+    settings = [
+        {name: value for name, value in group.items() if name not in ("params", "step")}
+        for group in optimizer.megatron.param_groups
+    ]
+    with _replaced(optimizer, "_set_main_param_and_optimizer_states", _keeping_step):
+        optimizer.megatron.load_state_dict(state)
+    for group, values in zip(optimizer.megatron.param_groups, settings, strict=True):
+        group.update(values)
+    for part in _parts(optimizer):
+        _separate_steps(part.optimizer)
+
+
+@contextmanager
+def _replaced(
+    optimizer: Optimizer, name: str, build: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Put ``build(part, its method)`` in the place of a method of the optimizer's parts that have it."""
+    parts = [part for part in _parts(optimizer) if hasattr(part, name)]
+    for part in parts:
+        setattr(part, name, build(part, getattr(part, name)))
+    try:
+        yield
+    finally:
+        for part in parts:
+            delattr(part, name)
+
+
+def _with_bucket_padding(part: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lay the gathered state out as its reader indexes it.
+
+    Megatron gathers without the padding between buckets and reads with it: where a bucket is padded (as
+    the tied embedding of the last stage, in a bucket of its own) everything behind it would be shifted.
+    """
+
+    def gather(**arguments: Any) -> Any:
+        state = original(**arguments)
+        for index, buffer in enumerate(part.buffers):
+            for tensors in (state or {}).get(index, {}).values():
+                for name in [name for name, value in tensors.items() if isinstance(value, Tensor)]:
+                    spread = tensors[name].new_zeros(buffer.numel)
+                    start = 0
+                    for bucket in buffer.buckets:
+                        end = start + bucket.numel_unpadded
+                        spread[bucket.offset : bucket.offset + bucket.numel_unpadded] = tensors[name][
+                            start:end
+                        ]
+                        start = end
+                    tensors[name] = spread
+        return state
+
+    return gather
+
+
+def _keeping_step(part: Any, original: Callable[..., None]) -> Callable[..., None]:
+    """Let the restore of one parameter leave its step alone: it was restored with the groups already."""
+
+    def restore(parameter: Any, tensors: Mapping[str, Tensor]) -> None:
+        current = part._get_main_param_and_optimizer_states(parameter)
+        steps = {name: value for name, value in current.items() if name == "step"}
+        original(parameter, {**steps, **tensors})
+
+    return restore
+
+
+class _InProcessSave(TorchDistSaveShardedStrategy):
+    """Write files in this process: Megatron's writer starts two processes per rank, also to write little."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """Write this rank's part. Collective over the world."""
+        filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            request = self.async_save(sharded_state_dict, checkpoint_dir)
+            if request.async_fn is not None:
+                transforms = request.async_fn.args[0]  # pyright: ignore[reportFunctionMemberAccess]
+                results = request.async_fn_args[-1]
+                results.put(_write(transforms, request.preload_fn()))
+            dist.barrier()
+            for finish in request.finalize_fns:
+                finish()
+        finally:
+            filesystem_async._results_queue = None
+
+
+def _write(transforms: Any, buckets: Any) -> Any:
+    """Return what each bucket's write returned, or the first exception."""
+    written = {}
+    for index, bucket in enumerate(buckets):
+        answers: Any = queue.Queue()
+        pending: Any = queue.Queue()
+        pending.put(index)
+        write = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+        write(transforms, index, bucket, answers, pending, True)
+        _, outcome = answers.get()
+        if isinstance(outcome, Exception):
+            return outcome
+        written[index] = outcome
+    return written
