@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -80,7 +81,7 @@ class PromptSource:
         if temperature == 0:
             changes.update(top_p=1.0, top_k=0)
         sampling = tuple(parameters._replace(**changes) for parameters in batch.sampling)
-        return PromptBatch(**{**batch.__dict__, "sampling": sampling})
+        return replace(batch, sampling=sampling)
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """Return the position in the data: epoch, position, seed and a fingerprint of the prompts."""
