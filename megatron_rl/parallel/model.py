@@ -19,6 +19,9 @@ from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, has_t
 from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
 
+LOGITS_ELEMENTS = 2**25
+"""Logits of a vocabulary shard that exist at once: 128 MiB in float32, whatever the vocabulary."""
+
 
 @dataclass
 class ParallelModel:
@@ -72,8 +75,9 @@ class ParallelModel:
         weight: Any = chunk.shared_embedding_or_output_weight() if self.spec.tied else chunk.output_layer.weight
         start = self.groups.coordinates.tensor * len(weight)
         shard = VocabularyShard(start, self.spec.vocab_size, self.groups.tensor)
+        chunk = max(64, LOGITS_ELEMENTS // len(weight))
         return vocab_parallel_log_probs(
-            states[index], weight, targets, temperature, shard, reduce_hidden_gradient=not sequence_parallel
+            states[index], weight, targets, temperature, shard, chunk, reduce_hidden_gradient=not sequence_parallel
         )
 
 

@@ -1,0 +1,88 @@
+"""Chunked vocab-parallel log-probs and entropy equal the dense softmax, values and gradients."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.parallel import log_probs as module
+from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
+
+ALONE = SimpleNamespace(size=lambda: 1)
+
+
+def _case(rows=11, hidden=6, vocabulary=13, padded=16, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(rows, hidden, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(padded, hidden, generator=generator, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (rows,), generator=generator)
+    temperature = 0.5 + torch.rand(rows, generator=generator, dtype=dtype)
+    return states, weight, targets, temperature, vocabulary
+
+
+def _dense(states, weight, targets, temperature, vocabulary):
+    log_p = ((states @ weight[:vocabulary].T) / temperature[:, None]).log_softmax(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_values_and_gradients_equal_the_dense_softmax(chunk):
+    states, weight, targets, temperature, vocabulary = _case()
+    shard = VocabularyShard(0, vocabulary, ALONE)
+    found = vocab_parallel_log_probs(states, weight, targets, temperature, shard, chunk)
+    wanted = _dense(states, weight, targets, temperature, vocabulary)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    mix = torch.linspace(-1, 1, len(targets), dtype=torch.float64)
+    mine = torch.autograd.grad((found[0] * mix + found[1] * mix.flip(0)).sum(), (states, weight))
+    theirs = torch.autograd.grad((wanted[0] * mix + wanted[1] * mix.flip(0)).sum(), (states, weight))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_gradcheck():
+    states, weight, targets, temperature, vocabulary = _case(rows=4, hidden=3, vocabulary=5, padded=6)
+    shard = VocabularyShard(0, vocabulary, ALONE)
+    assert torch.autograd.gradcheck(
+        lambda s, w: vocab_parallel_log_probs(s, w, targets, temperature, shard, 3), (states, weight)
+    )
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_shards_combine_to_the_whole(parts):
+    states, weight, targets, temperature, vocabulary = _case()
+    rows = len(weight) // parts
+    stats = []
+    for part in range(parts):
+        shard = VocabularyShard(part * rows, vocabulary, ALONE)
+        local = weight[part * rows : (part + 1) * rows].detach()
+        logits = module._logits(states.detach(), local, temperature, shard)
+        peak = logits.amax(-1)
+        index, mine = module._local_targets(targets, local, shard)
+        target = logits.gather(1, index[:, None])[:, 0].masked_fill(~mine, module._MASKED)
+        shifted = logits - peak[:, None]
+        stats.append(torch.stack((peak, shifted.exp().sum(-1), (shifted.exp() * shifted).sum(-1), target)))
+    _, found, entropy = module._combine(torch.stack(stats))
+    wanted, wanted_entropy = _dense(states, weight, targets, temperature, vocabulary)
+    torch.testing.assert_close(found, wanted.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy, wanted_entropy.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_no_token_keeps_the_graph():
+    states, weight, *_ = _case()
+    found, _ = vocab_parallel_log_probs(
+        states[:0], weight, torch.zeros(0, dtype=torch.long), torch.ones(0), VocabularyShard(0, 13, ALONE)
+    )
+    assert found.shape == (0,) and found.requires_grad
+    gradients = torch.autograd.grad(found.sum(), (states, weight))
+    assert all(bool((gradient == 0).all()) for gradient in gradients)
+
+
+def test_logits_of_half_precision_are_reduced_in_float32():
+    states, weight, targets, temperature, vocabulary = _case(dtype=torch.bfloat16)
+    found, entropy = vocab_parallel_log_probs(
+        states, weight, targets, temperature.float(), VocabularyShard(0, vocabulary, ALONE)
+    )
+    assert found.dtype == entropy.dtype == torch.float32
+    wanted, _ = _dense(states.double(), weight.double(), targets, temperature.double(), vocabulary)
+    assert (found.double() - wanted).abs().max() < 0.05
