@@ -80,7 +80,12 @@ def initialize(timeout: float = 600.0) -> None:
     ``timeout`` in seconds bounds every collective. Without a launcher the job is this one process.
     Collective over the world.
     """
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
         os.environ.setdefault(name, value)
     if not _ON_HOST:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -135,6 +140,13 @@ def set_generator_states(states: dict[str, Any]) -> None:
     torch.cuda.set_rng_state(states["device"])
     torch.set_rng_state(states["host"])
     get_cuda_rng_tracker().set_states(states["megatron"])
+
+
+def seed_tensor_parallel(seed: int, tensor_rank: int) -> None:
+    """Seed the device's generators: differently on tensor-parallel ranks, equally on all others."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(seed, tp_rank=tensor_rank, ep_rank=0, etp_rank=0)
 
 
 class _HostMode(TorchFunctionMode):

@@ -40,7 +40,9 @@ def gather_rows(shard: RowShard) -> RowShard:
     Each row must come from exactly one rank. Every rank receives each byte once: rows travel as one
     broadcast from each rank that has some, unpadded. Collective over the world.
     """
-    mine = torch.tensor([len(shard.rows), int(shard.lengths.sum())], dtype=torch.int64, device=device.device())
+    mine = torch.tensor(
+        [len(shard.rows), int(shard.lengths.sum())], dtype=torch.int64, device=device.device()
+    )
     sizes = torch.empty((dist.get_world_size(), 2), dtype=torch.int64, device=device.device())
     dist.all_gather_into_tensor(sizes.view(-1), mine)
     parts = []
@@ -65,7 +67,8 @@ def _fields(shard: RowShard) -> list[tuple[str, Tensor, bool]]:
 def _broadcast(shard: RowShard, source: int, rows: int, tokens: int) -> RowShard:
     fields = _fields(shard)
     sizes = [
-        (tokens if per_token else rows) * _item(tensor) * tensor.element_size() for _, tensor, per_token in fields
+        (tokens if per_token else rows) * _item(tensor) * tensor.element_size()
+        for _, tensor, per_token in fields
     ]
     if device.rank() == source:
         buffer = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor, _ in fields])

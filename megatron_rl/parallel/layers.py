@@ -15,13 +15,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.utils import divide
 from torch import Tensor, nn
 
+from megatron_rl.parallel import device
 from megatron_rl.parallel.packing import PackedRows
 
 
@@ -38,9 +38,9 @@ class RmsNorm(nn.Module):
         self.eps = eps
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         fill = torch.zeros if self.offset else torch.ones
-        self.weight = nn.Parameter(fill(hidden_size, dtype=config.params_dtype, device="cuda"))
+        self.weight = nn.Parameter(fill(hidden_size, dtype=config.params_dtype, device=device.device()))
         # Marked so that gradients of sequence-parallel shards are summed.
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the normalised ``hidden``, in its dtype."""
@@ -100,7 +100,11 @@ class PackedAttention(nn.Module):
         self.window = None
         frequency: Any = config.window_attn_skip_freq
         if config.window_size is not None:
-            uses = frequency[layer_number - 1] if isinstance(frequency, list) else layer_number % (frequency or 1e9)
+            uses = (
+                frequency[layer_number - 1]
+                if isinstance(frequency, list)
+                else layer_number % (frequency or 1e9)
+            )
             self.window = config.window_size[0] if uses else None
 
     def forward(
@@ -134,10 +138,12 @@ class PackedAttention(nn.Module):
 def block_spec(
     config: TransformerConfig, use_transformer_engine: bool, vp_stage: int | None, pp_rank: int
 ) -> TransformerBlockSubmodules:
-    """Return the layers of one pipeline stage: Transformer Engine's, or Megatron's with our norm and attention."""
+    """Return one pipeline stage's layers: Transformer Engine's, or Megatron's with our norm and attention."""
     if use_transformer_engine:
         if config.num_moe_experts:
-            return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank)
+            return get_gpt_decoder_block_spec(
+                config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
+            )
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         from megatron.core.extensions.transformer_engine import TENorm
 

@@ -129,7 +129,9 @@ class ParallelLayout:
         return tuple(self.rank_of(data=data, pipeline=last) for data in range(self.data))
 
 
-def _slices(ranks: Sequence[int], grid: list[tuple[str, int]], dimensions: Sequence[str]) -> list[tuple[int, ...]]:
+def _slices(
+    ranks: Sequence[int], grid: list[tuple[str, int]], dimensions: Sequence[str]
+) -> list[tuple[int, ...]]:
     groups: dict[tuple[int, ...], list[int]] = {}
     for position, rank in enumerate(ranks):
         key = []

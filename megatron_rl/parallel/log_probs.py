@@ -16,7 +16,7 @@ _MASKED = -1e30  # finite, so that probability * logit is 0 and not NaN
 
 
 class VocabularyShard(NamedTuple):
-    """Which rows of the output weight a rank holds: ``start`` to ``start + len(weight)`` of ``size`` real ones.
+    """Which rows of the output weight a rank holds: from ``start`` on, of ``size`` real ones.
 
     ``group`` is the tensor-parallel group over which shards add up.
     """
@@ -99,7 +99,7 @@ def _gather(stats: Tensor, group: Any) -> Tensor:
 
 
 def _combine(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the shards' (peak, sum of exp, sum of exp * logit, target logit), each relative to its own peak."""
+    """Merge the shards' (peak, sum of exp, sum of exp * logit, target logit); sums are relative to the peak."""
     peak, total, weighted, target = stats.unbind(dim=1)
     top = peak.amax(dim=0)
     scale = (peak - top).exp()
@@ -130,7 +130,7 @@ def vocab_parallel_log_probs(
         # Keeps the graph connected so that the pipeline's backward pass runs on empty micro-batches too.
         zero = (hidden.sum() + weight.sum() * 0)[None][:0]
         return zero, zero
+    temperature = temperature.to(torch.promote_types(hidden.dtype, torch.float32))
     return _VocabParallelLogProbs.apply(
-        hidden, weight, targets, temperature.to(torch.promote_types(hidden.dtype, torch.float32)), shard, chunk,
-        reduce_hidden_gradient,
-    )  # fmt: skip
+        hidden, weight, targets, temperature, shard, chunk, reduce_hidden_gradient
+    )

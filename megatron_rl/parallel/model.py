@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_rl.parallel import device
@@ -72,12 +71,20 @@ class ParallelModel:
         sequence_parallel = self.transformer_config.sequence_parallel
         if sequence_parallel:
             states = gather_from_sequence_parallel_region(states, group=self.groups.tensor)
-        weight: Any = chunk.shared_embedding_or_output_weight() if self.spec.tied else chunk.output_layer.weight
+        weight: Any = (
+            chunk.shared_embedding_or_output_weight() if self.spec.tied else chunk.output_layer.weight
+        )
         start = self.groups.coordinates.tensor * len(weight)
         shard = VocabularyShard(start, self.spec.vocab_size, self.groups.tensor)
         chunk = max(64, LOGITS_ELEMENTS // len(weight))
         return vocab_parallel_log_probs(
-            states[index], weight, targets, temperature, shard, chunk, reduce_hidden_gradient=not sequence_parallel
+            states[index],
+            weight,
+            targets,
+            temperature,
+            shard,
+            chunk,
+            reduce_hidden_gradient=not sequence_parallel,
         )
 
 
@@ -101,7 +108,9 @@ def build_model(
     settings = {**_recompute(recompute), **(overrides or {})}
     if layout.pipeline > 1:
         settings["variable_seq_lengths"] = True  # packed micro-batches differ in length
-        settings.setdefault("moe_token_dispatcher_type", "alltoall")  # Megatron checks it for dense models too
+        settings.setdefault(
+            "moe_token_dispatcher_type", "alltoall"
+        )  # Megatron checks it for dense models too
     settings["calculate_per_token_loss"] = True  # gradients are sums; the loss weights are already global
     spec = model_spec(hf_config, layout, dtype, settings)
     if device.on_host():
@@ -110,7 +119,7 @@ def build_model(
     coordinates = groups.coordinates
     chunks = []
     with device.megatron_mode():
-        model_parallel_cuda_manual_seed(seed, tp_rank=coordinates.tensor, ep_rank=0, etp_rank=0)
+        device.seed_tensor_parallel(seed, coordinates.tensor)
         for stage in range(layout.virtual_pipeline):
             chunks.append(_build_chunk(spec, groups, stage, fused).to(device.device()))
     for chunk in chunks:
@@ -142,7 +151,9 @@ def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: boo
     return chunk
 
 
-def _pass_hidden(hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
+def _pass_hidden(
+    hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None
+) -> tuple[Tensor, None]:
     return hidden, None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -107,11 +108,10 @@ class Optimizer:
         with device.megatron_mode():
             successful, norm, _ = self.megatron.step()
         norm = float(norm or 0.0)
-        if not successful or norm != norm or norm == float("inf"):
+        if not successful or not math.isfinite(norm):
             raise FloatingPointError(
-                f"the gradient norm is {norm}: the loss or a gradient overflowed; the weights were not stepped"
-                if not successful
-                else f"the gradient norm is {norm}: a loss or log-prob was not finite"
+                f"the gradient norm is {norm}: a loss, a log-prob or a gradient was not finite; resume from the "
+                "last checkpoint"
             )
         self.scheduler.step(1)
         return Metrics.of({"grad_norm": norm, "learning_rate": learning_rate})

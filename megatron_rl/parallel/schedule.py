@@ -22,7 +22,7 @@ from megatron_rl.parallel.packing import partition
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Hold one micro-batch's per-token results: ``rows`` ids, ``log_probs`` and ``entropy`` [n], 0 where unselected."""
+    """Hold one micro-batch's results: ``rows`` ids, ``log_probs`` and ``entropy`` [n], 0 where unselected."""
 
     rows: tuple[int, ...]
     log_probs: Tensor
@@ -46,7 +46,7 @@ def microbatches(
 ) -> tuple[list[_MicroBatch], float]:
     """Cut this rank's share of ``batch`` into packed micro-batches.
 
-    ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``select`` [N] bool marks the tokens
+    ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``select`` [N] bool marks tokens
     whose log-probs are wanted. Returns the micro-batches and the share of padding among all their tokens.
     """
     layout = model.groups.layout
@@ -65,14 +65,17 @@ def microbatches(
 def _pack(model: ParallelModel, batch: Any, rows: list[int], starts: Tensor, select: Tensor) -> _MicroBatch:
     lengths = [int(batch.lengths[row]) for row in rows]
     token_index = torch.cat(
-        [torch.arange(int(starts[row]), int(starts[row + 1])) for row in rows] or [torch.empty(0, dtype=torch.long)]
+        [torch.arange(int(starts[row]), int(starts[row + 1])) for row in rows]
+        or [torch.empty(0, dtype=torch.long)]
     )
     tokens = batch.tokens[token_index]
     chosen = select[token_index].clone()
     first = torch.tensor([0, *lengths], dtype=torch.long).cumsum(0)[:-1]
     chosen[first[first < len(chosen)]] = False  # nothing predicts a row's first token
     selected = chosen.nonzero()[:, 0]
-    temperature = torch.repeat_interleave(batch.temperature[rows], torch.tensor(lengths)) if rows else torch.empty(0)
+    temperature = (
+        torch.repeat_interleave(batch.temperature[rows], torch.tensor(lengths)) if rows else torch.empty(0)
+    )
     unit = model.groups.layout.tensor if model.transformer_config.sequence_parallel else 1
     padding = -len(tokens) % unit or (unit if not rows else 0)
     inputs = torch.nn.functional.pad(tokens, (0, padding))
@@ -178,7 +181,9 @@ def _forward_step(
     chunk = model.chunks[model.wrapped.index(wrapped)]
 
     def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-        log_probs, entropy = model.token_log_probs(chunk, hidden, micro.index, micro.targets, micro.temperature)
+        log_probs, entropy = model.token_log_probs(
+            chunk, hidden, micro.index, micro.targets, micro.temperature
+        )
         zeros = torch.zeros(micro.tokens, dtype=log_probs.dtype, device=log_probs.device)
         log_probs = zeros.index_put((micro.selected,), log_probs)
         entropy = zeros.index_put((micro.selected,), entropy)

@@ -25,5 +25,8 @@ class TrainableRole(Role, Protocol):
     """A role that also learns."""
 
     def update(self, minibatch: TrainBatch, objective: Any) -> Metrics:
-        """Take one optimizer step on a mini-batch with global loss weights. Collective over the role's ranks."""
+        """Take one optimizer step on a mini-batch with global loss weights.
+
+        Collective over the role's ranks.
+        """
         ...

@@ -36,7 +36,9 @@ def make_engine(
         if rank not in layout.ranks:
             return None
         dtype = getattr(torch, settings["dtype"])
-        return TorchEngine.from_hf(model_path, rank=rank, dtype=dtype, max_model_len=settings["max_model_len"])
+        return TorchEngine.from_hf(
+            model_path, rank=rank, dtype=dtype, max_model_len=settings["max_model_len"]
+        )
     raise UserError(
         "unknown rollout engine",
         where="rollout.engine",

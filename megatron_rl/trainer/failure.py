@@ -63,6 +63,8 @@ def describe_rank(config: RunConfig, rank: int) -> str:
             words.append(f"rollout: replica {index}, tensor {tensor}")
             continue
         index //= layout.context
-        pipeline, data = divmod(index, len(layout.ranks) // (layout.tensor * layout.pipeline * layout.context))
+        pipeline, data = divmod(
+            index, len(layout.ranks) // (layout.tensor * layout.pipeline * layout.context)
+        )
         words.append(f"{role}: tensor {tensor}, pipeline {pipeline}, data {data}")
     return "; ".join(words) or "no role"

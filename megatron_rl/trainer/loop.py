@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_rl.algorithms import Algorithm, AlgorithmState, estimate, minibatches, next_state, policy_objective
+from megatron_rl.algorithms import (
+    Algorithm,
+    AlgorithmState,
+    estimate,
+    minibatches,
+    next_state,
+    policy_objective,
+)
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import gather_metrics, gather_rows
@@ -42,7 +49,9 @@ def train_step(
     """
     samples = config.batch.samples_per_prompt
     with phase("generate"), roles.hybrid_engine.generation_mode():
-        rollouts = join(gather_rows(roles.rollout.infer(prompts, samples, seed=step_seed(config, step))), samples)
+        rollouts = join(
+            gather_rows(roles.rollout.infer(prompts, samples, seed=step_seed(config, step))), samples
+        )
     prompts = prompts.repeat(samples)
     with phase("score"):
         scores = judge(roles, prompts, rollouts)

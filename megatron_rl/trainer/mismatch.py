@@ -27,8 +27,8 @@ def check_mismatch(metrics: Metrics, config: MismatchConfig) -> Metrics:
     )
     if not difference <= config.stop:
         raise MismatchError(
-            f"{words}. Training would follow gradients of another policy. Likely causes: weights that did not "
-            "arrive (see hybrid_engine.verify), another dtype or attention kernel in the engine, or sampling "
+            f"{words}. Training would follow gradients of another policy. Likely causes: weights that did "
+            "not arrive (see hybrid_engine.verify), another dtype or attention kernel in the engine, or sampling "
             "filters (top_p, top_k) without correction. mismatch.stop sets the limit."
         )
     if difference > config.warn:

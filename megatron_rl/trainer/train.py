@@ -37,7 +37,10 @@ def run(config: RunConfig) -> None:
     """
     phases = Phases()
     folder = RunFolder(config.run_dir).create()
-    with report_failure(config, phases), output_to(folder.rank_log(device.rank()), device.rank() == 0) as console:
+    with (
+        report_failure(config, phases),
+        output_to(folder.rank_log(device.rank()), device.rank() == 0) as console,
+    ):
         Run(config, folder, console, phases).run()
         leave()
 
@@ -71,6 +74,7 @@ class Run:
         if self.main:
             step = None if resumed is None else self.state.step
             log = MetricsLog(self.folder, config.steps, resumed_step=step, console=self.console)
+        self.phases.metrics()  # what came before belongs to no step
         if resumed is None and self.held_out is not None and config.evaluation.at_start:
             self._record(log, 0, self._evaluate(0))
         while self.state.step < config.steps:
@@ -155,12 +159,14 @@ class Run:
         self.phases.step = step
         begun = time.perf_counter()
         prompts = self.prompts.next(config.batch.prompts_per_step)
-        result = train_step(prompts, self.roles, self.algorithm, self.state.algorithm, config, step, self.phases)
+        result = train_step(
+            prompts, self.roles, self.algorithm, self.state.algorithm, config, step, self.phases
+        )
         self.state.step, self.state.algorithm = step, result.algorithm_state
         seconds = time.perf_counter() - begun
-        extra = Metrics.of({"policy/version": self.roles.hybrid_engine.version}) + Metrics.maximum("time/step", seconds)
-        timing = gather_metrics(extra + self.phases.metrics() + Metrics.maximum("memory/peak_bytes", device.peak_memory()))
-        metrics = result.metrics + timing
+        own = Metrics({}, {"time/step": seconds, "memory/peak_bytes": float(device.peak_memory(reset=True))})
+        metrics = result.metrics + gather_metrics(own + self.phases.metrics())
+        metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
         values = metrics.values()
         tokens = float(result.rollouts.lengths.sum())
         metrics += Metrics.of({
@@ -182,9 +188,7 @@ class Run:
             columns = self._columns(result.prompts, result.rollouts)
             columns["reward"] = result.rewards.tolist()
             self.folder.write_rollouts(step, columns, kind="eval")
-        return result.metrics + Metrics.of(
-            {name: value for name, value in gather_metrics(self.phases.metrics()).values().items() if "evaluate" in name}
-        )
+        return result.metrics + gather_metrics(self.phases.metrics())
 
     def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
         if log is not None:

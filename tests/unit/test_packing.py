@@ -1,4 +1,4 @@
-"""Rows are shared out completely, evenly and within the budget, and packed attention equals plain attention."""
+"""Rows are shared out completely and evenly; packed attention equals plain attention."""
 
 import pytest
 import torch

@@ -56,6 +56,11 @@ def test_repeat_puts_copies_of_a_prompt_next_to_each_other():
 
 
 def test_metrics_merge_as_means_over_elements():
-    parts = [Metrics.mean("a", 6, 4), Metrics.mean("a", 2, 4), Metrics.maximum("b", 3), Metrics.maximum("b", 1)]
+    parts = [
+        Metrics.mean("a", 6, 4),
+        Metrics.mean("a", 2, 4),
+        Metrics.maximum("b", 3),
+        Metrics.maximum("b", 1),
+    ]
     assert merge(parts).values() == {"a": 1.0, "b": 3.0}
     assert Metrics.mean("empty", 0.0, 0.0).values() == {}
