@@ -186,11 +186,12 @@ class TrainBatch(_Rows):
     micro-batches, data-parallel ranks or packed rows gives the same gradient. It is 0 on prompt
     tokens, on rejected tokens and on rows that do not take part. ``value_weights`` [N] is the same
     for the value loss. ``response_mask`` [N] bool marks the tokens that take part.
-    ``advantages``, ``returns``, ``old_log_probs``, ``rollout_log_probs``, ``correction`` (importance weights of
-    the rollout-to-trainer mismatch), ``ref_log_probs``, ``old_values`` are [N] float32;
+    ``advantages``, ``returns``, ``old_log_probs``, ``rollout_log_probs``, ``correction`` (importance
+    weights of the rollout-to-trainer mismatch), ``ref_log_probs``, ``old_values`` are [N] float32;
     ``selected`` [N] bool marks tokens that a policy loss treats apart, chosen with statistics of the
-    whole mini-batch; ``nll_weights`` [N] weigh an imitation loss beside it. ``temperature`` is [B]; ``group`` [B] int64 keeps samples of one prompt in one
-    mini-batch; ``response_counts`` [B] int64 counts the response tokens before any were rejected, 0 for
+    whole mini-batch; ``nll_weights`` [N] weigh an imitation loss beside it. ``temperature`` is [B];
+    ``group`` [B] int64 keeps samples of one prompt in one mini-batch; ``response_counts`` [B] int64
+    counts the response tokens before any were rejected, 0 for
     a failed row.
     """
 

@@ -99,7 +99,7 @@ def _gather(stats: Tensor, group: Any) -> Tensor:
 
 
 def _combine(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the shards' (peak, sum of exp, sum of exp * logit, target logit); sums are relative to the peak."""
+    """Merge the shards' (peak, sum of exp, sum of exp * logit, target logit); sums are relative to it."""
     peak, total, weighted, target = stats.unbind(dim=1)
     top = peak.amax(dim=0)
     scale = (peak - top).exp()

@@ -110,8 +110,8 @@ class Optimizer:
         norm = float(norm or 0.0)
         if not successful or not math.isfinite(norm):
             raise FloatingPointError(
-                f"the gradient norm is {norm}: a loss, a log-prob or a gradient was not finite; resume from the "
-                "last checkpoint"
+                f"the gradient norm is {norm}: a loss, a log-prob or a gradient was not finite; resume from "
+                "the last checkpoint"
             )
         self.scheduler.step(1)
         return Metrics.of({"grad_norm": norm, "learning_rate": learning_rate})

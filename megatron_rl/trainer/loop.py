@@ -32,6 +32,7 @@ class StepResult:
     rollouts: Rollouts
     scores: Scores
     algorithm_state: AlgorithmState
+    warning: str | None
 
 
 def train_step(
@@ -57,7 +58,7 @@ def train_step(
         scores = judge(roles, prompts, rollouts)
     with phase("estimate"):
         batch, metrics = estimate(rollouts, scores, algorithm, state)
-        metrics += check_mismatch(metrics, config.mismatch)
+        warning = check_mismatch(metrics, config.mismatch)
     objective = partial(policy_objective, algorithm, state=state)
     learned = roles.reward.metrics + roles.hybrid_engine.sync_metrics
     with phase("learn"):
@@ -66,7 +67,7 @@ def train_step(
             learned += roles.actor.update(minibatch, objective)
         roles.hybrid_engine.mark_updated()
     state = next_state(algorithm, state, rollouts, scores)
-    return StepResult(metrics + gather_metrics(learned), prompts, rollouts, scores, state)
+    return StepResult(metrics + gather_metrics(learned), prompts, rollouts, scores, state, warning)
 
 
 def judge(roles: Roles, prompts: PromptBatch, rollouts: Rollouts) -> Scores:

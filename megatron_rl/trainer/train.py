@@ -173,6 +173,8 @@ class Run:
             "throughput/tokens_per_second": tokens / values["time/step"],
             "throughput/tokens_per_second_per_gpu": tokens / values["time/step"] / device.world_size(),
         })  # fmt: skip
+        if result.warning and self.main:
+            self._say(f"step {step}: warning: {result.warning}")
         self._keep_rollouts(step, result)
         if self.held_out is not None and (step % config.evaluation.every == 0 or step == config.steps):
             metrics += self._evaluate(step)
