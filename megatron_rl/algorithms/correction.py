@@ -36,8 +36,8 @@ def importance_weights(
 
     ``level`` says which ratio a token gets: ``token`` its own rho; ``sequence`` the product over its
     response, ``exp(clamp(sum log rho, +-20))``; ``geometric`` the response's geometric mean. ``threshold``
-    C gives min(ratio, C), truncated importance sampling. ``band`` (lo, hi) instead zeroes ratios outside it, IcePop;
-    with a band the threshold is not used.
+    C gives min(ratio, C), truncated importance sampling. ``band`` (lo, hi) instead zeroes ratios outside
+    it, IcePop; with a band the threshold is not used.
 
     Source: TIS, Yao et al. (2025) "Your efficient RL framework secretly brings you off-policy RL training";
     IcePop, arXiv:2510.18855; verl rollout_corr_helper.py.

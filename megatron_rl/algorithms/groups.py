@@ -9,9 +9,10 @@ from torch import Tensor
 
 
 class GroupStatistics(NamedTuple):
-    """Hold each row's view of its group, [B] each: ``size``, the number of valid samples, ``mean`` and ``std``.
+    """Hold each row's view of its group, [B] each.
 
-    ``std`` is unbiased (n-1); it is 0 where fewer than two samples are valid.
+    ``size`` is the number of valid samples, ``mean`` and ``std`` are of their rewards; ``std`` is unbiased
+    (n-1) and 0 where fewer than two samples are valid.
     """
 
     size: Tensor

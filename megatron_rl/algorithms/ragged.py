@@ -49,11 +49,6 @@ def masked_row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     return row_sums(torch.where(mask, values, 0), lengths) / counts.clamp(min=1)
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Average over the masked-in elements: a scalar, 0 where the mask is empty."""
-    return torch.where(mask, values, 0).sum() / mask.sum().clamp(min=1)
-
-
 def last_masked_token(mask: Tensor, lengths: Tensor) -> Tensor:
     """Return the position in [N] of each row's last masked-in token: [B] int64, -1 where there is none.
 

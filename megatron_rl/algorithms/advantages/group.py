@@ -143,7 +143,7 @@ def gpg(rewards: Tensor, group: Tensor, valid: Tensor, *, normalizer: float = 1.
         [1.0, -1.0]
     """
     count, mean, _ = group_statistics(rewards, group, valid)
-    alpha = valid.sum() / (valid & (rewards != 0)).sum().clamp(min=1)
+    alpha = valid.sum().to(rewards.dtype) / (valid & (rewards != 0)).sum().clamp(min=1)
     return torch.where(valid, alpha * (rewards - torch.where(count > 1, mean, 0)) / normalizer, 0)
 
 

@@ -113,7 +113,8 @@ def sapo(
         [-2.0]
     """
     ratio = log_ratio(log_probs, old_log_probs).exp()
-    tau = torch.where(advantages > 0, temperature_positive, temperature_negative).to(ratio.dtype)
+    positive, negative = ratio.new_tensor(temperature_positive), ratio.new_tensor(temperature_negative)
+    tau = torch.where(advantages > 0, positive, negative)
     return TokenLoss(-advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, {})
 
 

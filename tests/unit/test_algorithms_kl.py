@@ -1,0 +1,97 @@
+"""KL estimators and controllers, against the equations and against exact expectations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ragged_batches import close
+
+from megatron_rl.algorithms.kl import adapt_kl_coef, kl_estimate
+from megatron_rl.algorithms.names import KL_ESTIMATORS
+
+quick = settings(max_examples=50, deadline=None)
+log_prob = st.floats(-12, 0)
+
+VALUES = {
+    "k1": lambda x: x,
+    "abs": abs,
+    "k2": lambda x: x * x / 2,
+    "k3": lambda x: min(math.exp(-x) - 1 + x, 10.0),
+}
+SLOPES = {
+    "k1": lambda x: 1.0,
+    "abs": lambda x: math.copysign(1.0, x) if x else 0.0,
+    "k2": lambda x: x,
+    "k3": lambda x: 1 - math.exp(-x) if math.exp(-x) - 1 + x < 10 else 0.0,
+}
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+@quick
+@given(log_prob, log_prob)
+def test_value_and_gradient(name, new, ref):
+    x = torch.tensor([new], dtype=torch.float64, requires_grad=True)
+    found = kl_estimate(x, torch.tensor([ref], dtype=torch.float64), name)
+    plain = {"low_var_kl": "k3"}.get(name.removesuffix("+"), name.removesuffix("+"))
+    close(found, [VALUES[plain](new - ref)], 1e-9)
+    found.sum().backward()
+    slope = SLOPES["k2" if name.endswith("+") else plain](new - ref)
+    close(x.grad, [slope], 1e-9)
+
+
+def test_k3_is_never_negative_in_float32():
+    x = torch.linspace(-1e-3, 1e-3, 2001)
+    assert (kl_estimate(x, torch.zeros_like(x), "k3") >= 0).all()
+
+
+def test_unknown_estimator():
+    with pytest.raises(ValueError, match="k4"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+@pytest.mark.parametrize(
+    ("name", "bias", "spread"), [("k1", 0.0, 20.0), ("k2", 0.002, 1.42), ("k3", 0.0, 1.42)]
+)
+def test_published_table_of_schulman(name, bias, spread):
+    """The blog's first table: q = N(0, 1), p = N(0.1, 1), true KL 0.005; integrated, not sampled."""
+    x = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
+    weight = torch.exp(-0.5 * x**2)
+    weight = weight / weight.sum()
+    found = kl_estimate(-0.5 * x**2, -0.5 * (x - 0.1) ** 2, name)
+    mean = (weight * found).sum()
+    std = (weight * (found - mean) ** 2).sum().sqrt()
+    assert float(mean / 0.005 - 1) == pytest.approx(bias, abs=1e-3)
+    assert float(std / 0.005) == pytest.approx(spread, abs=5e-3)
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_expectation_over_a_small_vocabulary(name):
+    """k1 and k3 have the exact KL as expectation, and straight-through gradients are the exact gradient's."""
+    torch.manual_seed(0)
+    # Close enough that no ratio reaches k3's clamp.
+    logits, other = 0.5 * torch.randn(2, 5, dtype=torch.float64)
+    logits = logits.clone().requires_grad_()
+    new, ref = logits.log_softmax(0), other.log_softmax(0)
+    exact = (new.exp() * (new - ref)).sum()
+    (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    found = kl_estimate(new, ref, name)
+    if name.rstrip("+") in ("k1", "k3", "low_var_kl"):
+        close((new.exp() * found).sum(), exact.detach())
+    (gradient,) = torch.autograd.grad((new.exp().detach() * found).sum(), logits)
+    if name.endswith("+") or name == "k2":
+        close(gradient, wanted)
+    elif name == "k1":
+        close(gradient, torch.zeros(5))
+
+
+def test_adaptive_coefficient():
+    """Doubling KL raises the coefficient by at most a fifth of rows over horizon; the ceiling holds."""
+    assert adapt_kl_coef(0.2, 0.11, 100, target=0.1, horizon=1000) == pytest.approx(0.2 * (1 + 0.1 * 0.1))
+    assert adapt_kl_coef(0.2, 9.0, 100, target=0.1, horizon=1000) == pytest.approx(0.2 * 1.02)
+    assert adapt_kl_coef(0.2, 0.0, 100, target=0.1, horizon=1000) == pytest.approx(0.2 * 0.98)
+    assert adapt_kl_coef(0.2, 9.0, 100, target=0.1, horizon=1000, ceiling=0.201) == 0.201
+    assert adapt_kl_coef(0.5, 0.1, 100, target=0.1, horizon=1000, ceiling=0.3) == 0.3
