@@ -146,7 +146,7 @@ def accelerators() -> list[Finding]:
     library = [(item, installed(item)) for item in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")]
     have = [f"{item} {version}" for item, version in library if version]
     text = ", ".join(have) or "no package; torch may carry its own"
-    found.append(Finding("ok" if have else "note", "NCCL", text))
+    found.append(Finding("ok" if have else "note", "NCCL library", text))
     return found
 
 

@@ -18,6 +18,7 @@ from megatron_rl.config.check_layout import (
     check_world,
     where_of,
 )
+from megatron_rl.config.check_passthrough import check_passthrough
 from megatron_rl.config.check_values import check_values
 from megatron_rl.config.check_warnings import check_warnings
 from megatron_rl.config.derive import (
@@ -118,6 +119,8 @@ def check_config(
     algorithm = _algorithm(check, algorithm_of)
     world = _world(check)
     layouts = _layouts(check, world)
+    if check.fine("actor.megatron", "rollout.vllm"):
+        check.add(check_passthrough(loaded.config))
     files = Files(prepare=loaded.config.prepare, absent=without_files)
     inputs = Inputs(loaded.config, files, check.fine, shipped_models)
     check_inputs(inputs)

@@ -52,16 +52,15 @@ def prune(run_dir: str | Path, keep: int) -> list[Path]:
 
     Call on one rank, while no save is under way.
     """
-    found = checkpoints(run_dir)
     folder = Path(run_dir) / "checkpoints"
-    doomed = found[: max(len(found) - max(keep, 1), 0)]
-    if folder.is_dir():
-        doomed += [path for path in sorted(folder.iterdir()) if path.name.endswith((".partial", ".old"))]
+    doomed = [path for path in sorted(folder.glob("step_*")) if path.suffix in (".partial", ".old")]
     for path in doomed:
-        if path.suffix == "":
-            # Renamed first: a deletion that is cut off must not leave half a checkpoint under its name.
-            path = path.rename(path.with_name(path.name + ".old"))
         shutil.rmtree(path)
+    found = checkpoints(run_dir)
+    for path in found[: max(len(found) - max(keep, 1), 0)]:
+        doomed.append(path)
+        # Renamed first: a deletion that is cut off must not leave half a checkpoint under its name.
+        shutil.rmtree(path.rename(path.with_name(path.name + ".old")))
     return doomed
 
 

@@ -25,7 +25,7 @@ _MICRO = "ours bounds a micro-batch in tokens; leave it out to have it derived"
 _TOTAL = "the sum of max_prompt_tokens and rollout.max_response_tokens is the longest row"
 _DERIVED = "it is what remains of the ranks after tensor x pipeline x context; set those or world_size"
 
-_SETTING = "algorithm.settings"
+_SETTING = "algorithm.settings."
 
 FOREIGN_NAMES: dict[str, ForeignName] = {
     # How many prompts and samples.
@@ -159,22 +159,26 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "adv_estimator": ForeignName(_V, "algorithm.name"),
     "advantage_estimator": ForeignName(_S, "algorithm.name"),
     "policy_loss.loss_mode": ForeignName(_V, "algorithm.name"),
-    "clip_ratio": ForeignName(_V, _SETTING),
-    "clip_ratio_low": ForeignName(_V, _SETTING),
-    "clip_ratio_high": ForeignName(_V, _SETTING),
-    "ratio_clip_min": ForeignName(_N, _SETTING),
-    "ratio_clip_max": ForeignName(_N, _SETTING),
-    "eps_clip": ForeignName(_S, _SETTING),
-    "eps_clip_high": ForeignName(_S, _SETTING),
-    "kl_loss_coef": ForeignName(_V, _SETTING),
-    "kl_loss_type": ForeignName(_V, _SETTING),
-    "use_kl_loss": ForeignName(_V, _SETTING),
-    "kl_coef": ForeignName(_V, _SETTING),
-    "reference_policy_kl_penalty": ForeignName(_N, _SETTING),
-    "entropy_coeff": ForeignName(_V, _SETTING),
-    "entropy_coef": ForeignName(_S, _SETTING),
-    "loss_agg_mode": ForeignName(_V, _SETTING),
-    "norm_adv_by_std_in_grpo": ForeignName(_V, _SETTING),
+    "clip_ratio": ForeignName(_V, _SETTING + "clip_ratio_low", "and clip_ratio_high"),
+    "clip_ratio_low": ForeignName(_V, _SETTING + "clip_ratio_low"),
+    "clip_ratio_high": ForeignName(_V, _SETTING + "clip_ratio_high"),
+    "ratio_clip_min": ForeignName(_N, _SETTING + "clip_ratio_low"),
+    "ratio_clip_max": ForeignName(_N, _SETTING + "clip_ratio_high"),
+    "eps_clip": ForeignName(_S, _SETTING + "clip_ratio_low", "and clip_ratio_high"),
+    "eps_clip_high": ForeignName(_S, _SETTING + "clip_ratio_high"),
+    "kl_loss_coef": ForeignName(_V, _SETTING + "kl_coef"),
+    "kl_loss_type": ForeignName(_V, _SETTING + "kl_estimator"),
+    "use_kl_loss": ForeignName(_V, _SETTING + "kl_in", "none, loss or reward"),
+    "kl_coef": ForeignName(_V, _SETTING + "kl_coef"),
+    "reference_policy_kl_penalty": ForeignName(_N, _SETTING + "kl_coef"),
+    "clip_ratio_c": ForeignName(_V, _SETTING + "dual_clip"),
+    "lam": ForeignName(_V, _SETTING + "gae_lambda"),
+    "gamma": ForeignName(_V, _SETTING + "gamma"),
+    "beta": ForeignName(_T, _SETTING + "kl_coef"),
+    "entropy_coeff": ForeignName(_V, _SETTING + "entropy_coef"),
+    "entropy_coef": ForeignName(_S, _SETTING + "entropy_coef"),
+    "loss_agg_mode": ForeignName(_V, _SETTING + "aggregation"),
+    "norm_adv_by_std_in_grpo": ForeignName(_V, "algorithm.name", "false is algorithm dr_grpo"),
     # Run.
     "total_training_steps": ForeignName(_V, "steps"),
     "total_epochs": ForeignName(_V, "steps", "ours counts steps: epochs x prompts / batch.prompts_per_step"),

@@ -25,6 +25,7 @@ from megatron_rl.config.memory import PHASES, rollout_parameters, stage_paramete
 from megatron_rl.config.model_shape import ModelShape, read_model_shape
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.config.weight_sync import sync_plan
+from megatron_rl.data.quickstart import SIZES
 from megatron_rl.parallel.layout import ParallelLayout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +127,14 @@ PUBLISHED = [
 def test_parameters_equal_published_totals(path: str, parameters: int) -> None:
     shape = read_model_shape(ROOT / path / "config.json", [])
     assert shape is not None and shape.parameters == parameters
+
+
+def test_the_shipped_shape_is_that_of_the_quickstarts_model() -> None:
+    shape = read_model_shape(ROOT / "configs/models/quickstart-data/model/config.json", [])
+    made = SIZES["small"]
+    assert shape is not None
+    assert (shape.hidden, shape.layers, shape.heads) == (made.hidden, made.layers, made.heads)
+    assert (shape.kv_heads, shape.mlp_width, shape.vocab) == (made.kv_heads, made.intermediate, 21)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from config_workspace import CONFIG
 
+from megatron_rl.algorithms.lookup import setting_types
 from megatron_rl.config.build import format_ranges, known_paths, parse_ranges
 from megatron_rl.config.errors import UserError, UserErrors
 from megatron_rl.config.foreign import FOREIGN_NAMES, FOREIGN_SECTIONS
@@ -109,6 +110,7 @@ def test_what_is_no_range(text: str) -> None:
 
 def test_names_of_other_projects_lead_to_names_that_exist() -> None:
     ours = set(known_paths(RunConfig))
+    ours |= {f"algorithm.settings.{name}" for name in setting_types()}
     sections = {path.rsplit(".", count)[0] for path in ours for count in range(1, path.count(".") + 1)}
     for theirs, name in FOREIGN_NAMES.items():
         assert name.ours in ours | sections, theirs
