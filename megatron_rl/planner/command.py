@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("job")
     job.add_argument("--algorithm", choices=sorted(ROLES), default="grpo")
     job.add_argument("--critic", help="critic and reward model of ppo (default: MODEL)")
+    job.add_argument("--no-reference", action="store_true", help="no reference policy (no KL term)")
     job.add_argument("--prompts", type=int, default=256, help="prompts per step (default 256)")
     job.add_argument("--samples", type=int, default=8, help="samples per prompt (default 8)")
     job.add_argument("--optimizer-steps", type=int, default=1)
@@ -146,7 +147,18 @@ def _problem(args: argparse.Namespace) -> Problem:
         longest=float(args.prompt_tokens + args.response_tokens),
     )
     roles = {role: models[role] for role in ROLES[args.algorithm]}
-    return Problem(roles, args.algorithm, batch, cluster, constants, args.precision, OptimizerChoice())
+    if args.no_reference:
+        roles.pop("reference")
+    return Problem(
+        roles,
+        args.algorithm,
+        batch,
+        cluster,
+        constants,
+        args.precision,
+        OptimizerChoice(),
+        roles_swap=False,
+    )
 
 
 def _search(args: argparse.Namespace) -> int:

@@ -19,11 +19,14 @@ from megatron_rl.planner.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Hold seconds of one average layer for one micro-batch, and of the output projection."""
+    """Hold seconds of one average layer for one micro-batch, and of the output projection.
+
+    ``attention`` is the part of ``forward`` that selective recompute repeats.
+    """
 
     forward: float
     backward: float
-    recomputed_selective: float
+    attention: float
     head_forward: float
     head_backward: float
 
@@ -131,4 +134,4 @@ def layer_seconds(
     head_rate = gemm_rate(cluster, constants, "bf16", model.vocab / layout.tensor)
     head = tokens * model.head_flops / layout.tensor / head_rate
     head_moved = tokens * 20.0 * model.vocab / layout.tensor / (gpu.hbm * efficiency.hbm)
-    return LayerSeconds(forward, backward, 0.6 * moved, head + head_moved, 2 * head + head_moved)
+    return LayerSeconds(forward, backward, attention, head + head_moved, 2 * head + head_moved)

@@ -111,10 +111,10 @@ def run_config(
     reference = plan.plan_of("reference")
     if reference is not None:
         apart = "reference" not in next(group.plans for group in plan.groups if "actor" in group.plans)
-        # In one group the reference keeps the actor's layout: one importer, one rank order.
-        if apart:
-            count = reference.choice.layout.size
-            config["reference"] = {"layout": _layout(reference.choice.layout, actor_gpus, count, world)}
+        first, count = actor_gpus if apart else 0, reference.choice.layout.size
+        config["reference"] = {"layout": _layout(reference.choice.layout, first, count, world)}
+        if problem.algorithm == "grpo":
+            config["algorithm"]["settings"] = {"kl_in": "loss"}  # what the reference is for
     if data is None:
         config["data"] |= {"prompt_field": "question", "ground_truth_field": "answer", "chat_template": True}
     return config
@@ -125,6 +125,7 @@ def config_text(
 ) -> str:
     """Return the configuration of a plan as YAML, its prediction in comments."""
     config = run_config(problem, plan, model_path, data, reward)
+    name = problem.models["actor"].name
     prepare = {}
     if not model_path.startswith(("/", ".")):
         prepare[model_path] = (
@@ -138,7 +139,7 @@ def config_text(
     seconds = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in record["seconds"].items())
     memory = ", ".join(f"{name.replace('_', ' ')} {value:.0f}" for name, value in record["gigabytes"].items())
     head = [
-        f"# {problem.algorithm} of {problem.models['actor'].name} on {plan.gpus} x {problem.cluster.gpu.name}, {plan.name}.",
+        f"# {problem.algorithm} of {name} on {plan.gpus} x {problem.cluster.gpu.name}, {plan.name}.",
         f"# Predicted seconds a step: {seconds}.",
         f"# Predicted GB per GPU: {memory}.",
     ]

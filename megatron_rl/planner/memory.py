@@ -71,12 +71,13 @@ def activation_bytes_per_token_layer(model: ModelShape, layout: Layout, recomput
     Full-width tensors: two norm inputs, two norm outputs (8h); sharded: q, k, v, attention output, and
     the feed-forward's inner tensors. A plain GPT layer gives 32-34 h, as Korthikanti et al. table 2
     without attention scores (flash attention). Full-width tensors divide by tp only with sequence
-    parallelism. ``selective`` recomputes norm and activation outputs, ``full`` keeps the layer input.
+    parallelism. ``selective`` recomputes core attention, which keeps nothing beside its output under
+    flash attention, so it holds what ``none`` holds; ``full`` keeps the layer input.
     """
     wide_share = layout.tensor if layout.sequence_parallel or layout.tensor == 1 else 1
     if recompute == "full":
         return 2.0 * model.hidden / wide_share
-    wide = (8.0 if recompute == "none" else 4.0) * model.hidden
+    wide = 8.0 * model.hidden
     if model.mla:
         qk = model.heads * (model.qk_nope + model.qk_rope)
         attention = 2.0 * (2 * qk + model.heads * (model.qk_nope + 2 * model.v_head_dim))
@@ -84,7 +85,7 @@ def activation_bytes_per_token_layer(model: ModelShape, layout: Layout, recomput
     else:
         query = model.heads * model.head_dim * (3 if model.output_gate else 2)
         attention = 2.0 * (query + 2 * model.kv_heads * model.head_dim)
-    inner = (4.0 if model.gated else 2.0) + (2.0 if recompute == "none" else 0.0)
+    inner = 6.0 if model.gated else 4.0
     dense = inner * model.ffn
     moe = 0.0
     if model.experts:
@@ -114,7 +115,7 @@ def activation_bytes(
     kept = activation_bytes_per_token_layer(model, layout, recompute) * layers_in_flight(
         model, layout, micro_batches
     )
-    live = activation_bytes_per_token_layer(model, layout, "none") if recompute != "none" else 0.0
+    live = activation_bytes_per_token_layer(model, layout, "none") if recompute == "full" else 0.0
     return tokens * (kept + live)
 
 

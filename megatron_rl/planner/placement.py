@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
-from megatron_rl.planner.constants import Cluster, Constants
+from megatron_rl.planner.constants import GB, Cluster, Constants
 from megatron_rl.planner.layout import RolloutLayout
 from megatron_rl.planner.memory import OptimizerChoice
 from megatron_rl.planner.model_shape import ModelShape
@@ -25,8 +26,7 @@ from megatron_rl.planner.search import (
 )
 from megatron_rl.planner.weight_sync import sync_seconds
 
-
-_LEAD_CHOICES = 12
+_STATE_SPREADS = (1.0, 1.3, 2.0, 4.0, 1e9)
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Problem:
     memory_fraction: float | None = None
     max_sequences: int | None = None
     rollout_tensor: int | None = None
+    roles_swap: bool = True  # resting roles may wait in host memory; this project's roles do not
 
     def trained(self, role: str) -> bool:
         """Say whether the algorithm trains a role."""
@@ -107,6 +108,7 @@ class Planner:
         self.problem = problem
         self.counted = SearchCount()
         self._fronts: dict[tuple[ModelShape, bool, int], list[TrainPlan]] = {}
+        self._rollouts: dict[tuple[int, float], RolloutPlan | None] = {}
 
     def front(self, role: str, gpus: int) -> list[TrainPlan]:
         """Return the undominated ways to run a role on ``gpus`` GPUs, fastest first."""
@@ -134,77 +136,100 @@ class Planner:
         """
         # The lead is the role whose choice decides what the others, and generation, have left.
         order = sorted(roles, key=lambda name: (not self.problem.trained(name), name != "actor"))
-        options = self.front(order[0], gpus)[:_LEAD_CHOICES]
-        plans = [self._with_lead(order, lead, gpus, generates) for lead in options]
-        return min((plan for plan in plans if plan is not None), key=lambda plan: plan.busy, default=None)
+        best: GroupPlan | None = None
+        for lead in self.front(order[0], gpus):
+            for spread in _STATE_SPREADS if len(order) > 1 else _STATE_SPREADS[:1]:
+                bound = best.busy if best is not None else inf
+                found = self._with_lead(order, lead, gpus, generates, spread, bound)
+                if found is not None and found.busy < bound:
+                    best = found
+        return best
 
     def _with_lead(
-        self, order: Sequence[str], lead: TrainPlan, gpus: int, generates: bool
+        self, order: Sequence[str], lead: TrainPlan, gpus: int, generates: bool, spread: float, bound: float
     ) -> GroupPlan | None:
+        """Plan a group around its lead; the others take their fastest way within ``spread`` times their
+        least resting state, so that the set of combinations does not depend on the memory limit. None
+        when it does not fit, or already takes ``bound`` seconds without generating.
+        """
         problem = self.problem
         limit = memory_limit(problem.cluster, problem.constants)
         plans: dict[str, TrainPlan] = {order[0]: lead}
-        resting = lead.memory.states
         for role in order[1:]:
             front = self.front(role, gpus)
             if not front:
                 return None
-            plans[role] = next((p for p in front if p.memory.total <= limit - resting), front[0])
-            resting += plans[role].memory.states
+            most = spread * min(plan.memory.states for plan in front)
+            plans[role] = next(plan for plan in front if plan.memory.states <= most)
+        resting = sum(plan.memory.states for plan in plans.values())
         host = problem.cluster.gpu.host * problem.constants.efficiency.host
         peak = max(plan.memory.total - plan.memory.states for plan in plans.values()) + resting
         swap = 0.0
         if peak > limit:
+            if not problem.roles_swap:
+                return None
             swap = 2.0 * (resting - min(plan.memory.states for plan in plans.values())) / host
             resting = max(plan.memory.states for plan in plans.values())
         forward = sum(plan.forward for plan in plans.values())
         train = sum(plan.train for plan in plans.values())
         group = GroupPlan(tuple(order), gpus, plans, forward, train, swap)
+        if group.busy >= bound:
+            return None
         if not generates:
             return group
-        chosen = rollout_choice(problem, gpus, resting, False, self.counted)
+        frozen = sum(plan.memory.states for role, plan in plans.items() if not problem.trained(role))
+        frozen = 0.0 if problem.roles_swap else frozen
+        chosen = self.rollout(gpus, resting, frozen)
         if chosen is None:
             return None
         rollout, moved, offloaded = chosen
-        kept = 0.0 if offloaded else resting
+        kept = frozen if offloaded else resting
         return replace(group, swap=swap + moved, rollout=rollout, resident=kept, offloaded=offloaded)
 
+    def rollout(
+        self, gpus: int, states: float, frozen: float = 0.0
+    ) -> tuple[RolloutPlan, float, bool] | None:
+        """Choose the rollout beside ``states`` training bytes: keep them, or swap them to the host.
 
-def rollout_choice(
-    problem: Problem, gpus: int, states: float, alone: bool, counted: SearchCount | None = None
-) -> tuple[RolloutPlan, float, bool] | None:
-    """Choose the rollout beside ``states`` training bytes: keep them, or swap them to the host.
+        ``frozen`` of these bytes stay on the GPU in any case; without states the rollout is alone.
+        Returns (plan, swap seconds, offloaded), or None when neither fits.
+        """
+        problem, memory = self.problem, self.problem.constants.memory
+        gpu, alone = problem.cluster.gpu, states == 0.0
+        options = []
+        for offloaded in (False,) if alone else (False, True):
+            resident = frozen + memory.after_offload_gigabytes * GB if offloaded else states
+            # The trainer's own context and communicators stay beside the engine.
+            beside = 0.0 if alone else resident + memory.context_gigabytes * GB
+            free = (memory_limit(problem.cluster, problem.constants) - beside) / gpu.memory
+            fraction = min(problem.memory_fraction or 0.9, int(100 * free) / 100)
+            plan = self._rollout_within(gpus, fraction) if fraction > 0.05 else None
+            if plan is not None:
+                host = gpu.host * problem.constants.efficiency.host
+                options.append((plan, 2.0 * (states - frozen) / host if offloaded else 0.0, offloaded))
+        return min(options, key=lambda option: option[0].seconds + option[1], default=None)
 
-    Returns (plan, swap seconds, offloaded), or None when neither fits.
-    """
-    model, constants = problem.models["actor"], problem.constants
-    cluster = problem.cluster.resized(gpus)
-    options = []
-    for offloaded in (False,) if alone else (False, True):
-        resident = constants.memory.after_offload_gigabytes * 1e9 if offloaded else states
-        free = (memory_limit(cluster, constants) - (0.0 if alone else resident)) / cluster.gpu.memory
-        fraction = min(problem.memory_fraction or 0.9, round(free - 0.005, 2))
-        if fraction <= 0.05:
-            continue
-        plans = rollout_plans(
-            model,
-            gpus,
-            cluster,
-            constants,
-            problem.batch,
-            problem.precision,
-            fraction,
-            problem.engine,
-            resident=0.0 if alone else resident,
-            max_sequences=problem.max_sequences,
-            counted=counted,
-        )
-        if problem.rollout_tensor:
-            plans = [plan for plan in plans if plan.layout.tensor == problem.rollout_tensor]
-        if plans:
-            moved = 2.0 * states / (cluster.gpu.host * constants.efficiency.host) if offloaded else 0.0
-            options.append((plans[0], moved, offloaded))
-    return min(options, key=lambda option: option[0].seconds + option[1], default=None)
+    def _rollout_within(self, gpus: int, fraction: float) -> RolloutPlan | None:
+        """Return the fastest rollout that takes ``fraction`` of each GPU's memory."""
+        key = (gpus, fraction)
+        if key not in self._rollouts:
+            problem = self.problem
+            plans = rollout_plans(
+                problem.models["actor"],
+                gpus,
+                problem.cluster.resized(gpus),
+                problem.constants,
+                problem.batch,
+                problem.precision,
+                fraction,
+                problem.engine,
+                max_sequences=problem.max_sequences,
+                counted=self.counted,
+            )
+            if problem.rollout_tensor:
+                plans = [plan for plan in plans if plan.layout.tensor == problem.rollout_tensor]
+            self._rollouts[key] = plans[0] if plans else None
+        return self._rollouts[key]
 
 
 def _sync(problem: Problem, actor: TrainPlan, rollout: RolloutLayout) -> float:
@@ -244,7 +269,7 @@ def score_split(
     group = planner.group(roles, train_gpus, False)
     if group is None:
         return None
-    chosen = rollout_choice(problem, rollout_gpus, 0.0, True, planner.counted)
+    chosen = planner.rollout(rollout_gpus, 0.0)
     if chosen is None:
         return None
     rollout = chosen[0]

@@ -83,23 +83,26 @@ def _split(planner: Planner, roles: tuple[str, ...], one_step_off: bool) -> Iter
 def search(problem: Problem, one_step_off: bool = False) -> SearchResult:
     """Return the best plan of every placement: colocated, split, and mixed; raises UserError if none fits."""
     planner = Planner(problem)
-    roles = ROLES[problem.algorithm]
+    roles = tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
     plans = list(_colocated(planner, roles))
     if problem.cluster.num_gpus > 1:
         plans += _split(planner, roles, one_step_off)
-    for name, groups in MIXED[problem.algorithm].items():
+    for name, all_groups in MIXED[problem.algorithm].items():
+        kept = (tuple(role for role in group if role in problem.models) for group in all_groups)
+        groups = [group for group in kept if group]
+        if len(groups) < len(all_groups):
+            continue  # the same as a grouping with fewer groups
         found = best_grouping(name, planner, groups, 8)
         if found is not None:
             plans.append(found)
     if not plans:
+        cluster, smallest = problem.cluster, _smallest(problem)
         raise UserError(
-            f"{problem.models['actor'].name} does not fit on {problem.cluster.num_gpus} {problem.cluster.gpu.name}",
+            f"{problem.models['actor'].name} does not fit on {cluster.num_gpus} {cluster.gpu.name}",
             where="--gpus",
-            expected=f"at most {memory_limit(problem.cluster, problem.constants) / GB:.0f} GB on each GPU",
+            expected=f"at most {memory_limit(cluster, problem.constants) / GB:.0f} GB on each GPU",
             got=_least_need(problem),
-            fix=f"at least {_smallest(problem)} GPUs should do"
-            if _smallest(problem)
-            else "use more or larger GPUs",
+            fix=f"at least {smallest} GPUs should do" if smallest else "use more or larger GPUs",
         )
     plans.sort(key=lambda plan: plan.phases.total)
     return SearchResult(tuple(plans), planner.counted.layouts, planner.counted.evaluated)
@@ -114,12 +117,13 @@ def _least_need(problem: Problem) -> str:
 
 def _smallest(problem: Problem) -> int | None:
     """Return the smallest job of 2^a GPUs on which everything fits colocated, up to 64 times as many."""
+    roles = tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
     size = 1
     while size <= problem.cluster.num_gpus:
         size *= 2
     for _ in range(6):
         larger = replace(problem, cluster=problem.cluster.resized(size))
-        if Planner(larger).group(ROLES[problem.algorithm], size, True) is not None:
+        if Planner(larger).group(roles, size, True) is not None:
             return size
         size *= 2
     return None

@@ -36,7 +36,7 @@ from megatron_rl.planner.rl_step import (
 )
 from megatron_rl.planner.training import replica_work
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "full")  # with flash attention, selective saves nothing
 _MICRO_BATCHES = (1, 2, 4)
 
 
@@ -154,17 +154,13 @@ def training_front(
         else:
             choices = iter((TrainChoice(model, layout),))
         forwards: dict[tuple[int, int], float] = {}
-        fitting: set[tuple[int, int, str]] = set()
         for choice in choices:
             shape = (choice.layout.virtual_pipeline, choice.micro_batch)
-            if (*shape, choice.recompute) in fitting:
-                continue  # it fits without offload, which would only cost time
             memory = (
                 memory_of(choice, batch, constants) if trained else forward_memory(choice, batch, constants)
             )
             if memory.total > limit:
                 continue
-            fitting.add((*shape, choice.recompute))
             counted.evaluated += 1
             if shape not in forwards:
                 forwards[shape] = step_forward_seconds(choice, batch, cluster, constants, precision)

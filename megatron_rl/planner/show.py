@@ -15,7 +15,9 @@ def memory_by_phase(problem: Problem, plan: PlacementPlan) -> dict[str, float]:
     """Return bytes on the fullest GPU in each phase: generate, log_probs, train."""
     context = problem.constants.memory.context_gigabytes * GB
     generate = plan.rollout.layout.memory_fraction * problem.cluster.gpu.memory
-    generate += max((group.resident for group in plan.groups if group.rollout is not None), default=0.0)
+    for group in plan.groups:
+        if group.rollout is not None:
+            generate += group.resident + context
     if any(group.offloaded for group in plan.groups):
         generate += problem.constants.memory.after_offload_gigabytes * GB
     log_probs = train = 0.0
@@ -112,10 +114,10 @@ def _plan_lines(problem: Problem, number: int, plan: PlacementPlan) -> list[str]
             lines.append(
                 f"     {role:10} {group.gpus:5} GPUs  {words}{extra}{rows if problem.trained(role) else ''}"
             )
-    rollout = plan.rollout.layout
+    rollout, count = plan.rollout.layout, plan.rollout.layout.replicas * plan.rollout.layout.gpus
     state = ", training state waits on the host" if record["training_state_offloaded"] else ""
     lines.append(
-        f"     {'rollout':10} {rollout.replicas * rollout.gpus:5} GPUs  TP{rollout.tensor} x {rollout.replicas} "
+        f"     {'rollout':10} {count:5} GPUs  TP{rollout.tensor} x {rollout.replicas} "
         f"replicas, memory fraction {rollout.memory_fraction:.2f}{state}"
     )
     return lines
@@ -128,7 +130,8 @@ def plans_text(problem: Problem, plans: Sequence[PlacementPlan], layouts: int, e
         f"{model.name}: {model.total / GB:.2f} B parameters, {model.active / GB:.2f} B active; "
         f"{problem.algorithm} on {problem.cluster.num_gpus} x {problem.cluster.gpu.name}",
         f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
-        f"prompt {batch.prompt:.0f}, response {batch.lengths.mean:.0f} on average, {batch.lengths.longest:.0f} at most",
+        f"prompt {batch.prompt:.0f}, "
+        f"response {batch.lengths.mean:.0f} on average, {batch.lengths.longest:.0f} at most",
         f"{layouts} layouts, {evaluated} ways to run them",
         "",
     ]

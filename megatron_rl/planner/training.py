@@ -158,7 +158,7 @@ def train_seconds(
     if recompute == "full":
         backward += layer.forward
     elif recompute == "selective":
-        backward += layer.recomputed_selective
+        backward += layer.attention
     slow, mean = _stage(model, layout, layer.forward + backward, layer.head_forward + layer.head_backward)
     total = _pipeline_seconds(model, layout, cluster, constants, work, slow, mean) / share
     update = _optimizer_seconds(model, layout, cluster, constants, optimizer)

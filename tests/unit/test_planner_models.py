@@ -1,0 +1,78 @@
+"""Model shapes: parameter totals of published checkpoints, and what is read from a config.json."""
+
+import json
+
+import pytest
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.planner.model_shape import load_model, presets, shape_from_config
+
+# Totals as the checkpoints themselves have them (safetensors index or model card).
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "gemma-2-9b": 9_241_705_984,
+    "deepseek-v3": 671_026_419_200,
+}
+
+
+@pytest.mark.parametrize(("name", "total"), PUBLISHED.items())
+def test_total_equals_the_published_checkpoint(name: str, total: int) -> None:
+    assert load_model(name).total == total
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_preset_states_its_own_totals(name: str) -> None:
+    preset, shape = presets()[name], load_model(name)
+    assert shape.total == preset["parameters_total"]
+    if "parameters_active" in preset:
+        assert shape.active == preset["parameters_active"]
+
+
+def test_cache_bytes_per_token() -> None:
+    assert load_model("llama-3-70b").kv_bytes_per_gpu(1) == 327_680
+    assert load_model("llama-3-70b").kv_bytes_per_gpu(16) == 327_680 / 8  # eight heads, then copies
+    assert load_model("llama-3.1-8b").kv_bytes_per_gpu(1) == 131_072
+    assert load_model("deepseek-v3").kv_bytes_per_gpu(8) == 70_272  # latent cache does not divide
+
+
+def test_tensor_count_equals_the_checkpoint_index() -> None:
+    assert load_model("llama-3.1-8b").tensors == 291
+    assert load_model("llama-2-70b").tensors == 723
+
+
+def test_config_json_of_a_directory_and_nested_text_config(tmp_path) -> None:
+    config = dict(presets()["qwen3-8b"]["config"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model(str(tmp_path)).total == PUBLISHED["qwen3-8b"]
+    assert load_model({"text_config": config}).total == PUBLISHED["qwen3-8b"]
+    assert load_model("Qwen/Qwen3-8B").total == PUBLISHED["qwen3-8b"]
+
+
+def test_real_config_without_the_presets_additions() -> None:
+    config = {key: value for key, value in presets()["qwen2-7b"]["config"].items() if key != "attention_bias"}
+    assert shape_from_config(config).total == PUBLISHED["qwen2-7b"]
+    config = {k: v for k, v in presets()["qwen3-30b-a3b"]["config"].items() if k != "qk_norm"}
+    assert shape_from_config(config).total == PUBLISHED["qwen3-30b-a3b"]
+    config = {k: v for k, v in presets()["deepseek-v3"]["config"].items() if k != "router_bias"}
+    assert shape_from_config(config).total == PUBLISHED["deepseek-v3"]
+
+
+def test_unknown_model_and_missing_field() -> None:
+    with pytest.raises(UserError, match="did you mean qwen3-32b"):
+        load_model("qwen3-32")
+    with pytest.raises(UserError, match="hidden_size"):
+        shape_from_config({"num_hidden_layers": 2})

@@ -1,0 +1,166 @@
+"""Scenarios: the published points inside tolerance, and predictions that cannot see their answers."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.planner.constants import load_constants
+from megatron_rl.planner.evaluate import evaluate, read_scenarios
+from megatron_rl.planner.predict import predict
+from megatron_rl.planner.scenario import KINDS, Scenario, without_answers
+from megatron_rl.planner.tolerance import compared, inside, ratio
+
+POINTS = json.loads((Path(__file__).parent / "data" / "planner_points.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return {outcome.id: outcome for outcome in evaluate(POINTS, load_constants())}
+
+
+@pytest.mark.parametrize("name", [point["id"] for point in POINTS])
+def test_published_point_is_inside_its_tolerance(outcomes, name: str) -> None:
+    outcome = outcomes[name]
+    assert outcome.error is None
+    assert outcome.inside_tolerance, (outcome.predicted, outcome.measured)
+    assert set(outcome.measured) <= set(outcome.predicted)
+
+
+def test_prediction_does_not_depend_on_what_was_measured(outcomes) -> None:
+    changed = copy.deepcopy(POINTS)
+    for point in changed:
+        point["measured"] = {key: 12345.0 for key in point["measured"]}
+        point["tolerance"] = {}
+        point["notes"] = point["source"] = "other"
+        point["id"] = "other " + point["id"]
+    for outcome in evaluate(changed, load_constants()):
+        assert outcome.predicted == outcomes[outcome.id.removeprefix("other ")].predicted
+
+
+def test_a_scenario_holds_no_answers() -> None:
+    raw = without_answers(POINTS[0])
+    assert not {"measured", "tolerance", "compare"} & set(raw)
+    raw["layout"]["tensor"] = 99
+    assert POINTS[0]["layout"]["tensor"] == 8  # a copy: nothing leads back to the file's entry
+
+
+def test_scenarios_without_measurements_are_predicted() -> None:
+    bare = [without_answers(point) for point in POINTS]
+    for outcome in evaluate(bare, load_constants()):
+        assert outcome.error is None and outcome.predicted and outcome.inside_tolerance
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_works_from_the_least_fields(kind: str) -> None:
+    raw = {
+        "id": "least",
+        "kind": kind,
+        "model": "llama-3.1-8b",
+        "cluster": {"gpu": "H100-80GB", "num_gpus": 16},
+    }
+    if kind == "placement_choice":
+        raw["candidates"] = {"together": [["actor", "reference"]], "apart": [["actor"], ["reference"]]}
+    outcome = evaluate([raw], load_constants())[0]
+    assert outcome.error is None
+    assert all(value is not None for value in outcome.predicted.values()), outcome.predicted
+    json.dumps(outcome.record())
+
+
+def test_errors_are_recorded_and_name_the_scenario() -> None:
+    good = {
+        "id": "good",
+        "kind": "weight_sync",
+        "model": "llama-3.1-8b",
+        "cluster": {"gpu": "h100", "num_gpus": 8},
+    }
+    cases = [
+        good | {"id": "gpu", "cluster": {"gpu": "H1000", "num_gpus": 8}},
+        good | {"id": "kind", "kind": "weight_sink"},
+        good | {"id": "model", "model": "llama-9"},
+        good | {"id": "size", "model": "deepseek-v3", "kind": "rl_step"},
+        good,
+    ]
+    found = {outcome.id: outcome for outcome in evaluate(cases, load_constants())}
+    assert "unknown GPU" in found["gpu"].error and "H100-80GB" in found["gpu"].error
+    assert "did you mean weight_sync" in found["kind"].error
+    assert "unknown model" in found["model"].error
+    assert "does not fit" in found["size"].error
+    assert found["good"].error is None and not found["size"].inside_tolerance
+
+
+def test_inline_model_and_absent_layout() -> None:
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+    raw = {
+        "id": "inline",
+        "kind": "rl_step",
+        "model": config,
+        "cluster": {"gpu": "H200-141GB", "num_gpus": 16},
+        "batch": {"prompts": 64, "samples_per_prompt": 8, "response_tokens_max": 4096},
+        "algorithm": "ppo",
+    }
+    predicted = predict(Scenario(raw, load_constants()))
+    phases = ("seconds_train", "seconds_generate", "seconds_log_probs", "seconds_weight_sync")
+    assert all(predicted[name] > 0 for name in phases)
+    assert predicted["seconds_total"] >= max(predicted[name] for name in phases)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "tolerance", "expected"),
+    [
+        (1.2, 1.0, 0.25, True),
+        (1.3, 1.0, 0.25, False),
+        (0.7, [1.0, 2.0], 0.25, False),
+        (2.4, [1.0, 2.0], 0.25, True),
+        (2.0, 1.0, {"factor": 2}, True),
+        (0.49, 1.0, {"factor": 2}, False),
+        (1.0005, 1.0, {"exact": True}, True),
+        (1.002, 1.0, {"exact": True}, False),
+        (True, True, {"exact": True}, True),
+        (False, True, {"exact": True}, False),
+        (3.0, 0.0, {"at_least": 2}, True),
+        (1.0, 0.0, {"at_least": 2}, False),
+        (1.0, 9.0, {"at_most": 2}, True),
+        (99, 1, {"report": True}, True),
+        (None, 1, 0.5, False),
+        ({"1": 2.0, "2": 1.0}, {"1": 2.1, "2": 1.0}, 0.1, True),
+        ({"1": 2.0}, {"1": 3.0}, 0.1, False),
+    ],
+)
+def test_tolerance_forms(predicted, measured, tolerance, expected: bool) -> None:
+    assert inside(predicted, measured, tolerance) is expected
+
+
+def test_ordering_and_relations() -> None:
+    order = {"ordering": {"within_steps": 1}}
+    assert inside("b", "a", order, ["a", "b", "c"])
+    assert not inside("c", "a", order, ["a", "b", "c"])
+    assert inside("a", "a", {"ordering": {"within_steps": 0}}, ["a"])
+    assert compared(3.0, 2.0, {"ratio": [1.4, 1.6]}) == (1.5, True)
+    assert compared(3.0, 2.0, {"difference": [2, 3]}) == (1.0, False)
+    assert ratio(3.0, [1.0, 2.0]) == 1.5 and ratio(1.5, [1.0, 2.0]) == 1.0 and ratio("a", "b") is None
+
+
+def test_scenarios_are_compared_with_one_another() -> None:
+    first, second = copy.deepcopy(POINTS[3]), copy.deepcopy(POINTS[4])
+    first["compare"] = [{"key": "milliseconds_per_token", "other": second["id"], "ratio": [1.2, 2.0]}]
+    second["compare"] = {"key": "milliseconds_per_token", "other": first["id"], "difference": [0, 1]}
+    found = evaluate([first, second], load_constants())
+    assert found[0].inside_tolerance and not found[1].inside_tolerance
+
+
+def test_reading_a_scenario_file(tmp_path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(POINTS[0]))
+    assert read_scenarios(str(path))[0]["id"] == POINTS[0]["id"]
