@@ -1,0 +1,73 @@
+"""Tiny random HF checkpoints and a batch that exercises every term of the loss on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from megatron_rl.types import TrainBatch, split_rows
+
+# 67 tokens do not divide by two, so a vocabulary shard is padded.
+_SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 67, "max_position_embeddings": 64, "initializer_range": 0.2,
+}  # fmt: skip
+CONFIGS = {
+    "qwen2": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=False),
+    "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=8, tie_word_embeddings=False),
+}
+
+
+def write_model(folder: Path, family: str, seed: int = 0, **changes: object) -> Path:
+    """Save a random model of ``family`` as HF checkpoint with a ``batch.pt`` beside it; return its folder."""
+    torch.manual_seed(seed)
+    config = CONFIGS[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "bias")):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    path = folder / family
+    model.save_pretrained(path)
+    torch.save(make_batch(model), path / "batch.pt")
+    return path
+
+
+@torch.no_grad()
+def make_batch(model: torch.nn.Module, rows: int = 12) -> TrainBatch:
+    """Return rows of 4 to 23 tokens; old log-probs lie near the model's, so that some tokens are clipped."""
+    lengths = torch.randint(4, 24, (rows,))
+    count = int(lengths.sum())
+    tokens = torch.randint(0, 67, (count,))
+    prompts = (lengths.float() * torch.rand(rows) * 0.6).long().clamp(min=1)
+    mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompts.tolist(), strict=True)])
+    temperature = torch.full((rows,), 0.8)
+    exact = reference_log_probs(model, tokens, lengths, temperature)
+    return TrainBatch(
+        tokens=tokens,
+        lengths=lengths,
+        response_mask=mask,
+        loss_weights=torch.zeros(count),
+        temperature=temperature,
+        advantages=torch.randn(count),
+        old_log_probs=(exact + 0.2 * torch.randn(count)) * mask,
+        ref_log_probs=(exact + 0.2 * torch.randn(count)) * mask,
+        group=torch.arange(rows) // 4,
+    )
+
+
+@torch.no_grad()
+def reference_log_probs(
+    model: torch.nn.Module, tokens: torch.Tensor, lengths: torch.Tensor, temperature: torch.Tensor
+) -> torch.Tensor:
+    """Return transformers' log-probs [N] in float32, one row at a time; 0 on each first token."""
+    parts = []
+    for row, heat in zip(split_rows(tokens, lengths), temperature.tolist(), strict=True):
+        log_p = torch.log_softmax(model(row[None]).logits[0, :-1].float() / heat, -1)
+        parts.append(torch.cat((torch.zeros(1), log_p.gather(1, row[1:, None])[:, 0])))
+    return torch.cat(parts)

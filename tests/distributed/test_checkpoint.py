@@ -1,0 +1,196 @@
+"""A resumed run goes on as if it had not been interrupted; bit for bit on the same layout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.config.checkpoint_meta import checkpoint_path, latest, prune, read_meta
+from megatron_rl.config.errors import UserError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import write_model
+
+WORKER = Path(__file__).parent / "workers" / "checkpoint_worker.py"
+TP2PP2 = {"tensor": 2, "pipeline": 2, "sequence_parallel": True}
+PP2DP2 = {"pipeline": 2}
+TP2DP2 = {"tensor": 2}
+VPP = {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}
+DP4: dict[str, Any] = {}
+QWEN = {"model": "qwen2"}
+LLAMA = {"model": "llama"}
+BF16 = {"dtype": "bfloat16"}
+PLAIN = {"distributed": False}
+
+FOUR = [
+    {"name": "straight", "action": "save", "to": "run/checkpoints/step_3", **QWEN, **TP2PP2},
+    {
+        "name": "same",
+        "action": "load",
+        "from": "run/checkpoints/step_3",
+        "same": "straight",
+        **QWEN,
+        **TP2PP2,
+    },
+    {"name": "dp4", "action": "load", "from": "run/checkpoints/step_3", **QWEN, **DP4},
+    {"name": "pp2dp2", "action": "load", "from": "run/checkpoints/step_3", **QWEN, **PP2DP2},
+    {"name": "tp2dp2", "action": "load", "from": "run/checkpoints/step_3", **QWEN, **TP2DP2},
+    {"name": "vpp", "action": "load", "from": "run/checkpoints/step_3", **QWEN, **VPP},
+    {"name": "vpp-straight", "action": "save", "to": "vpp", **LLAMA, **VPP, **BF16},
+    {"name": "vpp-same", "action": "load", "from": "vpp", "same": "vpp-straight", **LLAMA, **VPP, **BF16},
+    {"name": "zero-straight", "action": "save", "to": "zero", "untrained": True, **LLAMA, **PP2DP2},
+    {"name": "zero-same", "action": "load", "from": "zero", **LLAMA, **PP2DP2},
+    {"name": "zero-tp2", "action": "load", "from": "zero", **LLAMA, **TP2DP2},
+    {"name": "plain-straight", "action": "save", "to": "plain", **LLAMA, **TP2DP2, **PLAIN},
+    {"name": "plain-same", "action": "load", "from": "plain", **LLAMA, **TP2DP2, **PLAIN},
+    {"name": "broken", "action": "broken", "to": "other/checkpoints/step_9", **LLAMA, **TP2DP2},
+    {"name": "wrong-model", "action": "wrong", "from": "run/checkpoints/step_3", **LLAMA, **DP4},
+    {"name": "wrong-size", "action": "wrong", "from": "run/checkpoints/step_3", "model": "wide/qwen2", **DP4},
+    {"name": "wrong-optimizer", "action": "wrong", "from": "plain", **LLAMA, **TP2DP2},
+    {
+        "name": "weights",
+        "action": "load",
+        "from": "run/checkpoints/step_3",
+        "weights_only": True,
+        **QWEN,
+        **PP2DP2,
+    },
+]
+ONE = [
+    {"name": "alone", "action": "load", "from": "run/checkpoints/step_3", **QWEN},
+    {
+        "name": "weights-alone",
+        "action": "load",
+        "from": "run/checkpoints/step_3",
+        "weights_only": True,
+        **QWEN,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoints")
+    for family in ("qwen2", "llama"):
+        write_model(path, family)
+    write_model(path / "wide", "qwen2", intermediate_size=64)
+    return path
+
+
+def result(folder: Path, name: str) -> dict[str, Any]:
+    return torch.load(folder / f"{name}.pt", weights_only=False)
+
+
+def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["steps"] == expected["steps"]
+    for name, value in expected["weights"].items():
+        assert torch.equal(found["weights"][name], value), name
+
+
+def largest_difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Return the largest relative difference of losses, gradient norms and metrics, or of weights."""
+    worst = [
+        float((found["weights"][name] - value).nan_to_num(nan=torch.inf).abs().max())
+        for name, value in expected["weights"].items()
+    ]
+    for mine, other in zip(found["steps"], expected["steps"], strict=True):
+        worst += [abs(mine[name] - value) / max(1.0, abs(value)) for name, value in other.items()]
+    return max(worst)
+
+
+def test_resume(folder: Path, torchrun: Any) -> None:
+    (folder / "plan4.json").write_text(json.dumps(FOUR))
+    (folder / "plan1.json").write_text(json.dumps(ONE))
+    torchrun(WORKER, 4, folder, "plan4.json", timeout=400)
+    torchrun(WORKER, 1, folder, "plan1.json", timeout=200)
+    straight = result(folder, "straight")
+    assert straight["steps"][0]["learning_rate"] != straight["steps"][2]["learning_rate"]
+    assert straight["steps"][0]["grad_norm"] > 0.1, "clipping must be at work"
+
+    same = result(folder, "same")
+    assert_same_bits(same, straight)
+    assert same["draws"] == straight["draws"]
+    assert len({tuple(draw) for draw in same["draws"]}) == 4
+    assert same["state"]["position"] == {"epoch": 1, "row": 5}
+    assert torch.equal(same["state"]["buffer"], torch.arange(5))
+    for pair in ("vpp", "zero", "plain"):
+        assert_same_bits(result(folder, f"{pair}-same"), result(folder, f"{pair}-straight"))
+
+    # Sums in another order: float32 rounding, grown over three steps.
+    worst = {name: largest_difference(result(folder, name), straight) for name in LAYOUTS}
+    worst["zero-tp2"] = largest_difference(result(folder, "zero-tp2"), result(folder, "zero-straight"))
+    print("largest difference after resuming in another layout:", {k: f"{v:.1e}" for k, v in worst.items()})
+    assert max(worst.values()) < 5e-5
+
+    # Another layout cannot continue the generators; it seeds them, equal on all ranks but Megatron's.
+    reseeded = result(folder, "tp2dp2")["draws"]
+    assert reseeded == [reseeded[0], reseeded[1], reseeded[0], reseeded[1]]
+    assert reseeded[0][:4] == reseeded[1][:4] == result(folder, "dp4")["draws"][0][:4]
+    assert reseeded[0][4:] != reseeded[1][4:]
+
+    weights, alone = result(folder, "weights"), result(folder, "weights-alone")
+    for name, value in alone["weights"].items():
+        assert torch.equal(weights["weights"][name], value), name
+    assert (weights["log_probs"] - alone["log_probs"]).nan_to_num().abs().max() < 2e-5
+    assert weights["meta"]["step"] == 3
+
+
+LAYOUTS = ("dp4", "pp2dp2", "tp2dp2", "vpp", "alone")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wrong-model", ["of another model", "model_type = llama", "model_type = qwen2", "step_3", "fix:"]),
+        ("wrong-size", ["of another model", "intermediate_size = 64", "intermediate_size = 48", "fix:"]),
+        ("wrong-optimizer", ["another optimizer", "distributed", "replicated", "fix:"]),
+    ],
+)
+def test_another_models_checkpoint_is_refused(folder: Path, name: str, words: list[str]) -> None:
+    found = result(folder, name)
+    assert all(word in found["message"] for word in words), found["message"]
+    assert found["untouched"]
+
+
+def test_a_broken_save_leaves_nothing_to_resume(folder: Path) -> None:
+    found = result(folder, "broken")
+    assert not found["there"]
+    assert len(found["messages"]) == 4 and all("no space left" in message for (message,) in found["messages"])
+    assert found["state"]["step"] == 5
+    assert [path.name for path in (folder / "other" / "checkpoints").iterdir()] == ["step_9"]
+
+
+def test_meta_says_what_the_checkpoint_is(folder: Path) -> None:
+    found = latest(folder / "run")
+    assert found == checkpoint_path(folder / "run", 3)
+    meta = read_meta(found)
+    assert meta["step"] == 3 and meta["seed"] == 7 and meta["dtype"] == "float32"
+    assert (
+        meta["layout"]["tensor"] == 2
+        and meta["layout"]["pipeline"] == 2
+        and meta["layout"]["ranks"] == [0, 1, 2, 3]
+    )
+    assert meta["model"]["hidden_size"] == 32 and meta["model"]["tie_word_embeddings"] is True
+    assert "torch" in meta["versions"] and "megatron-core" in meta["versions"]
+    assert not list(folder.rglob("*.partial"))
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert latest(tmp_path) is None
+    for name in ("step_2", "step_10", "step_30.partial", "step_20", "step_2.old", "notes"):
+        (folder / name / "model").mkdir(parents=True)
+    for name in ("step_2", "step_10", "step_30.partial", "step_2.old"):
+        (folder / name / "meta.json").write_text("{}")
+    assert latest(tmp_path) == folder / "step_10"  # step_20 has no meta.json, step_30 was cut off
+    prune(tmp_path, keep=1)
+    assert sorted(path.name for path in folder.iterdir()) == ["notes", "step_10", "step_20"]
+    with pytest.raises(UserError, match="not a complete training checkpoint"):
+        read_meta(folder / "step_20")
+    with pytest.raises(UserError, match="written by another version"):
+        read_meta(folder / "step_10")

@@ -1,0 +1,155 @@
+"""Save in some layouts, load in others; write what came out. ``checkpoint_worker.py FOLDER PLAN``."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.parallel import checkpoint, device
+from megatron_rl.parallel.checkpoint import load, load_model, save
+
+sys.path.insert(0, str(Path(__file__).parent))
+import training
+
+BEFORE, AFTER = 3, 3  # optimizer steps before and after the checkpoint
+STATE = {"step": BEFORE, "seed": 7, "position": {"epoch": 1, "row": 5}, "buffer": torch.arange(5)}
+
+
+def draws() -> list[float]:
+    """Return the next number of every random generator of this rank."""
+    return [random.random(), float(np.random.rand()), *torch.rand(2).tolist(), *tracker()]
+
+
+def tracker() -> list[float]:
+    with device.megatron_mode():
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        with get_cuda_rng_tracker().fork():
+            return torch.rand(2).tolist()
+
+
+def continued(model: Any, optimizer: Any, batch: Any, case: dict[str, Any]) -> dict[str, Any]:
+    """Return the steps after the checkpoint, the weights at their end, and this rank's random numbers."""
+    steps = [training.train_step(model, optimizer, batch, case["budget"]) for _ in range(AFTER)]
+    numbers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(numbers, draws())
+    return {"steps": steps, "weights": training.gathered_weights(model), "draws": numbers}
+
+
+def moments(optimizer: Any) -> list[Any]:
+    """Return a copy of this rank's optimizer states."""
+    inner = optimizer.megatron.optimizer
+    return [
+        {name: value.clone() for name, value in inner.state[p].items()}
+        for group in inner.param_groups
+        for p in group["params"]
+    ]
+
+
+def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """Train, save, and train on without interruption."""
+    batch = torch.load(folder / case["model"] / "batch.pt", weights_only=False)
+    random.seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
+    model = training.build(folder / case["model"], case, dtype=getattr(torch, case["dtype"]))
+    optimizer = training.optimizer_of(model, distributed=case["distributed"])
+    if case.get("untrained"):
+        before = training.gathered_weights(model)
+        save(folder / case["to"], model, optimizer, {**STATE, "step": 0})
+        after = training.gathered_weights(model)
+        assert all(torch.equal(before[name], after[name]) for name in before), "a save changed the weights"
+    else:
+        for _ in range(BEFORE):
+            training.train_step(model, optimizer, batch, case["budget"])
+        draws()
+        save(folder / case["to"], model, optimizer, STATE)
+    torch.save(moments(optimizer), folder / f"{case['name']}-moments-{dist.get_rank()}.pt")
+    return continued(model, optimizer, batch, case)
+
+
+def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """Resume in another process's place, from weights that are wrong before the load."""
+    batch = torch.load(folder / case["model"] / "batch.pt", weights_only=False)
+    model = training.build(folder / case["model"], case, dtype=getattr(torch, case["dtype"]))
+    for chunk in model.chunks:
+        for parameter in chunk.parameters():
+            parameter.data.normal_()
+    if case.get("weights_only"):
+        meta = load_model(folder / case["from"], model)
+        log_probs, _ = training.scores(model, batch, case["budget"])
+        return {"weights": training.gathered_weights(model), "log_probs": log_probs, "meta": meta}
+    optimizer = training.optimizer_of(model, distributed=case["distributed"])
+    state = load(folder / case["from"], model, optimizer)
+    same = folder / f"{case.get('same', '')}-moments-{dist.get_rank()}.pt"
+    if case.get("same"):
+        for index, (mine, saved) in enumerate(zip(moments(optimizer), torch.load(same), strict=True)):
+            assert mine.keys() == saved.keys()
+            for name, value in saved.items():
+                difference = (mine[name] - value).abs().max()
+                assert difference == 0, (
+                    f"{name} of parameter {index} {tuple(value.shape)} differs by {difference}"
+                )
+    return {"state": state, **continued(model, optimizer, batch, case)}
+
+
+def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """Save with a disk that fills up on one rank near the end, then again on a sound one, twice."""
+    model = training.build(folder / case["model"], case)
+    target = folder / case["to"]
+    sound, messages = checkpoint.write_meta, []
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    checkpoint.write_meta = full
+    try:
+        save(target, model, None, STATE)
+    except RuntimeError as error:
+        messages.append(str(error))
+    checkpoint.write_meta = sound
+    there = target.exists()
+    for step in (4, 5):
+        save(target, model, None, {**STATE, "step": step})
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, messages)
+    return {"messages": found, "there": there, "state": load(target, model, None)}
+
+
+def wrong_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """Load a checkpoint of another model: the message, and whether the weights stayed untouched."""
+    model = training.build(folder / case["model"], case, dtype=getattr(torch, case["dtype"]))
+    before = training.gathered_weights(model)
+    optimizer = None
+    if case.get("distributed") is not None:
+        optimizer = training.optimizer_of(model, distributed=case["distributed"])
+    try:
+        load(folder / case["from"], model, optimizer)
+    except UserError as error:
+        message = str(error)
+    else:
+        message = ""
+    after = training.gathered_weights(model)
+    return {"message": message, "untouched": all(torch.equal(after[name], before[name]) for name in before)}
+
+
+def main(folder: Path, plan: str) -> None:
+    device.initialize(timeout=120)
+    actions = {"save": save_case, "load": load_case, "wrong": wrong_case, "broken": broken_case}
+    for case in json.loads((folder / plan).read_text()):
+        case = {"budget": 40, "dtype": "float32", "distributed": True, **case}
+        result = actions[case["action"]](folder, case)
+        if device.rank() == 0:
+            torch.save(result, folder / f"{case['name']}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,34 @@
+"""Score a batch and take one step in each layout of a list; write what came out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.parallel import device
+
+sys.path.insert(0, str(Path(__file__).parent))
+import training
+
+
+def main(folder: Path, plan: str) -> None:
+    device.initialize(timeout=120)
+    for case in json.loads((folder / plan).read_text()):
+        batch = torch.load(folder / case["model"] / "batch.pt", weights_only=False)
+        model = training.build(folder / case["model"], case)
+        optimizer = training.optimizer_of(model, warmup_steps=0)
+        log_probs, entropy = training.scores(model, batch, case["budget"])
+        result = training.train_step(model, optimizer, batch, case["budget"])
+        weights = training.gathered_weights(model)
+        if device.rank() == 0:
+            values = {"log_probs": log_probs, "entropy": entropy, "values": result, "weights": weights}
+            torch.save(values, folder / f"{case['name']}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,123 @@
+"""What the workers of these tests share: one tiny training step in any layout, its results gathered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from megatron_rl.algorithms import get_algorithm
+from megatron_rl.algorithms.minibatch import weighted
+from megatron_rl.algorithms.objectives import policy_objective
+from megatron_rl.config.schema import OptimizerConfig
+from megatron_rl.metrics import Metrics, merge
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.weights import live_parameters, load_weights, source_boxes, view_of
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parallel.model import ParallelModel, build_model
+from megatron_rl.parallel.optimizer import Optimizer, wrap
+from megatron_rl.parallel.schedule import learn, score
+from megatron_rl.types import TrainBatch
+
+ALGORITHM = get_algorithm(
+    "grpo",
+    {"kl_in": "loss", "kl_coef": 0.05, "entropy_coef": 0.01, "clip_ratio_low": 0.1, "clip_ratio_high": 0.1},
+)
+# A large epsilon makes Adam's first step a smooth function of the gradient: with a small one it is the
+# gradient's sign, which is rounding noise where the gradient is zero.
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-2, epsilon=1e-3, weight_decay=0.1, clip_grad=0.05, warmup_steps=3, decay="linear"
+)
+
+
+def build(
+    path: str | Path, case: dict[str, Any], dtype: torch.dtype = torch.float32, trainable: bool = True
+) -> ParallelModel:
+    """Return the model of ``case`` over all ranks, with the weights of the HF checkpoint at ``path``."""
+    sizes = {name: case[name] for name in ("tensor", "pipeline", "virtual_pipeline") if name in case}
+    layout = ParallelLayout(
+        tuple(range(dist.get_world_size())), sequence_parallel=case.get("sequence_parallel", False), **sizes
+    )
+    model = build_model(
+        AutoConfig.from_pretrained(path),
+        ParallelGroups(layout),
+        dtype=dtype,
+        recompute=case.get("recompute", "none"),
+        trainable=trainable,
+    )
+    load_weights(model, path)
+    return model
+
+
+def optimizer_of(model: ParallelModel, **changes: Any) -> Optimizer:
+    """Wrap the model for training and return its optimizer."""
+    config = replace(OPTIMIZER, **changes)
+    wrap(model, config.distributed)
+    return Optimizer(model, config, steps=20)
+
+
+def scores(model: ParallelModel, batch: TrainBatch, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and entropy [N] of the response tokens, equal on all ranks."""
+    selected = batch.response_mask
+    mine = score(model, batch, budget, selected)
+    layout = model.groups.layout
+    if dist.get_rank() not in layout.outputs() or model.groups.coordinates.tensor:
+        mine = []
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    starts = torch.cat((torch.zeros(1, dtype=torch.long), batch.lengths.cumsum(0)))
+    log_probs = torch.full((len(batch.tokens),), torch.nan)
+    entropy = log_probs.clone()
+    for micro in (micro for part in found for micro in part):
+        lengths = [int(batch.lengths[row]) for row in micro.rows]
+        for row, one, other in zip(
+            micro.rows, micro.log_probs.split(lengths), micro.entropy.split(lengths), strict=True
+        ):
+            log_probs[starts[row] : starts[row + 1]] = one
+            entropy[starts[row] : starts[row + 1]] = other
+    return log_probs, entropy
+
+
+def train_step(
+    model: ParallelModel, optimizer: Optimizer, batch: TrainBatch, budget: int
+) -> dict[str, float]:
+    """Take one optimizer step; return loss, metrics, gradient norm and learning rate, equal on all ranks."""
+    batch = weighted(batch, ALGORITHM)
+    optimizer.zero_grad()
+
+    def objective(
+        rows: TrainBatch, log_probs: torch.Tensor, entropy: torch.Tensor
+    ) -> tuple[torch.Tensor, Metrics]:
+        loss, metrics = policy_objective(ALGORITHM, rows, log_probs, entropy)
+        return loss, metrics + Metrics.mean("loss", float(loss.detach()), 1e-30)
+
+    metrics, _ = learn(model, batch, budget, batch.response_mask, objective)
+    stepped = optimizer.step().values()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, metrics if model.groups.coordinates.tensor == 0 else Metrics())
+    total = merge(found)
+    values = total.values()
+    values["loss"] = total.sums["loss"][0]
+    return {**values, **stepped}
+
+
+def gathered_weights(model: ParallelModel) -> dict[str, torch.Tensor]:
+    """Return the whole model's weights under their HF names, on every rank."""
+    parameters = live_parameters(model)
+    mine = [(box, view_of(parameters[box.storage], box).clone()) for box in source_boxes(model)]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    boxes = [item for part in found for item in part]
+    shapes: dict[str, list[int]] = {}
+    for box, _ in boxes:
+        ends = [start + size for start, size in zip(box.start, box.size, strict=True)]
+        shapes[box.name] = [max(pair) for pair in zip(ends, shapes.get(box.name, ends), strict=True)]
+    weights = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    for box, value in boxes:
+        part = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
+        weights[box.name][part] = value.float()
+    return weights
