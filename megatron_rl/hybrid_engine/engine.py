@@ -95,6 +95,13 @@ class HybridEngine:
             },
         )
 
+    def verify(self) -> int:
+        """Compare every region of the engine's weights with the model's and return how many there are.
+
+        Raises WeightMismatchError on all ranks when a checksum differs. Collective over the group.
+        """
+        return self._compile().verify("full", 0)
+
     @contextmanager
     def generation_mode(self) -> Iterator[int]:
         """Wake the engine, bring its weights up to date, yield their version, put it to sleep again.

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.hf_models import make_model
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.errors import UserError
@@ -22,6 +21,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.model import build_model
 from megatron_rl.parallel.schedule import score
 from megatron_rl.types import split_rows
+from tests.hf_models import make_model
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", {"tensor": 2, "pipeline": 2}, {}),
@@ -77,7 +77,9 @@ def check_scores(model: Any, family: str) -> None:
     if device.rank() in model.groups.layout.outputs():
         assert any(found.rows for found in scores)
     for found in scores:
-        for row, values in zip(found.rows, found.log_probs.split(rows.lengths[list(found.rows)].tolist()), strict=True):
+        for row, values in zip(
+            found.rows, found.log_probs.split(rows.lengths[list(found.rows)].tolist()), strict=True
+        ):
             torch.testing.assert_close(values, expected[row], atol=1e-4, rtol=0)
 
 

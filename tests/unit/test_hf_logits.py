@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.hf_models import FAMILIES, make_model, save_model
 
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
@@ -13,6 +12,7 @@ from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.model import build_model
+from tests.hf_models import FAMILIES, make_model, save_model
 
 
 def build(config, dtype=torch.float32):
@@ -52,7 +52,9 @@ def test_exported_checkpoint_is_the_loaded_one(family, tmp_path):
     assert first.names() == second.names()
     for name in first.names():
         shape = first.shape(name)
-        assert torch.equal(first.read(name, [0] * len(shape), shape), second.read(name, [0] * len(shape), shape))
+        assert torch.equal(
+            first.read(name, [0] * len(shape), shape), second.read(name, [0] * len(shape), shape)
+        )
     assert len(list((tmp_path / "second").glob("*.safetensors"))) > 1
 
 
