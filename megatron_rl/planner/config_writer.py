@@ -11,6 +11,7 @@ from megatron_rl.config.errors import UserError
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planner.layout import Layout, uneven_split
 from megatron_rl.planner.placement import PlacementPlan, Problem
+from megatron_rl.planner.search import TrainPlan
 from megatron_rl.planner.show import plan_record
 
 _TRAIN_DATA = "data/gsm8k/main/train-00000-of-00001.parquet"
@@ -51,6 +52,29 @@ def _uneven(problem: Problem, layout: Layout) -> dict[str, int]:
     split = uneven_split(layers, layout.pipeline)
     assert split is not None, "the search yields only pipelines with a split"
     return {"num_layers_in_first_pipeline_stage": split[0], "num_layers_in_last_pipeline_stage": split[1]}
+
+
+def _add_roles(
+    config: dict[str, Any], problem: Problem, plan: PlacementPlan, actor: TrainPlan, actor_gpus: int
+) -> None:
+    """Fill in what depends on how the roles share the ranks: the actor's come first."""
+    world = plan.gpus
+    if actor.choice.optimizer.offload:
+        config["actor"]["optimizer"] = {"offload": True}
+    uneven = _uneven(problem, actor.choice.layout)
+    if uneven:
+        config["actor"]["megatron"] = uneven
+    if plan.rollout_gpus:
+        config["rollout"]["ranks"] = _ranks(actor_gpus, plan.rollout_gpus)
+    elif actor_gpus < world:
+        config["rollout"]["ranks"] = _ranks(0, actor_gpus)
+    reference = plan.plan_of("reference")
+    if reference is not None:
+        apart = "reference" not in next(group.plans for group in plan.groups if "actor" in group.plans)
+        first, count = actor_gpus if apart else 0, reference.choice.layout.size
+        config["reference"] = {"layout": _layout(reference.choice.layout, first, count, world)}
+        if problem.algorithm == "grpo":
+            config["algorithm"]["settings"] = {"kl_in": "loss"}  # what the reference is for
 
 
 def run_config(
@@ -99,22 +123,7 @@ def run_config(
             "memory_fraction": rollout.memory_fraction,
         },
     }
-    if choice.optimizer.offload:
-        config["actor"]["optimizer"] = {"offload": True}
-    uneven = _uneven(problem, choice.layout)
-    if uneven:
-        config["actor"]["megatron"] = uneven
-    if plan.rollout_gpus:
-        config["rollout"]["ranks"] = _ranks(actor_gpus, plan.rollout_gpus)
-    elif actor_gpus < world:
-        config["rollout"]["ranks"] = _ranks(0, actor_gpus)
-    reference = plan.plan_of("reference")
-    if reference is not None:
-        apart = "reference" not in next(group.plans for group in plan.groups if "actor" in group.plans)
-        first, count = actor_gpus if apart else 0, reference.choice.layout.size
-        config["reference"] = {"layout": _layout(reference.choice.layout, first, count, world)}
-        if problem.algorithm == "grpo":
-            config["algorithm"]["settings"] = {"kl_in": "loss"}  # what the reference is for
+    _add_roles(config, problem, plan, actor, actor_gpus)
     if data is None:
         config["data"] |= {"prompt_field": "question", "ground_truth_field": "answer", "chat_template": True}
     return config

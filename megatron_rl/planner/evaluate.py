@@ -114,11 +114,12 @@ def _across(entries: Sequence[Mapping[str, Any]], by_id: Mapping[str, Outcome]) 
         for rule in [rules] if isinstance(rules, Mapping) else rules:
             other = by_id.get(str(rule["other"]))
             label = f"{rule['key']} against {rule['other']}"
-            values = (own.predicted.get(rule["key"]), other.predicted.get(rule["key"]) if other else None)
-            if None in values:
+            mine = own.predicted.get(rule["key"])
+            theirs = other.predicted.get(rule["key"]) if other else None
+            if mine is None or theirs is None:
                 own.inside_by_key[label] = False
                 continue
-            value, good = compared(values[0], values[1], rule)
+            value, good = compared(mine, theirs, rule)
             own.ratio[label] = value
             own.inside_by_key[label] = good
 

@@ -40,8 +40,10 @@ def _numeric(predicted: Any, measured: Any, below: float, above: float) -> bool:
         )
     if not isinstance(predicted, int | float) or isinstance(predicted, bool):
         return _same(predicted, measured)
-    band = isinstance(measured, Sequence) and not isinstance(measured, str)
-    low, high = (min(measured), max(measured)) if band else (measured, measured)
+    if isinstance(measured, list | tuple):
+        low, high = min(measured), max(measured)
+    else:
+        low = high = measured
     return low * below <= predicted <= high * above
 
 
