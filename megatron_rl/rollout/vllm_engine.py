@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,15 @@ from megatron_rl.rollout.sampling import FAILED, Response, row_seeds, to_rollout
 from megatron_rl.rollout.vllm_engine_packed import PackedModules, refresh_derived
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
 
-HOST_CACHE_BYTES = 2**30
-"""What one rank on the host reserves for its key-value cache; ``rollout.vllm`` may say otherwise."""
-
-_OWN_ARGUMENTS = frozenset(
-    "model load_format tensor_parallel_size distributed_executor_backend logprobs_mode dtype seed".split()
-)
+_OWN_ARGUMENTS = {
+    "distributed_executor_backend",
+    "dtype",
+    "load_format",
+    "logprobs_mode",
+    "model",
+    "seed",
+    "tensor_parallel_size",
+}
 
 
 class VllmEngine:
@@ -34,7 +38,8 @@ class VllmEngine:
     ``model_path`` is a Hugging Face directory. Weights start as noise (``needs_weights``) unless
     ``load`` asks vLLM to read the checkpoint itself. ``config.vllm`` passes through to vLLM's engine
     arguments. ``shapes`` of the checkpoint's tensors are read from its headers unless given.
-    ``sleep_level`` 1 keeps the weights in host memory while asleep, 2 drops them.
+    Asleep, ``sleep_level`` 2 drops the weights, which the next update brings anyway; 1 keeps them in host
+    memory.
 
     Collective over ``layout.ranks``; where these are not the whole world every rank of the world calls
     ``join_groups(layout)`` first. Must be built before anything else imports vllm.
@@ -52,7 +57,7 @@ class VllmEngine:
         max_model_len: int,
         load: bool = False,
         shapes: weights.Shapes | None = None,
-        sleep_level: int = 1,
+        sleep_level: int = 2,
     ) -> None:
         self.weights_version = 0 if load else -1
         self.needs_weights = not load
@@ -88,10 +93,12 @@ class VllmEngine:
             "max_model_len": self._max_model_len,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
             "enforce_eager": device.on_host(),
         }
         if device.on_host():
-            arguments["kv_cache_memory_bytes"] = HOST_CACHE_BYTES
+            size = setup.host_cache_bytes(self._path, tensor, dtype, self._max_model_len)
+            arguments["kv_cache_memory_bytes"] = size
         else:
             arguments |= {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
         taken = sorted(_OWN_ARGUMENTS & set(config.vllm))
@@ -175,13 +182,13 @@ class VllmEngine:
         self.needs_weights = False
 
     def sleep(self) -> None:
-        """Give device memory back: the cache, and the weights to host memory (level 1) or for good (2).
+        """Give device memory back: the cache, and the weights for good (level 2) or to host memory (1).
 
         The host has nothing to give back: there it does nothing.
         """
-        if device.on_host() or self._asleep:
+        if device.on_host() or "weights" in self._asleep:
             return
-        self._llm.reset_prefix_cache()
+        self._wake("kv_cache")  # vLLM puts only a whole engine to sleep
         self._llm.sleep(self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
         self.needs_weights = self.needs_weights or self._sleep_level > 1
@@ -238,9 +245,10 @@ def _vllm_parameters(sampling: SamplingParameters, room: int, seed: int) -> Any:
 def _response(output: Any) -> Response:
     """Take tokens and their log-probs out of vLLM's answer."""
     reason = {"stop": FINISH_STOP, "length": FINISH_LENGTH}.get(output.finish_reason)
-    tokens = output.token_ids
-    if reason is None or output.logprobs is None or not len(tokens):
+    if reason is None or output.logprobs is None or not len(output.token_ids):
         return FAILED
-    # Each position holds the sampled token first; positions may also repeat it among the most likely.
-    values = output.logprobs.logprobs
-    return Response(tokens, [values[first] for first in output.logprobs.start_indices], reason)
+    # A position holds the sampled token first, and after it whatever else vLLM reports there.
+    values = [output.logprobs.logprobs[first] for first in output.logprobs.start_indices]
+    if not math.isfinite(sum(values)):
+        return FAILED  # broken logits: whatever was sampled from them is no answer of the policy
+    return Response(output.token_ids, values, reason)

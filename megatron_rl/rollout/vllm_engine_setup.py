@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,12 +18,14 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import communicator
 from megatron_rl.parallel.layout import ParallelLayout
 
-_ENVIRONMENT = {
+_REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so its weights can be written
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin the trainer's threads too
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
 }
+_DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+_HOST_CACHE_BYTES = 2**30
+_HOST_CACHE_ROWS = 256
+_HOST_BLOCK = 128  # tokens, as vLLM's attention on the host cuts its cache
 _prepared = False
 _engines = 0
 
@@ -34,12 +38,13 @@ def prepare_vllm() -> None:
     global _prepared
     if _prepared:
         return
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    os.environ |= _DEFAULTS | dict(os.environ) | _REQUIRED
+    warnings.filterwarnings("ignore", message=".*reduce_op.*", category=FutureWarning)  # vLLM looks it up
     set_threads = torch.set_num_threads
     import vllm  # noqa: F401
 
     _keep_process_groups()
+    _inspect_models_in_process()
     _name_shared_memory_per_job()
     if device.on_host():
         _keep_weights_unpacked()
@@ -54,6 +59,13 @@ def _keep_process_groups() -> None:
 
     # EngineCore.shutdown, also reached by the garbage collector, would destroy the default group.
     core.cleanup_dist_env_and_memory = lambda *_, **__: None
+
+
+def _inspect_models_in_process() -> None:
+    """Look at model classes here: vLLM would start a process per rank for it, only to keep devices unused."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()
 
 
 def _name_shared_memory_per_job() -> None:
@@ -93,6 +105,21 @@ def _sample_without_compiling() -> None:
         return (values >= thresholds).sum(-1)
 
     sampler.batched_count_greater_than = count
+
+
+def host_cache_bytes(path: str | Path, tensor: int, dtype: str, max_model_len: int) -> int:
+    """Return the size of one rank's key-value cache on the host: 256 rows of full length, at most 1 GiB.
+
+    One row of full length always fits. vLLM touches all of it at once, so more costs memory unused.
+    """
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(path).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * -(-heads // tensor) * width * getattr(torch, dtype).itemsize
+    row = (-(-max_model_len // _HOST_BLOCK) + 1) * _HOST_BLOCK * token
+    return max(2 * row, min(_HOST_CACHE_ROWS * row, _HOST_CACHE_BYTES))
 
 
 class _Distributed:

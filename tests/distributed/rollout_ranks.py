@@ -1,4 +1,4 @@
-"""What the ranks of test_rollout.py run: real vLLM engines against the plain engine and against each other."""
+"""What the ranks of test_rollout.py run: real vLLM engines against the plain engine and each other."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def build(path: Path, tensor: int, ranks: tuple[int, ...] | None = None, load: b
     layout = ParallelLayout(ranks or tuple(range(device.world_size())), tensor=tensor)
     return VllmEngine(
         path,
-        RolloutConfig(tensor=tensor, vllm={"kv_cache_memory_bytes": 2**26}),
+        RolloutConfig(tensor=tensor),
         layout=layout,
         rank=device.rank(),
         dtype="float32",
@@ -216,11 +216,10 @@ def check_replicas(path: Path) -> None:
 
 def main() -> None:
     what, *paths = sys.argv[1:]
-    device.initialize(timeout=120)
+    device.initialize(timeout=300)
     if what == "families":
-        for argument in paths:
-            path, tensor = argument.split("@")
-            check_family(Path(path), int(tensor))
+        for path in paths:
+            check_family(Path(path), device.world_size())
             dist.barrier()  # the job's own group outlives every engine
     elif what == "sampling":
         check_sampling(Path(paths[0]))
