@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -102,7 +103,7 @@ def predicted_phases(
         for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
     }
     data = max(1, train_gpus // (sizes["tensor"] * sizes["pipeline"] * sizes["context"]))
-    cut = Layout(**sizes, data=data, sequence_parallel=sizes["tensor"] > 1)
+    cut = replace(Layout(data=data, sequence_parallel=sizes["tensor"] > 1), **sizes)
     longest = float(rollout.get("max_response_tokens") or 256)
     prompt = (
         _number(values, "prompt/length")
