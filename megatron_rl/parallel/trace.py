@@ -36,11 +36,11 @@ class _Frame:
 
 
 class _Axis(NamedTuple):
-    """One dimension of a copy: ``count`` steps of ``step`` along source dimension ``dim``."""
+    """One dimension of a copy: ``length`` steps of ``step`` along source dimension ``dim``."""
 
     dim: int | None
     step: int
-    count: int
+    length: int
     destination_stride: int
 
 
@@ -73,7 +73,7 @@ class CopyRecorder(TorchDispatchMode):
         self._destinations: dict[int, list[tuple[int, int, str]]] = {}
         for name, tensor in destinations.items():
             entries = self._destinations.setdefault(_storage(tensor), [])
-            begin = tensor.storage_offset()
+            begin = int(tensor.storage_offset())
             if all(entry[:2] != (begin, begin + _extent(tensor)) for entry in entries):
                 entries.append((begin, begin + _extent(tensor), name))
         for entries in self._destinations.values():
@@ -117,7 +117,7 @@ class CopyRecorder(TorchDispatchMode):
     def _boxes(self, target: Tensor, source: Tensor, name: str, begin: int) -> list[TensorBox]:
         frame = self._frames[_storage(source)]
         first, axes = _resolve(frame, source, target.stride())
-        offset = target.storage_offset() - begin
+        offset = int(target.storage_offset()) - begin
         return [
             replace(box, storage=name, rank=self._rank)
             for box in _peel(frame.name, first, axes, offset, len(frame.start))
@@ -127,7 +127,7 @@ class CopyRecorder(TorchDispatchMode):
         """Remember that ``copy`` now holds what ``source`` shows."""
         frame = self._frames[_storage(source)]
         first, axes = _resolve(frame, source.expand(copy.shape), copy.stride())
-        boxes = list(_peel(frame.name, first, axes, copy.storage_offset(), len(frame.start)))
+        boxes = list(_peel(frame.name, first, axes, int(copy.storage_offset()), len(frame.start)))
         if len(boxes) != 1:
             raise TraceError(f"a rearranged copy of {frame.name!r} cannot be followed")
         (box,) = boxes
@@ -214,7 +214,7 @@ def _join(first: TensorBox, second: TensorBox, dim: int) -> TensorBox | None:
 
 def _resolve(frame: _Frame, source: Tensor, target_stride: tuple[int, ...]) -> tuple[list[int], list[_Axis]]:
     """Express a view of a frame in source coordinates: its first element and one axis per dimension."""
-    first = _coordinates(frame, source.storage_offset() - frame.offset)
+    first = _coordinates(frame, int(source.storage_offset()) - frame.offset)
     axes: list[_Axis] = []
     for count, stride, written in zip(source.shape, source.stride(), target_stride, strict=True):
         if count == 1:
@@ -226,7 +226,7 @@ def _resolve(frame: _Frame, source: Tensor, target_stride: tuple[int, ...]) -> t
     reached = list(first)
     for axis in axes:
         if axis.dim is not None:
-            reached[axis.dim] += axis.step * (axis.count - 1)
+            reached[axis.dim] += axis.step * (axis.length - 1)
     if any(position >= size for position, size in zip(reached, frame.size, strict=True)):
         raise TraceError(f"a view of {frame.name!r} crosses the edges of its dimensions")
     return [start + value for start, value in zip(frame.start, first, strict=True)], axes
@@ -276,9 +276,9 @@ def _peel(name: str, first: list[int], axes: list[_Axis], offset: int, dims: int
             else:
                 peeled.append(axis)
     peeled += [axis for axis in axes if axis.dim is None]
-    size = tuple(kept[dim].count if dim in kept else 1 for dim in range(dims))
+    size = tuple(kept[dim].length if dim in kept else 1 for dim in range(dims))
     stride = tuple(kept[dim].destination_stride if dim in kept else 0 for dim in range(dims))
-    for index in itertools.product(*(range(axis.count) for axis in peeled)):
+    for index in itertools.product(*(range(axis.length) for axis in peeled)):
         start, begin = list(first), offset
         for position, axis in zip(index, peeled, strict=True):
             if axis.dim is not None:
@@ -293,9 +293,9 @@ def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
     for axis in sorted(axes, key=lambda axis: axis.step):
         if result:
             inner = result[-1]
-            follows = axis.step == inner.step * inner.count
-            if follows and axis.destination_stride == inner.destination_stride * inner.count:
-                result[-1] = inner._replace(count=inner.count * axis.count)
+            follows = axis.step == inner.step * inner.length
+            if follows and axis.destination_stride == inner.destination_stride * inner.length:
+                result[-1] = inner._replace(length=inner.length * axis.length)
                 continue
         result.append(axis)
     return result
@@ -303,7 +303,7 @@ def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
 
 def _frame_of(name: str, tensor: Tensor) -> _Frame:
     shape = tuple(tensor.shape)
-    return _Frame(name, (0,) * len(shape), shape, tensor.storage_offset(), tuple(tensor.stride()))
+    return _Frame(name, (0,) * len(shape), shape, int(tensor.storage_offset()), tuple(tensor.stride()))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -188,7 +188,7 @@ def _layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, An
 
 def _activation(hf_config: Any) -> Any:
     name = getattr(hf_config, "hidden_act", None) or getattr(hf_config, "hidden_activation", None)
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UserError(
             f"The activation {name!r} is not supported.",
             where="config.json: hidden_act",

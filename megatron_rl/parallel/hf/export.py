@@ -145,7 +145,7 @@ def _write(
             elif held is not None:
                 sends.setdefault(writer, []).append((held, dtype))
         Exchange(sends, receives, 2 * largest * dtype.itemsize + 4096, group).run()
-        if mine is not None and error is None:
+        if mine is not None and buffer is not None and error is None:
             try:
                 if mine.file not in writers:
                     named = {name: shapes[name] for name in files[mine.file]}
