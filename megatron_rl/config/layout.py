@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_rl.config.schema import LayoutConfig
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands in its role's layout."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
 
 
 @dataclass(frozen=True)
@@ -14,7 +24,6 @@ class RoleLayout:
     Inside a role ranks are ordered tensor fastest, then context, then data, then pipeline.
     """
 
-    role: str
     ranks: tuple[int, ...]
     tensor: int = 1
     pipeline: int = 1
@@ -23,6 +32,7 @@ class RoleLayout:
     expert: int = 1
     expert_tensor: int = 1
     sequence_parallel: bool = False
+    role: str = "layout"
 
     @property
     def model_ranks(self) -> int:
@@ -39,13 +49,13 @@ class RoleLayout:
         """Return the number of copies of each expert shard."""
         return max(1, len(self.ranks) // (self.expert * self.expert_tensor * self.pipeline))
 
-    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
-        """Return the tensor, context, data and pipeline position of a global rank of this role."""
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return where a global rank of this role stands."""
         index = self.ranks.index(rank)
         index, tensor = divmod(index, self.tensor)
         index, context = divmod(index, self.context)
         pipeline, data = divmod(index, self.data)
-        return tensor, context, data, pipeline
+        return Coordinates(tensor, context, data, pipeline)
 
     def words(self) -> str:
         """Return the layout as ``tensor 2 x pipeline 2 x data 4``."""
@@ -59,7 +69,6 @@ class RoleLayout:
 def role_layout(role: str, config: LayoutConfig, world_size: int) -> RoleLayout:
     """Return a layout with ranks, sequence parallelism and expert tensor size derived."""
     return RoleLayout(
-        role=role,
         ranks=tuple(range(world_size)) if config.ranks is None else config.ranks,
         tensor=config.tensor,
         pipeline=config.pipeline,
@@ -68,4 +77,5 @@ def role_layout(role: str, config: LayoutConfig, world_size: int) -> RoleLayout:
         expert=config.expert,
         expert_tensor=1 if config.expert_tensor is None else config.expert_tensor,
         sequence_parallel=config.tensor > 1 if config.sequence_parallel is None else config.sequence_parallel,
+        role=role,
     )

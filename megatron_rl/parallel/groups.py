@@ -8,7 +8,8 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl.parallel import device
-from megatron_rl.parallel.layout import Coordinates, ParallelLayout
+from megatron_rl.config.layout import Coordinates
+from megatron_rl.parallel.layout import ParallelLayout
 
 _communicators: dict[tuple[int, ...], Any] = {}
 

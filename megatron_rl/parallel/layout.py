@@ -9,36 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megatron_rl.config.errors import UserError
-
-
-class Coordinates(NamedTuple):
-    """Where a rank stands in its role's layout."""
-
-    tensor: int
-    context: int
-    data: int
-    pipeline: int
+from megatron_rl.config.layout import RoleLayout
 
 
 @dataclass(frozen=True)
-class ParallelLayout:
-    """Name a role's ranks and how many ways each dimension is cut; data parallelism is what remains.
+class ParallelLayout(RoleLayout):
+    """Lay a role's ranks out; sizes that do not fit raise a UserError that names ``role``.
 
-    ``name`` is the configuration path that errors point to.
+    Data parallelism is what the other sizes leave of the ranks.
     """
-
-    ranks: tuple[int, ...]
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    sequence_parallel: bool = False
-    name: str = "layout"
 
     def __post_init__(self) -> None:
         sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
@@ -46,15 +27,15 @@ class ParallelLayout:
             if getattr(self, size) < 1:
                 raise UserError(
                     "a parallel size must be 1 or more",
-                    where=f"{self.name}.{size}",
+                    where=f"{self.role}.{size}",
                     expected="1 or more",
                     got=str(getattr(self, size)),
-                    fix=f"set {self.name}.{size} to 1 to switch it off",
+                    fix=f"set {self.role}.{size} to 1 to switch it off",
                 )
         if len(set(self.ranks)) != len(self.ranks):
             raise UserError(
                 "a rank appears twice in one layout",
-                where=f"{self.name}.ranks",
+                where=f"{self.role}.ranks",
                 expected="distinct ranks",
                 got=str(list(self.ranks)),
                 fix="name each rank once",
@@ -65,17 +46,17 @@ class ParallelLayout:
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise UserError(
                 "a virtual pipeline needs a pipeline",
-                where=f"{self.name}.virtual_pipeline",
+                where=f"{self.role}.virtual_pipeline",
                 expected="1 where pipeline is 1",
                 got=str(self.virtual_pipeline),
-                fix=f"set {self.name}.pipeline to 2 or more, or virtual_pipeline to 1",
+                fix=f"set {self.role}.pipeline to 2 or more, or virtual_pipeline to 1",
             )
 
     def _check_product(self, product: int, words: str) -> None:
         if not self.ranks or len(self.ranks) % product:
             raise UserError(
                 f"{words} does not divide the number of ranks",
-                where=self.name,
+                where=self.role,
                 expected=f"a number of ranks divisible by {product}",
                 got=f"{len(self.ranks)} ranks",
                 fix="change the parallel sizes or the number of processes",
@@ -85,24 +66,6 @@ class ParallelLayout:
     def size(self) -> int:
         """Return the number of ranks."""
         return len(self.ranks)
-
-    @property
-    def data(self) -> int:
-        """Return the number of data-parallel replicas."""
-        return self.size // (self.tensor * self.pipeline * self.context)
-
-    @property
-    def expert_data(self) -> int:
-        """Return the number of replicas of each expert shard."""
-        return self.size // (self.expert * self.expert_tensor * self.pipeline)
-
-    def coordinates(self, rank: int) -> Coordinates:
-        """Return where the global rank ``rank`` stands; it must belong to the layout."""
-        index = self.ranks.index(rank)
-        index, tensor = divmod(index, self.tensor)
-        index, context = divmod(index, self.context)
-        pipeline, data = divmod(index, self.data)
-        return Coordinates(tensor, context, data, pipeline)
 
     def rank_of(self, tensor: int = 0, context: int = 0, data: int = 0, pipeline: int = 0) -> int:
         """Return the global rank at these coordinates."""

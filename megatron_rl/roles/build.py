@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.derive import longest_row
+from megatron_rl.config.layout import role_layout
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.hybrid_engine.engine import HybridEngine
 from megatron_rl.parallel import device
@@ -36,6 +37,11 @@ class Roles:
     hybrid_engine: HybridEngine
     reward: RewardRole
     reference: ModelRole | None = None
+
+    @property
+    def judges(self) -> list[ModelRole]:
+        """Return the roles that score rows with a model."""
+        return [self.actor] if self.reference is None else [self.actor, self.reference]
 
     def close(self) -> None:
         """Release the engine and the reward workers."""
@@ -76,17 +82,8 @@ def build_frozen_roles(config: RunConfig, tokenizer: Any, *, path: str | None) -
 def parallel_layout(config: LayoutConfig, name: str) -> ParallelLayout:
     """Return the layout of a resolved configuration section."""
     assert config.ranks is not None
-    return ParallelLayout(
-        ranks=config.ranks,
-        tensor=config.tensor,
-        pipeline=config.pipeline,
-        virtual_pipeline=config.virtual_pipeline,
-        context=config.context,
-        expert=config.expert,
-        expert_tensor=config.expert_tensor or 1,
-        sequence_parallel=bool(config.sequence_parallel),
-        name=name,
-    )
+    found = role_layout(name, config, len(config.ranks))
+    return ParallelLayout(**vars(found))
 
 
 def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole) -> HybridEngine:
@@ -99,7 +96,7 @@ def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole) ->
 def _build_rollout(config: RunConfig) -> RolloutRole:
     rollout = config.rollout
     assert rollout.ranks is not None
-    layout = ParallelLayout(rollout.ranks, tensor=rollout.tensor, name="rollout")
+    layout = ParallelLayout(rollout.ranks, tensor=rollout.tensor, role="rollout")
     engine = make_engine(
         config.model.path,
         rollout,

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_rl.config.errors import EXIT_BAD_INPUT, UserError
+from megatron_rl.config.failure import report_errors
+from megatron_rl.config.layout import role_layout
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.parallel import device
 from megatron_rl.trainer.phases import Phases
@@ -26,9 +28,7 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except UserError as error:
-        # Every rank finds the same mistake in the same input; one of them says so.
-        if device.rank() == 0 or phases.current not in ("start", "data"):
-            print(f"\nerror: {error}", file=sys.stderr, flush=True)
+        report_errors(error)
         _leave(EXIT_BAD_INPUT)
     except BaseException as error:
         place = f"rank {device.rank()} ({describe_rank(config, device.rank())})"
@@ -55,16 +55,13 @@ def describe_rank(config: RunConfig, rank: int) -> str:
     if config.reference is not None and config.reference.layout is not None:
         layouts["reference"] = config.reference.layout
     layouts["rollout"] = LayoutConfig(ranks=config.rollout.ranks, tensor=config.rollout.tensor)
-    for role, layout in layouts.items():
-        if layout.ranks is None or rank not in layout.ranks:
+    for role, section in layouts.items():
+        layout = role_layout(role, section, device.world_size())
+        if rank not in layout.ranks:
             continue
-        index, tensor = divmod(layout.ranks.index(rank), layout.tensor)
+        place = layout.coordinates(rank)
         if role == "rollout":
-            words.append(f"rollout: replica {index}, tensor {tensor}")
-            continue
-        index //= layout.context
-        pipeline, data = divmod(
-            index, len(layout.ranks) // (layout.tensor * layout.pipeline * layout.context)
-        )
-        words.append(f"{role}: tensor {tensor}, pipeline {pipeline}, data {data}")
+            words.append(f"rollout: replica {place.data}, tensor {place.tensor}")
+        else:
+            words.append(f"{role}: tensor {place.tensor}, pipeline {place.pipeline}, data {place.data}")
     return "; ".join(words) or "no role"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,26 +18,24 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import gather_metrics, gather_rows
 from megatron_rl.roles.build import Roles
-from megatron_rl.roles.rollout import join
 from megatron_rl.trainer.mismatch import check_mismatch
 from megatron_rl.trainer.phases import Phases
-from megatron_rl.types import PromptBatch, Rollouts, Scores
+from megatron_rl.trainer.sampling import Graded, sample_step
+from megatron_rl.types import PromptBatch, Scores
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Hold what one step produced, the same value on every rank; ``prompts`` has one entry per row."""
+    """Hold what one step produced, the same value on every rank."""
 
     metrics: Metrics
-    prompts: PromptBatch
-    rollouts: Rollouts
-    scores: Scores
+    graded: Graded
     algorithm_state: AlgorithmState
     warning: str | None
 
 
 def train_step(
-    prompts: PromptBatch,
+    draw: Callable[[int], PromptBatch],
     roles: Roles,
     algorithm: Algorithm,
     state: AlgorithmState,
@@ -46,48 +45,45 @@ def train_step(
 ) -> StepResult:
     """Sample, judge, estimate and learn once. A batch is the same value on every rank.
 
-    ``state`` is what the algorithm carries from step to step. Collective over the world.
+    ``draw(n)`` gives the next n prompts; ``state`` is what the algorithm carries from step to step.
+    Collective over the world.
     """
-    samples = config.batch.samples_per_prompt
-    with phase("generate"), roles.hybrid_engine.generation_mode():
-        rollouts = join(
-            gather_rows(roles.rollout.infer(prompts, samples, seed=step_seed(config, step))), samples
-        )
-    prompts = prompts.repeat(samples)
+    seed = step_seed(config, step)
+    graded, sampled = sample_step(draw, roles, algorithm, config, seed, phase)
     with phase("score"):
-        scores = judge(roles, prompts, rollouts)
+        scores = judge(roles, graded)
     with phase("estimate"):
-        batch, metrics = estimate(rollouts, scores, algorithm, state)
+        batch, metrics = estimate(graded.rollouts, scores, algorithm, state)
         warning = check_mismatch(metrics, config.mismatch)
     objective = partial(policy_objective, algorithm, state=state)
-    learned = roles.reward.metrics + roles.hybrid_engine.sync_metrics
+    learned = Metrics()
     with phase("learn"):
         steps, epochs = config.batch.optimizer_steps, config.batch.epochs
-        for minibatch in minibatches(batch, algorithm, steps, epochs, step_seed(config, step)):
+        for minibatch in minibatches(batch, algorithm, steps, epochs, seed):
             learned += roles.actor.update(minibatch, objective)
         roles.hybrid_engine.mark_updated()
-    state = next_state(algorithm, state, rollouts, scores)
-    return StepResult(metrics + gather_metrics(learned), prompts, rollouts, scores, state, warning)
+    state = next_state(algorithm, state, graded.rollouts, scores)
+    return StepResult(metrics + gather_metrics(sampled + learned), graded, state, warning)
 
 
-def judge(roles: Roles, prompts: PromptBatch, rollouts: Rollouts) -> Scores:
-    """Collect what every judging role says of the rows. Collective over the world."""
-    answers = [roles.reward.infer(prompts, rollouts), roles.actor.infer(rollouts)]
-    if roles.reference is not None:
-        answers.append(roles.reference.infer(rollouts))
-    reward, *scored = [gather_rows(answer) for answer in answers]
-    tokens = {name: values for answer in scored for name, values in answer.tokens.items()}
-    components = {name: reward.values[name] for name in reward.values if name not in ("rewards", "valid")}
+def judge(roles: Roles, graded: Graded) -> Scores:
+    """Collect what the roles with a model say of graded rows. Collective over the world."""
+    answers = [role.infer(graded.rollouts) for role in roles.judges]
+    tokens = {name: values for answer in answers for name, values in gather_rows(answer).tokens.items()}
     return Scores(
-        rewards=reward.values["rewards"],
-        valid=reward.values["valid"],
-        components=components,
+        rewards=graded.rewards,
+        valid=graded.valid,
+        components=graded.components,
         old_log_probs=tokens["old_log_probs"],
         entropy=tokens["entropy"],
         ref_log_probs=tokens.get("ref_log_probs"),
+        baseline_rewards=graded.baseline_rewards,
     )
 
 
 def step_seed(config: RunConfig, step: int) -> int:
-    """Return the seed of everything random in a step, so that a resumed run draws the same."""
-    return config.seed * 1_000_003 + step
+    """Return the seed of everything random in a step, so that a resumed run draws the same.
+
+    The seeds after it up to the next step's are for further rounds of sampling.
+    """
+    return (config.seed * 1_000_003 + step) * 1_000

@@ -11,7 +11,7 @@ class MismatchError(RuntimeError):
 
 
 def check_mismatch(metrics: Metrics, config: MismatchConfig) -> str | None:
-    """Return a warning where ``mismatch/abs_diff`` is above one threshold; raise MismatchError above another."""
+    """Return a warning where ``mismatch/abs_diff`` is above one threshold; raise above another."""
     assert config.warn is not None and config.stop is not None
     difference = metrics.values().get("mismatch/abs_diff")
     if difference is None or difference <= config.warn:

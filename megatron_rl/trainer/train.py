@@ -158,9 +158,8 @@ class Run:
         config, step = self.config, self.state.step + 1
         self.phases.step = step
         begun = time.perf_counter()
-        prompts = self.prompts.next(config.batch.prompts_per_step)
         result = train_step(
-            prompts, self.roles, self.algorithm, self.state.algorithm, config, step, self.phases
+            self.prompts.next, self.roles, self.algorithm, self.state.algorithm, config, step, self.phases
         )
         self.state.step, self.state.algorithm = step, result.algorithm_state
         seconds = time.perf_counter() - begun
@@ -168,7 +167,7 @@ class Run:
         metrics = result.metrics + gather_metrics(own + self.phases.metrics())
         metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
         values = metrics.values()
-        tokens = float(result.rollouts.lengths.sum())
+        tokens = float(result.graded.rollouts.lengths.sum())
         metrics += Metrics.of({
             "throughput/tokens_per_second": tokens / values["time/step"],
             "throughput/tokens_per_second_per_gpu": tokens / values["time/step"] / device.world_size(),
@@ -203,12 +202,13 @@ class Run:
             return
         for failure in failures[:4]:
             self._say(f"step {step}: a reward failed ({failure.reason}): {failure.message.strip()[-300:]}")
-        columns = self._columns(result.prompts, result.rollouts)
-        columns["group"] = result.rollouts.group.tolist()
-        columns["reward"] = result.scores.rewards.tolist()
-        columns["valid"] = result.scores.valid.tolist()
-        columns["policy_version"] = result.rollouts.policy_version.tolist()
-        columns["finish_reason"] = result.rollouts.finish_reason.tolist()
+        graded, rollouts = result.graded, result.graded.rollouts
+        columns = self._columns(graded.prompts, rollouts)
+        columns["group"] = rollouts.group.tolist()
+        columns["reward"] = graded.rewards.tolist()
+        columns["valid"] = graded.valid.tolist()
+        columns["policy_version"] = rollouts.policy_version.tolist()
+        columns["finish_reason"] = rollouts.finish_reason.tolist()
         self.folder.write_rollouts(step, columns)
 
     def _columns(self, prompts: Any, rollouts: Any) -> dict[str, Any]:

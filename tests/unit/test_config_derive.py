@@ -141,7 +141,7 @@ def test_the_shipped_shape_is_that_of_the_quickstarts_model() -> None:
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 4), (4, 2)])
 def test_stages_hold_the_whole_model(tensor: int, pipeline: int, tied: bool) -> None:
     shape = ModelShape("LlamaForCausalLM", 128, 8, 8, 4, 16, 384, 64, 512, tied=tied)
-    layout = RoleLayout("actor", tuple(range(tensor * pipeline)), tensor, pipeline)
+    layout = RoleLayout(tuple(range(tensor * pipeline)), tensor, pipeline, role="actor")
     total = sum(sum(stage_parameters(shape, layout, stage)) for stage in range(pipeline))
     replicated = shape.layers * shape.replicated_parameters + shape.hidden
     copy = shape.vocab * shape.hidden if tied and pipeline > 1 else 0
@@ -156,8 +156,8 @@ def test_bytes_per_sync(actor: tuple[int, int], engine: int, most: int | None, t
     """Equal or finer rollout shards need nothing; the rest is what is needed less what is held."""
     config = load_text(CONFIG).valid()
     layouts = {
-        "actor": RoleLayout("actor", (0, 1, 2, 3), *actor),
-        "rollout": RoleLayout("rollout", (0, 1, 2, 3), engine),
+        "actor": RoleLayout((0, 1, 2, 3), *actor, role="actor"),
+        "rollout": RoleLayout((0, 1, 2, 3), engine, role="rollout"),
     }
     plan = sync_plan(config, layouts, SHAPE)
     needed = rollout_parameters(SHAPE, engine) * 4
@@ -171,7 +171,7 @@ def test_bytes_per_sync(actor: tuple[int, int], engine: int, most: int | None, t
 
 def test_disjoint_ranks_receive_everything_they_need() -> None:
     config = load_text(CONFIG).valid()
-    layouts = {"actor": RoleLayout("actor", (0, 1), 2), "rollout": RoleLayout("rollout", (2, 3), 2)}
+    layouts = {"actor": RoleLayout((0, 1), 2, role="actor"), "rollout": RoleLayout((2, 3), 2, role="rollout")}
     plan = sync_plan(config, layouts, SHAPE)
     # Vocabulary padding is allocated but never sent.
     padding = 2 * (SHAPE.padded_vocab(2) - SHAPE.vocab) * SHAPE.hidden // 2 * 4
@@ -183,8 +183,8 @@ def test_pairwise_published_reshard_volume() -> None:
     config = load_text(CONFIG).valid()
     shape = ModelShape("LlamaForCausalLM", 1024, 8, 8, 8, 128, 4096, 1024, 512)
     layouts = {
-        "actor": RoleLayout("actor", (0, 1, 2, 3), 2, 2),
-        "rollout": RoleLayout("rollout", (0, 1, 2, 3), 2),
+        "actor": RoleLayout((0, 1, 2, 3), 2, 2, role="actor"),
+        "rollout": RoleLayout((0, 1, 2, 3), 2, role="rollout"),
     }
     plan = sync_plan(config, layouts, shape)
     assert plan.received_most == pytest.approx(plan.model_bytes / 4, rel=1e-3)

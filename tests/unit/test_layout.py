@@ -60,5 +60,5 @@ def test_expert_dimensions_cut_the_ranks_of_one_stage():
 )
 def test_errors_name_what_does_not_fit(changes, words):
     with pytest.raises(UserError, match=words.replace("*", r"\*")) as caught:
-        ParallelLayout(**{"ranks": (0, 1, 2, 3), "name": "actor.layout", **changes})
+        ParallelLayout(**{"ranks": (0, 1, 2, 3), "role": "actor.layout", **changes})
     assert "actor.layout" in str(caught.value) and caught.value.fix

@@ -1,0 +1,164 @@
+"""Whole runs through the command: they repeat, resume, survive bad rewards, learn, and fail by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors import safe_open
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = ("time/", "throughput/", "memory/")
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    """Make the quickstart's model and data once."""
+    folder = tmp_path_factory.mktemp("material")
+    command = [sys.executable, "-m", "megatron_rl.data.quickstart", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    return folder
+
+
+def _config(path: Path, material: Path, **changes) -> Path:
+    config = {
+        "run_dir": str(path / "run"),
+        "steps": 4,
+        "model": {"path": str(material / "model"), "dtype": "float32"},
+        "data": {
+            "train": str(material / "train.jsonl"),
+            "eval": str(material / "eval.jsonl"),
+            "max_prompt_tokens": 8,
+        },
+        "reward": {"function": "megatron_rl.rewards.arithmetic:exact_match"},
+        "batch": {"prompts_per_step": 8, "samples_per_prompt": 4, "optimizer_steps": 2},
+        "actor": {
+            "layout": {"pipeline": 2},
+            "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "weight_decay": 0.1},
+        },
+        "rollout": {"tensor": 2, "max_response_tokens": 6},
+        "evaluation": {"every": 2, "max_prompts": 32},
+        "checkpoint": {"every": 2},
+        "sft": {"data": str(material / "sft.jsonl"), "steps": 3, "optimizer": {"learning_rate": 1e-3}},
+    }
+    for name, value in changes.items():
+        section = config.get(name)
+        config[name] = (
+            {**section, **value} if isinstance(section, dict) and isinstance(value, dict) else value
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    file = path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def _lines(run: Path) -> dict[int, dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        line["step"]: {name: value for name, value in line.items() if not name.startswith(MEASURED)}
+        for line in lines
+    }
+
+
+def _weights(folder: Path) -> dict[str, bytes]:
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                found[name] = tensors.get_tensor(name).numpy().tobytes()
+    return found
+
+
+def test_resumed_run_equals_uninterrupted_run(torchrun, material, tmp_path):
+    whole = _config(tmp_path / "whole", material)
+    torchrun("megatron_rl", 2, "train", whole, module=True)
+    parted = _config(tmp_path / "parted", material)
+    torchrun("megatron_rl", 2, "train", parted, "steps=2", "checkpoint.export=false", module=True)
+    first = _lines(tmp_path / "parted/run")
+    second = torchrun("megatron_rl", 2, "train", parted, module=True)
+    assert "at step 2" in second.output
+
+    expected = _lines(tmp_path / "whole/run")
+    assert sorted(expected) == [0, 1, 2, 3, 4]
+    assert first == {step: expected[step] for step in (0, 1, 2)}, "the same seed gave other numbers"
+    assert _lines(tmp_path / "parted/run") == expected
+    weights = _weights(tmp_path / "whole/run/hf")
+    assert weights and _weights(tmp_path / "parted/run/hf") == weights
+    differences = [line["mismatch/abs_diff"] for step, line in expected.items() if step]
+    assert max(differences) < 1e-4
+    assert expected[4]["policy/version"] > expected[1]["policy/version"]
+
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tmp_path / "whole/run/hf")
+    _check_offline_commands(torchrun, whole, tmp_path / "whole/run", expected[4]["eval/accuracy"], weights)
+
+
+def _check_offline_commands(torchrun, config, run, accuracy, weights):
+    """Evaluating and exporting the last checkpoint give what the run itself gave."""
+    result = torchrun(
+        "megatron_rl", 2, "eval", config, "--checkpoint", run / "checkpoints/step_4", module=True
+    )
+    assert f"eval/accuracy           {accuracy:.4f}" in result.output
+    command = [sys.executable, "-m", "megatron_rl", "export", str(run / "checkpoints/step_4")]
+    subprocess.run([*command, "--out", str(run / "again")], cwd=ROOT, check=True, timeout=300)
+    assert _weights(run / "again") == weights
+
+
+def test_failed_rewards_are_counted_and_never_zero(torchrun, material, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "import time\n"
+        "def judge(prompt, response, ground_truth, metadata):\n"
+        "    kind = int(ground_truth) % 4\n"
+        "    if kind == 0: raise ValueError('cannot judge this')\n"
+        "    if kind == 1: return float('nan')\n"
+        "    if kind == 2 and int(ground_truth) % 3 == 0: time.sleep(60)\n"
+        "    return 5.0\n"
+    )
+    config = _config(
+        tmp_path,
+        material,
+        steps=1,
+        reward={"function": f"{reward}:judge", "timeout": 0.5},
+        actor={"layout": {}},
+        rollout={"tensor": 1},
+        sft=None,
+        evaluation={"every": 100, "at_start": False},
+        checkpoint={"every": 100, "export": False},
+    )
+    result = torchrun("megatron_rl", 1, "train", config, module=True)
+    line = _lines(tmp_path / "run")[1]
+    assert 0 < line["reward/valid_fraction"] < 1
+    assert line["reward/invalid"] == pytest.approx(1 - line["reward/valid_fraction"])
+    assert line["reward/invalid_exception"] > 0 and line["reward/invalid_not_finite"] > 0
+    assert line["reward/mean"] == 5.0, "a failed reward entered the mean"
+    assert "cannot judge this" in result.output
+
+
+def test_a_failure_names_rank_role_and_phase_and_ends_the_job(torchrun, material, tmp_path):
+    config = _config(tmp_path, material, sft=None, mismatch={"warn": 1e-30, "stop": 1e-29})
+    result = torchrun("megatron_rl", 2, "train", config, module=True, check=False, timeout=240)
+    assert result.returncode == 1
+    assert "actor: tensor 0, pipeline" in result.output
+    assert "failed in phase 'estimate' of step 1: MismatchError" in result.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bach": {"prompts": 1}}, "batch"),
+        ({"actor": {"layout": {"tensor": 3}}}, "actor.layout"),
+        ({"model": {"path": "/nowhere", "dtype": "float32"}}, "model.path"),
+    ],
+)
+def test_bad_input_stops_every_rank_at_once(torchrun, material, tmp_path, changes, words):
+    config = _config(tmp_path, material, **changes)
+    result = torchrun("megatron_rl", 2, "train", config, module=True, check=False, timeout=60)
+    assert result.returncode != 0
+    assert words in result.output and "fix:" in result.output
+    assert not (tmp_path / "run/metrics.jsonl").exists()
