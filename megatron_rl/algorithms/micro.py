@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
 
 
@@ -23,3 +25,16 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     bfloat16 has three digits, too few for differences of log-probs.
     """
     return torch.where(mask, values.float() if values.itemsize < 4 else values, 0)
+
+
+def means(sums: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
+    """Return scalar (sum, weight) tensors as metrics, fetched from their device in one piece.
+
+    Fetching them one by one would make the host wait for the device as often.
+    """
+    if not sums:
+        return Metrics()
+    pairs = torch.stack([torch.stack([part.detach().double() for part in pair]) for pair in sums.values()])
+    return Metrics(
+        {name: (total, weight) for name, (total, weight) in zip(sums, pairs.tolist(), strict=True)}
+    )

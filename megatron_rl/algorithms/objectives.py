@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.correction import correct
 from megatron_rl.algorithms.kl import kl_estimate
-from megatron_rl.algorithms.micro import masked, on_device
+from megatron_rl.algorithms.micro import masked, means, on_device
 from megatron_rl.algorithms.mismatch import mismatch_metrics
 from megatron_rl.algorithms.names import POLICY_LOSSES, resolved_correction
 from megatron_rl.algorithms.pieces import resolve
@@ -42,32 +42,27 @@ def policy_objective(
     """
     micro = on_device(micro, log_probs.device)
     mask, weights = micro.response_mask, micro.loss_weights
-    log_probs = masked(log_probs, mask)
-    entropy = masked(entropy, mask)
+    log_probs, entropy = masked(log_probs, mask), masked(entropy, mask)
     token_loss, metrics = _corrected_loss(algorithm, micro, log_probs)
     total = (weights * torch.where(mask, token_loss.loss, 0)).sum()
-    count, weight = int(mask.sum()), float(weights.sum())
-    metrics += Metrics.mean("policy/loss", float(total.detach()), weight)
-    metrics += Metrics.mean("policy/entropy", float(entropy.detach().sum()), count)
-    metrics += _movement(micro, log_probs.detach(), count)
+    count, weight = mask.sum(), weights.sum()
+    sums = {"policy/loss": (total, weight), "policy/entropy": (entropy.sum(), count)}
     for name, indicator in token_loss.indicators.items():
-        value = torch.where(mask, indicator.detach().to(weights.dtype), 0)
-        metrics += Metrics.mean(f"policy/{name}", float(value.sum()), count)
+        sums[f"policy/{name}"] = (torch.where(mask, indicator, 0).double().sum(), count)
     if algorithm.kl_in == "loss":
         if micro.ref_log_probs is None:
             raise ValueError("kl_in is 'loss' but the batch has no ref_log_probs")
         kl = kl_estimate(log_probs, torch.where(mask, micro.ref_log_probs, 0), algorithm.kl_estimator)
         kl_total = (weights * torch.where(mask, kl, 0)).sum()
         total = total + (algorithm.kl_coef if state is None else state.kl_coef) * kl_total
-        metrics += Metrics.mean("policy/kl_loss", float(kl_total.detach()), weight)
+        sums["policy/kl_loss"] = (kl_total, weight)
     if algorithm.entropy_coef:
         total = total - algorithm.entropy_coef * (weights * entropy).sum()
     if micro.nll_weights is not None:
         imitation = -(micro.nll_weights * log_probs).sum()
         total = total + imitation
-        good = float(micro.nll_weights.sum())
-        metrics += Metrics.mean("policy/nll", float(imitation.detach()), good)
-    return total, metrics
+        sums["policy/nll"] = (imitation, micro.nll_weights.sum())
+    return total, metrics + _movement(micro, log_probs.detach(), count) + means(sums)
 
 
 def value_objective(algorithm: Algorithm, micro: TrainBatch, values: Tensor) -> tuple[Tensor, Metrics]:
@@ -83,11 +78,13 @@ def value_objective(algorithm: Algorithm, micro: TrainBatch, values: Tensor) -> 
     old_values, returns = torch.where(mask, micro.old_values, 0), torch.where(mask, micro.returns, 0)
     found = value_loss(values, old_values, returns, clip=algorithm.value_clip, coef=algorithm.value_loss_coef)
     total = (weights * found.loss).sum()
-    count = int(mask.sum())
-    metrics = Metrics.mean("critic/loss", float(total.detach()), float(weights.sum()))
-    metrics += Metrics.mean("critic/value", float(values.detach().sum()), count)
-    metrics += Metrics.mean("critic/clip_fraction", int(found.clipped.sum()), count)
-    return total, metrics
+    count = mask.sum()
+    sums = {
+        "critic/loss": (total, weights.sum()),
+        "critic/value": (values.sum(), count),
+        "critic/clip_fraction": (found.clipped.sum(), count),
+    }
+    return total, means(sums)
 
 
 def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics]:
@@ -98,7 +95,7 @@ def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics
     micro = on_device(micro, log_probs.device)
     log_probs = masked(log_probs, micro.response_mask)
     total = -(micro.loss_weights * log_probs).sum()
-    return total, Metrics.mean("sft/loss", float(total.detach()), float(micro.loss_weights.sum()))
+    return total, means({"sft/loss": (total, micro.loss_weights.sum())})
 
 
 def _corrected_loss(algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor) -> tuple[TokenLoss, Metrics]:
@@ -150,11 +147,10 @@ def _bypass_correction(
     return kept if weights is None else weights * kept, metrics + more
 
 
-def _movement(micro: TrainBatch, log_probs: Tensor, count: int) -> Metrics:
+def _movement(micro: TrainBatch, log_probs: Tensor, count: Tensor) -> Metrics:
     """Say how far the policy has moved from the one the advantages belong to."""
-    if micro.old_log_probs is None or not count:
+    if micro.old_log_probs is None or not len(log_probs):
         return Metrics()
-    moved = torch.where(micro.response_mask, log_probs - micro.old_log_probs, 0)
-    return Metrics.mean("policy/kl", float(-moved.double().sum()), count) + Metrics.maximum(
-        "policy/ratio_max", float(moved.max().clamp(max=20).exp())
-    )
+    moved = torch.where(micro.response_mask, log_probs - micro.old_log_probs, 0).double()
+    largest = float(moved.max().clamp(max=20).exp())
+    return means({"policy/kl": (-moved.sum(), count)}) + Metrics.maximum("policy/ratio_max", largest)

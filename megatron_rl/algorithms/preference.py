@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_rl.algorithms.micro import masked, on_device
+from megatron_rl.algorithms.micro import masked, means, on_device
 from megatron_rl.algorithms.ragged import last_masked_token, row_sums
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
@@ -170,11 +170,12 @@ def _last_tokens(micro: TrainBatch) -> Tensor:
 
 
 def _pair_metrics(name: str, total: Tensor, weights: Tensor, chosen: Tensor, rejected: Tensor) -> Metrics:
-    pairs = len(weights)
-    return (
-        Metrics.mean(f"{name}/loss", float(total.detach()), float(weights.sum()))
-        + Metrics.mean(f"{name}/accuracy", int((chosen > rejected).sum()), pairs)
-        + Metrics.mean(f"{name}/margin", float((chosen - rejected).sum()), pairs)
-        + Metrics.mean(f"{name}/chosen", float(chosen.sum()), pairs)
-        + Metrics.mean(f"{name}/rejected", float(rejected.sum()), pairs)
-    )
+    pairs = torch.tensor(len(weights), device=weights.device)
+    sums = {
+        "loss": (total, weights.sum()),
+        "accuracy": ((chosen > rejected).sum(), pairs),
+        "margin": ((chosen - rejected).sum(), pairs),
+        "chosen": (chosen.sum(), pairs),
+        "rejected": (rejected.sum(), pairs),
+    }
+    return means({f"{name}/{key}": pair for key, pair in sums.items()})

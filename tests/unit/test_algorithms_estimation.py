@@ -1,0 +1,213 @@
+"""From rollouts and scores to mini-batches: who takes part, what rewards become, how rows are dealt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ragged_batches import Batch, batches, close
+from whole_steps import algorithm_of, policy, step
+
+from megatron_rl.algorithms import (
+    ALGORITHMS,
+    estimate,
+    minibatches,
+    policy_objective,
+)
+from megatron_rl.algorithms.state import AlgorithmState, initial_state, next_state
+from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Scores, take_rows
+
+quick = settings(max_examples=25, deadline=None)
+few = settings(max_examples=6, deadline=None)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@few
+@given(batches())
+def test_failed_rows_take_no_part(name, batch):
+    """A failed row's reward, finish reason and numbers have no effect on any other row."""
+    algorithm = algorithm_of(name)
+    rollouts, scores = step(batch)
+    kept = [row for row, ok in enumerate(batch.valid) if ok]
+    made, _ = estimate(rollouts, scores, algorithm)
+    assert made.response_mask.equal(
+        rollouts.response_mask & torch.repeat_interleave(scores.valid, rollouts.lengths)
+    )
+    if name == "gdpo" or not kept:
+        return  # its test components carry one row's reward over to another row
+    per_row = {f: getattr(scores, f)[kept] for f in ("rewards", "valid", "baseline_rewards")}
+    per_token = {
+        f: take_rows(getattr(scores, f), rollouts.lengths, kept)
+        for f in ("old_log_probs", "ref_log_probs", "values")
+    }
+    alone, _ = estimate(rollouts.rows(kept), Scores(components={}, **per_row, **per_token), algorithm)
+    close(made.rows(kept).advantages, alone.advantages, 1e-6)
+    close(made.rows(kept).returns, alone.returns, 1e-6)
+
+
+def test_all_rows_failed():
+    batch = Batch([0, 0], [float("nan")] * 2, [False, False], [[True, True], [True]], 1)
+    for name in ALGORITHMS:
+        algorithm = algorithm_of(name)
+        made, metrics = estimate(*step(batch), algorithm)
+        assert not made.response_mask.any() and made.advantages.abs().sum() == 0
+        assert list(minibatches(made, algorithm, 2, 2, seed=0)) == []
+        assert metrics.values()["reward/valid_fraction"] == 0
+
+
+def test_reasons_a_row_is_invalid():
+    """Not valid, engine failure, NaN reward, and for ReMax a failed greedy response."""
+    rollouts, scores = step(Batch([0] * 4, [1.0, 0.0, 1.0, 0.5], [True] * 4, [[True]] * 4, 5))
+    rollouts = replace(
+        rollouts, finish_reason=torch.tensor([FINISH_STOP, FINISH_FAILED, FINISH_STOP, FINISH_STOP])
+    )
+    scores = replace(
+        scores,
+        rewards=torch.tensor([1.0, 0.0, torch.nan, 0.5]),
+        baseline_rewards=torch.tensor([0.1, 0.1, 0.1, torch.nan]),
+    )
+    assert estimate(rollouts, scores, algorithm_of("grpo"))[0].response_mask.tolist() == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert estimate(rollouts, scores, algorithm_of("remax"))[0].response_mask.tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_overlong_rows_count_for_the_group_and_not_for_the_loss():
+    rollouts, scores = step(Batch([0, 0], [1.0, 0.0], [True, True], [[True] * 2, [True] * 2], 5))
+    rollouts = replace(rollouts, finish_reason=torch.tensor([FINISH_STOP, FINISH_LENGTH]))
+    made, metrics = estimate(rollouts, scores, algorithm_of("dr_grpo", overlong_filter=True))
+    assert made.response_mask.tolist() == [True, True, False, False]
+    close(made.advantages[:2], [0.5, 0.5])
+    assert metrics.values()["response/trained_fraction"] == 0.5
+
+
+@quick
+@given(batches())
+def test_kl_in_the_reward(batch):
+    """r_t = score - beta KL_t: sums over the row for outcome advantages, token by token for returns."""
+    rollouts, scores = step(batch)
+    algorithm = algorithm_of("reinforce_pp", whiten=False, kl_coef=0.5)
+    made, _ = estimate(rollouts, scores, algorithm)
+    kl = (scores.old_log_probs - scores.ref_log_probs).double().tolist()
+    position, wanted = 0, []
+    for row, mask in enumerate(batch.masks):
+        places = [position + t for t, m in enumerate(mask) if m] if batch.valid[row] else []
+        row_values = dict.fromkeys(range(position, position + len(mask)), 0.0)
+        for t in places:
+            row_values[t] = batch.rewards[row] - 0.5 * sum(kl[s] for s in places if s >= t)
+        wanted += row_values.values()
+        position += len(mask)
+    close(made.advantages, wanted, 1e-5)
+    rloo = estimate(rollouts, scores, algorithm_of("rloo", kl_in="reward", kl_coef=0.5, kl_estimator="k1"))[0]
+    for row, mask in enumerate(batch.masks):
+        alone = [other for other in batch.members(row)] == [row]
+        if alone and any(mask):
+            start = sum(len(m) for m in batch.masks[:row])
+            first = start + mask.index(True)
+            assert float(rloo.advantages[first]) == pytest.approx(wanted[first], abs=1e-5)
+
+
+def test_missing_inputs_are_named():
+    rollouts, scores = step(Batch([0], [1.0], [True], [[True]], 0))
+    cases = {
+        "grpo": ({"old_log_probs": None}, {}, "old_log_probs"),
+        "ppo": ({"values": None}, {}, "values"),
+        "remax": ({"baseline_rewards": None}, {}, "baseline_rewards"),
+        "reinforce_pp": ({"ref_log_probs": None}, {}, "ref_log_probs"),
+    }
+    for name, (changes, settings_, word) in cases.items():
+        with pytest.raises(ValueError, match=word):
+            estimate(rollouts, replace(scores, **changes), algorithm_of(name, **settings_))
+
+
+def test_user_functions_as_pieces():
+    """A function in place of a name, and module:function, are pieces like any other."""
+    rollouts, scores = step(Batch([0, 0], [1.0, 0.0], [True] * 2, [[True]] * 2, 0))
+    named = algorithm_of("grpo", advantage="megatron_rl.algorithms.advantages.pieces:rloo")
+    close(estimate(rollouts, scores, named)[0].advantages, [1.0, -1.0])
+    own = algorithm_of("grpo", advantage=lambda inputs, algorithm: (inputs.mask * 3.0, inputs.mask * 3.0))
+    close(estimate(rollouts, scores, own)[0].advantages, [3.0, 3.0])
+
+
+def test_adaptive_kl_state():
+    """The controller follows the mean over responses of the mean k1 over tokens, and reaches the loss."""
+    batch = Batch([0, 0], [1.0, 0.0], [True, True], [[False, True, True], [True, False]], 5)
+    rollouts, scores = step(batch)
+    controller = {"kl_controller": "adaptive", "kl_horizon": 10.0, "kl_target": 0.05, "kl_coef_max": 0.3}
+    algorithm = algorithm_of("grpo", kl_in="loss", kl_coef=0.2, **controller)
+    scores = replace(scores, ref_log_probs=scores.old_log_probs - torch.tensor([9.0, 0.1, 0.3, 0.6, 9.0]))
+    state = next_state(algorithm, initial_state(algorithm), rollouts, scores)
+    assert state.kl_coef == pytest.approx(0.2 * (1 + 0.2 * 2 / 10))
+    for _ in range(50):
+        state = next_state(algorithm, state, rollouts, scores)
+    assert state.kl_coef == 0.3
+    assert AlgorithmState.from_state_dict(state.state_dict()) == state
+    made, metrics = estimate(rollouts, scores, algorithm, state)
+    assert metrics.values()["kl/coef"] == 0.3
+    (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
+    log_probs, entropy = policy(batch)
+    low, _ = policy_objective(algorithm, mini, log_probs, entropy)
+    high, found = policy_objective(algorithm, mini, log_probs, entropy, state)
+    close(high - low, 0.1 * found.values()["policy/kl_loss"], 1e-6)
+
+
+def test_running_reward_moments_reach_the_advantages():
+    batch = Batch([0, 1], [4.0, 2.0], [True, True], [[True], [True]], 5)
+    rollouts, scores = step(batch)
+    algorithm = algorithm_of("dr_grpo", reward_normalize="running", reward_ema_decay=0.5)
+    made, _ = estimate(rollouts, scores, algorithm)
+    close(made.advantages, [1.0, -1.0], 1e-5)  # a first step is normalised by itself
+    state = next_state(algorithm, initial_state(algorithm), rollouts, scores)
+    made, _ = estimate(rollouts, replace(scores, rewards=torch.tensor([3.0, 3.0])), algorithm, state)
+    # Means 3 and 3, squares 10 and 9 with weights 1/4 and 1/2: variance (10 + 2 * 9) / 3 - 9 = 1/3.
+    close(made.advantages, [0.0, 0.0], 1e-5)
+
+
+@quick
+@given(batches(), st.integers(1, 5), st.integers(1, 3), st.integers(0, 5))
+def test_minibatches_deal_every_row_once_per_epoch(batch, steps, epochs, seed):
+    algorithm = algorithm_of("grpo")
+    rollouts, scores = step(batch)
+    made, _ = estimate(rollouts, scores, algorithm)
+    present = [row for row, mask in enumerate(batch.masks) if batch.valid[row] and any(mask)]
+    first_tokens = torch.cumsum(batch.lengths, 0) - batch.lengths
+    found = list(minibatches(made, algorithm, steps, epochs, seed))
+    dealt = sorted(int(part[0]) for mini in found for part in torch.split(mini.tokens, mini.lengths.tolist()))
+    assert dealt == sorted(epochs * [int(first_tokens[row]) for row in present])
+    prompts = len({batch.group[row] for row in present})
+    assert len(found) == epochs * min(steps, prompts)
+    per_epoch = len(found) // epochs if found else 0
+    for epoch in range(epochs):
+        groups = [set(mini.group.tolist()) for mini in found[epoch * per_epoch : (epoch + 1) * per_epoch]]
+        assert sum(map(len, groups)) == prompts and len(set().union(*groups)) == prompts
+        assert max(map(len, groups), default=0) - min(map(len, groups), default=0) <= 1
+    for mini in found:
+        assert float(mini.loss_weights.sum()) == pytest.approx(1.0, abs=1e-5)
+        assert mini.response_mask.equal(mini.loss_weights > 0)
+    again = list(minibatches(made, algorithm, steps, epochs, seed))
+    assert all(a.tokens.equal(b.tokens) for a, b in zip(found, again, strict=True))
+
+
+def test_denominator_all_counts_what_was_rejected():
+    """Rejected tokens either leave the denominator with the numerator, or the numerator alone."""
+    rollouts, scores = step(Batch([0, 0], [1.0, 0.0], [True, True], [[True] * 4, [True] * 2], 5))
+    scores = replace(scores, old_log_probs=rollouts.rollout_log_probs.clone())
+    scores.old_log_probs[1] += 5.0
+    for denominator, weight in (("participating", 1 / 5), ("all", 1 / 6)):
+        algorithm = algorithm_of("grpo", rollout_rs={"token_k1": 2.0}, denominator=denominator)
+        made, metrics = estimate(rollouts, scores, algorithm)
+        assert made.response_mask.tolist() == [True, False, True, True, True, True]
+        assert metrics.values()["mismatch/rejected_fraction"] == pytest.approx(1 / 6)
+        (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
+        assert mini.loss_weights[0] == pytest.approx(weight)

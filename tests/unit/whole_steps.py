@@ -1,0 +1,81 @@
+"""Whole steps for the tests of the algorithms: rollouts, scores, a policy, and ways to cut a mini-batch."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from ragged_batches import Batch, flat
+
+from megatron_rl.algorithms import (
+    get_algorithm,
+    policy_objective,
+)
+from megatron_rl.metrics import Metrics
+from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, Rollouts, Scores
+
+
+def step(batch: Batch) -> tuple[Rollouts, Scores]:
+    """Return a whole step's rollouts and scores, everything any algorithm asks for."""
+    rows, count = len(batch.masks), batch.tokens
+    rewards, group, valid = batch.tensors
+    rollout = flat(batch.noise("rollout", -3, -0.1)).float() * batch.mask
+    source = random.Random(batch.seed)
+    finish = torch.tensor([source.choice([FINISH_STOP, FINISH_STOP, FINISH_LENGTH]) for _ in range(rows)])
+    rollouts = Rollouts(
+        tokens=torch.arange(count),
+        lengths=batch.lengths,
+        response_mask=batch.mask,
+        rollout_log_probs=rollout,
+        group=group,
+        finish_reason=finish,
+        policy_version=torch.zeros(rows, dtype=torch.long),
+        temperature=torch.ones(rows),
+    )
+    scores = Scores(
+        rewards=rewards.float(),
+        valid=valid,
+        components={"answer": rewards.float(), "format": rewards.float().flip(0)},
+        old_log_probs=rollout + 0.05 * flat(batch.noise("old")).float() * batch.mask,
+        ref_log_probs=rollout + 0.3 * flat(batch.noise("ref")).float() * batch.mask,
+        values=flat(batch.noise("values")).float(),
+        baseline_rewards=torch.full((rows,), 0.25),
+    )
+    return rollouts, scores
+
+
+def algorithm_of(name: str, **settings_):
+    return get_algorithm(name, {"max_response_tokens": 6, **settings_})
+
+
+def policy(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return new log-probs and entropies of every token of the whole step (by token id), float64."""
+    base = flat(batch.noise("rollout", -3, -0.1)) + flat(batch.noise("new", -0.4, 0.4))
+    return base.requires_grad_(), flat(batch.noise("entropy", 0, 2)).requires_grad_()
+
+
+def run(batch: Batch, algorithm, parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
+    """Sum loss, gradients (with respect to log-probs and entropy) and metrics over micro-batches."""
+    log_probs, entropy = policy(batch)
+    total, metrics = torch.zeros((), dtype=torch.float64), Metrics()
+    for micro in parts:
+        loss, found = policy_objective(algorithm, micro, log_probs[micro.tokens], entropy[micro.tokens])
+        total = total + loss
+        metrics += found
+    if parts:
+        total.backward()
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in (log_probs, entropy)]
+    return total.detach(), *gradients, metrics.values()
+
+
+def split(minibatch, seed: int):
+    """Cut a mini-batch into micro-batches of whole rows, in random order and sizes."""
+    source = random.Random(seed)
+    rows = list(range(len(minibatch)))
+    source.shuffle(rows)
+    parts = []
+    while rows:
+        size = source.randint(1, 3)
+        parts.append(minibatch.rows(rows[:size]))
+        rows = rows[size:]
+    return parts
