@@ -63,6 +63,16 @@ def check_layout(layout: RoleLayout, world_size: int, config: RunConfig) -> list
                 fix=f"lower {where}.expert or {where}.expert_tensor",
             )
         )
+    if layout.context > 1:
+        errors.append(
+            UserError(
+                "the trainer cannot cut sequences over ranks yet",
+                where=f"{where}.context",
+                expected="1",
+                got=str(layout.context),
+                fix=f"set {where}.context to 1; longer rows fit with more tensor parallelism and recompute: full",
+            )
+        )
     if layout.virtual_pipeline > 1 and layout.pipeline == 1:
         errors.append(
             UserError(

@@ -37,9 +37,11 @@ def expressible(plan: PlacementPlan) -> str | None:
     """Return why the configuration cannot state a plan, or None when it can."""
     known = {entry.name for entry in fields(RunConfig)}
     for group in plan.groups:
-        for role in group.plans:
+        for role, chosen in group.plans.items():
             if role in ("critic", "reward") and not {"critic", "reward_model"} & known:
                 return f"the configuration has no section for the {role} model yet"
+            if chosen.choice.layout.context > 1:
+                return "the trainer cannot cut sequences over ranks (context parallelism) yet"
     if plan.overlapped:
         return "the configuration has no one-step-off-policy setting yet"
     return None
