@@ -158,6 +158,7 @@ def _problem(args: argparse.Namespace) -> Problem:
         args.precision,
         OptimizerChoice(),
         roles_swap=False,
+        context_parallel=False,
     )
 
 

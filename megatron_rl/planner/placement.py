@@ -46,6 +46,7 @@ class Problem:
     max_sequences: int | None = None
     rollout_tensor: int | None = None
     roles_swap: bool = True  # resting roles may wait in host memory; this project's roles do not
+    context_parallel: bool = True  # sequences may be cut over ranks; this project's trainer does not
 
     def trained(self, role: str) -> bool:
         """Say whether the algorithm trains a role."""
@@ -124,6 +125,7 @@ class Planner:
                 problem.precision,
                 problem.optimizer,
                 trained=problem.trained(role),
+                context_allowed=problem.context_parallel,
                 counted=self.counted,
             )
         return self._fronts[key]
