@@ -143,8 +143,8 @@ class TorchEngine:
         """Load the Hugging Face causal language model at ``path``, eager attention, in ``dtype``."""
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
-        model = model.to(device) if device is not None else model
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+        model.eval().to(device)
         return cls(lambda: CachingDecoder(model), model=model, **more)
 
     @classmethod

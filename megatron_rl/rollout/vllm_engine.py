@@ -78,7 +78,8 @@ class VllmEngine:
             self._llm: Any = LLM(**arguments, load_format="auto" if load else "dummy")
         setup.count_engine(1)
         self._model: Any = _live_model(self._llm)
-        self._packed = PackedModules(self._model)
+        self._vocabulary: int = self._llm.llm_engine.model_config.get_vocab_size()
+        self._packed: Any = PackedModules(self._model)
         self._parameters = weights.model_parameters(self._model) | self._packed.parameters()
 
     def _arguments(self, config: RolloutConfig, tensor: int, dtype: str, seed: int) -> dict[str, Any]:
@@ -101,6 +102,7 @@ class VllmEngine:
             arguments["kv_cache_memory_bytes"] = size
         else:
             arguments |= {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
+            arguments["moe_backend"] = "triton"  # the one that reads experts as the checkpoint has them
         taken = sorted(_OWN_ARGUMENTS & set(config.vllm))
         if taken:
             raise UserError(
@@ -116,7 +118,8 @@ class VllmEngine:
         """Sample one response per prompt of this replica; see `GenerationEngine.generate`.
 
         Log-probs are those of the distribution that was sampled: at the row's temperature, after top-k
-        and top-p. A prompt that is empty or leaves no room below ``max_model_len`` fails its row.
+        and top-p. A prompt that is empty, leaves no room below ``max_model_len`` or has a token outside
+        the vocabulary fails its row.
         """
         if self.needs_weights:
             raise RuntimeError("the engine has no weights yet: write parameters() and call finish_update")
@@ -135,7 +138,7 @@ class VllmEngine:
         waiting: dict[str, int] = {}
         for row, text in enumerate(texts):
             room = min(sampling[row].max_response_tokens, self._max_model_len - len(text))
-            if not text or room < 1:
+            if not text or room < 1 or max(text) >= self._vocabulary:
                 continue
             self._requests += 1
             parameters = _vllm_parameters(sampling[row], room, seeds[row])
@@ -188,6 +191,7 @@ class VllmEngine:
         """
         if device.on_host() or "weights" in self._asleep:
             return
+        self._weight_map()  # tracing needs the weights' storage, if only to leave it alone
         self._wake("kv_cache")  # vLLM puts only a whole engine to sleep
         self._llm.sleep(self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
@@ -208,7 +212,7 @@ class VllmEngine:
         if self._llm is None:
             return
         self._llm.llm_engine.engine_core.shutdown()
-        self._llm = self._model = None
+        self._llm = self._model = self._packed = None
         self._parameters = {}
         if setup.count_engine(-1) == 0:
             setup.forget_groups()

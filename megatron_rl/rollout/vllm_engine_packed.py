@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.config.errors import UserError
-from megatron_rl.parallel import device
 
 
 class PackedModules:
@@ -18,6 +17,7 @@ class PackedModules:
 
     Experts on the host are packed into a layout of the same shape that only vLLM's kernel reads, so
     their live storage cannot be written. Their raw copy stays allocated: twice the experts' memory.
+    On accelerators the default kernel of this project reads experts as they are.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -69,9 +69,16 @@ def refresh_derived(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _is_packed(module: nn.Module) -> bool:
+    """Say whether a module's weights are not the checkpoint's numbers in the checkpoint's order.
+
+    Shapes do not tell: packing may keep them. Only experts are packed; which way is their kernel's choice.
+    """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    return device.on_host() and isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod)
+    method = getattr(module, "quant_method", None)
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        return False
+    return method.unquantized_backend.name not in ("TRITON", "BATCHED_TRITON")
 
 
 def _refuse_quantised(model: nn.Module) -> None:

@@ -79,7 +79,7 @@ def _name_shared_memory_per_job() -> None:
     # Ranks of a job on one host have one parent; segments do not cross hosts.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     tag = f"{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}-{restart}"
-    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"{tag}-{original(group)}")
+    setattr(_CPUSHMDistributed, "make_group_name", staticmethod(lambda group: f"{tag}-{original(group)}"))
 
 
 def _keep_weights_unpacked() -> None:
@@ -93,8 +93,8 @@ def _keep_weights_unpacked() -> None:
     def use_plain_linear(_: Any, layer: Any) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
-    LinearBase._cpu_skip_gemm_dispatch = True
-    UnquantizedEmbeddingMethod.process_weights_after_loading = use_plain_linear
+    setattr(LinearBase, "_cpu_skip_gemm_dispatch", True)
+    setattr(UnquantizedEmbeddingMethod, "process_weights_after_loading", use_plain_linear)
 
 
 def _sample_without_compiling() -> None:

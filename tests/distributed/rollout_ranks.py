@@ -153,9 +153,9 @@ def check_sampling(path: Path) -> None:
     assert response[-1] == stop and stop not in response[:-1]
     assert response == whole.tokens[len(rows[0]) : len(ended.tokens)].tolist()
 
-    failed = engine.generate(make_prompts([rows[0], [1] * MAX_LEN, []], SAMPLED), seed=5)
-    assert failed.finish_reason.tolist()[1:] == [FINISH_FAILED] * 2
-    assert failed.lengths.tolist()[1:] == [MAX_LEN, 0]
+    failed = engine.generate(make_prompts([rows[0], [1] * MAX_LEN, [], [1, 301]], SAMPLED), seed=5)
+    assert failed.finish_reason.tolist()[1:] == [FINISH_FAILED] * 3
+    assert failed.lengths.tolist()[1:] == [MAX_LEN, 0, 2]
     assert torch.equal(failed.rows([0]).tokens, whole.rows([0]).tokens)
     assert len(engine.generate(make_prompts([], SAMPLED), seed=5)) == 0
     engine.close()
