@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.hybrid_engine.engine import HybridEngine
 from megatron_rl.hybrid_engine.execute import WeightMismatchError
+from megatron_rl.hybrid_engine.layouts import engine_layout
 from megatron_rl.hybrid_engine.plan import lower_bound
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
@@ -134,6 +136,20 @@ def equal_to_files(engine: VllmEngine | None, path: Path) -> None:
         ), box
 
 
+def check_prediction(engine: VllmEngine | None, ranks: tuple[int, ...], tensor: int) -> None:
+    """The layout predicted without vLLM is the one vLLM has."""
+    if engine is None:
+        return
+    config = AutoConfig.from_pretrained(engine._path)
+    predicted = [
+        (box.name, box.start, box.size)
+        for group in engine_layout(config, ranks, tensor, torch.float32)
+        for box in group.boxes
+        if device.rank() in group.ranks
+    ]
+    assert sorted(predicted) == sorted((box.name, box.start, box.size) for box in engine.boxes())
+
+
 def check_case(number: int, root: Path) -> None:
     family, actor, sizes, rollout, tensor = CASES[number]
     path = root / family_path(family, sizes)
@@ -143,6 +159,7 @@ def check_case(number: int, root: Path) -> None:
     with hybrid.generation_mode() as version:
         assert version == 0
         first = engine.generate(prompts(), seed=1) if engine is not None else None
+    check_prediction(engine, rollout, tensor)
     plan = hybrid.plan
     bound = lower_bound(plan.sources, plan.destinations)
     assert {rank: plan.received.get(rank, 0) for rank in plan.needed} == bound

@@ -269,6 +269,14 @@ def _check_layout(hf_config: Any, layout: ParallelLayout, overrides: Mapping[str
         "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
         "account_for_loss_in_pipeline_split",
     }  # fmt: skip
+    ends = [overrides.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
+    if sum(count or 0 for count in ends) > hf_config.num_hidden_layers:
+        raise UserError(
+            "The first and last pipeline stage would hold more layers than the model has.",
+            where="megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage",
+            expected=f"at most {hf_config.num_hidden_layers} together",
+            got=" + ".join(str(count) for count in ends if count),
+        )
     if not uneven & set(overrides):
         divides(
             "layers", hf_config.num_hidden_layers, "pipeline * virtual_pipeline",

@@ -1,0 +1,127 @@
+"""Where a model would lie in any layout, computed from its config alone: no rank and no memory needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_rl.parallel.boxes import BoxGroup
+from megatron_rl.parallel.hf.config import ModelSpec, model_spec
+from megatron_rl.parallel.hf.importer import Shard
+from megatron_rl.parallel.hf.weights import trace_import
+from megatron_rl.parallel.layout import ParallelLayout
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def megatron_layout(
+    hf_config: Any,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    overrides: Mapping[str, Any] | None = None,
+) -> list[BoxGroup]:
+    """Return the boxes that every rank of a layout would hold of a model.
+
+    A rank is in two groups where the model has experts, which are cut in their own way. Storages are
+    parameter names with layers counted over the whole model.
+    """
+    spec = model_spec(hf_config, layout, dtype, overrides)
+    groups = []
+    for stage, ranks in enumerate(stage_ranks(layout)):
+        dense: dict[int, list[int]] = {}
+        sparse: dict[tuple[int, int], list[int]] = {}
+        for position, rank in enumerate(ranks):
+            dense.setdefault(position % layout.tensor, []).append(rank)
+            rest, expert_tensor = divmod(position, layout.expert_tensor)
+            sparse.setdefault((rest % layout.expert, expert_tensor), []).append(rank)
+        layers = stage_layers(spec, layout, stage)
+        first, last = stage == 0, stage == layout.pipeline - 1
+        for tensor, members in dense.items():
+            shapes = dense_shapes(spec, layout, layers, first, last)
+            groups.append(_group(shapes, spec, Shard(tensor, layout.tensor), members, dtype))
+        if spec.family.moe is not None:
+            for (expert, expert_tensor), members in sparse.items():
+                shapes = expert_shapes(spec, layout, layers)
+                shard = Shard(0, layout.tensor, expert, layout.expert, expert_tensor, layout.expert_tensor)
+                groups.append(_group(shapes, spec, shard, members, dtype))
+    return [group for group in groups if group.boxes]
+
+
+def stage_ranks(layout: ParallelLayout) -> list[tuple[int, ...]]:
+    """Return the ranks of each pipeline stage, in layout order."""
+    size = layout.size // layout.pipeline
+    return [layout.ranks[stage * size : (stage + 1) * size] for stage in range(layout.pipeline)]
+
+
+def stage_layers(spec: ModelSpec, layout: ParallelLayout, stage: int) -> list[int]:
+    """Return the layers, counted over the whole model, that a pipeline stage holds."""
+    config = spec.transformer_config
+    layers: list[int] = []
+    for chunk in range(layout.virtual_pipeline):
+        virtual = chunk if layout.virtual_pipeline > 1 else None
+        offset = get_transformer_layer_offset(config, virtual, stage)
+        count = get_num_layers_to_build(config, virtual, stage)
+        layers += range(offset, offset + count)
+    return layers
+
+
+def dense_shapes(
+    spec: ModelSpec, layout: ParallelLayout, layers: list[int], first: bool, last: bool
+) -> Shapes:
+    """Return the shapes of a rank's parameters outside the experts, as the local layer spec names them."""
+    config, hf_config, tensor = spec.transformer_config, spec.hf_config, layout.tensor
+    hidden, dim = config.hidden_size, config.kv_channels
+    vocabulary = (spec.padded_vocab_size // tensor, hidden)
+    shapes: Shapes = {"embedding.word_embeddings.weight": vocabulary} if first else {}
+    queries = config.num_attention_heads * dim // tensor
+    fused = queries + 2 * config.num_query_groups * dim // tensor
+    width = config.ffn_hidden_size // tensor
+    for layer in layers:
+        own: Shapes = {
+            "input_layernorm.weight": (hidden,),
+            "self_attention.linear_qkv.weight": (fused, hidden),
+            "self_attention.linear_proj.weight": (hidden, queries),
+            "pre_mlp_layernorm.weight": (hidden,),
+        }
+        if config.add_qkv_bias:
+            own["self_attention.linear_qkv.bias"] = (fused,)
+        if config.qk_layernorm:
+            own |= {f"self_attention.{kind}_layernorm.weight": (dim,) for kind in "qk"}
+        if spec.family.is_moe_layer(hf_config, layer):
+            own["mlp.router.weight"] = (config.num_moe_experts, hidden)
+        else:
+            own |= {"mlp.linear_fc1.weight": (2 * width, hidden), "mlp.linear_fc2.weight": (hidden, width)}
+        if config.add_bias_linear:
+            own |= {"self_attention.linear_proj.bias": (hidden,), "mlp.linear_fc1.bias": (2 * width,)}
+            own["mlp.linear_fc2.bias"] = (hidden,)
+        shapes |= {f"decoder.layers.{layer}.{name}": shape for name, shape in own.items()}
+    if last:
+        shapes["decoder.final_layernorm.weight"] = (hidden,)
+        if not (spec.tied and first):
+            shapes["output_layer.weight"] = vocabulary
+    return shapes
+
+
+def expert_shapes(spec: ModelSpec, layout: ParallelLayout, layers: list[int]) -> Shapes:
+    """Return the shapes of a rank's experts, one module each."""
+    config = spec.transformer_config
+    width = config.moe_ffn_hidden_size // layout.expert_tensor
+    shapes: Shapes = {}
+    for layer in layers:
+        if not spec.family.is_moe_layer(spec.hf_config, layer):
+            continue
+        for expert in range(config.num_moe_experts // layout.expert):
+            prefix = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
+            shapes[prefix + "linear_fc1.weight"] = (2 * width, config.hidden_size)
+            shapes[prefix + "linear_fc2.weight"] = (config.hidden_size, width)
+    return shapes
+
+
+def _group(shapes: Shapes, spec: ModelSpec, shard: Shard, ranks: list[int], dtype: torch.dtype) -> BoxGroup:
+    parameters = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    boxes = trace_import(parameters, spec.hf_config, shard, -1)
+    return BoxGroup(tuple(ranks), tuple(boxes), dict.fromkeys(shapes, dtype))

@@ -1,0 +1,60 @@
+"""Checksums agree between layouts and notice every kind of damage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.hybrid_engine.checksum import checksum
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides_and_division_do_not_matter(dtype):
+    values = torch.randn(60, 70).to(dtype)
+    whole = checksum(values, (0, 0), dtype)
+    assert checksum(values.t().contiguous().t(), (0, 0), dtype) == whole
+    parts = sum(
+        int(checksum(values[a : a + 20, b : b + 35], (a, b), dtype)) for a in (0, 20, 40) for b in (0, 35)
+    )
+    assert parts % 2**32 == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_single_flipped_bit_is_noticed(data):
+    values = torch.randn(7, 9)
+    row, column = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 8))
+    bit = data.draw(st.integers(0, 31))
+    damaged = values.clone()
+    damaged.view(torch.int32)[row, column] ^= (1 << bit) - (1 << 32 if bit == 31 else 0)
+    assert checksum(damaged, (0, 0), torch.float32) != checksum(values, (0, 0), torch.float32)
+
+
+def test_swaps_and_shifts_are_noticed():
+    values = torch.randn(16, 16)
+    whole = checksum(values, (0, 0), torch.float32)
+    rows, columns = values.clone(), values.clone()
+    rows[[3, 5]] = rows[[5, 3]]
+    columns[:, [3, 5]] = columns[:, [5, 3]]
+    for damaged in (rows, columns, values.t(), values.roll(1, 0), values.roll(1, 1)):
+        assert checksum(damaged, (0, 0), torch.float32) != whole
+    assert checksum(values, (1, 0), torch.float32) != whole
+
+
+def test_conversion_comes_first():
+    values = torch.randn(5, 6)
+    half = values.bfloat16()
+    assert checksum(values, (0, 0), torch.bfloat16) == checksum(half, (0, 0), torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4, 5)])
+def test_any_number_of_dimensions(shape):
+    values = torch.randn(shape)
+    start = (2,) * len(shape)
+    before = checksum(values, start, torch.float32)
+    assert before.dtype == torch.int64
+    assert checksum(values + 1, start, torch.float32) != before

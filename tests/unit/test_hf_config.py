@@ -1,0 +1,174 @@
+"""Settings derived from transformers configs, and what is refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.config import model_spec, rotary_frequencies
+from megatron_rl.parallel.hf.files import CheckpointFiles, shard_files
+from megatron_rl.parallel.hf.names import checkpoint_shapes
+from megatron_rl.parallel.hf.weights import check_tensors
+from megatron_rl.parallel.layout import ParallelLayout
+from tests.hf_models import FAMILIES, config_of, make_model, save_model
+
+FOUR = tuple(range(4))
+
+
+def spec(family, sizes=None, overrides=None, **changes):
+    layout = ParallelLayout(FOUR, **(sizes or {}))
+    return model_spec(config_of(family, **changes), layout, torch.float32, overrides)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_shapes_are_those_transformers_saves(family, tmp_path):
+    save_model(family, tmp_path)
+    files = CheckpointFiles(tmp_path)
+    expected = checkpoint_shapes(config_of(family))
+    assert files.names() == set(expected)
+    assert all(files.shape(name) == shape for name, shape in expected.items())
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3", "qwen2", "qwen3", "mistral", "mixtral", "qwen3-moe"])
+def test_rotary_frequencies_are_those_of_transformers(family):
+    model = make_model(family)
+    assert torch.equal(rotary_frequencies(model.config), model.model.rotary_emb.inv_freq)
+
+
+def test_vocabulary_is_padded_to_equal_parts():
+    found = spec("qwen2", {"tensor": 2})
+    assert (found.vocab_size, found.padded_vocab_size) == (131, 132)
+    assert found.gpt_kwargs["vocab_size"] == 132
+
+
+def test_virtual_pipeline_gets_the_communication_that_is_right():
+    config = spec("qwen2", {"pipeline": 2, "virtual_pipeline": 2}).transformer_config
+    assert config.overlap_p2p_comm and not config.batch_p2p_comm
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("qwen2", {"tensor": 4}), "fewer key-value heads"),
+        (
+            ("qwen2", {"tensor": 2}, None, {"num_attention_heads": 3, "num_key_value_heads": 3}),
+            "attention heads",
+        ),
+        (("qwen2", {"pipeline": 4}, None, {"num_hidden_layers": 6}), "does not divide"),
+        (("qwen2", {}, {"hidden_droput": 0.1}), "did you mean 'hidden_dropout'"),
+        (("qwen2", {}, {"hidden_size": 8}), "cannot be overridden"),
+        (("qwen2", {"expert": 2}), "without experts"),
+        (("mixtral", {"expert": 4}, None, {"num_local_experts": 6}), "experts"),
+        (("llama", {}, None, {"attention_bias": True}), "Biases"),
+        (("qwen3", {}, None, {"attention_bias": True}), "attention_bias"),
+        (("llama", {}, None, {"hidden_act": "relu6"}), "activation"),
+        (("llama", {"pipeline": 2}, {"num_layers_in_first_pipeline_stage": 9}), "more layers than"),
+        (("llama", {"pipeline": 4}, {"num_layers_in_first_pipeline_stage": 2}), "Megatron refuses"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, words):
+    family, sizes, overrides, changes = (*arguments, None, None, None)[:4]
+    with pytest.raises(UserError, match=words):
+        spec(family, sizes, overrides, **(changes or {}))
+
+
+def test_unknown_architectures_name_the_known_ones():
+    with pytest.raises(UserError, match=r"'gpt2'(.|\n)*qwen3_moe"):
+        model_spec(transformers.GPT2Config(), ParallelLayout(FOUR), torch.float32)
+
+
+def test_scalings_that_depend_on_the_length_are_refused():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(UserError, match="dynamic"):
+        spec("llama", rope_parameters=rope)
+
+
+class Model:
+    """What a checkpoint is compared with."""
+
+    def __init__(self, config):
+        self.hf_config = config
+        self.chunks = []
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen2")
+    save_model("qwen2", path)
+    return path
+
+
+def damaged(checkpoint, tmp_path, change):
+    """Copy a checkpoint with its tensors changed."""
+    path = tmp_path / "damaged"
+    shutil.copytree(checkpoint, path)
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return CheckpointFiles(path)
+
+
+def test_missing_and_unexpected_tensors_are_named(checkpoint, tmp_path):
+    def change(tensors):
+        tensors["model.layers.9.extra"] = tensors.pop("model.layers.2.mlp.up_proj.weight")
+
+    with pytest.raises(
+        UserError, match=r"missing: model.layers.2.mlp.up_proj.weight(.|\n)*model.layers.9.extra"
+    ):
+        check_tensors(damaged(checkpoint, tmp_path, change), Model(config_of("qwen2")))
+
+
+def test_a_missing_output_layer_hints_at_tying(checkpoint, tmp_path):
+    with pytest.raises(UserError, match="tie_word_embeddings"):
+        check_tensors(
+            damaged(checkpoint, tmp_path, lambda tensors: tensors.pop("lm_head.weight")),
+            Model(config_of("qwen2")),
+        )
+
+
+def test_another_models_shapes_are_refused(checkpoint):
+    with pytest.raises(UserError, match="another shape"):
+        check_tensors(CheckpointFiles(checkpoint), Model(config_of("qwen2", intermediate_size=128)))
+
+
+def test_a_tied_model_may_carry_its_output_layer(checkpoint):
+    check_tensors(CheckpointFiles(checkpoint), Model(config_of("qwen2-tied")))
+
+
+def test_broken_directories_are_refused(checkpoint, tmp_path):
+    with pytest.raises(UserError, match="no safetensors"):
+        CheckpointFiles(tmp_path / "nowhere")
+    (tmp_path / "model.safetensors").write_bytes(b"garbage, not tensors")
+    with pytest.raises(UserError, match="cannot be read"):
+        CheckpointFiles(tmp_path)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="missing model-00001-of-00002"):
+        CheckpointFiles(tmp_path)
+
+
+def test_files_are_filled_in_order():
+    shapes = {"a": (10,), "b": (10,), "c": (30,), "d": (5,)}
+    files = shard_files(shapes, torch.float32, 80)
+    assert list(files.values()) == [["a", "b"], ["c"], ["d"]]
+    assert next(iter(files)) == "model-00001-of-00003.safetensors"
+    assert shard_files(shapes, torch.float32, 1000) == {"model.safetensors": ["a", "b", "c", "d"]}
+
+
+def test_padded_and_duplicated_parts_fill_every_parameter():
+    """The importer covers each parameter exactly, for every rank of a layout with padding and experts."""
+    from megatron_rl.parallel.hf.shapes import megatron_layout
+
+    device.initialize()
+    assert ParallelGroups(ParallelLayout((0,))).member
+    layout = ParallelLayout(tuple(range(8)), tensor=2, pipeline=2, expert=2, sequence_parallel=True)
+    groups = megatron_layout(config_of("qwen3-moe"), layout, torch.float32)
+    assert {rank for group in groups for rank in group.ranks} == set(range(8))
