@@ -1,0 +1,202 @@
+"""Every piece hands the algorithm's own settings to its function, and the objective is the sum it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ragged_batches import Batch, close, flat
+from whole_steps import algorithm_of, policy, step
+
+from megatron_rl.algorithms import estimate, initial_state, minibatches, next_state, policy_objective
+from megatron_rl.algorithms.advantages import group, returns
+from megatron_rl.algorithms.kl import kl_estimate
+from megatron_rl.algorithms.names import ADVANTAGES, POLICY_LOSSES
+from megatron_rl.algorithms.policy_losses import clipped, covariance, sequence
+
+BATCH = Batch(
+    group=[0, 0, 0, 1, 1, 2],
+    rewards=[1.0, 0.0, 0.5, 0.3, -1.0, 0.7],
+    valid=[True, True, True, True, True, True],
+    masks=[[True] * 4, [False, True, True], [True, False, True, True], [True], [True] * 5, [False, True]],
+    seed=11,
+)
+NUMBERS = {
+    "std_epsilon": 0.1,
+    "gamma": 0.9,
+    "gae_lambda": 0.8,
+    "critic_lambda": 0.7,
+    "length_adaptive_alpha": 2.0,
+}
+LOSS_NUMBERS = {
+    "clip_ratio_low": 0.11, "clip_ratio_high": 0.07, "dual_clip": 1.05, "sapo_temperature_positive": 2.0,
+    "sapo_temperature_negative": 3.0, "dppo_divergence": "kl", "dppo_ratio_cap": 1.02, "cov_fraction": 0.3,
+    "cov_low": 0.01, "cov_high": 0.4, "kl_cov_coef": 0.6,
+}  # fmt: skip
+
+
+def expected_rows(name: str, rewards: torch.Tensor) -> torch.Tensor:
+    """Return an outcome estimator's advantage per row, from the pure function."""
+    arguments = (rewards, torch.tensor(BATCH.group), torch.tensor(BATCH.valid))
+    lengths = torch.tensor([sum(mask) for mask in BATCH.masks])
+    components = {"answer": rewards, "format": rewards.flip(0)}
+    weights = {"answer": 0.5, "format": 2.0}
+    return {
+        "grpo": lambda: group.grpo(*arguments, epsilon=0.1),
+        "dr_grpo": lambda: group.grpo(*arguments, scale_by_std=False),
+        "grpo_leave_one_out": lambda: group.grpo_leave_one_out(*arguments, epsilon=0.1),
+        "grpo_pass_at_k": lambda: group.grpo_pass_at_k(*arguments, epsilon=0.1),
+        "rloo": lambda: group.rloo(*arguments),
+        "opo": lambda: group.opo(*arguments, lengths),
+        "gpg": lambda: group.gpg(*arguments),
+        "gdpo": lambda: group.gdpo(components, *arguments[1:], weights=weights, epsilon=0.1),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantage_pieces(name):
+    rollouts, scores = step(BATCH)
+    weights = {"component_weights": {"answer": 0.5, "format": 2.0}}
+    algorithm = algorithm_of("grpo", advantage=name, **NUMBERS, **weights)
+    made, _ = estimate(rollouts, scores, algorithm)
+    mask, lengths, values = BATCH.mask, BATCH.lengths, scores.values.double()
+    rewards = scores.rewards.double()
+    token_rewards = torch.zeros(BATCH.tokens, dtype=torch.float64)
+    ends = torch.cumsum(lengths, 0) - 1
+    token_rewards[ends] = rewards
+    if name in ("gae", "vapo"):
+        counts = torch.tensor([sum(m) for m in BATCH.masks])
+        lam = 0.8 if name == "gae" else returns.length_adaptive_lambda(counts, alpha=2.0)
+        wanted = returns.gae(token_rewards, values, mask, lengths, gamma=0.9, lam=lam)
+        critic = returns.gae(
+            token_rewards, values, mask, lengths, gamma=0.9, lam=0.8 if name == "gae" else 0.7
+        )
+        close(made.advantages, wanted.advantages, 1e-6)
+        close(made.returns, critic.returns, 1e-6)
+    elif name in ("reinforce", "remax"):
+        found = returns.discounted_returns(token_rewards, mask, lengths, gamma=0.9)
+        close(made.returns, found, 1e-6)
+        close(made.advantages, found - (0.25 if name == "remax" else 0.0) * mask, 1e-6)
+    else:
+        wanted = torch.repeat_interleave(expected_rows(name, rewards), lengths) * mask
+        close(made.advantages, wanted, 1e-6)
+
+
+def expected_loss(name: str, x: torch.Tensor, mini) -> torch.Tensor:
+    """Return a policy loss per token, from the pure function."""
+    old, a, rows = mini.old_log_probs, mini.advantages, (mini.response_mask, mini.lengths)
+    clip = {"clip_low": 0.11, "clip_high": 0.07}
+    return {
+        "policy_gradient": lambda: clipped.policy_gradient(x, a),
+        "ppo_clip": lambda: clipped.ppo_clip(x, old, a, dual_clip=1.05, **clip),
+        "cispo": lambda: clipped.cispo(x, old, a, **clip),
+        "sapo": lambda: clipped.sapo(x, old, a, temperature_positive=2.0, temperature_negative=3.0),
+        "dppo": lambda: clipped.dppo(x, old, a, divergence="kl", low=0.11, high=0.07, ratio_cap=1.02),
+        "gspo": lambda: sequence.gspo(x, old, a, *rows, **clip),
+        "gmpo": lambda: sequence.gmpo(x, old, a, *rows, **clip),
+        "topr": lambda: sequence.topr(x, old, a, *rows),
+        "clip_cov": lambda: covariance.clip_cov(x, old, a, mini.selected, **clip),
+        "kl_cov": lambda: covariance.kl_cov(x, old, a, mini.selected, coef=0.6),
+    }[name]().loss
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_objective_is_the_sum_it_says(name):
+    """sum_t w_t (l_t + kl_coef k3_t - entropy_coef H_t), each term with its sign, weight and coefficient."""
+    algorithm = algorithm_of(
+        "dr_grpo", policy_loss=name, kl_in="loss", kl_coef=0.3, entropy_coef=0.2, **LOSS_NUMBERS
+    )
+    made, _ = estimate(*step(BATCH), algorithm)
+    (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
+    log_probs, entropy = policy(BATCH)
+    loss, metrics = policy_objective(algorithm, mini, log_probs, entropy)
+    loss.backward()
+    x, h = (v.detach().clone().requires_grad_() for v in (log_probs, entropy))
+    terms = expected_loss(name, x, mini) + 0.3 * kl_estimate(x, mini.ref_log_probs, "k3") - 0.2 * h
+    wanted = (mini.loss_weights * terms).sum()
+    wanted.backward()
+    close(loss, wanted.detach(), 1e-6)
+    close(log_probs.grad, x.grad, 1e-6)
+    close(entropy.grad, h.grad, 1e-6)
+    mask = mini.response_mask
+    assert metrics.values()["policy/entropy"] == pytest.approx(float(h.detach()[mask].mean()), rel=1e-6)
+    moved = (mini.old_log_probs - x.detach())[mask]
+    assert metrics.values()["policy/kl"] == pytest.approx(float(moved.mean()), rel=1e-5)
+    assert metrics.values()["policy/ratio_max"] == pytest.approx(float((-moved).exp().max()), rel=1e-5)
+
+
+def test_covariance_selection_uses_the_settings():
+    """A third of the tokens for kl-cov; for clip-cov as many of those between the bounds."""
+    for name in ("clip_cov", "kl_cov"):
+        algorithm = algorithm_of(name, **LOSS_NUMBERS)
+        made, _ = estimate(*step(BATCH), algorithm)
+        (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
+        tokens = int(mini.response_mask.sum())
+        cov = covariance.token_covariance(
+            mini.old_log_probs.double(), mini.advantages.double(), mini.response_mask
+        )
+        between = int(((cov > 0.01) & (cov < 0.4) & mini.response_mask).sum())
+        limit = tokens if name == "kl_cov" else between
+        assert int(mini.selected.sum()) == min(int(0.3 * tokens), limit)
+
+
+def test_whitening_then_clipping_of_advantages():
+    rollouts, scores = step(BATCH)
+    plain = algorithm_of("grpo", advantage="reinforce")
+    raw = estimate(rollouts, scores, plain)[0].advantages.double()
+    wanted = returns.whiten(raw, BATCH.mask)
+    assert wanted.abs().max() > 0.9
+    close(estimate(rollouts, scores, replace(plain, whiten=True))[0].advantages, wanted, 1e-5)
+    both = replace(plain, whiten=True, advantage_clip=0.9)
+    close(estimate(rollouts, scores, both)[0].advantages, wanted.clamp(-0.9, 0.9), 1e-5)
+
+
+def test_fixed_coefficient_stays_where_it_is():
+    algorithm = algorithm_of("grpo", kl_in="loss", kl_coef=0.3, kl_target=1e-6)
+    assert next_state(algorithm, initial_state(algorithm), *step(BATCH)).kl_coef == 0.3
+
+
+def test_sequence_masking_takes_drifted_bad_responses_out():
+    algorithm = algorithm_of("dr_grpo", policy_loss="policy_gradient", opsm_delta=0.0)
+    made, _ = estimate(*step(BATCH), algorithm)
+    (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
+    log_probs, entropy = policy(BATCH)
+    loss, metrics = policy_objective(algorithm, mini, log_probs, entropy)
+    loss.backward()
+    keep = sequence.off_policy_sequence_mask(
+        log_probs, mini.old_log_probs, mini.advantages, mini.response_mask, mini.lengths, delta=0.0
+    )
+    assert 0 < metrics.values()["policy/opsm_fraction"] < 1
+    close(log_probs.grad, -mini.loss_weights * mini.advantages * keep, 1e-6)
+
+
+def test_step_metrics_by_hand():
+    """Rewards, groups and responses of a step with a failed sample and a cut-off response."""
+    batch = Batch(
+        [0, 0, 1, 1],
+        [1.0, 0.0, 0.5, float("nan")],
+        [True, True, True, False],
+        [[True] * n for n in (1, 2, 3, 4)],
+        3,
+    )
+    rollouts, scores = step(batch)
+    rollouts = replace(rollouts, finish_reason=torch.tensor([0, 1, 0, 0]))
+    values = estimate(rollouts, scores, algorithm_of("ppo"))[1].values()
+    wanted = {
+        "reward/valid_fraction": 0.75, "reward/mean": 0.5, "reward/std": (1 / 6) ** 0.5, "reward/min": 0.0,
+        "reward/max": 1.0, "reward/shaped_mean": 0.5, "reward/component/answer": 0.5,
+        "group/zero_std_fraction": 0.0, "group/reward_std": 0.5**0.5, "group/failed_sample_fraction": 0.5,
+        "response/length": 2.0, "response/length_max": 3.0, "response/truncated_fraction": 1 / 3,
+        "response/trained_fraction": 1.0,
+    }  # fmt: skip
+    assert {key: values[key] for key in wanted} == pytest.approx(wanted)
+    kept = batch.mask.clone()
+    kept[6:] = False
+    kl = kl_estimate(scores.old_log_probs, scores.ref_log_probs, "k3")[kept].mean()
+    assert values["kl/ref"] == pytest.approx(float(kl), rel=1e-5)
+    returned = flat([[1.0], [0.0] * 2, [0.5] * 3])
+    error = (returned - scores.values.double()[kept]).var(correction=0)
+    assert values["critic/explained_variance"] == pytest.approx(
+        float(1 - error / returned.var(correction=0)), rel=1e-5
+    )
