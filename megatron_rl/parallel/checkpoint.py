@@ -42,8 +42,9 @@ def save(
 ) -> None:
     """Write a checkpoint to ``directory``, complete or not at all.
 
-    ``model`` is None on ranks outside its layout; ``state`` is equal on all ranks, picklable, and has at
-    least ``step`` and ``seed``. Files go into ``directory`` + ``.partial``, which is renamed at the end.
+    ``model`` is None on ranks outside its layout. ``state`` is equal on all ranks: plain values and host
+    tensors, with at least ``step`` and ``seed``. Files go into ``directory`` + ``.partial``, which is
+    renamed at the end.
     Collective over the world; the folder is on a file system that all ranks share.
     """
     final = Path(directory)
@@ -87,7 +88,7 @@ def load(directory: str | Path, model: ParallelModel | None, optimizer: Optimize
     if model is not None:
         _check(folder, meta, model, optimizer)
     load_tensors(folder / "model", model, optimizer)
-    content = torch.load(folder / "state.pt", map_location="cpu", weights_only=False)
+    content = torch.load(folder / "state.pt", weights_only=False)
     if optimizer is not None and model is not None:
         # The schedule's position is state; its shape is the configuration's.
         optimizer.scheduler.num_steps = 0
@@ -95,7 +96,7 @@ def load(directory: str | Path, model: ParallelModel | None, optimizer: Optimize
     mine = _from_member(_layout(model) if model else None, model)
     if mine == meta["layout"]:
         own = folder / "rng" / f"rank_{device.rank()}.pt"
-        _set_generator_states(torch.load(own, map_location="cpu", weights_only=False))
+        _set_generator_states(torch.load(own, weights_only=False))
     else:
         tensor = model.groups.coordinates.tensor if model else 0
         _seed_generators(int(meta["seed"]), int(meta["step"]), tensor)
@@ -141,7 +142,6 @@ def _version(name: str) -> str | None:
 
 def _layout(model: ParallelModel) -> dict[str, Any]:
     values = asdict(model.groups.layout)
-    values.pop("name")
     return {**values, "ranks": list(values["ranks"]), "world_size": device.world_size()}
 
 
@@ -161,7 +161,9 @@ def _optimizer_kind(optimizer: Optimizer | None) -> str | None:
 
 def _check(folder: Path, meta: Mapping[str, Any], model: ParallelModel, optimizer: Optimizer | None) -> None:
     check_same_model(folder, meta, model.hf_config.to_dict())
-    facts = [("layers", _layer_kind(model), "set model.attention to the value it was trained with")]
+    facts: list[tuple[str, str | None, str]] = [
+        ("layers", _layer_kind(model), "set model.attention to the value it was trained with")
+    ]
     if optimizer is not None:
         facts.append(("optimizer", _optimizer_kind(optimizer), "set actor.optimizer.distributed as it was"))
         facts.append(("dtype", _dtype(model), "set model.dtype as it was"))

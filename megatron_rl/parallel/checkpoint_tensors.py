@@ -65,7 +65,7 @@ def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer
             _initialise_states(optimizer)
         sharded, local = _sharded_state(model, optimizer, is_loading=True)
         strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), model.groups.data_context)
-        loaded = dist_checkpointing.load(sharded, str(folder), strategy)
+        loaded: Any = dist_checkpointing.load(sharded, str(folder), strategy)
         for index, chunk in enumerate(model.chunks):
             chunk.load_state_dict(loaded[f"chunk{index}"])
         _clear_padding(model)

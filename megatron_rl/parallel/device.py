@@ -126,10 +126,11 @@ def generator_states() -> dict[str, Any]:
     """Return the states of torch's and Megatron's random generators of this rank."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+    tracker: Any = get_cuda_rng_tracker()
     return {
         "host": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
-        "megatron": {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
+        "megatron": {name: state.clone() for name, state in tracker.get_states().items()},
     }
 
 
@@ -139,7 +140,8 @@ def set_generator_states(states: dict[str, Any]) -> None:
 
     torch.cuda.set_rng_state(states["device"])
     torch.set_rng_state(states["host"])
-    get_cuda_rng_tracker().set_states(states["megatron"])
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.set_states(states["megatron"])
 
 
 def seed_tensor_parallel(seed: int, tensor_rank: int) -> None:
