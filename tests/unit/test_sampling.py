@@ -31,7 +31,9 @@ def prompts(*rows: list[int], sampling: SamplingParameters | None = None) -> Pro
     )
 
 
-def settings(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, rows: int = 1) -> tuple[torch.Tensor, ...]:
+def settings(
+    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, rows: int = 1
+) -> tuple[torch.Tensor, ...]:
     return (torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p))
 
 
@@ -54,7 +56,9 @@ def test_top_k_keeps_the_k_largest_and_their_ties():
     assert filtered_logits(torch.zeros(1, 4), *settings(top_k=9)).isfinite().all()
 
 
-@pytest.mark.parametrize(("top_p", "expected"), [(0.45, [0]), (0.5, [0]), (0.51, [0, 1]), (0.9, [0, 1, 2]), (1.0, [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("top_p", "expected"), [(0.45, [0]), (0.5, [0]), (0.51, [0, 1]), (0.9, [0, 1, 2]), (1.0, [0, 1, 2, 3])]
+)
 def test_top_p_keeps_the_smallest_set_with_enough_mass(top_p: float, expected: list[int]):
     logits = torch.tensor([[0.5, 0.25, 0.2, 0.05]]).log()
     kept = filtered_logits(logits, *settings(top_p=top_p)).isfinite()[0]

@@ -9,7 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_rl.rollout.torch_engine import TorchEngine
-from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, PromptBatch, Rollouts, SamplingParameters
+from megatron_rl.types import (
+    FINISH_FAILED,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    PromptBatch,
+    Rollouts,
+    SamplingParameters,
+)
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
 
