@@ -1,0 +1,152 @@
+"""A Megatron-Core train step as its user writes it by hand: the peer of the learn phase in step_time.py.
+
+Nothing of megatron_rl runs in its timed part: Megatron's global process groups, GPTModel with labels and its
+own vocab-parallel cross entropy, DDP, distributed optimizer and schedule. Batches are ready beforehand, as a
+data loader's would be.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor
+
+from megatron_rl.parallel import device
+from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parallel.model import ParallelModel
+
+_RUNTIME_HOOKS = (
+    "finalize_model_grads_func",
+    "no_sync_func",
+    "grad_sync_func",
+    "param_sync_func",
+    "grad_scale_func",
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Hold one micro-batch: ``tokens``, ``labels``, ``loss_mask`` [b, s]; ``packing`` of packed rows."""
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    packing: Any = None
+
+
+class BareMegatron:
+    """Hold model and optimizer. Collective over the world.
+
+    ``like`` gives settings and weights. With ``own_layers`` attention, norm and rotary embedding are
+    Megatron's local ones, which take unpacked sequences; else those of ``like``, for packed rows.
+    """
+
+    def __init__(self, like: ParallelModel, learning_rate: float, own_layers: bool) -> None:
+        start_megatron(like.groups.layout)
+        config = copy.copy(like.transformer_config)
+        known = {field.name for field in fields(config)}
+        for name in _RUNTIME_HOOKS:
+            if name in known:
+                setattr(config, name, None)
+        config.finalize_model_grads_func = finalize_model_grads
+        self.config = config
+        spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
+        if not own_layers:
+            spec = block_spec(
+                config, like.uses_transformer_engine, None, parallel_state.get_pipeline_model_parallel_rank()
+            )
+        with device.megatron_mode():
+            model = GPTModel(
+                config=config,
+                transformer_layer_spec=spec,
+                pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+                parallel_output=True,
+                **like.spec.gpt_kwargs,
+            ).to(device.device())
+            if own_layers or like.uses_transformer_engine:
+                like.spec.finish(model)
+            else:
+                model.rotary_pos_emb = PackedRotaryEmbedding(
+                    like.spec.inverse_frequencies.to(device.device())
+                )
+            model.load_state_dict(like.chunks[0].state_dict())
+            self.model = DistributedDataParallel(
+                config,
+                DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+                model,
+            )
+            settings = OptimizerConfig(
+                optimizer="adam",
+                lr=learning_rate,
+                min_lr=learning_rate,
+                weight_decay=0.01,
+                adam_beta2=0.999,
+                clip_grad=1.0,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=True,
+            )
+            self.optimizer = get_megatron_optimizer(settings, [self.model], use_gloo_process_groups=False)
+        self.model.train()
+
+    def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """Take one optimizer step; return the mean loss over all ranks' tokens and the gradient norm."""
+        with device.megatron_mode():
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            losses = get_forward_backward_func()(
+                forward_step_func=_forward_step,
+                data_iterator=iter(batches),
+                model=self.model,
+                num_microbatches=len(batches),
+                seq_length=batches[0].tokens.shape[1],
+                micro_batch_size=batches[0].tokens.shape[0],
+                forward_only=False,
+            )
+            _, norm, _ = self.optimizer.step()
+        total = torch.stack([part["loss"] for part in losses]).sum(0) if losses else torch.zeros(2)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        return float(total[0] / total[1]), float(norm)
+
+
+def start_megatron(layout: ParallelLayout) -> None:
+    """Make Megatron's own global process groups, once. Collective over the world."""
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_global_memory_buffer()  # megatron_rl made one; this makes it again
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            create_gloo_process_groups=False,
+        )
+
+
+def _forward_step(iterator: Any, model: Any) -> tuple[Tensor, Any]:
+    batch = next(iterator)
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+    more = {} if batch.packing is None else {"packed_seq_params": batch.packing}
+    output = model(batch.tokens, positions, None, labels=batch.labels, **more)
+    return output, partial(_loss, batch.loss_mask)
+
+
+def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    total = (losses.float() * mask).sum()
+    count = mask.sum()
+    return total, count.to(torch.int), {"loss": torch.stack((total.detach(), count))}

