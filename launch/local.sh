@@ -19,5 +19,10 @@ if [ "$processes" -lt 1 ]; then
     exit 2
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# torchrun answers every failure of its processes with 1; checked here first, bad input ends with 2.
+if ! report="$(.venv/bin/python -m megatron_rl check "$config" --world-size "$processes" "$@" 2>&1)"; then
+    printf '%s\n' "$report" >&2
+    exit 2
+fi
 exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$processes" \
     -m megatron_rl train "$config" "$@"

@@ -19,5 +19,10 @@ bash launch/setup.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 .venv/bin/python -m megatron_rl.data.quickstart runs/quickstart-data
+# torchrun answers every failure of its processes with 1; checked here first, bad input ends with 2.
+if ! report="$(.venv/bin/python -m megatron_rl check configs/quickstart.yaml --world-size 4 "$@" 2>&1)"; then
+    printf '%s\n' "$report" >&2
+    exit 2
+fi
 exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 4 \
     -m megatron_rl train configs/quickstart.yaml "$@"
