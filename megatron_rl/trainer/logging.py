@@ -54,6 +54,12 @@ class RunFolder:
             directory.mkdir(parents=True, exist_ok=True)
         return self
 
+    def start_over(self) -> None:
+        """Rename the checkpoints of an earlier run, so that none of them is taken for this run's."""
+        if any(self.checkpoints.iterdir()):
+            _set_aside(self.checkpoints)
+            self.checkpoints.mkdir()
+
     def rank_log(self, rank: int) -> Path:
         """Return the file that takes what the process of ``rank`` prints."""
         return self.rank_logs / f"rank_{rank}.log"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ class Run:
         device.initialize(config.rank_timeout)
         if self.main:
             folder.write_config(dump(config))
+            if config.checkpoint.resume == "never":
+                folder.start_over()
         with phases("build"), Progress("build models and engine", shown=self.main, console=console):
             self.roles: Roles = build_roles(config, self.algorithm, self.tokenizer)
         self.state = TrainerState(self.prompts, initial_state(self.algorithm), config.seed)
@@ -219,11 +222,15 @@ class Run:
         }
 
     def _finish(self) -> None:
-        config = self.config
-        model = self.roles.actor.model
-        if config.checkpoint.export and model is not None:
-            with self.phases("export"):
-                export(model, self.folder.path / "hf", config.model.path)
+        config, model = self.config, self.roles.actor.model
+        if config.checkpoint.export:
+            target = self.folder.path / "hf"
+            if self.main:
+                shutil.rmtree(target, ignore_errors=True)  # of this run, before it went on
+            barrier()
+            if model is not None:
+                with self.phases("export"):
+                    export(model, target, config.model.path)
         barrier()
         self.roles.close()
         if self.main:
