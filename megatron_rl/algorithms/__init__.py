@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_rl.algorithms.estimation import estimate as estimate
+    from megatron_rl.algorithms.filters import informative_groups as informative_groups
+    from megatron_rl.algorithms.filters import prompts_to_sample as prompts_to_sample
+    from megatron_rl.algorithms.filters import take_groups as take_groups
     from megatron_rl.algorithms.lookup import get_algorithm as get_algorithm
     from megatron_rl.algorithms.minibatch import minibatches as minibatches
     from megatron_rl.algorithms.minibatch import weighted as weighted
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.state import AlgorithmState as AlgorithmState
     from megatron_rl.algorithms.state import initial_state as initial_state
     from megatron_rl.algorithms.state import next_state as next_state
+    from megatron_rl.algorithms.validity import valid_rows as valid_rows
 
 _HOME = {
     "ALGORITHMS": "names",
@@ -36,13 +40,17 @@ _HOME = {
     "dpo_objective": "preference",
     "estimate": "estimation",
     "get_algorithm": "lookup",
+    "informative_groups": "filters",
     "initial_state": "state",
     "minibatches": "minibatch",
     "mismatch_metrics": "mismatch",
     "next_state": "state",
     "policy_objective": "objectives",
+    "prompts_to_sample": "filters",
     "reward_model_objective": "preference",
     "sft_objective": "objectives",
+    "take_groups": "filters",
+    "valid_rows": "validity",
     "value_objective": "objectives",
     "weighted": "minibatch",
 }

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from megatron_rl import algorithms
 from megatron_rl.algorithms import lookup, names
 from megatron_rl.algorithms.lookup import get_algorithm, setting_types
 from megatron_rl.algorithms.pieces import load, resolve
@@ -150,3 +151,10 @@ def test_checks_name_real_settings():
     fields = {f.name for f in dataclasses.fields(Algorithm)}
     assert set(_CHOICES) <= fields and set(_RANGES) <= fields
     assert lookup.accepts(dict, None) is False
+
+
+def test_public_names_are_there():
+    for name in algorithms.__all__:
+        assert getattr(algorithms, name).__name__ == name if name != "ALGORITHMS" else algorithms.ALGORITHMS
+    with pytest.raises(AttributeError, match="no attribute 'estimat'"):
+        _ = algorithms.estimat

@@ -143,6 +143,8 @@ def test_value_loss_and_its_split(batch, clip):
             for part in split(minibatch, 1)
         )
         assert total == pytest.approx(float(loss.detach()), rel=1e-6, abs=1e-9)
+        stopped = [slope == 0 for slope, w in zip(slopes, minibatch.value_weights.tolist(), strict=True) if w]
+        assert metrics.values()["critic/clip_fraction"] == pytest.approx(sum(stopped) / len(stopped))
         assert metrics.values()["critic/loss"] == pytest.approx(float(loss.detach()), rel=1e-5, abs=1e-6)
 
 
