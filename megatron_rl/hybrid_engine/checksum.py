@@ -7,39 +7,57 @@ does not matter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 _CHUNK = 2**18
-"""Elements handled at once, which bounds temporary memory and keeps it in the processor's cache."""
+"""Elements handled at once, which bounds temporary memory."""
 
 
-def checksum(values: Tensor, start: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the checksum, a 0-dim int64 below 2**32, of a box that begins at ``start`` of its tensor.
+class BoxSum:
+    """Compute the checksum of one box of live storage, as often as asked.
 
-    ``values`` has any strides and is converted to ``dtype`` first, a part at a time. Any single changed
-    element changes the result; several changes cancel with probability 2**-32. The checksums of the
-    parts of a box add up to its own, modulo 2**32.
+    ``values`` has any strides; the box begins at ``start`` of its tensor. Values are converted to ``dtype``
+    first, a part at a time. Any single changed element changes the result; several changes cancel with
+    probability 2**-32. The checksums of the parts of a box add up to its own, modulo 2**32.
     """
-    if values.dim() == 0:
-        values, start = values.reshape(1), (0,)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    columns = values.shape[-1]
-    weights = _column_weights(start[-1], columns, dtype.itemsize, values.device)
-    flat = values.reshape(-1, columns) if values.dim() <= 2 else values.flatten(0, -2)
-    rows = _row_weights(values, start)
-    step = max(1, _CHUNK // columns)
-    for begin in range(0, len(flat), step):
-        bits = _bits(flat[begin : begin + step].to(dtype))
-        total += (_weighted(bits, weights) * rows[begin : begin + step]).sum(dtype=torch.int64)
-    return total & 0xFFFFFFFF
+
+    def __init__(self, values: Tensor, start: Sequence[int], dtype: torch.dtype) -> None:
+        if values.dim() < 2:
+            values, start = values.reshape(1, -1), (0, *(start or (0,)))
+        self._columns = _column_weights(start[-1], values.shape[-1], dtype.itemsize, values.device)
+        self._dtype = dtype
+        # Bits of 4-byte elements are seen through a view; others are copied, a part at a time.
+        in_place = values.dtype == dtype and dtype.itemsize == 4
+        step = values.shape[-2] if in_place else max(1, _CHUNK // values.shape[-1])
+        self._parts = [
+            (part.view(torch.int32) if in_place else part, weights)
+            for matrix, rows in _matrices(values, start)
+            for part, weights in zip(matrix.split(step), rows.split(step), strict=True)
+        ]
+
+    def compute(self) -> Tensor:
+        """Return the checksum of what the storage holds now, a 0-dim int32."""
+        sums = [self._part(values, rows) for values, rows in self._parts]
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum(dtype=torch.int32)
+
+    def _part(self, values: Tensor, rows: Tensor) -> Tensor:
+        bits = values if values.dtype == torch.int32 else _bits(values.to(self._dtype))
+        if _has_integer_product(bits.device.type):
+            return torch.dot(rows, torch.mv(bits, self._columns))
+        return ((bits * self._columns).sum(-1, dtype=torch.int32) * rows).sum(dtype=torch.int32)
+
+
+def checksum(values: Tensor, start: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the checksum of a box as a number below 2**32; see `BoxSum`."""
+    return int(BoxSum(values, start, dtype).compute()) % 2**32
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return the raw bits of [rows, columns] values as int32, two numbers for an 8-byte element."""
+    """Return the raw bits of values as int32, two numbers for an 8-byte element."""
     if values.element_size() == 8:
         return values.contiguous().view(torch.int32)
     if values.element_size() == 4:
@@ -48,46 +66,36 @@ def _bits(values: Tensor) -> Tensor:
     return values.view(narrow).to(torch.int32)
 
 
-def _weighted(bits: Tensor, weights: Tensor) -> Tensor:
-    """Return each row's weighted sum modulo 2**32."""
-    if not _has_integer_product(bits.device.type):
-        return (bits * weights).sum(1, dtype=torch.int32)
-    return (bits @ weights[:, None]).squeeze(1)
-
-
 @lru_cache(maxsize=4)
 def _has_integer_product(kind: str) -> bool:
     """Say whether the device multiplies integer matrices, which is several times faster there."""
     ones = torch.ones(1, 1, dtype=torch.int32, device=kind)
     try:
-        return bool((ones @ ones).item())
+        return bool(torch.dot(ones[0], torch.mv(ones, ones[0])).item())
     except RuntimeError:
         return False
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _column_weights(start: int, count: int, itemsize: int, device: torch.device) -> Tensor:
     words = 2 if itemsize == 8 else 1
-    return _mix(start * words, count * words, device).to(torch.int32)
+    return _mix(start * words, count * words, device)
 
 
-def _row_weights(values: Tensor, start: Sequence[int]) -> Tensor:
-    """Return one odd weight per row; with several leading dimensions the product of theirs."""
-    weights = torch.ones(1, dtype=torch.int32, device=values.device)
-    for dim in range(values.dim() - 1):
-        axis = _axis_weights(start[dim], values.shape[dim], dim, values.device)
-        weights = (weights[:, None] * axis[None, :]).flatten()
-    return weights
-
-
-@lru_cache(maxsize=64)
-def _axis_weights(start: int, count: int, dim: int, device: torch.device) -> Tensor:
-    return _mix(start + (dim + 1) * 2**40, count, device).to(torch.int32)
+def _matrices(values: Tensor, start: Sequence[int], weight: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the [rows, columns] matrices of a box, with an odd weight per row from all its coordinates."""
+    dim = len(start) - values.dim()
+    axis = _mix(start[dim] + values.dim() * 2**40, values.shape[0], values.device) * weight
+    if values.dim() == 2:
+        yield values, axis
+        return
+    for inner, factor in zip(values, axis.tolist(), strict=True):
+        yield from _matrices(inner, start, factor)
 
 
 def _mix(start: int, count: int, device: torch.device) -> Tensor:
-    """Return odd pseudo-random int64 numbers for the positions from ``start`` on (splitmix64's steps)."""
+    """Return odd pseudo-random int32 numbers for the positions from ``start`` on (splitmix64's steps)."""
     x = torch.arange(start, start + count, dtype=torch.int64, device=device) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return x | 1
+    return (x | 1).to(torch.int32)

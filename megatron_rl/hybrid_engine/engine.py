@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,24 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.weights import Chunked, live_parameters, source_boxes
 from megatron_rl.parallel.transfer import gather_layout, gather_objects, sum_over_ranks
-from megatron_rl.rollout.engine import GenerationEngine
+from megatron_rl.types import TensorBox
+
+
+class WeightReceiver(Protocol):
+    """What a `HybridEngine` asks of the engine it fills; every `GenerationEngine` is one."""
+
+    weights_version: int
+    needs_weights: bool
+
+    def boxes(self) -> list[TensorBox]: ...
+
+    def parameters(self) -> Mapping[str, Tensor]: ...
+
+    def finish_update(self, version: int) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
 
 
 class HybridEngine:
@@ -33,7 +50,7 @@ class HybridEngine:
     def __init__(
         self,
         model: Chunked | None,
-        engine: GenerationEngine | None,
+        engine: WeightReceiver | None,
         *,
         staging_bytes: int = 256 * 2**20,
         verify: str = "full",

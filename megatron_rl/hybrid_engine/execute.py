@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.hybrid_engine.checksum import checksum
+from megatron_rl.hybrid_engine.checksum import BoxSum
 from megatron_rl.hybrid_engine.plan import ReshardPlan
 from megatron_rl.parallel.boxes import Region
 from megatron_rl.parallel.transfer import Exchange, gather_objects, slot_bytes, sum_over_ranks
@@ -39,7 +39,7 @@ class Execution:
         staging_bytes: int,
         group: Any = None,
     ) -> None:
-        self._plan, self._rank, self._group = plan, rank, group
+        self._rank, self._group = rank, group
         self._held, self._written = held, written
         self._sources = plan.boxes_of(rank, destination=False)
         self._targets = plan.boxes_of(rank, destination=True)
@@ -57,6 +57,8 @@ class Execution:
         self._local = [(self._written_views(region), self._held_view(region)) for region in local]
         slot = slot_bytes(staging_bytes, plan.most_peers())
         self._exchange = Exchange(sends, receives, slot, group)
+        self._regions = [region for bundle in plan.bundles for region in bundle.regions]
+        self._sums: list[tuple[BoxSum | None, list[BoxSum]]] | None = None
 
     def _held_view(self, region: Region) -> Tensor:
         return _view(self._held, self._sources.containing(region)[0])
@@ -95,20 +97,20 @@ class Execution:
         """
         if mode == "off":
             return 0
-        chosen = [
-            (index, region)
-            for index, region in enumerate(
-                region for bundle in self._plan.bundles for region in bundle.regions
-            )
-            if mode == "full" or index % SAMPLE == turn % SAMPLE
-        ]
-        told = torch.zeros(len(chosen), dtype=torch.int64)
-        for position, (index, region) in enumerate(chosen):
-            if region.holders[index % len(region.holders)] == self._rank:
-                told[position] = checksum(self._held_view(region), region.start, region.dtype)
+        if self._sums is None:
+            self._sums = [self._box_sums(index, region) for index, region in enumerate(self._regions)]
+        chosen = (
+            range(len(self._regions)) if mode == "full" else range(turn % SAMPLE, len(self._regions), SAMPLE)
+        )
+        told = torch.zeros(len(chosen), dtype=torch.int32)
+        teller = [(place, self._sums[index][0]) for place, index in enumerate(chosen) if self._sums[index][0]]
+        if teller:
+            told[[place for place, _ in teller]] = torch.stack(
+                [own.compute() for _, own in teller if own]
+            ).cpu()
         sum_over_ranks(told, self._group)
-        faults = self._compare([region for _, region in chosen], told.tolist())
-        count = sum_over_ranks(torch.tensor([len(faults)]), self._group).item()
+        faults = self._compare(chosen, told)
+        count = int(sum_over_ranks(torch.tensor([len(faults)]), self._group))
         if count:
             everywhere = [fault for part in gather_objects(faults, self._group) for fault in part]
             raise WeightMismatchError(
@@ -117,17 +119,29 @@ class Execution:
             )
         return len(chosen)
 
-    def _compare(self, regions: list[Region], told: list[int]) -> list[str]:
+    def _box_sums(self, index: int, region: Region) -> tuple[BoxSum | None, list[BoxSum]]:
+        """Return what computes a region's checksum here: as the one holder that tells it, as its receiver."""
+        own = None
+        if region.holders[index % len(region.holders)] == self._rank:
+            own = BoxSum(self._held_view(region), region.start, region.dtype)
+        written = self._written_views(region) if self._rank in region.receivers else ()
+        return own, [BoxSum(view, region.start, region.dtype) for view in written]
+
+    def _compare(self, chosen: range, told: Tensor) -> list[str]:
+        assert self._sums is not None
+        checked = [
+            (place, index, sum_) for place, index in enumerate(chosen) for sum_ in self._sums[index][1]
+        ]
+        if not checked:
+            return []
+        found = torch.stack([sum_.compute() for _, _, sum_ in checked]).cpu()
+        expected = told[[place for place, _, _ in checked]]
         faults = []
-        for region, expected in zip(regions, told, strict=True):
-            if self._rank not in region.receivers:
-                continue
-            for view in self._written_views(region):
-                found = int(checksum(view, region.start, region.dtype))
-                if found != expected:
-                    where = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
-                    there = f"ranks {list(region.holders)} hold {expected:#010x}"
-                    faults.append(f"{where}: rank {self._rank} has checksum {found:#010x}, {there}")
+        for wrong in (found != expected).nonzero()[:, 0].tolist():
+            region = self._regions[checked[wrong][1]]
+            where = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
+            there = f"ranks {list(region.holders)} hold {int(expected[wrong]) % 2**32:#010x}"
+            faults.append(f"{where}: rank {self._rank} has {int(found[wrong]) % 2**32:#010x}, {there}")
         return faults
 
 

@@ -17,9 +17,7 @@ def test_strides_and_division_do_not_matter(dtype):
     values = torch.randn(60, 70).to(dtype)
     whole = checksum(values, (0, 0), dtype)
     assert checksum(values.t().contiguous().t(), (0, 0), dtype) == whole
-    parts = sum(
-        int(checksum(values[a : a + 20, b : b + 35], (a, b), dtype)) for a in (0, 20, 40) for b in (0, 35)
-    )
+    parts = sum(checksum(values[a : a + 20, b : b + 35], (a, b), dtype) for a in (0, 20, 40) for b in (0, 35))
     assert parts % 2**32 == whole
 
 
@@ -56,5 +54,5 @@ def test_any_number_of_dimensions(shape):
     values = torch.randn(shape)
     start = (2,) * len(shape)
     before = checksum(values, start, torch.float32)
-    assert before.dtype == torch.int64
+    assert 0 <= before < 2**32
     assert checksum(values + 1, start, torch.float32) != before

@@ -1,0 +1,166 @@
+"""One case of reshard.py, run on every rank of its job."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from reshard_peers import Gatherer, bucketed, gather_all, per_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.hybrid_engine.engine import HybridEngine
+from megatron_rl.hybrid_engine.layouts import best_rank_order
+from megatron_rl.hybrid_engine.target import MegatronTarget
+from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.names import checkpoint_shapes
+from megatron_rl.parallel.hf.weights import live_parameters
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parallel.model import ParallelModel, build_model
+from megatron_rl.rollout.vllm_engine import VllmEngine
+
+RANKS = tuple(range(4))
+STAGING = 32 * 2**20
+FULL = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 32000}
+QUICK = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 8000}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of tensors that are created inside and still alive; ``peak`` is the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = {value.untyped_storage()._cdata for value in args if isinstance(value, torch.Tensor)}
+        for value in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in inputs:
+                storage = value.untyped_storage()
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._alive = {key: item for key, item in self._alive.items() if not item[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return result
+
+
+def sizes(words: str) -> dict[str, int]:
+    """Read ``tp2pp2`` as layout sizes."""
+    names = {"tp": "tensor", "pp": "pipeline"}
+    return {names[kind]: int(count) for kind, count in re.findall(r"(tp|pp)(\d+)", words)}
+
+
+def hybrid_methods(model: ParallelModel, receiver: Any) -> tuple[dict[str, Callable[[], None]], HybridEngine]:
+    plain = HybridEngine(model, receiver, staging_bytes=STAGING, verify="off")
+    verified = HybridEngine(model, receiver, staging_bytes=STAGING, verify="full")
+    return {
+        "hybrid_engine": lambda: void(plain.sync()),
+        "hybrid_engine_verified": lambda: void(verified.sync()),
+    }, plain
+
+
+def void(value: Any) -> None:
+    """Drop a result."""
+
+
+def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, HybridEngine, Gatherer | None]:
+    """Return the methods of a case, the parameters they fill, the hybrid engine and the peers' gatherer."""
+    source, _, target = case.partition("-")
+    actor = ParallelLayout(RANKS, **sizes(source))
+    model = build_model(config, ParallelGroups(actor), dtype=torch.float32, seed=3)
+    if target.startswith("megatron-"):
+        from megatron.core.resharding.refit import swap_model_weights
+
+        copy = build_model(
+            config, ParallelGroups(ParallelLayout(RANKS, **sizes(target))), dtype=torch.float32, seed=4
+        )
+        methods, hybrid = hybrid_methods(model, MegatronTarget(copy))
+        methods["core_resharding"] = lambda: swap_model_weights(model.chunks, copy.chunks, device.backend())
+        return methods, live_parameters(copy), hybrid, None
+    tensor = sizes(target)["tensor"]
+    order = best_rank_order(config, actor, RANKS, tensor, ranks_per_node=len(RANKS))
+    with tempfile.TemporaryDirectory() as folder:
+        config.architectures = ["Qwen2ForCausalLM"]
+        config.save_pretrained(folder)
+        engine = VllmEngine(
+            folder,
+            RolloutConfig(tensor=tensor, vllm={"kv_cache_memory_bytes": 2**26}),
+            layout=ParallelLayout(order, tensor=tensor),
+            rank=device.rank(),
+            dtype="float32",
+            max_model_len=256,
+            shapes=checkpoint_shapes(config),
+        )
+    methods, hybrid = hybrid_methods(model, engine)
+    gatherer = Gatherer(model)
+    load = engine._model.load_weights
+    for method in (gather_all, per_tensor, bucketed):
+        methods[method.__name__] = lambda method=method: method(gatherer, load)
+    return methods, engine.parameters(), hybrid, gatherer
+
+
+def most(value: int) -> int:
+    """Return the largest value of any rank."""
+    told = torch.tensor([value])
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    return int(told)
+
+
+@torch.no_grad()
+def main(case: str, repeats: int, quick: bool, result: Path) -> None:
+    device.initialize()
+    shape = {**(QUICK if quick else FULL), "max_position_embeddings": 256}
+    config = Qwen2Config(num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False, **shape)
+    methods, parameters, hybrid, gatherer = build(case, config)
+    found: dict[str, dict[str, list[float]]] = {}
+    expected = None
+    for name, method in methods.items():
+        for value in parameters.values():
+            value.fill_(7.0)
+        if gatherer is not None:
+            gatherer.received = 0
+        method()  # builds plans and caches
+        received = gatherer.received if gatherer is not None else 0
+        if name.startswith("hybrid"):
+            received = hybrid.plan.received.get(device.rank(), 0)
+        if expected is None:
+            expected = {key: value.clone() for key, value in parameters.items()}
+        for key, value in parameters.items():
+            assert torch.equal(value, expected[key]), (name, key)
+        gc.collect()
+        with LiveBytes() as live:
+            method()
+        found[name] = {"seconds": [], "staging_peak_bytes": [most(live.peak)]}
+        if name != "core_resharding":
+            found[name]["bytes_received_max"] = [most(received)]
+    gc.freeze()
+    for _ in range(repeats):
+        for name, method in methods.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            method()
+            dist.barrier()
+            found[name]["seconds"].append(time.perf_counter() - begin)
+    if device.rank() == 0:
+        result.write_text(json.dumps(found))
+        for name, metrics in found.items():
+            print(name, statistics.median(metrics["seconds"]), flush=True)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3])), Path(sys.argv[4]))
