@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl.parallel import device
 from megatron_rl.config.layout import Coordinates
+from megatron_rl.parallel import device
 from megatron_rl.parallel.layout import ParallelLayout
 
 _communicators: dict[tuple[int, ...], Any] = {}
@@ -21,7 +21,7 @@ def communicator(ranks: tuple[int, ...]) -> Any:
     """
     if ranks not in _communicators:
         # torch would sort the ranks, but their order is the order of shards.
-        order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+        order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
         _communicators[ranks] = dist.new_group(list(ranks), **order)
     return _communicators[ranks]
 

@@ -148,11 +148,16 @@ def block_spec(
         from megatron.core.extensions.transformer_engine import TENorm
 
         count = get_num_layers_to_build(config, vp_stage, pp_rank)
-        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=TENorm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=_norm(TENorm))
     offset = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     specs = [_local_layer(config, _is_moe(config, offset + index)) for index in range(count)]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(RmsNorm))
+
+
+def _norm(module: Any) -> Any:
+    # Megatron takes a class here, though it declares a spec or a module.
+    return module
 
 
 def _is_moe(config: TransformerConfig, layer: int) -> bool:
@@ -163,7 +168,7 @@ def _is_moe(config: TransformerConfig, layer: int) -> bool:
 
 
 def _local_layer(config: TransformerConfig, moe: bool) -> Any:
-    layer = get_gpt_layer_local_spec(
+    layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,

@@ -76,14 +76,13 @@ class ParallelModel:
         )
         start = self.groups.coordinates.tensor * len(weight)
         shard = VocabularyShard(start, self.spec.vocab_size, self.groups.tensor)
-        chunk = max(64, LOGITS_ELEMENTS // len(weight))
         return vocab_parallel_log_probs(
             states[index],
             weight,
             targets,
             temperature,
             shard,
-            chunk,
+            chunk=max(64, LOGITS_ELEMENTS // len(weight)),
             reduce_hidden_gradient=not sequence_parallel,
         )
 
@@ -131,7 +130,7 @@ def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: boo
     layout, config = groups.layout, spec.transformer_config
     vp_stage = stage if layout.virtual_pipeline > 1 else None
     last = stage == layout.virtual_pipeline - 1
-    chunk = GPTModel(
+    chunk: Any = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(config, fused, vp_stage, groups.coordinates.pipeline),  # pyright: ignore[reportArgumentType]
         pre_process=groups.is_first_stage and stage == 0,

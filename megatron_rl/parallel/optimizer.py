@@ -72,7 +72,7 @@ class Optimizer:
         )
         with device.megatron_mode():
             self.megatron = get_megatron_optimizer(
-                settings, model.wrapped, use_gloo_process_groups=False,
+                settings, _chunks(model), use_gloo_process_groups=False,
                 pg_collection=model.groups.to_megatron(),
             )  # fmt: skip
         self.scheduler = OptimizerParamScheduler(
@@ -91,7 +91,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Clear gradient buffers before a mini-batch."""
-        for chunk in self.model.wrapped:
+        for chunk in _chunks(self.model):
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
@@ -106,7 +106,8 @@ class Optimizer:
         """
         learning_rate = self.learning_rate
         with device.megatron_mode():
-            successful, norm, _ = self.megatron.step()
+            outcome: Any = self.megatron.step()
+        successful, norm, _ = outcome
         norm = float(norm or 0.0)
         if not successful or not math.isfinite(norm):
             raise FloatingPointError(
@@ -121,3 +122,8 @@ class Optimizer:
         """Return the learning rate that the next step uses."""
         groups: Any = self.megatron.param_groups
         return float(groups[0]["lr"])
+
+
+def _chunks(model: ParallelModel) -> Any:
+    """Return the wrapped chunks, whose Megatron types the model does not declare."""
+    return model.wrapped
