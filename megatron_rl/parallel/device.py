@@ -27,6 +27,11 @@ def device() -> torch.device:
     return torch.device("cpu") if _ON_HOST else torch.device("cuda", torch.cuda.current_device())
 
 
+def host() -> torch.device:
+    """Return the host as a device, whatever else there is."""
+    return torch.device("cpu")
+
+
 def on_host() -> bool:
     """Say whether this machine computes without an accelerator."""
     return _ON_HOST

@@ -159,9 +159,7 @@ def training_front(
         forwards: dict[tuple[int, int], float] = {}
         for choice in choices:
             shape = (choice.layout.virtual_pipeline, choice.micro_batch)
-            memory = (
-                memory_of(choice, batch, constants) if trained else forward_memory(choice, batch, constants)
-            )
+            memory = (memory_of if trained else forward_memory)(choice, batch, constants)
             if memory.total > limit:
                 continue
             counted.evaluated += 1

@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.errors import UserError, nearest
 from megatron_rl.parallel.experts import prepare_experts
+from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.families import ACTIVATIONS, Family, family_of
 from megatron_rl.parallel.layout import ParallelLayout
 
@@ -122,7 +123,7 @@ def rotary_frequencies(hf_config: Any) -> Tensor:
         return 1.0 / (parameters["rope_theta"] ** exponents)
     factor = math.nan
     if kind in ("linear", "llama3", "yarn"):
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, device.host())
         if factor == 1.0:
             return frequencies
     raise UserError(
@@ -264,6 +265,21 @@ def _check_layout(hf_config: Any, layout: ParallelLayout, overrides: Mapping[str
         layout.tensor,
         "lower layout.tensor",
     )
+    _check_stages(hf_config, layout, overrides)
+    experts = getattr(hf_config, "num_local_experts", None) or getattr(hf_config, "num_experts", None)
+    if layout.expert > 1 and not experts:
+        raise UserError(
+            "layout.expert is set for a model without experts.",
+            where="layout.expert",
+            expected="1",
+            got=str(layout.expert),
+        )
+    if experts:
+        divides("experts", experts, "expert", layout.expert, "lower layout.expert")
+
+
+def _check_stages(hf_config: Any, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
+    """Check that the layers can be cut over the pipeline stages."""
     uneven = {
         "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
         "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
@@ -277,20 +293,14 @@ def _check_layout(hf_config: Any, layout: ParallelLayout, overrides: Mapping[str
             expected=f"at most {hf_config.num_hidden_layers} together",
             got=" + ".join(str(count) for count in ends if count),
         )
-    if not uneven & set(overrides):
-        divides(
-            "layers", hf_config.num_hidden_layers, "pipeline * virtual_pipeline",
-            layout.pipeline * layout.virtual_pipeline,
-            "choose other sizes, or give megatron.num_layers_in_first_pipeline_stage "
-            "and megatron.num_layers_in_last_pipeline_stage",
-        )  # fmt: skip
-    experts = getattr(hf_config, "num_local_experts", None) or getattr(hf_config, "num_experts", None)
-    if layout.expert > 1 and not experts:
+    chunks = layout.pipeline * layout.virtual_pipeline
+    if not uneven & set(overrides) and hf_config.num_hidden_layers % chunks:
         raise UserError(
-            "layout.expert is set for a model without experts.",
-            where="layout.expert",
-            expected="1",
-            got=str(layout.expert),
+            f"pipeline * virtual_pipeline = {chunks} does not divide the model's layers "
+            f"({hf_config.num_hidden_layers}).",
+            where="layout.pipeline * virtual_pipeline",
+            expected=f"a divisor of {hf_config.num_hidden_layers}",
+            got=str(chunks),
+            fix="choose other sizes, or give megatron.num_layers_in_first_pipeline_stage "
+            "and megatron.num_layers_in_last_pipeline_stage",
         )
-    if experts:
-        divides("experts", experts, "expert", layout.expert, "lower layout.expert")
