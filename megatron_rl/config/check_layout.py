@@ -70,7 +70,7 @@ def check_layout(layout: RoleLayout, world_size: int, config: RunConfig) -> list
                 where=f"{where}.context",
                 expected="1",
                 got=str(layout.context),
-                fix=f"set {where}.context to 1; longer rows fit with more tensor parallelism, recompute: full",
+                fix=f"set {where}.context to 1; longer rows fit with more tensor parallelism",
             )
         )
     if layout.virtual_pipeline > 1 and layout.pipeline == 1:

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.errors import UserError, nearest
-from megatron_rl.parallel.experts import prepare_experts
 from megatron_rl.parallel import device
+from megatron_rl.parallel.experts import prepare_experts
 from megatron_rl.parallel.hf.families import ACTIVATIONS, Family, family_of
 from megatron_rl.parallel.layout import ParallelLayout
 
