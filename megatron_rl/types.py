@@ -50,12 +50,17 @@ def row_index(lengths: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
-def take_rows(values: Tensor, lengths: Tensor, rows: Sequence[int]) -> Tensor:
-    """Concatenate the given rows of a ragged [N, ...] tensor, in the order given."""
-    if not len(rows):
-        return values[:0]
-    parts = split_rows(values, lengths)
-    return torch.cat([parts[row] for row in rows])
+def token_index(lengths: Tensor, rows: Tensor) -> Tensor:
+    """Return the positions of all tokens of ``rows`` [b] int64, row after row: [n] int64."""
+    counts = lengths[rows]
+    first = (lengths.cumsum(0) - lengths)[rows]
+    shift = first - (counts.cumsum(0) - counts)
+    return torch.arange(int(counts.sum())) + torch.repeat_interleave(shift, counts)
+
+
+def row_counts(mask: Tensor, lengths: Tensor) -> Tensor:
+    """Return how many tokens of each row a [N] bool mask marks: [B] int64."""
+    return torch.zeros(len(lengths), dtype=torch.long).index_add_(0, row_index(lengths), mask.long())
 
 
 class _Rows:
@@ -77,9 +82,10 @@ class _Rows:
         ids = list(ids)
         index = torch.tensor(ids, dtype=torch.long)
         changes: dict[str, Any] = {}
+        tokens = token_index(self.lengths, index)
         for name in self.TOKEN_FIELDS:
             value = getattr(self, name)
-            changes[name] = None if value is None else take_rows(value, self.lengths, ids)
+            changes[name] = None if value is None else value[tokens]
         for name in self.ROW_FIELDS:
             value = getattr(self, name)
             changes[name] = None if value is None else value[index]

@@ -17,6 +17,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.types import token_index
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,10 @@ def _item(tensor: Tensor) -> int:
 
 def _reorder(parts: Sequence[RowShard], order: Tensor) -> RowShard:
     lengths = torch.cat([part.lengths for part in parts])
-    starts = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))[:-1][order]
-    counts = lengths[order]
-    offsets = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts)
-    index = torch.arange(len(offsets)) + offsets
+    index = token_index(lengths, order)
     return RowShard(
         torch.cat([part.rows for part in parts])[order],
-        counts,
+        lengths[order],
         {name: torch.cat([part.tokens[name] for part in parts])[index] for name in parts[0].tokens},
         {name: torch.cat([part.values[name] for part in parts])[order] for name in parts[0].values},
     )

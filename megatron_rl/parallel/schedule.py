@@ -18,6 +18,7 @@ from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.packing import partition
+from megatron_rl.types import token_index
 
 
 @dataclass(frozen=True)
@@ -56,26 +57,19 @@ def microbatches(
     # Linear layers cost about 24 h^2 per token and layer, causal attention 2 h per token pair.
     shares = partition(lengths, layout.data, tokens_per_microbatch, multiple, 12.0 * config.hidden_size)
     share = shares[model.groups.coordinates.data]
-    starts = torch.cat((torch.zeros(1, dtype=torch.long), batch.lengths.cumsum(0)))
-    result = [_pack(model, batch, rows, starts, select) for rows in share]
+    result = [_pack(model, batch, rows, select) for rows in share]
     padded = sum(micro.inputs.shape[1] for micro in result)
     return result, 1.0 - sum(micro.tokens for micro in result) / max(padded, 1)
 
 
-def _pack(model: ParallelModel, batch: Any, rows: list[int], starts: Tensor, select: Tensor) -> _MicroBatch:
-    lengths = [int(batch.lengths[row]) for row in rows]
-    token_index = torch.cat(
-        [torch.arange(int(starts[row]), int(starts[row + 1])) for row in rows]
-        or [torch.empty(0, dtype=torch.long)]
-    )
-    tokens = batch.tokens[token_index]
-    chosen = select[token_index].clone()
-    first = torch.tensor([0, *lengths], dtype=torch.long).cumsum(0)[:-1]
-    chosen[first[first < len(chosen)]] = False  # nothing predicts a row's first token
+def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor) -> _MicroBatch:
+    index = torch.tensor(rows, dtype=torch.long)
+    counts = batch.lengths[index]
+    places = token_index(batch.lengths, index)
+    tokens, chosen = batch.tokens[places], select[places].clone()
+    chosen[counts.cumsum(0) - counts] = False  # nothing predicts a row's first token
     selected = chosen.nonzero()[:, 0]
-    temperature = (
-        torch.repeat_interleave(batch.temperature[rows], torch.tensor(lengths)) if rows else torch.empty(0)
-    )
+    temperature = torch.repeat_interleave(batch.temperature[index], counts)
     unit = model.groups.layout.tensor if model.transformer_config.sequence_parallel else 1
     padding = -len(tokens) % unit or (unit if not rows else 0)
     inputs = torch.nn.functional.pad(tokens, (0, padding))
@@ -83,7 +77,7 @@ def _pack(model: ParallelModel, batch: Any, rows: list[int], starts: Tensor, sel
     return _MicroBatch(
         rows=tuple(rows),
         inputs=inputs[None].to(target),
-        packing=model.pack([*lengths, *([padding] if padding else [])]),
+        packing=model.pack([*counts.tolist(), *([padding] if padding else [])]),
         index=(selected - 1).to(target),
         selected=selected.to(target),
         targets=tokens[selected].to(target),

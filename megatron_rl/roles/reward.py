@@ -11,7 +11,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import RowShard, gather_objects
 from megatron_rl.rewards.function import Failure, FunctionReward
-from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, split_rows
+from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts
 
 
 class RewardRole:
@@ -57,10 +57,11 @@ class RewardRole:
 
     def responses(self, rollouts: Rollouts, rows: Any = None) -> list[str]:
         """Return the responses of ``rows`` (default all) as text, without special tokens."""
-        rows = range(len(rollouts)) if rows is None else rows
-        tokens = split_rows(rollouts.tokens, rollouts.lengths)
-        masks = split_rows(rollouts.response_mask, rollouts.lengths)
-        ids = [tokens[row][masks[row]].tolist() for row in rows]
+        chosen = rollouts if rows is None else rollouts.rows(rows)
+        tokens = chosen.tokens[chosen.response_mask].tolist()
+        counts = row_counts(chosen.response_mask, chosen.lengths)
+        ends = counts.cumsum(0).tolist()
+        ids = [tokens[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
         return self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
 
     def close(self) -> None:

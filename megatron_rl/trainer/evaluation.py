@@ -42,12 +42,9 @@ def evaluate(roles: Roles, prompts: PromptBatch, config: RunConfig) -> Evaluatio
     graded = gather_rows(roles.reward.infer(rows, rollouts))
     rewards, valid = graded.values["rewards"], graded.values["valid"]
     right = valid & (rewards >= FULL_MARKS)
-    lengths = torch.zeros(len(rows)).index_add_(
-        0, torch.repeat_interleave(torch.arange(len(rows)), rollouts.lengths), rollouts.response_mask.float()
-    )
     metrics = Metrics.mean("eval/accuracy", float(right.sum()), len(rows))
     metrics += Metrics.mean("eval/reward", float(rewards[valid].sum()), float(valid.sum()))
-    metrics += Metrics.mean("eval/response_length", float(lengths.sum()), len(rows))
+    metrics += Metrics.mean("eval/response_length", float(rollouts.response_mask.sum()), len(rows))
     metrics += Metrics.mean("eval/invalid", float((~valid).sum()), len(rows))
     if samples > 1:
         solved = right.view(-1, samples).any(dim=1)

@@ -18,7 +18,7 @@ from megatron_rl.algorithms import (
     policy_objective,
 )
 from megatron_rl.algorithms.state import AlgorithmState, initial_state, next_state
-from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Scores, take_rows
+from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Scores, token_index
 
 quick = settings(max_examples=25, deadline=None)
 few = settings(max_examples=6, deadline=None)
@@ -40,7 +40,7 @@ def test_failed_rows_take_no_part(name, batch):
         return  # its test components carry one row's reward over to another row
     per_row = {f: getattr(scores, f)[kept] for f in ("rewards", "valid", "baseline_rewards")}
     per_token = {
-        f: take_rows(getattr(scores, f), rollouts.lengths, kept)
+        f: getattr(scores, f)[token_index(rollouts.lengths, torch.as_tensor(kept))]
         for f in ("old_log_probs", "ref_log_probs", "values")
     }
     alone, _ = estimate(rollouts.rows(kept), Scores(components={}, **per_row, **per_token), algorithm)
