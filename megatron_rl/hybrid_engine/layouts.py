@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.hybrid_engine.assignment import assign
 from megatron_rl.parallel.boxes import BoxGroup, regions
+from megatron_rl.parallel.hf.families import expert_count
 from megatron_rl.parallel.hf.names import checkpoint_shapes
 from megatron_rl.parallel.hf.shapes import megatron_layout
 from megatron_rl.parallel.layout import ParallelLayout
@@ -47,7 +48,7 @@ def engine_layout(
 def _engine_boxes(
     hf_config: Any, position: int, tensor: int, expert_parallel: bool
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    experts = getattr(hf_config, "num_local_experts", None) or getattr(hf_config, "num_experts", 0)
+    experts = expert_count(hf_config)
     for name, shape in checkpoint_shapes(hf_config).items():
         parts = name.split(".")
         kind = next((part for part in parts if part in (*_ROWS, *_COLUMNS, *_VOCABULARY)), None)

@@ -37,6 +37,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("mixtral", {"tensor": 2, "pipeline": 2, "expert_tensor": 2}, {}),
     ("qwen3-moe", {"expert": 4}, {}),
+    ("deepseek-v2", {"pipeline": 4}, {}),
+    ("deepseek-v3", {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, {}),
     ("qwen3-moe", {"tensor": 2, "expert": 2, "pipeline": 2, "sequence_parallel": True}, {}),
 ]
 NOT_SCORED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -124,7 +126,10 @@ def check_refusals(root: Path) -> None:
 
 def main(root: Path) -> None:
     device.initialize(timeout=120)
+    chosen = [int(argument) for argument in sys.argv[2:]]
     for number, (family, sizes, overrides) in enumerate([*CASES, *NOT_SCORED]):
+        if chosen and number not in chosen:
+            continue
         layout = ParallelLayout(tuple(range(4)), **sizes)
         config = make_model(family).config
         model = build_model(config, ParallelGroups(layout), dtype=torch.float32, overrides=overrides)

@@ -157,10 +157,11 @@ def test_broken_directories_are_refused(checkpoint, tmp_path):
 
 def test_files_are_filled_in_order():
     shapes = {"a": (10,), "b": (10,), "c": (30,), "d": (5,)}
-    files = shard_files(shapes, torch.float32, 80)
+    dtypes = dict.fromkeys(shapes, torch.float32)
+    files = shard_files(shapes, dtypes, 80)
     assert list(files.values()) == [["a", "b"], ["c"], ["d"]]
     assert next(iter(files)) == "model-00001-of-00003.safetensors"
-    assert shard_files(shapes, torch.float32, 1000) == {"model.safetensors": ["a", "b", "c", "d"]}
+    assert shard_files(shapes, dtypes, 1000) == {"model.safetensors": ["a", "b", "c", "d"]}
 
 
 def test_padded_and_duplicated_parts_fill_every_parameter():

@@ -10,14 +10,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.errors import UserError, nearest
 from megatron_rl.parallel import device
 from megatron_rl.parallel.experts import prepare_experts
-from megatron_rl.parallel.hf.families import ACTIVATIONS, Family, family_of
+from megatron_rl.parallel.hf.families import ACTIVATIONS, Family, check_routing, expert_count, family_of
+from megatron_rl.parallel.latent import allow_without_transformer_engine, prepare_latent_attention
 from megatron_rl.parallel.layout import ParallelLayout
 
 _OWN_FIELDS = (
@@ -50,6 +51,9 @@ class ModelSpec:
 
         Megatron knows one fixed kind of RoPE scaling, so the frequencies come from transformers.
         """
+        if self.family.mla:
+            prepare_latent_attention(chunk, self.inverse_frequencies)
+            return
         rotary = getattr(chunk, "rotary_pos_emb", None)
         if rotary is not None:
             rotary.inv_freq = self.inverse_frequencies.to(rotary.inv_freq.device)
@@ -67,15 +71,19 @@ def model_spec(
     unsupported architecture or setting, and where the layout does not divide the model.
     """
     family = family_of(hf_config)
+    check_routing(hf_config)
     _check_layout(hf_config, layout, overrides or {})
     if family.moe is not None:
         prepare_experts()
+    if family.mla:
+        allow_without_transformer_engine()
     settings = _transformer_settings(hf_config, family, layout, dtype)
     settings.update(_checked_overrides(overrides or {}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about defaults that are set on purpose here
         try:
-            transformer_config = TransformerConfig(**settings)
+            kind = MLATransformerConfig if family.mla else TransformerConfig
+            transformer_config = kind(**settings)
         except (ValueError, AssertionError) as error:
             raise UserError(
                 "Megatron refuses the model's settings with this layout.",
@@ -212,7 +220,7 @@ def _window(hf_config: Any) -> dict[str, Any]:
 
 
 def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in fields(TransformerConfig)}
+    known = {field.name for field in fields(MLATransformerConfig)}
     for name in overrides:
         if name in _OWN_FIELDS:
             raise UserError(
@@ -266,7 +274,7 @@ def _check_layout(hf_config: Any, layout: ParallelLayout, overrides: Mapping[str
         "lower layout.tensor",
     )
     _check_stages(hf_config, layout, overrides)
-    experts = getattr(hf_config, "num_local_experts", None) or getattr(hf_config, "num_experts", None)
+    experts = expert_count(hf_config)
     if layout.expert > 1 and not experts:
         raise UserError(
             "layout.expert is set for a model without experts.",

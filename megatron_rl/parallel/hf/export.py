@@ -25,7 +25,7 @@ from megatron_rl.types import TensorBox
 
 FILE_BYTES = 5 * 2**30
 PIECE_BYTES = 64 * 2**20
-_PIECE = "piece"
+FLOAT32_NAMES = ("e_score_correction_bias",)
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class _Piece:
     name: str
     start: tuple[int, ...]
     size: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def export(
@@ -49,8 +50,9 @@ def export(
 ) -> None:
     """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files.
 
-    ``dtype`` None keeps the parameters'. Files are written at the same time by different ranks, each in
-    pieces of at most ``piece_bytes`` (or one row), so no rank ever holds more than a few pieces. ``path``
+    ``dtype`` None keeps the parameters'; biases that balance experts stay float32. Files are written at the
+    same time by different ranks, each in pieces of at most ``piece_bytes`` (or one row), so no rank ever
+    holds more than a few pieces. ``path``
     must be new or empty and lie on a file system that all ranks share. Raises UserError on all ranks when
     it cannot be written. Collective over the model's ranks.
     """
@@ -60,17 +62,21 @@ def export(
     own_dtype = next(iter(parameters.values())).dtype
     dtype = dtype or own_dtype
     shapes = checkpoint_shapes(model.hf_config)
-    files = shard_files(shapes, dtype, file_bytes)
-    steps = _steps(files, shapes, ranks, dtype.itemsize, piece_bytes)
+    dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
+    files = shard_files(shapes, dtypes, file_bytes)
+    steps = _steps(files, shapes, ranks, dtypes, piece_bytes)
     target = path.with_name(path.name + ".incomplete")
     error = _prepare(path, target) if device.rank() == ranks[0] else None
     _raise_together(error, path, group)
     boxes = source_boxes(model)
     sources = gather_layout(boxes, {name: value.dtype for name, value in parameters.items()}, group)
-    error = _write(steps, files, shapes, sources, BoxIndex(boxes), parameters, dtype, target, group)
+    writer = _Writer(files, shapes, dtypes, target)
+    _collect(steps, sources, BoxIndex(boxes), parameters, writer, group)
+    error = writer.close()
     _raise_together(error, path, group)
     if device.rank() == ranks[0]:
-        error = _finish(model.hf_config, files, shapes, dtype, target, path, tokenizer_source)
+        total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items())
+        error = _finish(model.hf_config, files, total, dtype, target, path, tokenizer_source)
     _raise_together(error, path, group)
 
 
@@ -78,7 +84,7 @@ def _steps(
     files: Mapping[str, Sequence[str]],
     shapes: Mapping[str, tuple[int, ...]],
     ranks: Sequence[int],
-    itemsize: int,
+    dtypes: Mapping[str, torch.dtype],
     piece_bytes: int,
 ) -> list[dict[int, _Piece]]:
     """Return for each step which piece each writer handles; file i is written by the i-th rank, in turn."""
@@ -86,7 +92,7 @@ def _steps(
     for index, (file, names) in enumerate(files.items()):
         queue = queues.setdefault(ranks[index % len(ranks)], [])
         for name in names:
-            queue += _pieces(file, name, shapes[name], itemsize, piece_bytes)
+            queue += _pieces(file, name, shapes[name], dtypes[name], piece_bytes)
     count = max(len(queue) for queue in queues.values())
     return [
         {rank: queue[step] for rank, queue in queues.items() if step < len(queue)} for step in range(count)
@@ -94,82 +100,108 @@ def _steps(
 
 
 def _pieces(
-    file: str, name: str, shape: tuple[int, ...], itemsize: int, piece_bytes: int
+    file: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, piece_bytes: int
 ) -> Iterator[_Piece]:
-    row = torch.Size(shape[1:]).numel() * itemsize
+    row = torch.Size(shape[1:]).numel() * dtype.itemsize
     rows = max(1, piece_bytes // max(row, 1))
     for begin in range(0, shape[0], rows):
         count = min(rows, shape[0] - begin)
-        yield _Piece(file, name, (begin, *(0 for _ in shape[1:])), (count, *shape[1:]))
+        yield _Piece(file, name, (begin, *(0 for _ in shape[1:])), (count, *shape[1:]), dtype)
 
 
-def _write(
+class _Writer:
+    """Write the pieces of this rank's files; after an error keep quiet until `close` tells it."""
+
+    def __init__(
+        self,
+        files: Mapping[str, Sequence[str]],
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
+        target: Path,
+    ) -> None:
+        self._files, self._shapes, self._dtypes, self._target = files, shapes, dtypes, target
+        self._open: dict[str, SafetensorsWriter] = {}
+        self._error: OSError | None = None
+
+    def write(self, piece: _Piece, values: Tensor) -> None:
+        """Append a piece to its file."""
+        if self._error is not None:
+            return
+        try:
+            if piece.file not in self._open:
+                named = {name: self._shapes[name] for name in self._files[piece.file]}
+                self._open[piece.file] = SafetensorsWriter(self._target / piece.file, named, self._dtypes)
+            self._open[piece.file].write(values)
+        except OSError as error:
+            self._error = error
+
+    def close(self) -> OSError | None:
+        """Close the files and return what went wrong."""
+        for file in self._open.values():
+            file.close(complete=self._error is None)
+        return self._error
+
+
+def _collect(
     steps: Sequence[Mapping[int, _Piece]],
-    files: Mapping[str, Sequence[str]],
-    shapes: Mapping[str, tuple[int, ...]],
     sources: Sequence[BoxGroup],
     own: BoxIndex,
     parameters: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    target: Path,
+    writer: _Writer,
     group: Any,
-) -> OSError | None:
-    """Collect and write all pieces; after an error keep collecting, so that no rank is left waiting."""
+) -> None:
+    """Bring the parts of each piece to its writer, step by step."""
     rank = device.rank()
-    flows = _flows(steps, sources, dtype)
-    largest = max(torch.Size(piece.size).numel() for step in steps for piece in step.values())
-    writers: dict[str, SafetensorsWriter] = {}
-    error: OSError | None = None
-    buffer = None
-    for step, flow in zip(steps, flows, strict=True):
+    largest = max(
+        torch.Size(piece.size).numel() * piece.dtype.itemsize for step in steps for piece in step.values()
+    )
+    for step, flow in zip(steps, _flows(steps, sources), strict=True):
         mine = step.get(rank)
-        if mine is not None:
-            buffer = torch.empty(mine.size, dtype=dtype, device=device.device())
+        values = torch.empty(mine.size, dtype=mine.dtype, device=device.device()) if mine else None
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
-        for region, writer, sender in flow:
+        for region, receiver, sender in flow:
             held = None
             if sender == rank:
-                (box, *_) = own.containing(region)
+                box = own.containing(region)[0]
                 held = view_of(parameters[box.storage], box)
-            if writer == rank:
-                assert mine is not None and buffer is not None
-                begin = region.start[0] - mine.start[0]
-                part = buffer[begin : begin + region.size[0]]
-                if len(region.size) > 1:
-                    part = part[:, region.start[1] : region.start[1] + region.size[1]]
+            if receiver == rank:
+                assert mine is not None and values is not None
+                part = _part(values, mine, region)
                 if held is not None:
                     part.copy_(held)
                 else:
-                    receives.setdefault(sender, []).append(((part,), dtype))
+                    receives.setdefault(sender, []).append(((part,), region.dtype))
             elif held is not None:
-                sends.setdefault(writer, []).append((held, dtype))
-        Exchange(sends, receives, 2 * largest * dtype.itemsize + 4096, group).run()
-        if mine is not None and buffer is not None and error is None:
-            try:
-                if mine.file not in writers:
-                    named = {name: shapes[name] for name in files[mine.file]}
-                    writers[mine.file] = SafetensorsWriter(target / mine.file, named, dtype)
-                writers[mine.file].write(buffer)
-            except OSError as caught:
-                error = caught
-    for writer in writers.values():
-        writer.close(complete=error is None)
-    return error
+                sends.setdefault(receiver, []).append((held, region.dtype))
+        Exchange(sends, receives, 2 * largest + 4096, group).run()
+        if mine is not None and values is not None:
+            writer.write(mine, values)
+
+
+def _part(values: Tensor, piece: _Piece, region: Region) -> Tensor:
+    """Return the part of a piece's values that a region fills."""
+    for dim, (begin, count) in enumerate(zip(region.start, region.size, strict=True)):
+        values = values.narrow(dim, begin - piece.start[dim], count)
+    return values
 
 
 def _flows(
-    steps: Sequence[Mapping[int, _Piece]], sources: Sequence[BoxGroup], dtype: torch.dtype
+    steps: Sequence[Mapping[int, _Piece]], sources: Sequence[BoxGroup]
 ) -> list[list[tuple[Region, int, int]]]:
-    """Return for each step the regions that travel, with writer and sender; senders take turns."""
-    pieces: dict[int, list[TensorBox]] = {}
+    """Return for each step the regions that travel, with receiver and sender; senders take turns."""
+    boxes: dict[int, list[TensorBox]] = {}
+    dtypes: dict[str, torch.dtype] = {}
     place: dict[str, list[tuple[int, int]]] = {}
     for number, step in enumerate(steps):
         for writer, piece in step.items():
-            box = TensorBox(piece.name, piece.start, piece.size, writer, _PIECE, 0, (0,) * len(piece.size))
-            pieces.setdefault(writer, []).append(box)
+            box = TensorBox(
+                piece.name, piece.start, piece.size, writer, piece.name, 0, (0,) * len(piece.size)
+            )
+            boxes.setdefault(writer, []).append(box)
+            dtypes[piece.name] = piece.dtype
             place.setdefault(piece.name, []).append((piece.start[0], number))
-    wanted = [BoxGroup((writer,), tuple(boxes), {_PIECE: dtype}) for writer, boxes in pieces.items()]
+    wanted = [BoxGroup((writer,), tuple(own), dtypes) for writer, own in boxes.items()]
     flows: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
     for number, region in enumerate(regions(sources, wanted)):
         (writer,) = region.receivers
@@ -196,7 +228,7 @@ def _prepare(path: Path, target: Path) -> OSError | None:
 def _finish(
     hf_config: Any,
     files: Mapping[str, Sequence[str]],
-    shapes: Mapping[str, tuple[int, ...]],
+    total_bytes: int,
     dtype: torch.dtype,
     target: Path,
     path: Path,
@@ -209,8 +241,7 @@ def _finish(
     try:
         config.save_pretrained(target)
         if len(files) > 1:
-            total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
-            write_index(target, files, total)
+            write_index(target, files, total_bytes)
         if tokenizer_source is not None:
             copy_tokenizer(tokenizer_source, target)
         if path.is_dir():

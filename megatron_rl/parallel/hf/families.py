@@ -53,21 +53,23 @@ class MoeNames:
     down: str
     router_bias: str | None = None
     shared: str | None = None
+    """Prefix of the experts that every token passes, one wide MLP in the checkpoint too."""
 
 
 @dataclass(frozen=True)
 class Family:
     """Describe one architecture: what its config says in Megatron's words, and how its tensors are named.
 
-    ``settings`` gives further TransformerConfig fields. ``qkv_bias``, ``all_bias`` and ``window`` read the
-    transformers config. ``moe`` names expert tensors; ``is_moe_layer(config, layer)`` says which layers
-    have experts.
+    ``settings`` gives further TransformerConfig fields; ``qkv_bias`` and ``all_bias`` read the transformers
+    config. ``mla`` says that attention is multi-latent. ``moe`` names expert tensors;
+    ``is_moe_layer(config, layer)`` says which layers have experts.
     """
 
     qkv_bias: Callable[[Any], bool] = _no
     all_bias: Callable[[Any], bool] = _no
     qk_norm: bool = False
     settings: Callable[[Any], dict[str, Any]] = _no_settings
+    mla: bool = False
     moe: MoeNames | None = None
     is_moe_layer: Callable[[Any, int], bool] = lambda config, layer: False
 
@@ -114,11 +116,84 @@ def _qwen3_moe(config: Any) -> dict[str, Any]:
     return settings
 
 
+def _deepseek(config: Any) -> dict[str, Any]:
+    settings = _moe_settings(config, config.n_routed_experts, config.moe_intermediate_size)
+    settings |= {
+        "moe_layer_freq": [
+            int(_deepseek_moe_layer(config, layer)) for layer in range(config.num_hidden_layers)
+        ],
+        "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_router_dtype": "fp32",
+    }
+    if config.model_type == "deepseek_v3":
+        # The bias is the checkpoint's: it must not drift away from the generation engine's.
+        settings |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+        settings["moe_router_bias_update_rate"] = 0.0
+    else:
+        settings["moe_router_pre_softmax"] = True
+    if (config.n_group or 1) > 1:
+        settings |= {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
+    return settings
+
+
+def _deepseek_moe_layer(config: Any, layer: int) -> bool:
+    return layer >= config.first_k_dense_replace
+
+
+def _latent(config: Any) -> dict[str, Any]:
+    """Return the fields of Megatron's MLATransformerConfig."""
+    rope = config.rope_parameters
+    yarn = rope.get("rope_type", "default") == "yarn"
+    settings = {
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "kv_channels": config.v_head_dim,
+        "num_query_groups": config.num_attention_heads,
+        "qk_layernorm": True,
+        "rope_type": "yarn" if yarn else "rope",
+        "rotary_base": rope["rope_theta"],
+        "rotary_scaling_factor": rope.get("factor", 1.0) if yarn else 1.0,
+    }
+    for ours, theirs in (
+        ("original_max_position_embeddings", "original_max_position_embeddings"),
+        ("beta_fast", "beta_fast"),
+        ("beta_slow", "beta_slow"),
+        ("mscale", "mscale"),
+        ("mscale_all_dim", "mscale_all_dim"),
+    ):
+        if yarn and rope.get(theirs) is not None:
+            settings[ours] = rope[theirs]
+    return settings
+
+
+def _deepseek_family(router_bias: str | None) -> Family:
+    return Family(
+        mla=True,
+        settings=lambda config: {**_latent(config), **_deepseek(config)},
+        is_moe_layer=_deepseek_moe_layer,
+        moe=MoeNames(
+            router="mlp.gate.weight",
+            expert="mlp.experts.{expert}",
+            gate="gate_proj.weight",
+            up="up_proj.weight",
+            down="down_proj.weight",
+            router_bias=router_bias,
+            shared="mlp.shared_experts",
+        ),
+    )
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(all_bias=_llama_bias),
     "qwen2": Family(qkv_bias=_yes),
     "qwen3": Family(qk_norm=True, qkv_bias=_attention_bias),
     "mistral": Family(),
+    "deepseek_v2": _deepseek_family(None),
+    "deepseek_v3": _deepseek_family("mlp.gate.e_score_correction_bias"),
     "mixtral": Family(
         settings=_mixtral,
         is_moe_layer=lambda config, layer: True,
@@ -144,6 +219,38 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
 }
+
+
+_ROUTINGS = {"deepseek_v2": ("greedy",), "deepseek_v3": (None, "noaux_tc")}
+
+
+def check_routing(config: Any) -> None:
+    """Raise UserError for a way to route tokens to experts that Megatron would compute differently."""
+    method = getattr(config, "topk_method", None)
+    if method not in _ROUTINGS.get(config.model_type, (method,)):
+        raise UserError(
+            f"Expert routing by {method!r} is not supported for {config.model_type!r}.",
+            where="config.json: topk_method",
+            expected="one of " + ", ".join(str(name) for name in _ROUTINGS[config.model_type]),
+            got=str(method),
+        )
+    normalised = getattr(config, "norm_topk_prob", None)
+    if config.model_type in _ROUTINGS and bool(normalised) != (config.model_type == "deepseek_v3"):
+        raise UserError(
+            "This normalisation of the routing weights is not supported.",
+            where="config.json: norm_topk_prob",
+            expected=str(config.model_type == "deepseek_v3").lower(),
+            got=str(normalised).lower(),
+        )
+
+
+def expert_count(config: Any) -> int:
+    """Return the number of routed experts per layer, 0 for a dense model."""
+    for name in ("n_routed_experts", "num_local_experts", "num_experts"):
+        count = getattr(config, name, None)
+        if count:
+            return int(count)
+    return 0
 
 
 def family_of(hf_config: Any) -> Family:

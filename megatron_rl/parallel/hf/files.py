@@ -97,14 +97,15 @@ class CheckpointFiles:
 class SafetensorsWriter:
     """Write one safetensors file front to back in pieces, so that no tensor need be whole in memory."""
 
-    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(
+        self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
         for name, shape in shapes.items():
-            end = position + torch.Size(shape).numel() * dtype.itemsize
+            end = position + torch.Size(shape).numel() * dtypes[name].itemsize
             header[name] = {
-                "dtype": _DTYPE_NAMES[dtype],
+                "dtype": _DTYPE_NAMES[dtypes[name]],
                 "shape": list(shape),
                 "data_offsets": [position, end],
             }
@@ -116,8 +117,8 @@ class SafetensorsWriter:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, piece: Tensor) -> None:
-        """Append the next elements, in row-major order of the tensor they belong to."""
-        data = piece.detach().to(self._dtype).cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        """Append the next elements, in the tensor's dtype and row-major order."""
+        data = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self._left -= data.nbytes
         self._file.write(data.data)
 
@@ -129,13 +130,13 @@ class SafetensorsWriter:
 
 
 def shard_files(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, largest: int
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], largest: int
 ) -> dict[str, list[str]]:
     """Divide tensors, in order, over files of at most ``largest`` bytes where one tensor allows it."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():
-        size = torch.Size(shape).numel() * dtype.itemsize
+        size = torch.Size(shape).numel() * dtypes[name].itemsize
         if groups[-1] and filled + size > largest:
             groups.append([])
             filled = 0

@@ -135,6 +135,25 @@ _DENSE = (
 )
 
 
+_LATENT = (
+    _Rule(r"self_attention\.linear_q_proj\.weight", ("self_attn.q_proj.weight",), _rows),
+    _Rule(r"self_attention\.linear_q_down_proj\.weight", ("self_attn.q_a_proj.weight",), _rows),
+    _Rule(
+        r"self_attention\.(q_layernorm\.|linear_q_up_proj\.layer_norm_)weight",
+        ("self_attn.q_a_layernorm.weight",),
+        _whole,
+    ),
+    _Rule(r"self_attention\.linear_q_up_proj\.weight", ("self_attn.q_b_proj.weight",), _rows),
+    _Rule(r"self_attention\.linear_kv_down_proj\.weight", ("self_attn.kv_a_proj_with_mqa.weight",), _rows),
+    _Rule(
+        r"self_attention\.(kv_layernorm\.|linear_kv_up_proj\.layer_norm_)weight",
+        ("self_attn.kv_a_layernorm.weight",),
+        _whole,
+    ),
+    _Rule(r"self_attention\.linear_kv_up_proj\.weight", ("self_attn.kv_b_proj.weight",), _rows),
+)
+
+
 def _expert_rules(family: Family) -> tuple[_Rule, ...]:
     moe = family.moe
     if moe is None:
@@ -144,8 +163,17 @@ def _expert_rules(family: Family) -> tuple[_Rule, ...]:
         r"mlp\.experts\."
         r"(local_experts\.(?P<expert>\d+)\.linear_fc1\.weight|linear_fc1\.weight(?P<grouped>\d+))"
     )
+    shared = moe.shared or ""
+    bias = moe.router_bias or ""
     return (
         _Rule(r"mlp\.router\.weight", (moe.router,), _whole),
+        _Rule(r"mlp\.router\.expert_bias", (bias,), _whole),
+        _Rule(
+            r"mlp\.shared_experts\.linear_fc1\.weight",
+            (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
+            _gate_up,
+        ),
+        _Rule(r"mlp\.shared_experts\.linear_fc2\.weight", (f"{shared}.down_proj.weight",), _columns),
         _Rule(first, (f"{moe.expert}.{moe.gate}", f"{moe.expert}.{moe.up}"), _gate_up, is_expert=True),
         _Rule(first.replace("fc1", "fc2"), (f"{moe.expert}.{moe.down}",), _columns, is_expert=True),
     )
@@ -175,7 +203,7 @@ def import_parameters(
     Raises UnknownParameterError for a parameter without a rule.
     """
     family = family_of(hf_config)
-    rules = (*_DENSE, *_expert_rules(family))
+    rules = (*(_LATENT if family.mla else ()), *_DENSE, *_expert_rules(family))
     heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
     shape = (groups, heads // groups, head_dim(hf_config))
     for name, target in parameters.items():

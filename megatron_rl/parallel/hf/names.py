@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from megatron_rl.parallel.hf.config import head_dim
@@ -23,7 +24,7 @@ def checkpoint_shapes(hf_config: Any) -> Shapes:
     shapes: Shapes = {EMBEDDING: (vocabulary, hidden)}
     for layer in range(hf_config.num_hidden_layers):
         names: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-        names |= _attention(hf_config, family)
+        names |= _latent_attention(hf_config) if family.mla else _attention(hf_config, family)
         if family.is_moe_layer(hf_config, layer):
             names |= _experts(hf_config, family)
         else:
@@ -58,6 +59,26 @@ def _attention(hf_config: Any, family: Family) -> Shapes:
     return shapes
 
 
+def _latent_attention(hf_config: Any) -> Shapes:
+    hidden, heads = hf_config.hidden_size, hf_config.num_attention_heads
+    nope, rope = hf_config.qk_nope_head_dim, hf_config.qk_rope_head_dim
+    queries, latent = heads * (nope + rope), hf_config.kv_lora_rank
+    if hf_config.q_lora_rank is None:
+        shapes: Shapes = {"self_attn.q_proj.weight": (queries, hidden)}
+    else:
+        shapes = {
+            "self_attn.q_a_proj.weight": (hf_config.q_lora_rank, hidden),
+            "self_attn.q_a_layernorm.weight": (hf_config.q_lora_rank,),
+            "self_attn.q_b_proj.weight": (queries, hf_config.q_lora_rank),
+        }
+    return shapes | {
+        "self_attn.kv_a_proj_with_mqa.weight": (latent + rope, hidden),
+        "self_attn.kv_a_layernorm.weight": (latent,),
+        "self_attn.kv_b_proj.weight": (heads * (nope + hf_config.v_head_dim), latent),
+        "self_attn.o_proj.weight": (hidden, heads * hf_config.v_head_dim),
+    }
+
+
 def _gated(prefix: str, hidden: int, width: int) -> Shapes:
     return {
         f"{prefix}gate_proj.weight": (width, hidden),
@@ -72,6 +93,10 @@ def _experts(hf_config: Any, family: Family) -> Shapes:
     settings = family.settings(hf_config)
     count, width = settings["num_moe_experts"], settings["moe_ffn_hidden_size"]
     shapes: Shapes = {moe.router: (count, hidden)}
+    if moe.router_bias is not None:
+        shapes[moe.router_bias] = (count,)
+    if moe.shared is not None:
+        shapes |= _gated(f"{moe.shared}.", hidden, settings["moe_shared_expert_intermediate_size"])
     for expert in range(count):
         prefix = moe.expert.format(expert=expert)
         shapes[f"{prefix}.{moe.gate}"] = (width, hidden)
@@ -83,6 +108,11 @@ def _experts(hf_config: Any, family: Family) -> Shapes:
 def is_ignorable(name: str, hf_config: Any) -> bool:
     """Say whether a checkpoint tensor that the model does not use may be skipped without a word.
 
-    These are rotary frequencies of old checkpoints, and a copy of the embedding as tied output layer.
+    These are rotary frequencies of old checkpoints, a copy of the embedding as tied output layer, and layers
+    that predict further tokens, which follow the model's own.
     """
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer and int(layer.group(1)) >= hf_config.num_hidden_layers:
+        extra = getattr(hf_config, "num_nextn_predict_layers", None) or 0
+        return int(layer.group(1)) < hf_config.num_hidden_layers + extra
     return name.endswith("rotary_emb.inv_freq") or (name == OUTPUT and bool(hf_config.tie_word_embeddings))

@@ -73,31 +73,22 @@ def dense_shapes(
     spec: ModelSpec, layout: ParallelLayout, layers: list[int], first: bool, last: bool
 ) -> Shapes:
     """Return the shapes of a rank's parameters outside the experts, as the local layer spec names them."""
-    config, hf_config, tensor = spec.transformer_config, spec.hf_config, layout.tensor
-    hidden, dim = config.hidden_size, config.kv_channels
+    config: Any = spec.transformer_config
+    hidden, tensor = config.hidden_size, layout.tensor
     vocabulary = (spec.padded_vocab_size // tensor, hidden)
     shapes: Shapes = {"embedding.word_embeddings.weight": vocabulary} if first else {}
-    queries = config.num_attention_heads * dim // tensor
-    fused = queries + 2 * config.num_query_groups * dim // tensor
-    width = config.ffn_hidden_size // tensor
     for layer in layers:
-        own: Shapes = {
-            "input_layernorm.weight": (hidden,),
-            "self_attention.linear_qkv.weight": (fused, hidden),
-            "self_attention.linear_proj.weight": (hidden, queries),
-            "pre_mlp_layernorm.weight": (hidden,),
-        }
-        if config.add_qkv_bias:
-            own["self_attention.linear_qkv.bias"] = (fused,)
-        if config.qk_layernorm:
-            own |= {f"self_attention.{kind}_layernorm.weight": (dim,) for kind in "qk"}
-        if spec.family.is_moe_layer(hf_config, layer):
-            own["mlp.router.weight"] = (config.num_moe_experts, hidden)
+        own: Shapes = {"input_layernorm.weight": (hidden,), "pre_mlp_layernorm.weight": (hidden,)}
+        own |= _latent_attention(config, tensor) if spec.family.mla else _attention(config, tensor)
+        if not spec.family.is_moe_layer(spec.hf_config, layer):
+            own |= _mlp("mlp.", config, config.ffn_hidden_size // tensor)
         else:
-            own |= {"mlp.linear_fc1.weight": (2 * width, hidden), "mlp.linear_fc2.weight": (hidden, width)}
-        if config.add_bias_linear:
-            own |= {"self_attention.linear_proj.bias": (hidden,), "mlp.linear_fc1.bias": (2 * width,)}
-            own["mlp.linear_fc2.bias"] = (hidden,)
+            own["mlp.router.weight"] = (config.num_moe_experts, hidden)
+            if config.moe_router_enable_expert_bias:
+                own["mlp.router.expert_bias"] = (config.num_moe_experts,)
+            if config.moe_shared_expert_intermediate_size:
+                width = config.moe_shared_expert_intermediate_size // tensor
+                own |= _mlp("mlp.shared_experts.", config, width)
         shapes |= {f"decoder.layers.{layer}.{name}": shape for name, shape in own.items()}
     if last:
         shapes["decoder.final_layernorm.weight"] = (hidden,)
@@ -106,9 +97,59 @@ def dense_shapes(
     return shapes
 
 
+def _attention(config: Any, tensor: int) -> Shapes:
+    hidden, dim = config.hidden_size, config.kv_channels
+    queries = config.num_attention_heads * dim // tensor
+    fused = queries + 2 * config.num_query_groups * dim // tensor
+    shapes: Shapes = {
+        "self_attention.linear_qkv.weight": (fused, hidden),
+        "self_attention.linear_proj.weight": (hidden, queries),
+    }
+    if config.add_qkv_bias:
+        shapes["self_attention.linear_qkv.bias"] = (fused,)
+    if config.add_bias_linear:
+        shapes["self_attention.linear_proj.bias"] = (hidden,)
+    if config.qk_layernorm:
+        shapes |= {f"self_attention.{kind}_layernorm.weight": (dim,) for kind in "qk"}
+    return shapes
+
+
+def _latent_attention(config: Any, tensor: int) -> Shapes:
+    """Return multi-latent attention's shapes; the local spec cuts its down projections by rows too."""
+    hidden, heads, latent = config.hidden_size, config.num_attention_heads // tensor, config.kv_lora_rank
+    queries = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+    shapes: Shapes = {
+        "self_attention.linear_kv_down_proj.weight": (
+            (latent + config.qk_pos_emb_head_dim) // tensor,
+            hidden,
+        ),
+        "self_attention.kv_layernorm.weight": (latent,),
+        "self_attention.linear_kv_up_proj.weight": (heads * (config.qk_head_dim + config.v_head_dim), latent),
+        "self_attention.linear_proj.weight": (hidden, heads * config.v_head_dim),
+    }
+    if config.q_lora_rank is None:
+        return shapes | {"self_attention.linear_q_proj.weight": (queries, hidden)}
+    return shapes | {
+        "self_attention.linear_q_down_proj.weight": (config.q_lora_rank // tensor, hidden),
+        "self_attention.q_layernorm.weight": (config.q_lora_rank,),
+        "self_attention.linear_q_up_proj.weight": (queries, config.q_lora_rank),
+    }
+
+
+def _mlp(prefix: str, config: Any, width: int) -> Shapes:
+    hidden = config.hidden_size
+    shapes: Shapes = {
+        f"{prefix}linear_fc1.weight": (2 * width, hidden),
+        f"{prefix}linear_fc2.weight": (hidden, width),
+    }
+    if config.add_bias_linear:
+        shapes |= {f"{prefix}linear_fc1.bias": (2 * width,), f"{prefix}linear_fc2.bias": (hidden,)}
+    return shapes
+
+
 def expert_shapes(spec: ModelSpec, layout: ParallelLayout, layers: list[int]) -> Shapes:
     """Return the shapes of a rank's experts, one module each."""
-    config = spec.transformer_config
+    config: Any = spec.transformer_config
     width = config.moe_ffn_hidden_size // layout.expert_tensor
     shapes: Shapes = {}
     for layer in layers:

@@ -35,12 +35,16 @@ class CoverageError(RuntimeError):
 
 
 def live_parameters(model: Chunked) -> dict[str, Tensor]:
-    """Return this rank's parameters by storage name, ``<chunk>.<parameter name>``."""
-    return {
-        f"{index}.{name}": parameter.data
-        for index, chunk in enumerate(model.chunks)
-        for name, parameter in chunk.named_parameters()
-    }
+    """Return this rank's weights by storage name, ``<chunk>.<parameter name>``.
+
+    Biases that balance experts are buffers in Megatron, but weights of the checkpoint.
+    """
+    found: dict[str, Tensor] = {}
+    for index, chunk in enumerate(model.chunks):
+        found |= {f"{index}.{name}": parameter.data for name, parameter in chunk.named_parameters()}
+        buffers = chunk.named_buffers()
+        found |= {f"{index}.{name}": buffer for name, buffer in buffers if name.endswith(".expert_bias")}
+    return found
 
 
 def source_boxes(model: Chunked) -> list[TensorBox]:
