@@ -32,6 +32,7 @@ from tests.hf_models import make_model
 SHAPE = {"hidden_size": 128, "vocab_size": 301, "max_position_embeddings": 512}
 STAGING = 200_000
 # family, actor ranks and sizes, rollout ranks (in order) and tensor parallelism
+EXPERT_SIZES = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}
 CASES: list[tuple[str, tuple[int, ...], dict[str, Any], tuple[int, ...], int]] = [
     ("qwen2", (0, 1, 2, 3), {"tensor": 2, "pipeline": 2}, (0, 1, 2, 3), 2),
     ("qwen2-tied", (0, 1, 2, 3), {"tensor": 2, "pipeline": 2}, (3, 1, 0, 2), 2),
@@ -44,7 +45,7 @@ CASES: list[tuple[str, tuple[int, ...], dict[str, Any], tuple[int, ...], int]] =
     (
         "qwen3-moe",
         (0, 1, 2, 3),
-        {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True},
+        EXPERT_SIZES,
         (0, 1, 2, 3),
         2,
     ),
