@@ -33,18 +33,12 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Train and write seconds, generation seconds, rows and mean response length of each step."""
-    options = parse()
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+def settings(options: argparse.Namespace) -> Any:
+    """Return GRPOTrainer's configuration."""
+    from trl import GRPOConfig
 
-    world = int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    rows_per_process = options.prompts * options.samples // world
-    config = GRPOConfig(
+    rows_per_process = options.prompts * options.samples // int(os.environ["WORLD_SIZE"])
+    return GRPOConfig(
         output_dir=str(options.directory / "trl"),
         use_cpu=True,
         bf16=False,
@@ -66,6 +60,17 @@ def main() -> None:
         dataloader_pin_memory=False,
         use_transformers_continuous_batching=options.continuous_batching,
     )
+
+
+def main() -> None:
+    """Train and write seconds, generation seconds, rows and mean response length of each step."""
+    options = parse()
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOTrainer
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     lines = [json.loads(line) for line in (options.directory / "prompts.jsonl").read_text().splitlines()]
     seconds: list[float] = []
     generating: list[float] = []
@@ -82,7 +87,7 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(options.directory / "model", dtype=torch.float32),
         reward_funcs=reward,
-        args=config,
+        args=settings(options),
         train_dataset=Dataset.from_list(lines),
         processing_class=AutoTokenizer.from_pretrained(options.directory / "model"),
         callbacks=[Clock()],
