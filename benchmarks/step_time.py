@@ -1,16 +1,19 @@
 """Where the time of a training step goes, and what a bare Megatron-Core step and TRL take for the same work.
 
-    python benchmarks/step_time.py [--quick] [--repeats N] [--json FILE] [--without trl,learn]
+    python benchmarks/step_time.py [--quick] [--repeats N] [--json FILE]
+                                  [--without trl,learn] [--continuous-batching]
 
 A Qwen2-shaped model of 25.7M parameters in float32 answers prompts with 1 to 256 tokens (see workload.py),
-8 prompts × 4 samples a step, one optimizer step per training step. Three parts:
+12 prompts × 8 samples a step, one optimizer step per training step. Three parts:
 
 1. the phases of our step, as `megatron_rl train` reports them, on the best of our layouts for this machine;
 2. our learn phase against a hand-written Megatron-Core train step on the same tokens, model, weights and
    layout, measured in turns in one job; both first take one supervised step, and must get the same loss and
    gradient norm (bare_megatron.py);
 3. TRL's GRPOTrainer (trl_worker.py, in the environment that make_trl_venv.sh makes) on the same prompts,
-   weights, batch and sampling, with the number of processes and micro-batch that are best for it.
+   weights, batch and sampling, with the number of processes and micro-batch that are best for it;
+   it generates with transformers' `generate`, its default, and with --continuous-batching also with
+   transformers' continuous batching.
 
 Every method gets all cores. The first step of each run warms up and is not counted. `--quick` makes the
 batch and the limit smaller and tries no alternatives for either side.
@@ -19,6 +22,7 @@ batch and the limit smaller and tries no alternatives for either side.
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,8 +34,8 @@ from typing import Any
 from common import HERE, ChildFailed, Report, arguments, cores, paired_ratio, say, torchrun, warn_if_busy
 from workload import Workload, configuration, make
 
-FULL = Workload(prompts=8, samples=4, max_response_tokens=256)
-QUICK = replace(FULL, prompts=4, max_response_tokens=128)
+FULL = Workload(prompts=12, samples=8, max_response_tokens=256)
+QUICK = Workload(prompts=8, samples=4, max_response_tokens=128)
 TRL_PYTHON = HERE / ".venv-trl" / "bin" / "python"
 PARTS = ("trl", "learn")
 
@@ -43,9 +47,11 @@ class Choice:
     processes: int
     threads: int
     rows: int = 0
+    continuous: bool = False
 
     def __str__(self) -> str:
         words = f"{self.processes}×{self.threads} processes×threads"
+        words += ", continuous batching" if self.continuous else ""
         return words + (f", micro-batches of {self.rows}" if self.rows else "")
 
 
@@ -56,10 +62,9 @@ def our_choices(available: int) -> list[Choice]:
 
 def trl_choices(available: int, work: Workload) -> list[Choice]:
     """Return TRL's: whole batch or small micro-batches, one process or one per core."""
-    found = []
-    for choice in our_choices(available):
-        rows = work.rows // choice.processes
-        found += [replace(choice, rows=rows), replace(choice, rows=min(rows, 4))]
+    spread, alone = our_choices(available)[0], our_choices(available)[-1]
+    share = work.rows // spread.processes
+    found = [replace(spread, rows=share), replace(spread, rows=min(share, 4)), replace(alone, rows=work.rows)]
     return list(dict.fromkeys(found))
 
 
@@ -92,6 +97,7 @@ class Bench:
             "rows-per-microbatch": choice.rows,
         }
         options = [str(word) for name, value in sizes.items() for word in (f"--{name}", value)]
+        options += ["--continuous-batching"] if choice.continuous else []
         command = [str(HERE / "trl_worker.py"), str(self.folder), str(result), *options]
         torchrun(command, choice.processes, choice.threads, self.folder / "trl.log", 1800, TRL_PYTHON)
         found = json.loads(result.read_text())
@@ -101,12 +107,10 @@ class Bench:
         """Return the fastest choice on a smaller batch; ``seconds(choice, work)`` of a step."""
         if len(choices) == 1:
             return choices[0]
-        work = replace(self.work, max_response_tokens=self.work.max_response_tokens // 2)
+        work = replace(self.work, max_response_tokens=self.work.max_response_tokens // 4)
         found = {choice: seconds(choice, work) for choice in choices}
         for choice, value in found.items():
-            self.report.note(
-                f"tried on responses of half the length: {who}, {choice}: {value:.2f} s per step"
-            )
+            self.report.note(f"tried with a limit of a quarter: {who}, {choice}: {value:.2f} s per step")
         return min(found, key=lambda choice: found[choice])
 
     def measure_ours(self, choice: Choice) -> list[float]:
@@ -133,20 +137,21 @@ class Bench:
         )
         theirs = [self.work.rows / seconds for seconds in found["seconds"]]
         self.report.add(self.case, method, "samples/s", "1/s", theirs, peer_versions=versions)
-        record = self.report.add(self.case, "megatron_rl", "samples/s", "1/s", ours)
-        ratio = record.median / sorted(theirs)[len(theirs) // 2]
-        self.report.records[-1] = replace(record, ratio_to_peer=ratio)
+        ratio = statistics.median(ours) / statistics.median(theirs)
+        kind = "TRL with continuous batching" if choice.continuous else "TRL"
+        self.report.add(self.case, f"megatron_rl, against {kind}", "samples/s", "1/s", ours, ratio)
 
     def measure_learn(self, choice: Choice, layout: Mapping[str, int]) -> None:
-        """Record our learn phase and the two bare Megatron-Core steps."""
+        """Record our learn phase and the two bare Megatron-Core steps, on half the rows."""
+        work = replace(self.work, prompts=self.work.prompts // 2)
         say(
             "step_time",
             f"learn phase in turns with bare Megatron-Core, {choice}, {layout or 'data parallel'}",
         )
         config, result = self.folder / "learn.yaml", self.folder / "learn.json"
-        config.write_text(configuration(self.work, self.folder, self.folder / "learn", 1, dict(layout)))
+        config.write_text(configuration(work, self.folder, self.folder / "learn", 1, dict(layout)))
         command = [str(HERE / "learn_worker.py"), str(config), str(result)]
-        command += ["--work", json.dumps(asdict(self.work)), "--repeats", str(self.repeats + 2)]
+        command += ["--work", json.dumps(asdict(work)), "--repeats", str(self.repeats + 1)]
         torchrun(command, choice.processes, choice.threads, self.folder / "learn.log", 1800)
         found = json.loads(result.read_text())
         our_name, *peers = found["seconds"]
@@ -194,7 +199,7 @@ def make_trl() -> None:
         raise ChildFailed("TRL's environment could not be made: run benchmarks/make_trl_venv.sh to see why")
 
 
-def measure(bench: Bench, quick: bool, without: Sequence[str]) -> None:
+def measure(bench: Bench, quick: bool, without: Sequence[str], continuous: bool) -> None:
     """Run all parts; one that fails is reported and the others go on."""
     available = cores()
     choices = our_choices(available)[: 1 if quick else None]
@@ -206,6 +211,8 @@ def measure(bench: Bench, quick: bool, without: Sequence[str]) -> None:
             choices = trl_choices(available, bench.work)[: 1 if quick else None]
             best = bench.best("TRL", choices, lambda c, work: bench.trl(c, work, 2)["seconds"][-1])
             bench.measure_trl(best, ours)
+            if continuous:
+                bench.measure_trl(replace(best, continuous=True), ours)
         except ChildFailed as error:
             bench.report.fail(f"TRL: {error}")
     if "learn" not in without:
@@ -217,8 +224,9 @@ def measure(bench: Bench, quick: bool, without: Sequence[str]) -> None:
 
 def main() -> int:
     """Measure, print, write; return the exit code."""
-    parser = arguments(__doc__, repeats=3)
+    parser = arguments(__doc__, repeats=2)
     parser.add_argument("--without", default="", help="parts to leave out: " + ",".join(PARTS))
+    parser.add_argument("--continuous-batching", action="store_true", help="measure TRL with that, too")
     parser.add_argument("--keep", type=Path, default=None, metavar="DIR", help="keep logs and runs in DIR")
     options = parser.parse_args()
     without = [name for name in options.without.split(",") if name]
@@ -231,9 +239,9 @@ def main() -> int:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         make(folder, work)
-        bench = Bench(folder, work, options.repeats or (2 if options.quick else 3), report)
+        bench = Bench(folder, work, options.repeats or 2, report)
         try:
-            measure(bench, options.quick, without)
+            measure(bench, options.quick, without, options.continuous_batching)
         except ChildFailed as error:
             report.fail(str(error))
         report.note("aims: samples/s at least 2 times TRL's; learn phase at most 1.05 of bare Megatron-Core")

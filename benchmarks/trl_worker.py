@@ -59,6 +59,8 @@ def settings(options: argparse.Namespace) -> Any:
         disable_tqdm=True,
         dataloader_pin_memory=False,
         use_transformers_continuous_batching=options.continuous_batching,
+        # Bounded, because it would take nearly all of the host's memory in each process.
+        transformers_continuous_batching_config={"num_blocks": 128, "max_batch_tokens": 512},
     )
 
 

@@ -117,7 +117,7 @@ def build_model(work: Workload, tokenizer: Any, seed: int) -> Any:
         model.lm_head.weight[:, 0] = 0.0
         end = model.lm_head.weight[SPECIAL.index(EOS)]
         end.zero_()
-        tokens = torch.randint(len(SPECIAL), len(tokenizer), (4, 64))
+        tokens = torch.randint(len(SPECIAL), len(tokenizer), (32, 64))
         hidden = model.model(tokens).last_hidden_state[:, 8:].flatten(0, 1)
         others = torch.logsumexp(model.lm_head(hidden)[:, len(SPECIAL) :], -1)
         end[0] = _strength(hidden[:, 0], others, work.end_probability)

@@ -1,0 +1,77 @@
+"""What the benchmarks compute apart from measuring: records, ratios, phases, and the work they give."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import modules of the benchmarks folder, which its scripts import by their bare names."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    before = set(sys.modules)
+    yield __import__
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and Path(sys.modules[name].__file__).parent == FOLDER:
+            del sys.modules[name]
+
+
+def test_records_carry_every_field_of_the_format(beside: Any, tmp_path: Path, capsys: Any) -> None:
+    common = beside("common")
+    report = common.Report("name")
+    report.add("case", "ours", "step", "s", [3.0, 1.0, 2.0], 0.5)
+    assert report.finish(tmp_path / "out.json") == 0
+    (record,) = json.loads((tmp_path / "out.json").read_text())
+    assert {name: record[name] for name in ("median", "minimum", "maximum", "repeats", "ratio_to_peer")} == {
+        "median": 2.0, "minimum": 1.0, "maximum": 3.0, "repeats": 3, "ratio_to_peer": 0.5,
+    }  # fmt: skip
+    assert record["versions"]["torch"] and record["hardware"]["cores"] >= 1
+    assert "ours" in capsys.readouterr().out
+    report.fail("a part")
+    assert report.finish(None) == 1
+    assert "NOT MEASURED: a part" in capsys.readouterr().out
+
+
+def test_paired_ratio_is_unmoved_by_a_load_that_both_feel(beside: Any) -> None:
+    assert beside("common").paired_ratio([1.0, 10.0, 3.0], [2.0, 20.0, 6.0]) == 0.5
+
+
+def test_a_failed_process_is_told_with_the_end_of_its_output(beside: Any, tmp_path: Path) -> None:
+    common = beside("common")
+    script = tmp_path / "broken.py"
+    script.write_text("raise SystemExit('the reason')")
+    with pytest.raises(common.ChildFailed, match="the reason"):
+        common.torchrun([str(script)], 1, 1, tmp_path / "log", 60)
+
+
+def test_phases_are_disjoint_and_add_up(beside: Any) -> None:
+    step = {
+        "time/step": 10.0, "time/generate": 5.0, "time/reshard": 0.5, "time/reshard_verify": 0.25,
+        "time/score": 1.0, "time/learn": 3.0,
+    }  # fmt: skip
+    parts = beside("step_time").phases([step])
+    assert parts["generate"] == [4.25] and parts["reshard"] == [0.75] and parts["rest"] == [1.0]
+    assert sum(values[0] for name, values in parts.items() if name != "step") == parts["step"][0]
+
+
+def test_the_model_ends_responses_as_often_as_it_says(beside: Any) -> None:
+    workload = beside("workload")
+    work = workload.Workload(
+        2, 2, 64, hidden=64, layers=2, heads=2, kv_heads=2, intermediate=96, vocabulary=256
+    )
+    model = workload.build_model(work, workload.build_tokenizer(work.vocabulary), seed=3)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        logits = model(torch.randint(4, 256, (8, 48))).logits[:, 8:]
+    ends = logits.softmax(-1)[..., workload.SPECIAL.index(workload.EOS)]
+    assert float(ends.mean()) == pytest.approx(work.end_probability, rel=0.3)
+    drawn = [length for seed in range(200) for length in workload.lengths(work, seed)]
+    assert 0.34 < sum(drawn) / len(drawn) / 64 < 0.46 and max(drawn) == 64 and min(drawn) == 1
