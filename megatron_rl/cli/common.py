@@ -30,12 +30,13 @@ def checked(
     without_files: bool = False,
 ) -> CheckReport:
     """Load and check the configuration of a command; raises UserErrors where it cannot be read at all."""
-    path = Path(arguments.config)
+    loaded = load(Path(arguments.config), arguments.overrides)
+    folders = [file.parent / "models" for file in loaded.files]
     return check_config(
-        load(path, arguments.overrides),
+        loaded,
         world_size,
         algorithm_of=get_algorithm,
         training=training,
         without_files=without_files,
-        shipped_models=path.parent / "models",
+        shipped_models=next((folder for folder in folders if folder.is_dir()), None),
     )

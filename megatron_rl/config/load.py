@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.base import read_with_base, refuse_base
 from megatron_rl.config.build import Build, build, format_ranges
 from megatron_rl.config.errors import UserError, UserErrors
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.source import Origin, apply_overrides, one_line, read_file, read_tree
+from megatron_rl.config.source import Origin, apply_overrides, one_line, read_tree
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class LoadedConfig:
     """Hold a configuration with the origin of each value and every mistake found while loading.
 
     Where ``errors`` is not empty, ``broken`` names the paths whose value is a placeholder or a default;
-    None for ``config`` means that no text could be read at all.
+    None for ``config`` means that a file could not be read. ``files`` are those that were, the named one
+    first, then its base and so on.
     """
 
     config: RunConfig | None
@@ -27,6 +29,7 @@ class LoadedConfig:
     origins: Mapping[str, Origin]
     errors: tuple[UserError, ...] = ()
     broken: frozenset[str] = frozenset()
+    files: tuple[Path, ...] = ()
 
     def valid(self) -> RunConfig:
         """Return the configuration, or raise UserErrors with every mistake."""
@@ -36,12 +39,15 @@ class LoadedConfig:
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:
-    """Read a YAML file and ``key.path=value`` overrides, collecting mistakes instead of raising."""
+    """Read a YAML file and ``key.path=value`` overrides, collecting mistakes instead of raising.
+
+    ``base: other.yaml`` in the file lays it over another one, see `base`.
+    """
     errors: list[UserError] = []
-    tree = read_file(Path(path), errors)
-    if errors and not tree.children:
-        return LoadedConfig(None, Path(path), {}, tuple(errors))
-    return _finish(tree, Path(path), overrides, errors)
+    tree, files = read_with_base(Path(path), errors)
+    if tree is None:
+        return LoadedConfig(None, Path(path), {}, tuple(errors), files=files)
+    return replace(_finish(tree, Path(path), overrides, errors), files=files)
 
 
 def load_text(text: str, overrides: Iterable[str] = (), name: str = "configuration") -> LoadedConfig:
@@ -60,6 +66,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 def _finish(tree: Any, path: Path | None, overrides: Iterable[str], errors: list[UserError]) -> LoadedConfig:
     apply_overrides(tree, overrides, errors)
+    refuse_base(tree, errors)
     found = Build(errors=errors)
     config = build(RunConfig, tree, found)
     return LoadedConfig(config, path, found.origins, tuple(found.errors), frozenset(found.broken))

@@ -129,7 +129,7 @@ def read_file(path: Path, errors: list[UserError]) -> Section:
                 where=str(path),
                 expected="a YAML file",
                 got="no such file" if path.parent.is_dir() else f"no directory {path.parent}",
-                fix=_neighbours(path),
+                fix=neighbours(path),
             )
         )
         return Section()
@@ -252,7 +252,8 @@ def _kind(node: yaml.Node) -> str:
     return "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
 
 
-def _neighbours(path: Path) -> str:
+def neighbours(path: Path) -> str:
+    """Return what to try where a file is not there: the YAML files beside it, or the spelling."""
     try:
         found = sorted(entry.name for entry in path.parent.glob("*.yaml"))[:8]
     except OSError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.rewards.arithmetic import exact_match
+from megatron_rl.rewards.arithmetic import exact_match, match_and_length
 from megatron_rl.rewards.math_answer import as_number, last_boxed, marked_answer, marked_number
 
 
@@ -21,6 +21,15 @@ from megatron_rl.rewards.math_answer import as_number, last_boxed, marked_answer
 )
 def test_exact_match(response: str, truth: object, reward: float) -> None:
     assert exact_match(prompt="37+58=", response=response, ground_truth=truth, metadata={}) == reward
+
+
+def test_match_and_length_gives_two_components() -> None:
+    def score(response: str) -> dict[str, float]:
+        return match_and_length(prompt="37+58=", response=response, ground_truth=95, metadata={})
+
+    assert score(" 95") == {"reward": 1.0, "match": 1.0, "length": 1.0}
+    assert score("85") == {"reward": 0.0, "match": 0.0, "length": 1.0}
+    assert score("") == {"reward": 0.0, "match": 0.0, "length": 0.0}
 
 
 def test_marked_answers_are_found() -> None:

@@ -1,0 +1,152 @@
+"""A configuration file laid over another one, and the recipes that use it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from config_workspace import CONFIG, write_workspace
+
+from megatron_rl.algorithms.names import ALGORITHMS
+from megatron_rl.cli.main import main
+from megatron_rl.config.errors import UserErrors
+from megatron_rl.config.load import dump, load, load_config, load_text
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "base.yaml").write_text(CONFIG)
+    (tmp_path / "recipes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(name: str, text: str) -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def test_the_files_values_lie_over_the_bases(folder: Path) -> None:
+    text = "base: ../base.yaml\nsteps: 3\nactor: {layout: {tensor: 4}, recompute: full}\ndata: {eval: null}\n"
+    loaded = load(write("recipes/a.yaml", text), ["batch.prompts_per_step=2"])
+    config = loaded.valid()
+    assert (config.steps, config.actor.layout.tensor, config.actor.layout.pipeline) == (3, 4, 2)
+    assert (
+        config.actor.recompute == "full" and config.data.eval is None and config.data.train == "train.jsonl"
+    )
+    assert config.batch.prompts_per_step == 2 and config.batch.samples_per_prompt == 4
+    assert [str(file) for file in loaded.files] == ["recipes/a.yaml", "base.yaml"]
+
+
+def test_every_value_keeps_the_place_where_it_is_written(folder: Path) -> None:
+    origins = load(write("recipes/a.yaml", "base: ../base.yaml\nactor: {layout: {tensor: 4}}\n")).origins
+    assert str(origins["actor.layout.tensor"]) == "recipes/a.yaml:2"
+    assert str(origins["actor.layout.pipeline"]) == "base.yaml:19"
+    assert str(origins["seed"]) == "default" and "base" not in origins
+
+
+def test_a_base_may_have_a_base_and_a_list_replaces_a_list(folder: Path) -> None:
+    write("middle.yaml", "base: base.yaml\nsteps: 7\nrollout: {stop: [a, b]}\n")
+    loaded = load(write("recipes/a.yaml", "base: ../middle.yaml\nrollout: {stop: [c]}\n"))
+    config = loaded.valid()
+    assert (config.steps, config.rollout.stop, config.rollout.tensor) == (7, ("c",), 2)
+    assert str(loaded.origins["steps"]) == "middle.yaml:2" and len(loaded.files) == 3
+    assert load_text(dump(config, loaded.origins)).valid() == config
+
+
+def test_a_base_alone_is_the_base(folder: Path) -> None:
+    assert load_config(write("recipes/a.yaml", "base: ../base.yaml\n")) == load_config("base.yaml")
+
+
+def test_check_shows_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    write_workspace(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write("recipe.yaml", "base: config.yaml\nsteps: 3\n")
+    assert main(["check", "recipe.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "recipe.yaml:2" in shown and "config.yaml:6" in shown
+
+
+def one_error(path: str, *overrides: str) -> dict[str, str | None]:
+    with pytest.raises(UserErrors) as caught:
+        load_config(path, overrides)
+    assert len(caught.value.errors) == 1, caught.value
+    return caught.value.errors[0].to_json()
+
+
+def test_a_base_that_is_not_there(folder: Path) -> None:
+    assert one_error(write("recipes/a.yaml", "steps: 3\nbase: ../bse.yaml\n")) == {
+        "message": "the file that `base` names does not exist",
+        "where": "recipes/a.yaml:2",
+        "expected": "a YAML file, relative to recipes",
+        "got": "bse.yaml: no such file",
+        "fix": "files beside it: base.yaml",
+    }
+
+
+def test_a_circle_of_bases(folder: Path) -> None:
+    write("b.yaml", "base: recipes/a.yaml\n")
+    assert one_error(write("recipes/a.yaml", "base: ../b.yaml\n")) == {
+        "message": "`base` leads back to a file that was already read",
+        "where": "b.yaml:1",
+        "expected": "a chain of files that ends",
+        "got": "recipes/a.yaml -> b.yaml -> recipes/a.yaml",
+        "fix": "remove `base` from one of them",
+    }
+
+
+@pytest.mark.parametrize("value", ["[base.yaml]", "3", "{a: b}", "''", "null"])
+def test_a_base_that_is_no_name(folder: Path, value: str) -> None:
+    error = one_error(write("recipes/a.yaml", f"base: {value}\nsteps: 3\n"))
+    assert error["message"] == "`base` is not the name of one file" and error["where"] == "recipes/a.yaml:1"
+
+
+def test_a_base_that_is_a_folder_or_no_yaml(folder: Path) -> None:
+    assert one_error(write("a.yaml", "base: recipes\n"))["got"] == "recipes: a directory"
+    write("b.yaml", "a: [1\n")
+    assert one_error(write("a.yaml", "base: b.yaml\n"))["message"] == (
+        "the configuration file is not valid YAML"
+    )
+
+
+def test_a_base_is_for_files_only(folder: Path) -> None:
+    message = "`base` can only be written in a configuration file"
+    assert one_error("base.yaml", "base=recipes/a.yaml")["message"] == message
+    with pytest.raises(UserErrors, match=message):
+        load_text("base: base.yaml\n" + CONFIG).valid()
+
+
+def test_every_algorithm_without_a_critic_has_a_recipe() -> None:
+    found, critics = {path.stem for path in RECIPES}, {"ppo", "vapo"}
+    assert {name for name, algorithm in ALGORITHMS.items() if algorithm.needs_critic} == critics
+    assert found - critics == set(ALGORITHMS) - critics
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_say_in_a_few_lines_what_they_are(path: Path) -> None:
+    """That each passes `check` is tested with the other configurations of the folder."""
+    config = load_config(path)
+    assert config.algorithm.name == path.stem and config.run_dir == f"runs/recipes/{path.stem}"
+    assert len([line for line in path.read_text().splitlines() if not line.startswith("#")]) <= 12
+
+
+def test_recipes_need_no_data_to_be_checked(tmp_path: Path) -> None:
+    """The shape of the model comes with the base's folder where the run's data is still to be made."""
+    target = tmp_path / "configs"
+    (target / "recipes").mkdir(parents=True)
+    (target / "models").symlink_to(ROOT / "configs/models")
+    for name in ("quickstart.yaml", "recipes/grpo.yaml"):
+        (target / name).write_text((ROOT / "configs" / name).read_text())
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl", "check", "configs/recipes/grpo.yaml"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "MEMORY" in done.stdout, done.stdout + done.stderr
