@@ -1,16 +1,22 @@
 """Log-probs and entropy straight from hidden states, over vocabulary shards, in bounded memory.
 
 The logits of a micro-batch never exist at once: a chunk of tokens is projected, reduced and dropped,
-and projected again in the backward pass. Memory is O(chunk * V / tensor parallel).
+and projected again in the backward pass. Memory is O(chunk * V / tensor parallel). On an accelerator with
+Triton the forward pass is one kernel that writes no logits at all (`log_probs_triton`).
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import warnings
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_rl.parallel import device
 
 _MASKED = -1e30  # finite, so that probability * logit is 0 and not NaN
 
@@ -32,19 +38,10 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor,
         shard: VocabularyShard, chunk: int, reduce_hidden_gradient: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        parts = []
-        for begin in range(0, len(hidden), chunk):
-            end = begin + chunk
-            logits = _logits(hidden[begin:end], weight, temperature[begin:end], shard)
-            peak = logits.amax(dim=-1)
-            local, mine = _local_targets(targets[begin:end], weight, shard)
-            target = logits.gather(1, local[:, None])[:, 0].masked_fill(~mine, _MASKED)
-            shifted = logits.sub_(peak[:, None])
-            exponents = shifted.exp()
-            total = exponents.sum(dim=-1)
-            weighted = exponents.mul_(shifted).sum(dim=-1)
-            parts.append(torch.stack((peak, total, weighted, target)))
-        stats = torch.cat(parts, dim=1)
+        if kernel_applies(hidden, weight):
+            stats = kernel_statistics(hidden, weight, targets, temperature, shard)
+        else:
+            stats = chunked_statistics(hidden, weight, targets, temperature, shard, chunk)
         log_normaliser, log_probs, entropy = _combine(_gather(stats, shard.group))
         ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy)
         ctx.shard, ctx.chunk, ctx.reduce = shard, chunk, reduce_hidden_gradient
@@ -73,6 +70,77 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return hidden_gradient, weight_gradient, None, None, None, None, None
 
 
+def chunked_statistics(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: VocabularyShard, chunk: int
+) -> Tensor:
+    """Return [4, n]: what a softmax over this shard needs, from logits of ``chunk`` tokens at a time.
+
+    The four are the peak of logits, the sum of exp(logit - peak), the sum of exp(logit - peak) * (logit -
+    peak), and the target's logit (a very low number where another shard holds it).
+    """
+    parts = []
+    for begin in range(0, len(hidden), chunk):
+        end = begin + chunk
+        logits = _logits(hidden[begin:end], weight, temperature[begin:end], shard)
+        peak = logits.amax(dim=-1)
+        local, mine = _local_targets(targets[begin:end], weight, shard)
+        target = logits.gather(1, local[:, None])[:, 0].masked_fill(~mine, _MASKED)
+        shifted = logits.sub_(peak[:, None])
+        exponents = shifted.exp()
+        total = exponents.sum(dim=-1)
+        weighted = exponents.mul_(shifted).sum(dim=-1)
+        parts.append(torch.stack((peak, total, weighted, target)))
+    return torch.cat(parts, dim=1)
+
+
+def kernel_statistics(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: VocabularyShard
+) -> Tensor:
+    """Return what `chunked_statistics` returns, from the Triton kernel; needs an accelerator."""
+    from megatron_rl.parallel.log_probs_triton import split_statistics
+
+    real = min(max(shard.size - shard.start, 0), len(weight))
+    return _merge(split_statistics(hidden, weight, targets - shard.start, temperature, real))
+
+
+def kernel_applies(hidden: Tensor, weight: Tensor) -> bool:
+    """Say whether the Triton kernel serves these tensors: half precision on an accelerator where it works."""
+    if device.on_host() or importlib.util.find_spec("triton") is None:
+        return False
+    from megatron_rl.parallel.log_probs_triton import FAST
+
+    rows = hidden.stride(-1) == weight.stride(-1) == 1
+    return hidden.dtype == weight.dtype and hidden.dtype in FAST and rows and kernel_works(hidden.dtype)
+
+
+@functools.cache
+def kernel_works(dtype: torch.dtype) -> bool:
+    """Say whether the kernel compiles here and gives the chunked version's numbers; warn where it does not.
+
+    Tried once per process and dtype on a small problem, before training relies on it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 192, generator=generator) / 4 for rows in (150, 700))
+    targets = torch.randint(0, 690, (150,), generator=generator)
+    temperature = 0.5 + torch.rand(150, generator=generator)
+    here = device.device()
+    shard = VocabularyShard(0, 690, None)
+    states, words = hidden.to(here, dtype), weight.to(here, dtype)
+    rest = (targets.to(here), temperature.to(here), shard)
+    try:
+        found = torch.stack(_combine(kernel_statistics(states, words, *rest)[None]))
+    except Exception as error:  # Triton's own errors: no compiler, an unknown card, too little memory on it
+        warnings.warn(f"the Triton kernel of log-probs does not run here: {error}", stacklevel=2)
+        return False
+    # In float32 from the same rounded numbers: their products are exact there.
+    wanted = torch.stack(_combine(chunked_statistics(states.float(), words.float(), *rest, 150)[None]))
+    difference = float((found - wanted).abs().max())
+    if difference < 1e-3:
+        return True
+    warnings.warn(f"the Triton kernel of log-probs is wrong here by {difference:.3g}", stacklevel=2)
+    return False
+
+
 def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor, shard: VocabularyShard) -> Tensor:
     logits = hidden @ weight.t()
     if logits.dtype not in (torch.float32, torch.float64):
@@ -98,15 +166,20 @@ def _gather(stats: Tensor, group: Any) -> Tensor:
     return gathered
 
 
-def _combine(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the shards' (peak, sum of exp, sum of exp * logit, target logit); sums are relative to it."""
+def _merge(stats: Tensor) -> Tensor:
+    """Merge parts of a vocabulary, [parts, 4, n] of `chunked_statistics`, to those of the whole, [4, n]."""
     peak, total, weighted, target = stats.unbind(dim=1)
     top = peak.amax(dim=0)
     scale = (peak - top).exp()
-    sum_exp = (total * scale).sum(dim=0)
-    sum_weighted = ((weighted + (peak - top) * total) * scale).sum(dim=0)
-    log_sum = sum_exp.log()
-    return top + log_sum, target.amax(dim=0) - top - log_sum, log_sum - sum_weighted / sum_exp
+    weighted = ((weighted + (peak - top) * total) * scale).sum(dim=0)
+    return torch.stack((top, (total * scale).sum(dim=0), weighted, target.amax(dim=0)))
+
+
+def _combine(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log normaliser, log-prob of the target and entropy from all parts of the vocabulary."""
+    top, total, weighted, target = _merge(stats)
+    log_sum = total.log()
+    return top + log_sum, target - top - log_sum, log_sum - weighted / total
 
 
 def vocab_parallel_log_probs(

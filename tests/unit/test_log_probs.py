@@ -68,6 +68,23 @@ def test_shards_combine_to_the_whole(parts):
     torch.testing.assert_close(entropy, wanted_entropy.detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_parts_of_shards_merge_in_any_order():
+    states, weight, targets, temperature, vocabulary = (
+        value.detach() if isinstance(value, torch.Tensor) else value for value in _case()
+    )
+
+    def part(first: int, last: int) -> torch.Tensor:
+        shard = VocabularyShard(first, min(last, vocabulary), ALONE)
+        return module.chunked_statistics(states, weight[first:last], targets, temperature, shard, 4)
+
+    parts = [part(first, first + 4) for first in (0, 4, 8, 12)]
+    halves = [module._merge(torch.stack(parts[half : half + 2])) for half in (0, 2)]
+    for one, other in zip(
+        module._combine(torch.stack(halves)), module._combine(part(0, 16)[None]), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_no_token_keeps_the_graph():
     states, weight, *_ = _case()
     found, _ = vocab_parallel_log_probs(
