@@ -171,7 +171,8 @@ def _legend(layouts: Mapping[str, RoleLayout]) -> str:
 def _roles(report: CheckReport) -> list[str]:
     layouts = report.layouts or {}
     world, node = report.world_size, min(report.config.gpus_per_node, _RANKS_IN_A_ROW)
-    lines = [f"{role:<10} {_words(layout)}" for role, layout in layouts.items()]
+    names = max(len(role) for role in layouts)
+    lines = [f"{role:<{names}} {_words(layout)}" for role, layout in layouts.items()]
     starts = list(range(0, world, node))
     shown = starts if len(starts) <= _MAX_BLOCKS else [*starts[:3], starts[-1]]
     cells = {
@@ -186,11 +187,11 @@ def _roles(report: CheckReport) -> list[str]:
         ranks = range(start, min(start + node, world))
         if position and start != shown[position - 1] + node:
             lines += ["", f"... {(start - shown[position - 1]) // node - 1} more blocks of {node} ranks ..."]
-        lines += ["", "rank       |" + "|".join(f"{rank:^{width}}" for rank in ranks) + "|"]
-        lines.append("-----------+" + "+".join("-" * width for _ in ranks) + "+")
+        lines += ["", f"{'rank':<{names}} |" + "|".join(f"{rank:^{width}}" for rank in ranks) + "|"]
+        lines.append("-" * (names + 1) + "+" + "+".join("-" * width for _ in ranks) + "+")
         for role in layouts:
             row = "|".join(f"{cells[role][rank]:^{width}}" for rank in ranks)
-            lines.append(f"{role:<10} |{row}|")
+            lines.append(f"{role:<{names}} |{row}|")
     return lines
 
 

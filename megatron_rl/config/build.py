@@ -53,6 +53,13 @@ def section_class(hint: Any) -> type | None:
     return None
 
 
+def entry_class(hint: Any) -> type | None:
+    """Return the dataclass of the values of a ``dict[str, dataclass]``, or None where it is another type."""
+    if typing.get_origin(hint) is dict:
+        return section_class(typing.get_args(hint)[1])
+    return None
+
+
 def known_paths(cls: type, prefix: str = "") -> list[str]:
     """Return the dotted path of every plain value below a dataclass."""
     result = []
@@ -89,6 +96,13 @@ def build(cls: type, section: Section, found: Build, path: str = "", defaults: A
 
 
 def _value(hint: Any, node: Leaf | Section | None, default: Any, path: str, found: Build) -> Any:
+    entry = entry_class(hint)
+    if entry is not None and isinstance(node, Section) and node.children:
+        missing = dataclasses.MISSING
+        return {
+            name: _value(entry, child, missing, f"{path}.{name}", found)
+            for name, child in node.children.items()
+        }
     below = section_class(hint)
     optional = type(None) in _options(hint)
     if below is None:
@@ -174,6 +188,8 @@ def _convert(option: Any, raw: Any) -> tuple[bool, Any]:
     origin, arguments = typing.get_origin(option), typing.get_args(option)
     if origin is tuple:
         return _tuple(arguments[0], raw)
+    if origin is dict and section_class(arguments[1]) is not None:
+        return raw == {}, {}
     if origin is dict:
         return _mapping(arguments[1], raw)
     return False, raw
@@ -265,7 +281,6 @@ def _placeholder(hint: Any) -> Any:
 _EXAMPLES = {
     "model.path": "models/Qwen2.5-7B-Instruct",
     "data.train": "data/train.jsonl",
-    "reward.function": "my_rewards:score",
     "run_dir": "runs/first",
     "steps": "200",
     "sft.data": "data/sft.jsonl",
@@ -299,7 +314,7 @@ def _words(option: Any) -> str:
         return "a list of texts"
     if origin is dict and arguments[1] is str:
         return "a section of names and texts"
-    if origin is dict and typing.get_origin(arguments[1]) is dict:
+    if origin is dict and (typing.get_origin(arguments[1]) is dict or section_class(arguments[1])):
         return "a section of named sections"
     return "a section of names and values" if origin is dict else "a value"
 

@@ -11,12 +11,12 @@ from typing import Any
 from megatron_rl.config.check_files import Files
 from megatron_rl.config.check_inputs import Inputs, check_inputs
 from megatron_rl.config.check_layout import (
+    check_asynchrony,
     check_budget,
     check_layout,
     check_lengths,
     check_model,
     check_world,
-    where_of,
 )
 from megatron_rl.config.check_passthrough import check_passthrough
 from megatron_rl.config.check_values import check_values
@@ -26,7 +26,6 @@ from megatron_rl.config.derive import (
     BatchPlan,
     batch_plan,
     resolve,
-    role_layouts,
     smallest_world,
 )
 from megatron_rl.config.errors import UserError, UserErrors, each
@@ -34,6 +33,7 @@ from megatron_rl.config.layout import RoleLayout
 from megatron_rl.config.load import LoadedConfig, flatten
 from megatron_rl.config.memory import RankMemory, memory_plan
 from megatron_rl.config.model_shape import ModelShape
+from megatron_rl.config.placement import layout_sections, role_layouts, where_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.source import DEFAULT, Origin
 from megatron_rl.config.weight_sync import SyncPlan, sync_plan
@@ -119,6 +119,7 @@ def check_config(
     algorithm = _algorithm(check, algorithm_of)
     world = _world(check)
     layouts = _layouts(check, world)
+    check.add(check_asynchrony(loaded.config, layouts, algorithm))
     if check.fine("actor.megatron", "rollout.vllm"):
         check.add(check_passthrough(loaded.config))
     files = Files(prepare=loaded.config.prepare, absent=without_files)
@@ -204,18 +205,6 @@ def _algorithm(check: _Check, algorithm_of: AlgorithmOf | None) -> Any:
         except UserError as error:
             fix = "set other values in algorithm.settings"
             check.add(_completed(error, "settings that go together", repr(config.algorithm.settings), fix))
-    if known.needs_critic:
-        check.add(
-            [
-                UserError(
-                    f"the algorithm {config.algorithm.name} needs a critic, which a run cannot have yet",
-                    where="algorithm.name",
-                    expected="an algorithm without a critic, such as grpo",
-                    got=config.algorithm.name,
-                    fix="set algorithm.name=grpo",
-                )
-            ]
-        )
     return known
 
 
@@ -256,7 +245,7 @@ def _world(check: _Check) -> int:
     known = config.world_size if config.world_size is not None else check.launched
     if known is not None and 1 <= known <= MAX_WORLD:
         return known
-    if not check.fine("actor.layout", "reference.layout", "rollout.tensor", "rollout.ranks", "world_size"):
+    if not check.fine(*layout_sections(config), "rollout.tensor", "rollout.ranks", "world_size"):
         return 1
     world = smallest_world(config)
     if world > MAX_WORLD:
@@ -287,9 +276,11 @@ def _too_large(world: int) -> UserError:
 
 def _layouts(check: _Check, world: int) -> dict[str, RoleLayout]:
     """Return the layouts whose own values are fine, after checking them."""
-    layouts = {}
+    layouts, sections = {}, layout_sections(check.config)
+    if not check.fine("placement"):
+        return layouts
     for role, layout in role_layouts(check.config, world).items():
-        own = role != "reference" or (check.config.reference and check.config.reference.layout)
+        own = role == "rollout" or sections[where_of(role)] is not None
         where = where_of(role) if own else "actor.layout"
         paths = ("rollout.tensor", "rollout.ranks") if role == "rollout" else (where,)
         if check.fine("world_size", *paths):
@@ -306,8 +297,8 @@ def _check_model(check: _Check, shape: ModelShape | None, layouts: Mapping[str, 
     if shape is None:
         return
     for role, layout in layouts.items():
-        own = role != "reference" or (check.config.reference and check.config.reference.layout)
-        if own:
+        own = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
+        if own and not role.startswith("reward."):
             overrides = check.config.actor.megatron if role == "actor" else {}
             check.add(check_model(layout, shape, overrides))
     if lengths:

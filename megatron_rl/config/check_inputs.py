@@ -38,10 +38,20 @@ def check_inputs(check: Inputs) -> None:
         check.shape = _model(check, config.model.path, "model.path")
     reference = config.reference
     if reference is not None and reference.path is not None and check.fine("reference.path"):
-        shape = _model(check, reference.path, "reference.path")
-        if shape is not None and check.shape is not None and shape.vocab != check.shape.vocab:
-            check.errors.append(_other_vocabulary(shape, check.shape))
+        _same_vocabulary(check, reference.path, "reference.path")
+    critic = config.critic
+    if critic is not None and critic.path is not None and check.fine("critic.path"):
+        _same_vocabulary(check, critic.path, "critic.path")
     fields = {config.data.prompt_field: "data.prompt_field"}
+    for name, model in config.reward.models.items():
+        where = f"reward.models.{name}"
+        if not check.fine(where):
+            continue
+        _same_vocabulary(check, model.path, f"{where}.path")
+        if model.training is not None:
+            both = {model.training.chosen_field: f"{where}.training.chosen_field"}
+            both |= {model.training.rejected_field: f"{where}.training.rejected_field"}
+            check_data(Path(model.training.data), f"{where}.training.data", {**fields, **both}, files)
     if check.fine("data.train", "data.prompt_field"):
         check.preview = check_data(Path(config.data.train), "data.train", fields, files)
         _check_prompts(check)
@@ -108,13 +118,20 @@ def _shipped(folder: Path | None, path: Path) -> Path | None:
     return next((item for item in found if item.is_file()), None)
 
 
-def _other_vocabulary(reference: ModelShape, actor: ModelShape) -> UserError:
-    return UserError(
-        "the reference has another vocabulary than the model",
-        where="reference.path",
-        expected=f"{actor.vocab} tokens",
-        got=f"{reference.vocab} tokens",
-        fix="use a reference of the same model family and tokenizer",
+def _same_vocabulary(check: Inputs, path: str, where: str) -> None:
+    """Check the files of another role's model, which reads the actor's tokens."""
+    shape, actor = _model(check, path, where), check.shape
+    if shape is None or actor is None or shape.vocab == actor.vocab:
+        return
+    role = where.removesuffix(".path")
+    check.errors.append(
+        UserError(
+            f"the {role} has another vocabulary than the model",
+            where=where,
+            expected=f"{actor.vocab} tokens",
+            got=f"{shape.vocab} tokens",
+            fix=f"use a {role} of the same model family and tokenizer",
+        )
     )
 
 

@@ -16,7 +16,9 @@ _EXPECTED = "module:function, or path/to/file.py:function"
 
 
 def check_reward(reward: RewardConfig) -> list[UserError]:
-    """Return what is wrong with the name, the place and the parameters of the reward function."""
+    """Return what is wrong with the name, the place and the parameters of the reward function, if any."""
+    if reward.function is None:
+        return []
     place, colon, name = reward.function.rpartition(":")
     if not colon or not place or not name.isidentifier():
         return [_name_error(reward.function)]

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rl.config.derive import MAX_WORLD
 from megatron_rl.config.errors import UserError, nearest
 from megatron_rl.config.load import flatten
+from megatron_rl.config.placement import PLACEMENTS
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.source import describe
 
@@ -17,7 +18,10 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "model.attention": (None, "transformer_engine", "torch"),
     "actor.optimizer.decay": ("constant", "linear", "cosine"),
     "sft.optimizer.decay": ("constant", "linear", "cosine"),
+    "critic.optimizer.decay": ("constant", "linear", "cosine"),
     "actor.recompute": ("none", "selective", "full"),
+    "critic.recompute": ("none", "selective", "full"),
+    "placement": PLACEMENTS,
     "rollout.engine": ("vllm", "torch"),
     "hybrid_engine.verify": ("full", "sampled", "off"),
     "data.over_long": ("drop", "error"),
@@ -75,7 +79,9 @@ _NEVER = "a number above `steps` means never"
 RANGES: Mapping[str, Range] = {
     **{f"actor.layout.{name}": rule for name, rule in _LAYOUT.items()},
     **{f"reference.layout.{name}": rule for name, rule in _LAYOUT.items()},
+    **{f"critic.layout.{name}": rule for name, rule in _LAYOUT.items()},
     **{f"actor.optimizer.{name}": rule for name, rule in _OPTIMIZER.items()},
+    **{f"critic.optimizer.{name}": rule for name, rule in _OPTIMIZER.items()},
     **{f"sft.optimizer.{name}": rule for name, rule in _OPTIMIZER.items()},
     "rollout.tensor": _SIZE,
     "rollout.temperature": Range(
@@ -89,6 +95,8 @@ RANGES: Mapping[str, Range] = {
     "mismatch.warn": _POSITIVE,
     "mismatch.stop": _POSITIVE,
     "data.max_prompt_tokens": _COUNT,
+    "critic.warmup_steps": _NOT_NEGATIVE,
+    "asynchrony.steps_ahead": Range(0, 64, fix="1 is one-step-off-policy, 0 the synchronous order"),
     "reward.timeout": _POSITIVE,
     "reward.workers": Range(1, 1024),
     "batch.prompts_per_step": _COUNT,
@@ -112,8 +120,17 @@ RANGES: Mapping[str, Range] = {
     "rank_timeout": _POSITIVE,
 }
 
+MODEL_RANGES: Mapping[str, Range] = {
+    **{f"layout.{name}": rule for name, rule in _LAYOUT.items()},
+    **{f"training.optimizer.{name}": rule for name, rule in _OPTIMIZER.items()},
+    "training.steps": _COUNT,
+    "training.pairs_per_step": _COUNT,
+}
+"""Below reward.models.NAME."""
+
 NOT_EMPTY = (
     "model.path",
+    "critic.path",
     "reference.path",
     "data.train",
     "data.eval",
@@ -143,7 +160,10 @@ def check_values(config: RunConfig) -> list[UserError]:
     for path, options in CHOICES.items():
         if path in values and values[path] not in options:
             errors.append(_choice_error(path, values[path], options))
-    for path, rule in RANGES.items():
+    ranges = dict(RANGES)
+    for name in config.reward.models:
+        ranges |= {f"reward.models.{name}.{value}": rule for value, rule in MODEL_RANGES.items()}
+    for path, rule in ranges.items():
         value = values.get(path)
         if value is not None and not rule.holds(value):
             errors.append(_range_error(path, value, rule))
@@ -153,6 +173,7 @@ def check_values(config: RunConfig) -> list[UserError]:
                 UserError(f"`{path}` is empty", where=path, expected="text", got="''", fix="give a value")
             )
     errors.extend(_profiles(config))
+    errors.extend(_reward_models(config))
     errors.extend(_pairs(config))
     return errors
 
@@ -181,6 +202,41 @@ def _range_error(path: str, value: Any, rule: Range) -> UserError:
         got=f"{value}",
         fix=rule.fix or f"give a value that is {rule.words()}",
     )
+
+
+def _reward_models(config: RunConfig) -> list[UserError]:
+    errors = []
+    for name, model in config.reward.models.items():
+        where = f"reward.models.{name}"
+        if not name.isidentifier() or name in ("rewards", "valid", "function"):
+            errors.append(
+                UserError(
+                    "the name of a reward model cannot name its metric",
+                    where=where,
+                    expected="letters, digits and _, and not rewards, valid or function",
+                    got=repr(name),
+                    fix="give it another name",
+                )
+            )
+        if not model.path.strip():
+            errors.append(
+                UserError(f"`{where}.path` is empty", f"{where}.path", "text", "''", "give a value")
+            )
+        decay = model.training and model.training.optimizer.decay
+        options = CHOICES["sft.optimizer.decay"]
+        if decay is not None and decay not in options:
+            errors.append(_choice_error(f"{where}.training.optimizer.decay", decay, options))
+    if config.reward.function is None and not config.reward.models:
+        errors.append(
+            UserError(
+                "nothing judges the responses",
+                where="reward",
+                expected="reward.function, reward.models, or both",
+                got="neither",
+                fix="for example reward.function=megatron_rl.rewards.arithmetic:exact_match",
+            )
+        )
+    return errors
 
 
 def _profiles(config: RunConfig) -> list[UserError]:
@@ -226,6 +282,7 @@ def _pairs(config: RunConfig) -> list[UserError]:
     rules: list[tuple[bool, Callable[[], UserError]]] = []
     for path, optimizer, steps in (
         ("actor.optimizer", config.actor.optimizer, None),
+        ("critic.optimizer", config.critic and config.critic.optimizer, None),
         (
             "sft.optimizer",
             config.sft.optimizer if config.sft else None,

@@ -10,7 +10,15 @@ from typing import Any
 
 from megatron_rl.config.build import format_ranges
 from megatron_rl.config.layout import RoleLayout, role_layout
-from megatron_rl.config.schema import LayoutConfig, MismatchConfig, ReferenceConfig, RunConfig
+from megatron_rl.config.placement import APART, layout_sections, placed
+from megatron_rl.config.schema import (
+    CriticConfig,
+    LayoutConfig,
+    MismatchConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RunConfig,
+)
 
 MAX_WORLD = 1 << 16
 MICROBATCHES_PER_STAGE = 4
@@ -73,9 +81,7 @@ def spread(total: int, parts: int) -> tuple[int, int]:
 
 def smallest_world(config: RunConfig) -> int:
     """Return the smallest number of processes that every role's sizes divide."""
-    layouts = [config.actor.layout]
-    if config.reference is not None and config.reference.layout is not None:
-        layouts.append(config.reference.layout)
+    layouts = [layout for layout in layout_sections(config).values() if layout is not None]
     sizes, named = [], [0]
     for layout in layouts:
         if layout.ranks is None:
@@ -87,19 +93,8 @@ def smallest_world(config: RunConfig) -> int:
         sizes.append(config.rollout.tensor)
     else:
         named.extend(rank + 1 for rank in config.rollout.ranks)
-    unit = math.lcm(*(max(1, size) for size in sizes))
+    unit = math.lcm(*(max(1, size) for size in sizes)) * (2 if config.placement in APART else 1)
     return unit * max(1, -(-max(named) // unit)) if sizes else max(1, max(named))
-
-
-def role_layouts(config: RunConfig, world_size: int) -> dict[str, RoleLayout]:
-    """Return the layout of every role; a layout that is not consistent is returned as it stands."""
-    layouts = {"actor": role_layout("actor", config.actor.layout, world_size)}
-    if config.reference is not None:
-        layout = config.reference.layout or config.actor.layout
-        layouts["reference"] = role_layout("reference", layout, world_size)
-    rollout = LayoutConfig(ranks=config.rollout.ranks, tensor=config.rollout.tensor, sequence_parallel=False)
-    layouts["rollout"] = role_layout("rollout", rollout, world_size)
-    return layouts
 
 
 def longest_row(config: RunConfig) -> int:
@@ -166,20 +161,26 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
     ``algorithm`` is the named algorithm's settings where they are known; it may call for a reference.
     """
     reasons: dict[str, str] = {}
-    everyone = f"every rank of the job (0-{world_size - 1})" if world_size > 1 else "the only rank of the job"
     if config.world_size is None:
         reasons["world_size"] = "number of processes of this job"
     if config.reference is None and getattr(algorithm, "needs_reference", False):
         reasons["reference.path"] = "algorithm.settings.kl_in needs a reference policy: the starting model"
         config = replace(config, reference=ReferenceConfig())
-    layout = _layout(config.actor.layout, "actor.layout", world_size, everyone, reasons)
+    if config.critic is None and getattr(algorithm, "needs_critic", False):
+        reasons["critic.path"] = f"the algorithm {config.algorithm.name} has a critic: the starting model"
+        config = replace(config, critic=CriticConfig())
+    config = _place(config, world_size, reasons)
     optimizer = _optimizer(config.actor.optimizer, "actor.optimizer", reasons)
-    actor = replace(config.actor, layout=layout, optimizer=optimizer)
-    reference = config.reference and _reference(config, layout, world_size, everyone, reasons)
-    rollout = config.rollout
-    if rollout.ranks is None:
-        rollout = replace(rollout, ranks=tuple(range(world_size)))
-        reasons["rollout.ranks"] = everyone
+    actor = replace(config.actor, optimizer=optimizer)
+    reference, critic = config.reference, config.critic
+    if reference is not None and reference.path is None:
+        reasons.setdefault("reference.path", "the starting model (model.path)")
+        reference = replace(reference, path=config.model.path)
+    if critic is not None:
+        if critic.path is None:
+            reasons.setdefault("critic.path", "the starting model (model.path), with a new head")
+        optimizer = _optimizer(critic.optimizer, "critic.optimizer", reasons)
+        critic = replace(critic, path=critic.path or config.model.path, optimizer=optimizer)
     sft = config.sft and replace(
         config.sft, optimizer=_optimizer(config.sft.optimizer, "sft.optimizer", reasons)
     )
@@ -188,7 +189,7 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
         model = replace(model, attention=_attention(reasons))
     batch = config.batch
     if batch.tokens_per_microbatch is None:
-        actor_layout = role_layout("actor", layout, world_size)
+        actor_layout = role_layout("actor", actor.layout, world_size)
         budget, reasons["batch.tokens_per_microbatch"] = token_budget(config, actor_layout)
         batch = replace(batch, tokens_per_microbatch=budget)
     mismatch = _mismatch(config.mismatch, model.dtype, reasons)
@@ -197,8 +198,9 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
         world_size=world_size,
         model=model,
         actor=actor,
+        critic=critic,
         reference=reference,
-        rollout=rollout,
+        reward=_reward(config.reward, reasons),
         sft=sft,
         batch=batch,
         mismatch=mismatch,
@@ -206,15 +208,46 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
     return Resolved(filled, world_size, reasons)
 
 
+def _place(config: RunConfig, world_size: int, reasons: dict[str, str]) -> RunConfig:
+    """Name every role's ranks and fill its layout in."""
+    everyone = f"every rank of the job (0-{world_size - 1})" if world_size > 1 else "the only rank of the job"
+    why = everyone if config.placement not in APART else f"placement {config.placement}"
+    stated = layout_sections(config)
+    if config.rollout.ranks is None:
+        reasons["rollout.ranks"] = why
+    config = placed(config, world_size)
+    filled = {}
+    for path, section in layout_sections(config).items():
+        assert section is not None
+        before = stated[path]
+        if before is None:
+            same = section.ranks == config.actor.layout.ranks
+            reasons[path] = "the actor's" if same else f"the actor's sizes; {why}"
+            before = section
+        elif before.ranks is None:
+            reasons[f"{path}.ranks"] = why
+        filled[path] = _layout(before, section, path, world_size, reasons)
+    models = {
+        name: replace(model, layout=filled[f"reward.models.{name}.layout"])
+        for name, model in config.reward.models.items()
+    }
+    critic, reference = config.critic, config.reference
+    return replace(
+        config,
+        actor=replace(config.actor, layout=filled["actor.layout"]),
+        critic=critic and replace(critic, layout=filled["critic.layout"]),
+        reference=reference and replace(reference, layout=filled["reference.layout"]),
+        reward=replace(config.reward, models=models),
+    )
+
+
 def _layout(
-    layout: LayoutConfig, path: str, world_size: int, everyone: str, reasons: dict[str, str]
+    stated: LayoutConfig, layout: LayoutConfig, path: str, world_size: int, reasons: dict[str, str]
 ) -> LayoutConfig:
     filled = role_layout(path, layout, world_size)
-    if layout.ranks is None:
-        reasons[f"{path}.ranks"] = everyone
-    if layout.expert_tensor is None:
+    if path not in reasons and stated.expert_tensor is None:
         reasons[f"{path}.expert_tensor"] = "experts are whole unless asked otherwise"
-    if layout.sequence_parallel is None:
+    if path not in reasons and stated.sequence_parallel is None:
         on = layout.tensor > 1
         reasons[f"{path}.sequence_parallel"] = f"{'on' if on else 'off'}: tensor is {layout.tensor}"
     return replace(
@@ -225,20 +258,15 @@ def _layout(
     )
 
 
-def _reference(
-    config: RunConfig, actor: LayoutConfig, world_size: int, everyone: str, reasons: dict[str, str]
-) -> ReferenceConfig:
-    reference = config.reference
-    assert reference is not None
-    path = reference.path
-    if path is None:
-        path = config.model.path
-        reasons.setdefault("reference.path", "the starting model (model.path)")
-    if reference.layout is not None:
-        layout = _layout(reference.layout, "reference.layout", world_size, everyone, reasons)
-        return ReferenceConfig(path, layout)
-    reasons["reference.layout"] = "the actor's"
-    return ReferenceConfig(path, actor)
+def _reward(reward: RewardConfig, reasons: dict[str, str]) -> RewardConfig:
+    models = {}
+    for name, model in reward.models.items():
+        if model.training is not None:
+            path = f"reward.models.{name}.training.optimizer"
+            training = replace(model.training, optimizer=_optimizer(model.training.optimizer, path, reasons))
+            model = replace(model, training=training)
+        models[name] = model
+    return replace(reward, models=models)
 
 
 def _optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:

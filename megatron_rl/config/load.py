@@ -78,6 +78,8 @@ def to_plain(value: Any, name: str = "") -> Any:
         return {
             item.name: to_plain(getattr(value, item.name), item.name) for item in dataclasses.fields(value)
         }
+    if isinstance(value, dict):
+        return {key: to_plain(inner, key) for key, inner in value.items()}
     if isinstance(value, tuple):
         return format_ranges(value) if name == "ranks" and value else list(value)
     return value
@@ -85,12 +87,25 @@ def to_plain(value: Any, name: str = "") -> Any:
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Return every plain value of a configuration by its dotted path."""
-    if not dataclasses.is_dataclass(value):
+    if not _is_section(value):
         return {prefix: value}
     result: dict[str, Any] = {}
-    for item in dataclasses.fields(value):
-        result |= flatten(getattr(value, item.name), f"{prefix}.{item.name}" if prefix else item.name)
+    for name, inner in _entries(value):
+        result |= flatten(inner, f"{prefix}.{name}" if prefix else name)
     return result
+
+
+def _is_section(value: Any) -> bool:
+    """Say whether a value has named values below it: a dataclass, or a mapping of names to dataclasses."""
+    if isinstance(value, dict):
+        return bool(value) and all(dataclasses.is_dataclass(inner) for inner in value.values())
+    return dataclasses.is_dataclass(value)
+
+
+def _entries(section: Any) -> list[tuple[str, Any]]:
+    if isinstance(section, dict):
+        return list(section.items())
+    return [(item.name, getattr(section, item.name)) for item in dataclasses.fields(section)]
 
 
 def dump(config: RunConfig, origins: Mapping[str, Origin] | None = None) -> str:
@@ -101,15 +116,14 @@ def dump(config: RunConfig, origins: Mapping[str, Origin] | None = None) -> str:
 
 
 def _dump(value: Any, depth: int, prefix: str, origins: Mapping[str, Origin], lines: list[str]) -> None:
-    for item in dataclasses.fields(value):
-        path = f"{prefix}.{item.name}" if prefix else item.name
-        inner = getattr(value, item.name)
+    for name, inner in _entries(value):
+        path = f"{prefix}.{name}" if prefix else name
         indent = "  " * depth
-        if dataclasses.is_dataclass(inner):
-            lines.append(f"{indent}{item.name}:")
+        if _is_section(inner):
+            lines.append(f"{indent}{name}:")
             _dump(inner, depth + 1, path, origins, lines)
             continue
-        text = one_line(to_plain(inner, item.name))
+        text = one_line(to_plain(inner, name))
         origin = origins.get(path)
         comment = "" if origin is None or origin.kind == "default" else "  # " + " ".join(str(origin).split())
-        lines.append(f"{indent}{item.name}: {text}{comment}")
+        lines.append(f"{indent}{name}: {text}{comment}")

@@ -124,9 +124,12 @@ def memory_plan(
     for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
         items: list[MemoryItem] = []
         if rank in layouts["actor"].ranks:
-            items.extend(_actor(config, layouts["actor"], rank, shape, batch))
-        if "reference" in layouts and rank in layouts["reference"].ranks:
-            items.extend(_reference(config, layouts["reference"], rank, shape))
+            items.extend(_trained(config, "actor", layouts["actor"], rank, shape, batch))
+        if "critic" in layouts and rank in layouts["critic"].ranks:
+            items.extend(_trained(config, "critic", layouts["critic"], rank, shape, batch))
+        for role, layout in layouts.items():
+            if role.split(".")[0] in ("reference", "reward") and rank in layout.ranks:
+                items.extend(_frozen(config, role, layout, rank, shape))
         if rank in layouts["rollout"].ranks:
             items.extend(_rollout(config, layouts["rollout"], shape, batch))
         if config.gpu_memory_gib is not None:
@@ -136,54 +139,63 @@ def memory_plan(
     return sorted(ranks, key=lambda memory: -memory.peak)
 
 
-def _actor(
-    config: RunConfig, layout: RoleLayout, rank: int, shape: ModelShape, batch: BatchPlan
+def _trained(
+    config: RunConfig, role: str, layout: RoleLayout, rank: int, shape: ModelShape, batch: BatchPlan
 ) -> list[MemoryItem]:
+    """Count a role that learns; a critic is taken to have the actor's shape."""
+    section = config.actor if role == "actor" else config.critic
+    assert section is not None
+
+    def named(item: str) -> str:
+        return item if role == "actor" else f"{role} {item}"
+
     stage = layout.coordinates(rank)[3]
     dense, experts = stage_parameters(shape, layout, stage)
     size = DTYPE_BYTES[config.model.dtype]
     states = 8 if config.model.dtype == "float32" else 12
     optimizer = states * (dense + experts)
     shared = "not shared"
-    if config.actor.optimizer.distributed:
+    if section.optimizer.distributed:
         copies = layout.data * layout.context
         optimizer = states * (dense // copies + experts // layout.expert_data)
         shared = f"shared by {copies}"
-    training = ("score", "learn") if config.actor.offload else PHASES
+    training = ("score", "learn") if section.offload else PHASES
     count = f"{(dense + experts) / 1e6:,.1f}M parameters"
     items = [
-        MemoryItem("actor weights", size * (dense + experts), training, f"{count} x {size} B"),
-        MemoryItem("gradients", 4 * (dense + experts), training, f"{count} x 4 B (float32)"),
+        MemoryItem(f"{role} weights", size * (dense + experts), training, f"{count} x {size} B"),
+        MemoryItem(named("gradients"), 4 * (dense + experts), training, f"{count} x 4 B (float32)"),
     ]
-    if not config.actor.optimizer.offload:
+    if not section.optimizer.offload:
         how = f"{states} B per parameter, {shared}"
-        items.append(MemoryItem("optimizer", optimizer, training, how))
+        items.append(MemoryItem(named("optimizer"), optimizer, training, how))
     tokens = batch.tokens_per_microbatch // layout.context
-    elements = activation_elements(shape, layout, config.actor.recompute)
+    elements = activation_elements(shape, layout, section.recompute)
     layers = -(-shape.layers // layout.pipeline)
     held = in_flight(layout, stage, batch.microbatches)
     activations = size * tokens * elements * layers * held
-    if config.actor.recompute == "full":
+    if section.recompute == "full":
         activations += size * tokens * activation_elements(shape, layout, "none")
-    how = f"{tokens} tokens x {layers} layers x {held:.3g} in flight, recompute {config.actor.recompute}"
-    items.append(MemoryItem("activations", int(activations), ("learn",), how))
+    how = f"{tokens} tokens x {layers} layers x {held:.3g} in flight, recompute {section.recompute}"
+    items.append(MemoryItem(named("activations"), int(activations), ("learn",), how))
     forward = 2 * activation_elements(shape, layout, "none") * size * tokens
     items.append(
-        MemoryItem("forward activations", int(forward), ("score",), f"{tokens} tokens, 2 layers at once")
+        MemoryItem(named("forward activations"), int(forward), ("score",), f"{tokens} tokens, 2 layers")
     )
-    if stage == layout.pipeline - 1:
+    if stage == layout.pipeline - 1 and role == "actor":
         chunk = min(LOGITS_CHUNK_TOKENS, tokens)
         logits = chunk * shape.padded_vocab(layout.tensor) // layout.tensor * 4 * 3
         how = f"{chunk} tokens x vocabulary / {layout.tensor} x 3 float32 copies"
-        items.append(MemoryItem("logits chunk", logits, ("score", "learn"), how))
+        items.append(MemoryItem(named("logits chunk"), logits, ("score", "learn"), how))
     return items
 
 
-def _reference(config: RunConfig, layout: RoleLayout, rank: int, shape: ModelShape) -> list[MemoryItem]:
+def _frozen(
+    config: RunConfig, role: str, layout: RoleLayout, rank: int, shape: ModelShape
+) -> list[MemoryItem]:
     dense, experts = stage_parameters(shape, layout, layout.coordinates(rank)[3])
     size = DTYPE_BYTES[config.model.dtype]
     how = f"{(dense + experts) / 1e6:,.1f}M parameters x {size} B"
-    return [MemoryItem("reference weights", size * (dense + experts), PHASES, how)]
+    return [MemoryItem(f"{role} weights", size * (dense + experts), PHASES, how)]
 
 
 def _rollout(config: RunConfig, layout: RoleLayout, shape: ModelShape, batch: BatchPlan) -> list[MemoryItem]:

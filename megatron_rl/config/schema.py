@@ -82,6 +82,22 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True)
+class CriticConfig:
+    """Describe the critic of PPO: a model with a head of one number that learns beside the actor.
+
+    ``path`` is a policy, whose output layer gives way to a new head, or a ``*ForSequenceClassification``
+    checkpoint with one label. In the first ``warmup_steps`` steps of the run the critic learns alone.
+    """
+
+    path: str | None = None  # None: model.path
+    layout: LayoutConfig | None = None  # None: the actor's
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
+    recompute: str = "none"
+    warmup_steps: int = 0
+    offload: bool = False  # its training state to host memory while other roles work
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """Describe generation: engine, its layout, and how responses are sampled.
 
@@ -140,18 +156,51 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class RewardTrainingConfig:
+    """Train a reward model on preferences (Bradley-Terry) before the run's first step.
+
+    ``data`` has the prompt field, ``chosen_field`` and ``rejected_field``.
+    """
+
+    data: str
+    steps: int
+    pairs_per_step: int = 32
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """Describe one reward model: it scores a row at its last token, and ``weight`` scales the score.
+
+    ``path`` is a ``*ForSequenceClassification`` checkpoint with one label and the actor's tokenizer, or,
+    with ``training``, any policy of that tokenizer.
+    """
+
+    path: str
+    weight: float = 1.0
+    layout: LayoutConfig | None = None  # None: the actor's
+    training: RewardTrainingConfig | None = None
+
+
+@dataclass(frozen=True)
 class RewardConfig:
-    """Name the reward function and bound its execution.
+    """Say what judges a response: a function, reward models, or a weighted sum of both.
 
     ``function`` is ``module:function`` or ``path/to/file.py:function``. It is called in worker
     processes as ``function(prompt=, response=, ground_truth=, metadata=, **arguments)`` and returns a
-    number, or a mapping of named components that holds ``reward``.
+    number, or a mapping of named components that holds ``reward``. The reward of a row is ``weight`` times
+    the function's plus the sum over ``models`` of their weights times their scores; where one of them fails
+    the row is invalid.
     """
 
-    function: str
+    function: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     timeout: float = 10.0
     workers: int = 1
+    weight: float = 1.0
+    models: dict[str, RewardModelConfig] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -175,6 +224,16 @@ class BatchConfig:
     optimizer_steps: int = 1
     epochs: int = 1
     tokens_per_microbatch: int | None = None
+
+
+@dataclass(frozen=True)
+class AsynchronyConfig:
+    """Let rollout ranks sample ahead of the learner: a step learns from rollouts ``steps_ahead`` updates old.
+
+    0 is the synchronous order. More than 0 needs rollout ranks that no other role uses.
+    """
+
+    steps_ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -222,6 +281,9 @@ class RunConfig:
     ``prepare`` says which command makes a directory that the run needs (directory -> command): ``check``
     only warns of files missing below a directory that is not there yet, ``train`` stops and names it.
     ``gpu_memory_gib`` lets ``check`` compare its estimate with what a GPU has.
+    ``placement`` gives ranks to the layouts that name none: ``colocate`` every rank to every role,
+    ``standalone`` the second half of the ranks to the rollout alone, ``split`` the second half to the critic
+    and the reward models.
     """
 
     model: ModelConfig
@@ -233,13 +295,16 @@ class RunConfig:
     world_size: int | None = None  # None: what the launcher says
     gpus_per_node: int = 8
     gpu_memory_gib: float | None = None
+    placement: str = "colocate"
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig | None = None
     reference: ReferenceConfig | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     hybrid_engine: HybridEngineConfig = field(default_factory=HybridEngineConfig)
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    asynchrony: AsynchronyConfig = field(default_factory=AsynchronyConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sft: SftConfig | None = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,28 +34,36 @@ from megatron_rl.parallel.checkpoint_tensors import load_tensors, save_tensors
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
 
-__all__ = ["checkpoint_path", "latest", "load", "load_model", "prune", "read_meta", "save"]
+__all__ = ["Part", "checkpoint_path", "latest", "load", "load_model", "prune", "read_meta", "save"]
 
 
-def save(
-    directory: str | Path, model: ParallelModel | None, optimizer: Optimizer | None, state: Mapping[str, Any]
-) -> None:
+class Part(NamedTuple):
+    """Name what one role contributes to a checkpoint; both are None on ranks outside its layout."""
+
+    model: ParallelModel | None
+    optimizer: Optimizer | None
+
+
+def save(directory: str | Path, parts: Mapping[str, Part], state: Mapping[str, Any]) -> None:
     """Write a checkpoint to ``directory``, complete or not at all.
 
-    ``model`` is None on ranks outside its layout. ``state`` is equal on all ranks: plain values and host
-    tensors, with at least ``step`` and ``seed``. Files go into ``directory`` + ``.partial``, which is
-    renamed at the end.
-    Collective over the world; the folder is on a file system that all ranks share.
+    ``parts`` are the learning roles by name, the same on every rank, with the actor. ``state`` is equal on
+    all ranks: plain values and host tensors, with at least ``step`` and ``seed``. Files go into ``directory``
+    + ``.partial``, which is renamed at the end. Collective over the world; the folder is on a file system
+    that all ranks share.
     """
     final = Path(directory)
     partial = final.with_name(final.name + ".partial")
-    content = {"state": dict(state), "schedule": optimizer.scheduler.num_steps if optimizer else None}
-    content = _from_member(content, model)
+    schedules = {
+        name: _from_member(part.optimizer.scheduler.num_steps if part.optimizer else None, part.model)
+        for name, part in parts.items()
+    }
+    content = {"state": _from_member(dict(state), parts["actor"].model), "schedules": schedules}
 
     def prepare() -> None:
         if device.rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
-            for name in ("model", "rng"):
+            for name in (*parts, "rng"):
                 (partial / name).mkdir(parents=True)
 
     def write_own() -> None:
@@ -68,68 +76,86 @@ def save(
             write_meta(partial, meta)
             _replace(partial, final)
 
-    meta = _from_member(_describe(model, optimizer, state) if model else None, model)
+    described = {
+        name: _from_member(_describe(*part) if part.model else None, part.model)
+        for name, part in parts.items()
+    }
+    meta = {**described["actor"], **_facts(state), "roles": described}
     _everywhere(prepare, "prepare the checkpoint's folder")
     _everywhere(write_own, "write the state of the run")
-    save_tensors(partial / "model", model, optimizer)
+    for name, part in parts.items():
+        save_tensors(partial / name, part.model, part.optimizer)
     _everywhere(publish, "complete the checkpoint")
 
 
-def load(directory: str | Path, model: ParallelModel | None, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Restore a checkpoint into a model and its optimizer, in any layout; return the saved ``state``.
+def load(directory: str | Path, parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Restore a checkpoint into models and their optimizers, in any layouts; return the saved ``state``.
 
-    On the layout it was saved from, the random generators of every rank continue too; on another they are
+    On the layouts it was saved from, the random generators of every rank continue too; on another they are
     seeded from the saved seed and step. Learning rate, decay and other settings stay as configured now.
     Raises UserError before any tensor is touched if the checkpoint is of another model or optimizer.
     Collective over the world.
     """
     folder = Path(directory)
     meta = read_meta(folder)
-    if model is not None:
-        _check(folder, meta, model, optimizer)
-    load_tensors(folder / "model", model, optimizer)
+    _check_roles(folder, meta, parts)
+    for name, part in parts.items():
+        if part.model is not None:
+            _check(folder, meta["roles"][name], name, part.model, part.optimizer)
     content = torch.load(folder / "state.pt", weights_only=False)
-    if optimizer is not None and model is not None:
-        # The schedule's position is state; its shape is the configuration's.
-        optimizer.scheduler.num_steps = 0
-        optimizer.scheduler.step(content["schedule"])
-    mine = _from_member(_layout(model) if model else None, model)
-    if mine == meta["layout"]:
+    for name, part in parts.items():
+        load_tensors(folder / name, part.model, part.optimizer)
+        if part.optimizer is not None:
+            # The schedule's position is state; its shape is the configuration's.
+            part.optimizer.scheduler.num_steps = 0
+            part.optimizer.scheduler.step(content["schedules"][name])
+    layouts = {
+        name: _from_member(_layout(part.model) if part.model else None, part.model)
+        for name, part in parts.items()
+    }
+    if all(layouts[name] == meta["roles"][name]["layout"] for name in parts):
         own = folder / "rng" / f"rank_{device.rank()}.pt"
         _set_generator_states(torch.load(own, weights_only=False))
     else:
-        tensor = model.groups.coordinates.tensor if model else 0
+        actor = parts["actor"].model
+        tensor = actor.groups.coordinates.tensor if actor else 0
         _seed_generators(int(meta["seed"]), int(meta["step"]), tensor)
     return content["state"]
 
 
 def load_model(directory: str | Path, model: ParallelModel | None) -> dict[str, Any]:
-    """Restore only the weights, into a model that need not train; return the checkpoint's meta.json.
+    """Restore only the actor's weights, into a model that need not train; return the checkpoint's meta.json.
 
     Raises UserError as `load`. Collective over the world.
     """
     folder = Path(directory)
     meta = read_meta(folder)
     if model is not None:
-        _check(folder, meta, model, None)
-    load_tensors(folder / "model", model, None)
+        _check(folder, meta, "actor", model, None)
+    load_tensors(folder / "actor", model, None)
     return meta
 
 
 # --- what the checkpoint says of itself
 
 
-def _describe(model: ParallelModel, optimizer: Optimizer | None, state: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
     names = ("megatron-rl", "megatron-core", "torch", "transformers", "vllm", "transformer-engine")
     return {
         "step": int(state["step"]),
         "seed": int(state["seed"]),
+        "versions": {name: found for name in names if (found := _version(name)) is not None},
+    }
+
+
+def _describe(model: ParallelModel | None, optimizer: Optimizer | None) -> dict[str, Any]:
+    assert model is not None
+    return {
         "model": model_identity(model.hf_config.to_dict()),
         "dtype": _dtype(model),
         "layers": _layer_kind(model),
         "optimizer": _optimizer_kind(optimizer),
         "layout": _layout(model),
-        "versions": {name: found for name in names if (found := _version(name)) is not None},
     }
 
 
@@ -159,13 +185,27 @@ def _optimizer_kind(optimizer: Optimizer | None) -> str | None:
     return "distributed" if optimizer.config.distributed else "replicated"
 
 
-def _check(folder: Path, meta: Mapping[str, Any], model: ParallelModel, optimizer: Optimizer | None) -> None:
+def _check_roles(folder: Path, meta: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+    missing = sorted(set(parts) - set(meta["roles"]))
+    if missing:
+        raise UserError(
+            f"the checkpoint has no {', '.join(missing)}",
+            where=str(folder),
+            expected=f"the learning roles {', '.join(parts)}",
+            got=", ".join(meta["roles"]),
+            fix="resume with the algorithm of the run that saved it, or start over from an exported model",
+        )
+
+
+def _check(
+    folder: Path, meta: Mapping[str, Any], role: str, model: ParallelModel, optimizer: Optimizer | None
+) -> None:
     check_same_model(folder, meta, model.hf_config.to_dict())
     facts: list[tuple[str, str | None, str]] = [
         ("layers", _layer_kind(model), "set model.attention to the value it was trained with")
     ]
     if optimizer is not None:
-        facts.append(("optimizer", _optimizer_kind(optimizer), "set actor.optimizer.distributed as it was"))
+        facts.append(("optimizer", _optimizer_kind(optimizer), f"set {role}.optimizer.distributed as it was"))
         facts.append(("dtype", _dtype(model), "set model.dtype as it was"))
     for name, value, fix in facts:
         if meta[name] != value:

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
+from megatron.core.dist_checkpointing.validation import determine_global_metadata
 from torch import Tensor
 
 from megatron_rl.parallel import device
@@ -43,7 +44,8 @@ def save_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer
     """
     with device.megatron_mode():
         sharded: dict[str, Any] = {}
-        strategy: Any = _InProcessSave("torch_dist", 1, thread_count=1)
+        kind = _InProcessSave if model is not None else _OutsideSave
+        strategy: Any = kind("torch_dist", 1, thread_count=1)
         if model is not None:
             if optimizer is not None:
                 _initialise_states(optimizer)
@@ -121,7 +123,7 @@ def _clear_padding(model: ParallelModel) -> None:
     """Zero the rows that pad the vocabulary: a checkpoint from another layout may lack them."""
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
-            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            if name in model.spec.vocabulary_parameters:
                 real = model.spec.vocab_size - model.groups.coordinates.tensor * len(parameter)
                 parameter.data[max(real, 0) :].zero_()
 
@@ -243,6 +245,15 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
                 finish()
         finally:
             filesystem_async._results_queue = None
+
+
+class _OutsideSave(_InProcessSave):
+    """Save nothing, on a rank outside the model's layout."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """Join what the members' wrapper gathers over the world, then the save. Collective over the world."""
+        determine_global_metadata(sharded_state_dict)
+        super().save(sharded_state_dict, checkpoint_dir)
 
 
 def _write(transforms: Any, buckets: Any) -> Any:

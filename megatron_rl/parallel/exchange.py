@@ -1,11 +1,13 @@
 """Make the answers that roles computed for their own rows the same value on every rank.
 
 Only four things cross ranks here: rows, metrics, small objects, and the question whether all is well.
+They cross all ranks of the job, or inside `among` the ranks it names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import communicator
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.types import token_index
 
@@ -35,19 +38,45 @@ class RowShard:
     values: Mapping[str, Tensor]
 
 
+_scopes: list[tuple[int, ...]] = []
+
+
+@contextmanager
+def among(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Let the gathers of the block be over ``ranks`` alone; other ranks do not enter the block.
+
+    The communicator must exist: `communicator` makes it, on all ranks of the job.
+    """
+    _scopes.append(ranks)
+    try:
+        yield
+    finally:
+        _scopes.pop()
+
+
+def members() -> tuple[int, ...]:
+    """Return the ranks that gathers are over."""
+    return _scopes[-1] if _scopes else tuple(range(dist.get_world_size()))
+
+
+def _group() -> Any:
+    return communicator(_scopes[-1]) if _scopes else None
+
+
 def gather_rows(shard: RowShard) -> RowShard:
     """Return the rows of all ranks in the order of ``rows``, equal on every rank.
 
     Each row must come from exactly one rank. Every rank receives each byte once: rows travel as one
-    broadcast from each rank that has some, unpadded. Collective over the world.
+    broadcast from each rank that has some, unpadded. Collective over `members`.
     """
     mine = torch.tensor(
         [len(shard.rows), int(shard.lengths.sum())], dtype=torch.int64, device=device.device()
     )
-    sizes = torch.empty((dist.get_world_size(), 2), dtype=torch.int64, device=device.device())
-    dist.all_gather_into_tensor(sizes.view(-1), mine)
+    ranks = members()
+    sizes = torch.empty((len(ranks), 2), dtype=torch.int64, device=device.device())
+    dist.all_gather_into_tensor(sizes.view(-1), mine, group=_group())
     parts = []
-    for rank, (rows, tokens) in enumerate(sizes.tolist()):
+    for rank, (rows, tokens) in zip(ranks, sizes.tolist(), strict=True):
         if rows:
             parts.append(_broadcast(shard, rank, rows, tokens))
     if not parts:
@@ -76,7 +105,7 @@ def _broadcast(shard: RowShard, source: int, rows: int, tokens: int) -> RowShard
         buffer = buffer.to(device.device())
     else:
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
-    dist.broadcast(buffer, source)
+    dist.broadcast(buffer, source, group=_group())
     found: dict[str, Tensor] = {}
     for (name, tensor, per_token), part in zip(fields, buffer.cpu().split(sizes), strict=True):
         # A copy starts at an aligned address; a slice of the buffer may not.
@@ -109,7 +138,7 @@ def _reorder(parts: Sequence[RowShard], order: Tensor) -> RowShard:
 
 
 def gather_metrics(metrics: Metrics) -> Metrics:
-    """Return the sum of all ranks' metrics, equal on every rank. Collective over the world."""
+    """Return the sum of all ranks' metrics, equal on every rank. Collective over `members`."""
     return merge_metrics(gather_objects(metrics))
 
 
@@ -119,9 +148,9 @@ def sum_over_outputs(metrics: Metrics, layout: ParallelLayout) -> Metrics:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return every rank's small picklable ``value``, by rank. Collective over the world."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    """Return every rank's small picklable ``value``, by rank. Collective over `members`."""
+    values: list[Any] = [None] * len(members())
+    dist.all_gather_object(values, value, group=_group())
     return values
 
 

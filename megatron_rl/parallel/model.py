@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.config import ModelSpec, model_spec
+from megatron_rl.parallel.hf.families import with_scalar_head
 from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, has_transformer_engine
 from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
@@ -54,23 +55,36 @@ class ParallelModel:
             for name, parameter in chunk.named_parameters()
         }
 
+    def freeze(self) -> None:
+        """End training: gradient buffers and wrappers go, the weights stay where they are."""
+        self.wrapped = list(self.chunks)
+        for chunk in self.chunks:
+            chunk.requires_grad_(False)
+
     def pack(self, lengths: Sequence[int]) -> Any:
         """Return the row boundaries in the form this model's attention takes."""
         build = pack_for_transformer_engine if self.uses_transformer_engine else pack_rows
         return build(lengths, device.device())
 
-    def token_log_probs(
+    def token_outputs(
         self, chunk: GPTModel, hidden: Tensor, index: Tensor, targets: Tensor, temperature: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-prob and entropy [n] of ``targets`` from the last stage's hidden states.
+    ) -> tuple[Tensor, ...]:
+        """Return what the head says of tokens, from the last stage's hidden states.
 
-        ``hidden`` [1, T, h] is the chunk's output (a shard of T under sequence parallelism); ``index`` [n]
-        says which token's hidden state predicts each target. Collective over the tensor-parallel group.
+        A language model gives log-prob and entropy [n] of ``targets``, a model with a scalar head one value
+        [n]. ``hidden`` [1, T, h] is the chunk's output (a shard of T under sequence parallelism); ``index``
+        [n] says whose hidden state speaks for each token. Collective over the tensor-parallel group.
         """
         states = hidden[0]
         sequence_parallel = self.transformer_config.sequence_parallel
         if sequence_parallel:
-            states = gather_from_sequence_parallel_region(states, group=self.groups.tensor)
+            # Each rank applies the whole scalar head, so gradients of its states are equal, not partial.
+            states = gather_from_sequence_parallel_region(
+                states, tensor_parallel_output_grad=not self.spec.scalar_head, group=self.groups.tensor
+            )
+        if self.spec.scalar_head:
+            head: Any = chunk.output_layer
+            return (states[index].float() @ head.weight[0].float(),)
         weight: Any = (
             chunk.shared_embedding_or_output_weight() if self.spec.tied else chunk.output_layer.weight
         )
@@ -95,15 +109,19 @@ def build_model(
     recompute: str = "none",
     overrides: Mapping[str, Any] | None = None,
     attention: str | None = None,
+    head: str = "lm",
     trainable: bool = True,
     seed: int = 1,
 ) -> ParallelModel:
     """Build this rank's chunks of the model that ``hf_config`` describes, with random weights.
 
-    ``attention`` is ``transformer_engine``, ``torch`` or None for the first that is installed.
+    ``attention`` is ``transformer_engine``, ``torch`` or None for the first that is installed. ``head`` is
+    ``lm``, or ``value`` for one number per token in the place of the output layer.
     Call on member ranks only.
     """
     layout = groups.layout
+    if head == "value":
+        hf_config = with_scalar_head(hf_config)
     settings = {**_recompute(recompute), **(overrides or {})}
     if layout.pipeline > 1:
         settings["variable_seq_lengths"] = True  # packed micro-batches differ in length
@@ -120,13 +138,23 @@ def build_model(
     with device.megatron_mode():
         device.seed_tensor_parallel(seed, coordinates.tensor)
         for stage in range(layout.virtual_pipeline):
-            chunks.append(_build_chunk(spec, groups, stage, fused).to(device.device()))
+            chunks.append(_build_chunk(spec, groups, stage, fused, seed).to(device.device()))
     for chunk in chunks:
         chunk.requires_grad_(trainable)
     return ParallelModel(chunks, list(chunks), groups, spec, fused)
 
 
-def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: bool) -> GPTModel:
+class ScalarHead(torch.nn.Module):
+    """Hold the weight [1, h] of a head that gives one number, whole on every tensor-parallel rank."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
+        self.weight = torch.nn.Parameter(weight.to(dtype))
+
+
+def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: bool, seed: int) -> GPTModel:
     layout, config = groups.layout, spec.transformer_config
     vp_stage = stage if layout.virtual_pipeline > 1 else None
     last = stage == layout.virtual_pipeline - 1
@@ -145,7 +173,9 @@ def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: boo
     else:
         spec.finish(chunk)
     if chunk.post_process:
-        # The chunk returns hidden states: `token_log_probs` projects them in bounded memory.
+        if spec.scalar_head:
+            chunk.output_layer = ScalarHead(config.hidden_size, config.params_dtype, seed)
+        # The chunk returns hidden states: `token_outputs` projects them in bounded memory.
         chunk.output_layer.forward = _pass_hidden
     return chunk
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -45,7 +48,7 @@ class Optimizer:
     """Step a model's weights and learning rate; the model must have been wrapped.
 
     ``steps`` is the planned number of optimizer steps, the length of the learning-rate schedule.
-    Collective over the world: Megatron's optimizer gathers its parameter groups over all ranks.
+    Collective over the model's ranks.
     """
 
     def __init__(self, model: ParallelModel, config: OptimizerConfig, steps: int) -> None:
@@ -70,7 +73,7 @@ class Optimizer:
             optimizer_cpu_offload=config.offload,
             optimizer_offload_fraction=1.0 if config.offload else 0.0,
         )
-        with device.megatron_mode():
+        with device.megatron_mode(), _gathering_over(model.groups.all):
             self.megatron = get_megatron_optimizer(
                 settings, _chunks(model), use_gloo_process_groups=False,
                 pg_collection=model.groups.to_megatron(),
@@ -122,6 +125,24 @@ class Optimizer:
         """Return the learning rate that the next step uses."""
         groups: Any = self.megatron.param_groups
         return float(groups[0]["lr"])
+
+
+@contextmanager
+def _gathering_over(group: Any) -> Iterator[None]:
+    """Let Megatron compare its parameter groups over a role's ranks, where it would ask the whole world."""
+    gather, size = dist.all_gather_object, dist.get_world_size
+
+    def role_gather(found: list[Any], value: Any, group: Any = group) -> None:
+        gather(found, value, group=group)
+
+    def role_size(group: Any = group) -> int:
+        return size(group)
+
+    dist.all_gather_object, dist.get_world_size = role_gather, role_size
+    try:
+        yield
+    finally:
+        dist.all_gather_object, dist.get_world_size = gather, size
 
 
 def _chunks(model: ParallelModel) -> Any:

@@ -23,11 +23,13 @@ from megatron_rl.types import token_index
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Hold one micro-batch's results: ``rows`` ids, ``log_probs`` and ``entropy`` [n], 0 where unselected."""
+    """Hold one micro-batch's results: ``rows`` ids and the head's ``outputs``, each [n], 0 where unselected.
+
+    Outputs are (log-probs, entropy) of a language model, (values,) of a model with a scalar head.
+    """
 
     rows: tuple[int, ...]
-    log_probs: Tensor
-    entropy: Tensor
+    outputs: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class _MicroBatch:
     rows: tuple[int, ...]
     inputs: Tensor  # [1, T] tokens, with padding at the end where the layout demands it
     packing: Any
-    index: Tensor  # [n] whose hidden state predicts each selected token
+    index: Tensor  # [n] whose hidden state speaks for each selected token
     selected: Tensor  # [n] positions of the selected tokens
     targets: Tensor  # [n]
     temperature: Tensor  # [n]
@@ -43,31 +45,40 @@ class _MicroBatch:
 
 
 def microbatches(
-    model: ParallelModel, batch: Any, tokens_per_microbatch: int, select: Tensor
+    model: ParallelModel,
+    batch: Any,
+    tokens_per_microbatch: int,
+    select: Tensor,
+    before: bool = True,
+    unit: int = 1,
 ) -> tuple[list[_MicroBatch], float]:
     """Cut this rank's share of ``batch`` into packed micro-batches.
 
-    ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``select`` [N] bool marks tokens
-    whose log-probs are wanted. Returns the micro-batches and the share of padding among all their tokens.
+    ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``select`` [N] bool marks tokens of
+    which the head speaks: from the state ``before`` the token, which predicts it, or from the token's own,
+    which has read it. ``unit`` rows after one another stay in one micro-batch. Returns the micro-batches and
+    the share of padding among all their tokens.
     """
     layout = model.groups.layout
     multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
-    lengths = batch.lengths.tolist()
+    lengths = batch.lengths.view(-1, unit).sum(dim=1).tolist()
     config = model.transformer_config
     # Linear layers cost about 24 h^2 per token and layer, causal attention 2 h per token pair.
     shares = partition(lengths, layout.data, tokens_per_microbatch, multiple, 12.0 * config.hidden_size)
     share = shares[model.groups.coordinates.data]
-    result = [_pack(model, batch, rows, select) for rows in share]
+    parts = [[row for first in rows for row in range(first * unit, (first + 1) * unit)] for rows in share]
+    result = [_pack(model, batch, rows, select, before) for rows in parts]
     padded = sum(micro.inputs.shape[1] for micro in result)
     return result, 1.0 - sum(micro.tokens for micro in result) / max(padded, 1)
 
 
-def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor) -> _MicroBatch:
+def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor, before: bool) -> _MicroBatch:
     index = torch.tensor(rows, dtype=torch.long)
     counts = batch.lengths[index]
     places = token_index(batch.lengths, index)
     tokens, chosen = batch.tokens[places], select[places].clone()
-    chosen[counts.cumsum(0) - counts] = False  # nothing predicts a row's first token
+    if before:
+        chosen[counts.cumsum(0) - counts] = False  # nothing predicts a row's first token
     selected = chosen.nonzero()[:, 0]
     temperature = torch.repeat_interleave(batch.temperature[index], counts)
     unit = model.groups.layout.tensor if model.transformer_config.sequence_parallel else 1
@@ -78,7 +89,7 @@ def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor) -> 
         rows=tuple(rows),
         inputs=inputs[None].to(target),
         packing=model.pack([*counts.tolist(), *([padding] if padding else [])]),
-        index=(selected - 1).to(target),
+        index=(selected - int(before)).to(target),
         selected=selected.to(target),
         targets=tokens[selected].to(target),
         temperature=temperature[selected].to(target),
@@ -86,15 +97,18 @@ def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor) -> 
     )
 
 
-def score(model: ParallelModel, batch: Any, tokens_per_microbatch: int, select: Tensor) -> list[TokenScores]:
-    """Return log-probs and entropy of the selected tokens of this rank's rows; empty except on output ranks.
+def score(
+    model: ParallelModel, batch: Any, tokens_per_microbatch: int, select: Tensor, *, before: bool = True
+) -> list[TokenScores]:
+    """Return what the head says of the selected tokens of this rank's rows; empty except on output ranks.
 
-    Every last-stage rank gets the scores of its data-parallel share. Collective over the model's ranks.
+    ``before`` as in `microbatches`. Every last-stage rank gets the scores of its data-parallel share.
+    Collective over the model's ranks.
     """
-    micros, _ = microbatches(model, batch, tokens_per_microbatch, select)
+    micros, _ = microbatches(model, batch, tokens_per_microbatch, select, before)
 
-    def keep(micro: _MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, TokenScores]:
-        return log_probs.sum() * 0, TokenScores(micro.rows, log_probs, entropy)
+    def keep(micro: _MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenScores]:
+        return outputs[0].sum() * 0, TokenScores(micro.rows, outputs)
 
     for chunk in model.wrapped:
         chunk.eval()
@@ -107,20 +121,23 @@ def learn(
     batch: Any,
     tokens_per_microbatch: int,
     select: Tensor,
-    objective: Callable[[Any, Tensor, Tensor], tuple[Tensor, Metrics]],
+    objective: Callable[..., tuple[Tensor, Metrics]],
+    *,
+    before: bool = True,
+    unit: int = 1,
 ) -> tuple[Metrics, float]:
     """Add the gradient of the whole mini-batch's loss to the model's gradient buffers.
 
-    ``objective(rows of batch, log_probs [n], entropy [n])`` returns a loss that sums over its tokens with
+    ``objective(rows of batch, *outputs of the head, each [n])`` returns a loss that sums over its tokens with
     global weights, so gradients add up over micro-batches and data-parallel ranks without any scaling.
-    Returns this rank's metrics (empty except on the last stage) and the share of padding.
-    Collective over the model's ranks.
+    ``before`` and ``unit`` as in `microbatches`. Returns this rank's metrics (empty except on the last stage)
+    and the share of padding. Collective over the model's ranks.
     """
-    micros, padding = microbatches(model, batch, tokens_per_microbatch, select)
+    micros, padding = microbatches(model, batch, tokens_per_microbatch, select, before, unit)
 
-    def loss(micro: _MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
-        rows = batch.rows(micro.rows).to(log_probs.device)
-        value, metrics = objective(rows, log_probs, entropy)
+    def loss(micro: _MicroBatch, *outputs: Tensor) -> tuple[Tensor, Metrics]:
+        rows = batch.rows(micro.rows).to(outputs[0].device)
+        value, metrics = objective(rows, *outputs)
         return value, metrics if micro.rows else Metrics()
 
     for chunk in model.wrapped:
@@ -131,7 +148,7 @@ def learn(
 def _run(
     model: ParallelModel,
     micros: Sequence[_MicroBatch],
-    consume: Callable[[_MicroBatch, Tensor, Tensor], tuple[Tensor, Any]],
+    consume: Callable[..., tuple[Tensor, Any]],
     forward_only: bool,
 ) -> list[Any]:
     """Send micro-batches through the pipeline; ``consume`` makes (loss, result) from each at its end."""
@@ -166,7 +183,7 @@ def _finalize(
 
 def _forward_step(
     model: ParallelModel,
-    consume: Callable[[_MicroBatch, Tensor, Tensor], tuple[Tensor, Any]],
+    consume: Callable[..., tuple[Tensor, Any]],
     iterator: Iterator[_MicroBatch],
     wrapped: Any,
 ) -> tuple[Tensor, Callable[..., Any]]:
@@ -175,13 +192,10 @@ def _forward_step(
     chunk = model.chunks[model.wrapped.index(wrapped)]
 
     def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-        log_probs, entropy = model.token_log_probs(
-            chunk, hidden, micro.index, micro.targets, micro.temperature
-        )
-        zeros = torch.zeros(micro.tokens, dtype=log_probs.dtype, device=log_probs.device)
-        log_probs = zeros.index_put((micro.selected,), log_probs)
-        entropy = zeros.index_put((micro.selected,), entropy)
-        loss, result = consume(micro, log_probs, entropy)
+        found = model.token_outputs(chunk, hidden, micro.index, micro.targets, micro.temperature)
+        zeros = torch.zeros(micro.tokens, dtype=found[0].dtype, device=found[0].device)
+        outputs = [zeros.index_put((micro.selected,), output) for output in found]
+        loss, result = consume(micro, *outputs)
         # Cloned because the schedule scales the loss in place.
         return loss.clone(), torch.zeros([], dtype=torch.int, device=loss.device), result
 

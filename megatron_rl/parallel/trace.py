@@ -66,10 +66,10 @@ class CopyRecorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._rank = rank
-        self._alive: list[Tensor] = [*sources.values(), *destinations.values()]
+        self._alive: list[Tensor] = list(destinations.values())
         self._frames: dict[int, _Frame] = {}
         for name, tensor in sources.items():
-            self._frames[_storage(tensor)] = _frame_of(name, tensor)
+            self.add_source(name, tensor)
         self._destinations: dict[int, list[tuple[int, int, str]]] = {}
         for name, tensor in destinations.items():
             entries = self._destinations.setdefault(_storage(tensor), [])
@@ -79,6 +79,11 @@ class CopyRecorder(TorchDispatchMode):
         for entries in self._destinations.values():
             entries.sort()
         self.boxes: list[TensorBox] = []
+
+    def add_source(self, name: str, tensor: Tensor) -> None:
+        """Follow one more source from now on."""
+        self._alive.append(tensor)
+        self._frames[_storage(tensor)] = _frame_of(name, tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

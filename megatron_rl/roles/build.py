@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoConfig
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.layout import role_layout
-from megatron_rl.config.schema import LayoutConfig, RunConfig
+from megatron_rl.config.schema import LayoutConfig, OptimizerConfig, RunConfig
 from megatron_rl.hybrid_engine.engine import HybridEngine
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
@@ -21,27 +22,37 @@ from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.reward import RewardRole
+from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.build import make_engine
 
 POLICY_OUTPUTS = ("old_log_probs", "entropy")
 REFERENCE_OUTPUTS = ("ref_log_probs", "ref_entropy")
+CRITIC_OUTPUTS = ("values",)
+REWARD_MODEL = "reward_model"
 
 
 @dataclass
 class Roles:
-    """Hold the roles of one run on this rank; ``reference`` is None where the algorithm needs none."""
+    """Hold the roles of one run on this rank; ``critic`` and ``reference`` are None where not needed."""
 
     actor: ModelRole
     rollout: RolloutRole
     hybrid_engine: HybridEngine
     reward: RewardRole
+    critic: ModelRole | None = None
     reference: ModelRole | None = None
+    reward_models: tuple[RewardModel, ...] = ()
 
     @property
     def judges(self) -> list[ModelRole]:
-        """Return the roles that score rows with a model."""
-        return [self.actor] if self.reference is None else [self.actor, self.reference]
+        """Return the roles that score tokens with a model."""
+        return [role for role in (self.actor, self.critic, self.reference) if role is not None]
+
+    @property
+    def learners(self) -> dict[str, ModelRole]:
+        """Return the roles whose weights and optimizers are the state of a run, by name."""
+        return {role.name: role for role in (self.actor, self.critic) if role is not None}
 
     def close(self) -> None:
         """Release the engine and the reward workers."""
@@ -58,10 +69,11 @@ def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any) -> Role
     reward = RewardRole(config.reward, tokenizer)
     rollout = _build_rollout(config)
     actor = build_actor(config)
-    reference = None
-    if algorithm.needs_reference and config.reference is not None:
-        reference = _build_reference(config)
-    return Roles(actor, rollout, _hybrid_engine(config, actor, rollout), reward, reference)
+    critic = build_critic(config) if algorithm.needs_critic else None
+    reference = _build_reference(config) if algorithm.needs_reference else None
+    models = tuple(_build_reward_model(config, name) for name in config.reward.models)
+    engine = _hybrid_engine(config, actor, rollout)
+    return Roles(actor, rollout, engine, reward, critic, reference, models)
 
 
 def build_frozen_roles(config: RunConfig, tokenizer: Any, *, path: str | None) -> Roles:
@@ -76,7 +88,8 @@ def build_frozen_roles(config: RunConfig, tokenizer: Any, *, path: str | None) -
     actor = ModelRole(
         "actor", layout, model, tokens_per_microbatch=_token_budget(config), outputs=POLICY_OUTPUTS
     )
-    return Roles(actor, rollout, _hybrid_engine(config, actor, rollout), reward)
+    models = tuple(_build_reward_model(config, name) for name in config.reward.models)
+    return Roles(actor, rollout, _hybrid_engine(config, actor, rollout), reward, reward_models=models)
 
 
 def parallel_layout(config: LayoutConfig, name: str) -> ParallelLayout:
@@ -115,11 +128,7 @@ def build_actor(config: RunConfig) -> ModelRole:
     """Build the actor with its optimizer, from the Hugging Face checkpoint. Collective over the world."""
     layout = parallel_layout(config.actor.layout, "actor.layout")
     model = build_policy(config, layout, recompute=config.actor.recompute, trainable=True)
-    optimizer = None
-    if model is not None:
-        wrap(model, config.actor.optimizer.distributed)
-        updates = config.steps * config.batch.optimizer_steps * config.batch.epochs
-        optimizer = Optimizer(model, config.actor.optimizer, updates)
+    optimizer = _optimizer(model, config.actor.optimizer, _updates(config))
     return ModelRole(
         "actor",
         layout,
@@ -129,6 +138,53 @@ def build_actor(config: RunConfig) -> ModelRole:
         optimizer=optimizer,
         prefix="policy",
     )
+
+
+def build_critic(config: RunConfig) -> ModelRole:
+    """Build the critic with its optimizer: a model with a head of one number. Collective over the world."""
+    section = config.critic
+    assert section is not None and section.layout is not None
+    layout = parallel_layout(section.layout, "critic.layout")
+    model = build_policy(
+        config, layout, path=section.path, recompute=section.recompute, head="value", trainable=True
+    )
+    return ModelRole(
+        "critic",
+        layout,
+        model,
+        tokens_per_microbatch=_token_budget(config),
+        outputs=CRITIC_OUTPUTS,
+        optimizer=_optimizer(model, section.optimizer, _updates(config)),
+    )
+
+
+def _build_reward_model(config: RunConfig, name: str) -> RewardModel:
+    section = config.reward.models[name]
+    assert section.layout is not None
+    where = f"reward.models.{name}"
+    layout = parallel_layout(section.layout, f"{where}.layout")
+    trained = trained_reward_model(config.run_dir, name)
+    path = str(trained) if section.training is not None and trained.is_dir() else section.path
+    model = build_policy(config, layout, path=path, head="value", trainable=section.training is not None)
+    budget = _token_budget(config)
+    role = ModelRole(where, layout, model, tokens_per_microbatch=budget, outputs=(name,), prefix=REWARD_MODEL)
+    return RewardModel(name, section.weight, role)
+
+
+def trained_reward_model(run_dir: str | Path, name: str) -> Path:
+    """Return the directory of the Hugging Face checkpoint that a reward model's training leaves in a run."""
+    return Path(run_dir) / "reward_models" / name
+
+
+def _optimizer(model: ParallelModel | None, config: OptimizerConfig, updates: int) -> Optimizer | None:
+    if model is None:
+        return None
+    wrap(model, config.distributed)
+    return Optimizer(model, config, updates)
+
+
+def _updates(config: RunConfig) -> int:
+    return config.steps * config.batch.optimizer_steps * config.batch.epochs
 
 
 def _build_reference(config: RunConfig) -> ModelRole:
@@ -146,11 +202,12 @@ def build_policy(
     *,
     path: str | None = None,
     recompute: str = "none",
+    head: str = "lm",
     trainable: bool,
 ) -> ParallelModel | None:
-    """Build a policy on ``layout`` and load its Hugging Face weights; None on ranks outside.
+    """Build a model on ``layout`` and load its Hugging Face weights; None on ranks outside.
 
-    Collective over the world.
+    ``head`` is ``lm`` for a policy, ``value`` for a critic or a reward model. Collective over the world.
     """
     path = path or config.model.path
     groups = ParallelGroups(layout)
@@ -163,6 +220,7 @@ def build_policy(
         recompute=recompute,
         overrides=config.actor.megatron,
         attention=config.model.attention,
+        head=head,
         trainable=trainable,
         seed=config.seed,
     )

@@ -1,4 +1,4 @@
-"""A role that holds a Megatron model: the actor, and the reference policy, differ in what is plugged in."""
+"""A role that holds a Megatron model: actor, critic and reference differ in what is plugged in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import RowShard, sum_over_outputs
@@ -15,15 +14,15 @@ from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.parallel.schedule import learn, score
 from megatron_rl.types import TrainBatch
 
-Objective = Callable[[TrainBatch, Tensor, Tensor], tuple[Tensor, Metrics]]
+Objective = Callable[..., tuple[torch.Tensor, Metrics]]
 
 
 class ModelRole:
-    """Score rows with a language model and, where it has an optimizer, learn from them.
+    """Score rows with a model and, where it has an optimizer, learn from them.
 
-    ``outputs`` names the per-token fields of `infer` as (log-probs, entropy), so that several roles' answers
-    can stand in one batch. ``prefix`` groups the metrics of `update`. ``model`` is None on ranks outside the
-    role's ``layout``.
+    ``outputs`` names the per-token fields of `infer`, one for each output of the model's head, so that
+    several roles' answers can stand in one batch. ``prefix`` groups the metrics of `update`. ``model`` is
+    None on ranks outside the role's ``layout``.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class ModelRole:
         model: ParallelModel | None,
         *,
         tokens_per_microbatch: int,
-        outputs: tuple[str, str],
+        outputs: tuple[str, ...],
         optimizer: Optimizer | None = None,
         prefix: str = "",
     ) -> None:
@@ -46,34 +45,34 @@ class ModelRole:
         self.prefix = prefix or name
 
     def infer(self, batch: Any) -> RowShard:
-        """Return log-probs and entropy of response tokens, 0 elsewhere, for this rank's rows.
+        """Return the head's outputs for response tokens, 0 elsewhere, for this rank's rows.
 
         ``batch`` has ``tokens``, ``lengths``, ``response_mask`` and ``temperature``. Only one rank per
         data-parallel replica answers. Collective over the role's ranks.
         """
-        log_probs, entropy = torch.zeros(0), torch.zeros(0)
+        found = [torch.zeros(0) for _ in self.outputs]
         rows: list[int] = []
         if self.model is not None:
             scores = score(self.model, batch, self.tokens_per_microbatch, batch.response_mask)
             if scores and self.model.groups.rank in self.layout.outputs():
                 rows = [row for part in scores for row in part.rows]
-                log_probs = torch.cat([part.log_probs for part in scores]).float().cpu()
-                entropy = torch.cat([part.entropy for part in scores]).float().cpu()
+                parts = zip(*(part.outputs for part in scores), strict=True)
+                found = [torch.cat(part).float().cpu() for part in parts]
         index = torch.tensor(rows, dtype=torch.long)
-        names = dict(zip(self.outputs, (log_probs, entropy), strict=True))
+        names = dict(zip(self.outputs, found, strict=True))
         return RowShard(index, batch.lengths[index], names, {})
 
-    def update(self, minibatch: TrainBatch, objective: Objective) -> Metrics:
+    def update(self, minibatch: TrainBatch, objective: Objective, **how: Any) -> Metrics:
         """Take one optimizer step down ``objective``, whose loss weights are global.
 
-        Collective over the role's ranks.
+        ``how`` are the ``before`` and ``unit`` of `learn`. Collective over the role's ranks.
         """
         if self.model is None:
             return Metrics()
         assert self.optimizer is not None, f"{self.name} does not learn"
         self.optimizer.zero_grad()
         metrics, padding = learn(
-            self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, objective
+            self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, objective, **how
         )
         stepped = self.optimizer.step()
         metrics = sum_over_outputs(metrics, self.layout)

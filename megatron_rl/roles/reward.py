@@ -9,8 +9,8 @@ import torch
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import RowShard, gather_objects
-from megatron_rl.rewards.function import Failure, FunctionReward
+from megatron_rl.parallel.exchange import RowShard, gather_objects, members
+from megatron_rl.rewards.function import Failure, FunctionReward, RewardResult
 from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts
 
 
@@ -21,7 +21,8 @@ class RewardRole:
     """
 
     def __init__(self, config: RewardConfig, tokenizer: Any) -> None:
-        self._function = FunctionReward(config)
+        self.weight = config.weight
+        self._function = None if config.function is None else FunctionReward(config)
         self._tokenizer = tokenizer
         self.failures: tuple[Failure, ...] = ()
         self.metrics = Metrics()
@@ -30,17 +31,12 @@ class RewardRole:
         """Return ``rewards`` (NaN where failed) and ``valid`` of this rank's share of the rows.
 
         Named components stand beside them, NaN where a row has none. ``prompts`` has one entry per row.
-        Rows that the engine failed on are invalid without being scored. Collective over the world.
+        Rows that the engine failed on are invalid without being scored. Collective over `members`.
         """
-        rows = range(device.rank(), len(rollouts), device.world_size())
+        ranks = members()
+        rows = range(ranks.index(device.rank()), len(rollouts), len(ranks))
         alive = [row for row in rows if int(rollouts.finish_reason[row]) != FINISH_FAILED]
-        texts = self.responses(rollouts, alive)
-        result = self._function.score(
-            [prompts.prompts[row] for row in alive],
-            texts,
-            [prompts.ground_truths[row] for row in alive],
-            [prompts.metadata[row] for row in alive],
-        )
+        result = self._score(prompts, rollouts, alive)
         self.failures, self.metrics = result.failures, result.metrics()
         rewards = torch.full((len(rows),), float("nan"))
         valid = torch.zeros(len(rows), dtype=torch.bool)
@@ -55,6 +51,16 @@ class RewardRole:
         none = torch.zeros(len(rows), dtype=torch.long)
         return RowShard(torch.tensor(list(rows), dtype=torch.long), none, {}, values)
 
+    def _score(self, prompts: PromptBatch, rollouts: Rollouts, rows: list[int]) -> RewardResult:
+        if self._function is None:  # reward models alone judge
+            return RewardResult(torch.zeros(len(rows)), torch.ones(len(rows), dtype=torch.bool), {}, ())
+        return self._function.score(
+            [prompts.prompts[row] for row in rows],
+            self.responses(rollouts, rows),
+            [prompts.ground_truths[row] for row in rows],
+            [prompts.metadata[row] for row in rows],
+        )
+
     def responses(self, rollouts: Rollouts, rows: Any = None) -> list[str]:
         """Return the responses of ``rows`` (default all) as text, without special tokens."""
         chosen = rollouts if rows is None else rollouts.rows(rows)
@@ -66,4 +72,5 @@ class RewardRole:
 
     def close(self) -> None:
         """End the worker processes."""
-        self._function.close()
+        if self._function is not None:
+            self._function.close()

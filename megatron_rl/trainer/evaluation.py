@@ -11,6 +11,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import gather_rows
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.rollout import join
+from megatron_rl.trainer.grading import grade
 from megatron_rl.types import PromptBatch, Rollouts
 
 FULL_MARKS = 1.0
@@ -28,7 +29,7 @@ class EvaluationResult:
 
 
 def evaluate(roles: Roles, prompts: PromptBatch, config: RunConfig) -> EvaluationResult:
-    """Sample ``evaluation.samples`` answers per prompt and grade them with the reward function.
+    """Sample ``evaluation.samples`` answers per prompt and grade them as training does.
 
     ``eval/accuracy`` is the share of answers with a reward of 1 or more among all answers (an answer whose
     reward failed is not right), ``eval/reward`` the mean over valid ones, ``eval/pass_at_k`` the share of
@@ -39,8 +40,7 @@ def evaluate(roles: Roles, prompts: PromptBatch, config: RunConfig) -> Evaluatio
         answers = gather_rows(roles.rollout.infer(prompts, samples, seed=config.seed))
     rollouts = join(answers, samples)
     rows = prompts.repeat(samples)
-    graded = gather_rows(roles.reward.infer(rows, rollouts))
-    rewards, valid = graded.values["rewards"], graded.values["valid"]
+    rewards, valid, _ = grade(roles, rows, rollouts)
     right = valid & (rewards >= FULL_MARKS)
     metrics = Metrics.mean("eval/accuracy", float(right.sum()), len(rows))
     metrics += Metrics.mean("eval/reward", float(rewards[valid].sum()), float(valid.sum()))

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 from megatron_rl.config.errors import EXIT_BAD_INPUT, UserError
 from megatron_rl.config.failure import report_errors
-from megatron_rl.config.layout import role_layout
-from megatron_rl.config.schema import LayoutConfig, RunConfig
+from megatron_rl.config.placement import role_layouts
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel import device
 from megatron_rl.trainer.phases import Phases
 
@@ -51,12 +51,7 @@ def _leave(code: int) -> None:
 def describe_rank(config: RunConfig, rank: int) -> str:
     """Return which roles a rank holds and its place in them."""
     words = []
-    layouts: dict[str, LayoutConfig] = {"actor": config.actor.layout}
-    if config.reference is not None and config.reference.layout is not None:
-        layouts["reference"] = config.reference.layout
-    layouts["rollout"] = LayoutConfig(ranks=config.rollout.ranks, tensor=config.rollout.tensor)
-    for role, section in layouts.items():
-        layout = role_layout(role, section, device.world_size())
+    for role, layout in role_layouts(config, device.world_size()).items():
         if rank not in layout.ranks:
             continue
         place = layout.coordinates(rank)

@@ -55,7 +55,9 @@ class RunFolder:
         return self
 
     def start_over(self) -> None:
-        """Rename the checkpoints of an earlier run, so that none of them is taken for this run's."""
+        """Rename checkpoints and reward models of an earlier run, so that none is taken for this run's."""
+        if (self.path / "reward_models").exists():
+            _set_aside(self.path / "reward_models")
         if any(self.checkpoints.iterdir()):
             _set_aside(self.checkpoints)
             self.checkpoints.mkdir()

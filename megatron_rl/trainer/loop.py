@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_rl.algorithms import (
@@ -13,6 +13,7 @@ from megatron_rl.algorithms import (
     minibatches,
     next_state,
     policy_objective,
+    value_objective,
 )
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics
@@ -26,12 +27,13 @@ from megatron_rl.types import PromptBatch, Scores
 
 @dataclass(frozen=True)
 class StepResult:
-    """Hold what one step produced, the same value on every rank."""
+    """Hold what one step produced, the same value on every rank that learned."""
 
     metrics: Metrics
     graded: Graded
     algorithm_state: AlgorithmState
     warning: str | None
+    actor_learned: bool  # false while the critic warms up alone
 
 
 def train_step(
@@ -48,8 +50,23 @@ def train_step(
     ``draw(n)`` gives the next n prompts; ``state`` is what the algorithm carries from step to step.
     Collective over the world.
     """
-    seed = step_seed(config, step)
-    graded, sampled = sample_step(draw, roles, algorithm, config, seed, phase)
+    graded, sampled = sample_step(draw, roles, algorithm, config, step_seed(config, step), phase)
+    result = learn_from(graded, roles, algorithm, state, config, step, phase)
+    if result.actor_learned:
+        roles.hybrid_engine.mark_updated()
+    return replace(result, metrics=result.metrics + gather_metrics(sampled))
+
+
+def learn_from(
+    graded: Graded,
+    roles: Roles,
+    algorithm: Algorithm,
+    state: AlgorithmState,
+    config: RunConfig,
+    step: int,
+    phase: Phases,
+) -> StepResult:
+    """Judge graded rows, estimate advantages and learn. Collective over `members`."""
     with phase("score"):
         scores = judge(roles, graded)
     with phase("estimate"):
@@ -58,16 +75,22 @@ def train_step(
     objective = partial(policy_objective, algorithm, state=state)
     learned = Metrics()
     with phase("learn"):
+        warming = critic_warm_up(config, roles)
         steps, epochs = config.batch.optimizer_steps, config.batch.epochs
-        for minibatch in minibatches(batch, algorithm, steps, epochs, seed):
-            learned += roles.actor.update(minibatch, objective)
-        roles.hybrid_engine.mark_updated()
+        for minibatch in minibatches(batch, algorithm, steps, epochs, step_seed(config, step)):
+            if roles.critic is not None:
+                learned += roles.critic.update(minibatch, partial(value_objective, algorithm))
+            if step > warming:
+                learned += roles.actor.update(minibatch, objective)
     state = next_state(algorithm, state, graded.rollouts, scores)
-    return StepResult(metrics + gather_metrics(sampled + learned), graded, state, warning)
+    return StepResult(metrics + gather_metrics(learned), graded, state, warning, step > warming)
 
 
 def judge(roles: Roles, graded: Graded) -> Scores:
-    """Collect what the roles with a model say of graded rows. Collective over the world."""
+    """Collect what the roles with a model say of graded rows. Collective over `members`.
+
+    All are asked before any answer is gathered: roles on ranks of their own work at the same time.
+    """
     answers = [role.infer(graded.rollouts) for role in roles.judges]
     tokens = {name: values for answer in answers for name, values in gather_rows(answer).tokens.items()}
     return Scores(
@@ -77,8 +100,14 @@ def judge(roles: Roles, graded: Graded) -> Scores:
         old_log_probs=tokens["old_log_probs"],
         entropy=tokens["entropy"],
         ref_log_probs=tokens.get("ref_log_probs"),
+        values=tokens.get("values"),
         baseline_rewards=graded.baseline_rewards,
     )
+
+
+def critic_warm_up(config: RunConfig, roles: Roles) -> int:
+    """Return in how many first steps the critic learns alone."""
+    return config.critic.warmup_steps if roles.critic is not None and config.critic is not None else 0
 
 
 def step_seed(config: RunConfig, step: int) -> int:

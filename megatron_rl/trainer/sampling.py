@@ -15,6 +15,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import RowShard, gather_rows
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.rollout import join
+from megatron_rl.trainer.grading import grade
 from megatron_rl.trainer.phases import Phases
 from megatron_rl.types import PromptBatch, Rollouts
 
@@ -95,24 +96,60 @@ def sample_and_grade(
     prompts: PromptBatch, roles: Roles, algorithm: Algorithm, config: RunConfig, seed: int, phase: Phases
 ) -> tuple[Graded, Metrics]:
     """Sample every prompt ``samples_per_prompt`` times and grade the responses. Collective over the world."""
-    samples = config.batch.samples_per_prompt
-    greedy = None
     with phase("generate"), roles.hybrid_engine.generation_mode():
-        rollouts = join(gather_rows(roles.rollout.infer(prompts, samples, seed=seed)), samples)
-        if algorithm.needs_greedy_baseline:
-            greedy = join(gather_rows(roles.rollout.infer(_greedy(prompts), seed=seed)), 1)
+        sampled = finish_sampling(start_sampling(prompts, roles, algorithm, config, seed), config)
     metrics = roles.hybrid_engine.sync_metrics
+    graded, also = grade_sampled(sampled, roles, config, phase)
+    return graded, metrics + also
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Hold the responses to ``prompts``, the same value on every rank; ``greedy`` has one row per prompt."""
+
+    prompts: PromptBatch
+    rollouts: Rollouts
+    greedy: Rollouts | None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Hold what this rank's engine has sampled, before it is gathered."""
+
+    prompts: PromptBatch
+    shard: RowShard
+    greedy: RowShard | None
+
+
+def start_sampling(
+    prompts: PromptBatch, roles: Roles, algorithm: Algorithm, config: RunConfig, seed: int
+) -> Sampling:
+    """Sample on the ranks of the rollout; others return at once. Collective over the rollout's ranks."""
+    shard = roles.rollout.infer(prompts, config.batch.samples_per_prompt, seed=seed)
+    greedy = None
+    if algorithm.needs_greedy_baseline:
+        greedy = roles.rollout.infer(_greedy(prompts), seed=seed)
+    return Sampling(prompts, shard, greedy)
+
+
+def finish_sampling(sampling: Sampling, config: RunConfig) -> Sampled:
+    """Gather what was sampled. Collective over the world."""
+    rollouts = join(gather_rows(sampling.shard), config.batch.samples_per_prompt)
+    greedy = None if sampling.greedy is None else join(gather_rows(sampling.greedy), 1)
+    return Sampled(sampling.prompts, rollouts, greedy)
+
+
+def grade_sampled(sampled: Sampled, roles: Roles, config: RunConfig, phase: Phases) -> tuple[Graded, Metrics]:
+    """Grade responses. Collective over `members`."""
+    samples = config.batch.samples_per_prompt
     with phase("reward"):
-        rows = prompts.repeat(samples)
-        graded = gather_rows(roles.reward.infer(rows, rollouts))
-        metrics += roles.reward.metrics
+        rows = sampled.prompts.repeat(samples)
+        grades = grade(roles, rows, sampled.rollouts)
+        metrics = roles.reward.metrics
         baseline = None
-        if greedy is not None:
-            answers: RowShard = gather_rows(roles.reward.infer(prompts, greedy))
-            baseline = answers.values["rewards"].repeat_interleave(samples)
-    values = dict(graded.values)
-    rewards, valid = values.pop("rewards"), values.pop("valid")
-    return Graded(rows, rollouts, rewards, valid, values, baseline), metrics
+        if sampled.greedy is not None:
+            baseline = grade(roles, sampled.prompts, sampled.greedy).rewards.repeat_interleave(samples)
+    return Graded(rows, sampled.rollouts, *grades, baseline), metrics
 
 
 def _greedy(prompts: PromptBatch) -> PromptBatch:

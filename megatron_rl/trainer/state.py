@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +10,37 @@ from megatron_rl.algorithms import AlgorithmState
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.parallel import checkpoint
 from megatron_rl.roles.build import Roles
+from megatron_rl.trainer.sampling import Sampled
 
 
 @dataclass
 class TrainerState:
-    """Hold the position of a run: steps done, the prompt source's place, and what the algorithm carries."""
+    """Hold the position of a run: steps done, the prompt source's place, and what the algorithm carries.
+
+    ``queue`` holds what is sampled and not yet learned from; a restore fills it in place.
+    """
 
     prompts: PromptSource
     algorithm: AlgorithmState
     seed: int
+    queue: list[Sampled] = field(default_factory=list)
     step: int = 0
 
     def save(self, run_dir: str | Path, roles: Roles, keep: int) -> Path:
         """Write ``checkpoints/step_N`` and drop old ones beyond ``keep``. Collective over the world."""
         path = checkpoint.checkpoint_path(run_dir, self.step)
-        checkpoint.save(path, roles.actor.model, roles.actor.optimizer, self.state_dict(roles))
+        checkpoint.save(path, _parts(roles), self.state_dict(roles))
         checkpoint.prune(run_dir, keep)
         return path
 
     def restore(self, path: Path, roles: Roles) -> None:
         """Continue from a checkpoint of any layout. Collective over the world."""
-        state = checkpoint.load(path, roles.actor.model, roles.actor.optimizer)
+        state = checkpoint.load(path, _parts(roles))
         self.step = int(state["step"])
         self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
         self.prompts.load_state_dict(state["prompts"])
         roles.hybrid_engine.version = int(state["policy_version"])
+        self.queue[:] = [Sampled(**item) for item in state["queue"]]
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """Return the plain values that are equal on every rank."""
@@ -44,4 +50,9 @@ class TrainerState:
             "algorithm": self.algorithm.state_dict(),
             "prompts": self.prompts.state_dict(),
             "policy_version": roles.hybrid_engine.version,
+            "queue": [vars(item) for item in self.queue],
         }
+
+
+def _parts(roles: Roles) -> dict[str, checkpoint.Part]:
+    return {name: checkpoint.Part(role.model, role.optimizer) for name, role in roles.learners.items()}

@@ -7,20 +7,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algorithms import Algorithm, get_algorithm, initial_state, sft_objective
-from megatron_rl.config.derive import longest_row
+from megatron_rl.algorithms import Algorithm, get_algorithm, initial_state
 from megatron_rl.config.load import dump
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.records import load_records
-from megatron_rl.data.sft import SftSource
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects, leave
 from megatron_rl.parallel.hf.export import export
-from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.roles.build import Roles, build_roles
+from megatron_rl.trainer.asynchrony import AheadTrainer
 from megatron_rl.trainer.evaluation import EvaluationResult, evaluate
 from megatron_rl.trainer.failure import report_failure
 from megatron_rl.trainer.logging import MetricsLog, Progress, RunFolder, output_to
@@ -28,6 +26,7 @@ from megatron_rl.trainer.loop import StepResult, train_step
 from megatron_rl.trainer.phases import Phases
 from megatron_rl.trainer.report import write as write_report
 from megatron_rl.trainer.state import TrainerState
+from megatron_rl.trainer.warm_up import train_actor, train_reward_models
 
 
 def run(config: RunConfig) -> None:
@@ -63,15 +62,20 @@ class Run:
             folder.write_config(dump(config))
             if config.checkpoint.resume == "never":
                 folder.start_over()
+        barrier()
         with phases("build"), Progress("build models and engine", shown=self.main, console=console):
             self.roles: Roles = build_roles(config, self.algorithm, self.tokenizer)
-        self.state = TrainerState(self.prompts, initial_state(self.algorithm), config.seed)
+        self.ahead = None
+        if config.asynchrony.steps_ahead:
+            self.ahead = AheadTrainer(config, self.roles, self.algorithm)
+        queue = [] if self.ahead is None else self.ahead.queue
+        self.state = TrainerState(self.prompts, initial_state(self.algorithm), config.seed, queue)
 
     def run(self) -> None:
         """Resume or warm up, take the remaining steps, and leave the results behind."""
         config = self.config
         resumed = self._resume()
-        if resumed is None and config.sft is not None:
+        if resumed is None:
             self._warm_up()
         log = None
         if self.main:
@@ -124,59 +128,27 @@ class Run:
         return path
 
     def _warm_up(self) -> None:
-        """Train on given responses before any reinforcement learning."""
-        config, actor, sft = self.config, self.roles.actor, self.config.sft
-        assert sft is not None
-        source = SftSource(
-            load_records(sft.data, setting="sft.data"),
-            self.tokenizer,
-            config.data,
-            sft,
-            seed=config.seed,
-            max_tokens=longest_row(config),
-            model_path=config.model.path,
-        )
-        own = actor.optimizer
-        if actor.model is not None:
-            actor.optimizer = Optimizer(actor.model, sft.optimizer, sft.steps)
-        log = MetricsLog(self.folder, sft.steps, phase="sft", console=self.console) if self.main else None
-        with Progress("supervised warm-up", sft.steps, shown=self.main, console=self.console) as progress:
-            for step in range(1, sft.steps + 1):
-                self.phases.step = step
-                with self.phases("sft"):
-                    metrics = actor.update(source.next(sft.rows_per_step), _sft_objective)
-                values = gather_metrics(metrics + self.phases.metrics()).values()
-                values = {name.replace("policy/", "sft/"): value for name, value in values.items()}
-                if log is not None:
-                    log.write(step, values, shown=False)
-                progress.advance(note=f"loss {values['sft/loss']:.3f}")
-        if log is not None:
-            log.close()
-        actor.optimizer = own
-        if own is not None:
-            own.reload_parameters()
-        self.roles.hybrid_engine.mark_updated()
+        """Train what is to be trained before any reinforcement learning."""
+        parts = (self.config, self.roles, self.tokenizer, self.folder, self.phases, self.console)
+        if self.config.sft is not None:
+            train_actor(*parts)
+        train_reward_models(*parts)
 
     def _step(self, log: MetricsLog | None) -> None:
         config, step = self.config, self.state.step + 1
         self.phases.step = step
         begun = time.perf_counter()
-        result = train_step(
-            self.prompts.next, self.roles, self.algorithm, self.state.algorithm, config, step, self.phases
-        )
-        self.state.step, self.state.algorithm = step, result.algorithm_state
+        result = self._take(step)
+        self.state.step = step
         seconds = time.perf_counter() - begun
         own = Metrics({}, {"time/step": seconds, "memory/peak_bytes": float(device.peak_memory(reset=True))})
-        metrics = result.metrics + gather_metrics(own + self.phases.metrics())
-        metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
-        values = metrics.values()
-        tokens = float(result.graded.rollouts.lengths.sum())
-        metrics += Metrics.of({
-            "throughput/tokens_per_second": tokens / values["time/step"],
-            "throughput/tokens_per_second_per_gpu": tokens / values["time/step"] / device.world_size(),
-        })  # fmt: skip
-        if result.warning and self.main:
-            self._say(f"step {step}: warning: {result.warning}")
+        metrics = gather_metrics(own + self.phases.metrics())
+        if result is not None:
+            self.state.algorithm = result.algorithm_state
+            metrics += result.metrics + _throughput(result, metrics.values()["time/step"])
+            metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
+            if result.warning and self.main:
+                self._say(f"step {step}: warning: {result.warning}")
         self._keep_rollouts(step, result)
         if self.held_out is not None and (step % config.evaluation.every == 0 or step == config.steps):
             metrics += self._evaluate(step)
@@ -184,6 +156,13 @@ class Run:
         if step % config.checkpoint.every == 0 or step == config.steps:
             with self.phases("checkpoint"):
                 self.state.save(config.run_dir, self.roles, config.checkpoint.keep)
+
+    def _take(self, step: int) -> StepResult | None:
+        """Take one step; None on a rank that only samples, ahead of the others."""
+        draw, state = self.prompts.next, self.state.algorithm
+        if self.ahead is not None:
+            return self.ahead.step(draw, state, step, self.phases)
+        return train_step(draw, self.roles, self.algorithm, state, self.config, step, self.phases)
 
     def _evaluate(self, step: int) -> Metrics:
         with self.phases("evaluate"):
@@ -198,10 +177,10 @@ class Run:
         if log is not None:
             log.write(step, metrics.values())
 
-    def _keep_rollouts(self, step: int, result: StepResult) -> None:
+    def _keep_rollouts(self, step: int, result: StepResult | None) -> None:
         """Store the step's samples with their judgement, and say why rewards failed."""
         failures = [failure for part in gather_objects(self.roles.reward.failures[:4]) for failure in part]
-        if not self.main:
+        if not self.main or result is None:
             return
         for failure in failures[:4]:
             self._say(f"step {step}: a reward failed ({failure.reason}): {failure.message.strip()[-300:]}")
@@ -241,5 +220,9 @@ class Run:
         self.console.flush()
 
 
-def _sft_objective(rows: Any, log_probs: Any, entropy: Any) -> Any:
-    return sft_objective(rows, log_probs)
+def _throughput(result: StepResult, seconds: float) -> Metrics:
+    tokens = float(result.graded.rollouts.lengths.sum())
+    return Metrics.of({
+        "throughput/tokens_per_second": tokens / seconds,
+        "throughput/tokens_per_second_per_gpu": tokens / seconds / device.world_size(),
+    })  # fmt: skip

@@ -16,15 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ("time/", "throughput/", "memory/", "reshard/")
 
 
-@pytest.fixture(scope="module")
-def material(tmp_path_factory) -> Path:
-    """Make the quickstart's model and data once."""
-    folder = tmp_path_factory.mktemp("material")
-    command = [sys.executable, "-m", "megatron_rl.data.quickstart", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
-    return folder
-
-
 def _config(path: Path, material: Path, **changes) -> Path:
     config = {
         "run_dir": str(path / "run"),

@@ -97,7 +97,8 @@ def test_missing_required_values_are_all_named() -> None:
     Path("nothing.yaml").write_text("")
     errors = load("nothing.yaml").errors
     named = {error.where for error in errors}
-    assert named == {"model.path", "data.train", "reward.function", "run_dir", "steps"}
+    assert named == {"model.path", "data.train", "run_dir", "steps"}
+    assert "nothing judges the responses" in [error.message for error in check("reward.function=null").errors]
 
 
 @pytest.mark.parametrize(

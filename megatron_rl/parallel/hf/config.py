@@ -17,7 +17,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_rl.config.errors import UserError, nearest
 from megatron_rl.parallel import device
 from megatron_rl.parallel.experts import prepare_experts
-from megatron_rl.parallel.hf.families import ACTIVATIONS, Family, check_routing, expert_count, family_of
+from megatron_rl.parallel.hf.families import (
+    ACTIVATIONS,
+    Family,
+    check_routing,
+    expert_count,
+    family_of,
+    has_scalar_head,
+)
 from megatron_rl.parallel.latent import allow_without_transformer_engine, prepare_latent_attention
 from megatron_rl.parallel.layout import ParallelLayout
 
@@ -45,6 +52,13 @@ class ModelSpec:
     padded_vocab_size: int
     tied: bool
     inverse_frequencies: Tensor
+    scalar_head: bool = False
+
+    @property
+    def vocabulary_parameters(self) -> tuple[str, ...]:
+        """Return the names of the parameters whose rows are the padded vocabulary's."""
+        names = ("embedding.word_embeddings.weight", "output_layer.weight")
+        return names[:1] if self.scalar_head else names
 
     def finish(self, chunk: torch.nn.Module) -> None:
         """Give a freshly built GPTModel chunk the checkpoint's exact rotary frequencies.
@@ -110,6 +124,7 @@ def model_spec(
         padded_vocab_size=padded,
         tied=bool(hf_config.tie_word_embeddings),
         inverse_frequencies=inverse_frequencies,
+        scalar_head=has_scalar_head(hf_config),
     )
 
 

@@ -5,12 +5,14 @@ Adding a family means adding a row to `FAMILIES`; no other module knows an archi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from megatron_rl.config.errors import UserError
 
@@ -274,3 +276,26 @@ def family_of(hf_config: Any) -> Family:
             got="true",
         )
     return family
+
+
+def has_scalar_head(hf_config: Any) -> bool:
+    """Say whether the model gives one number per token, as critics and reward models do."""
+    return any(name.endswith("ForSequenceClassification") for name in hf_config.architectures or ())
+
+
+def with_scalar_head(hf_config: Any) -> Any:
+    """Return the config of the same model with a head of one number, as transformers names it."""
+    if has_scalar_head(hf_config):
+        return hf_config
+    config = copy.deepcopy(hf_config)
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    if name is None:
+        raise UserError(
+            "transformers has no class for this model with a head of one number.",
+            where="config.json: model_type",
+            expected=", ".join(sorted(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)),
+            got=config.model_type,
+            fix="use a model of another family for this role",
+        )
+    config.architectures, config.num_labels, config.tie_word_embeddings = [name], 1, False
+    return config

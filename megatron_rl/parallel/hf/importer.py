@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.parallel.hf.config import head_dim
-from megatron_rl.parallel.hf.families import Family, family_of
-from megatron_rl.parallel.hf.names import EMBEDDING, FINAL_NORM, OUTPUT
+from megatron_rl.parallel.hf.families import Family, family_of, has_scalar_head
+from megatron_rl.parallel.hf.names import EMBEDDING, FINAL_NORM, OUTPUT, SCALAR
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,9 @@ def import_parameters(
             if name not in _OUTER:
                 raise UnknownParameterError(name)
             source, place = _OUTER[name]
-            if source == OUTPUT and hf_config.tie_word_embeddings:
+            if source == OUTPUT and has_scalar_head(hf_config):
+                source, place = SCALAR, _whole
+            elif source == OUTPUT and hf_config.tie_word_embeddings:
                 source = EMBEDDING
             place(target, [sources[source]], _Cut(shard.tensor, shard.tensor_size, *shape))
             continue

@@ -6,11 +6,13 @@ import re
 from typing import Any
 
 from megatron_rl.parallel.hf.config import head_dim
-from megatron_rl.parallel.hf.families import Family, family_of
+from megatron_rl.parallel.hf.families import Family, family_of, has_scalar_head
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 OUTPUT = "lm_head.weight"
+SCALAR = "score.weight"
+"""The head of a model that gives one number per token instead of a distribution."""
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -34,7 +36,9 @@ def checkpoint_shapes(hf_config: Any) -> Shapes:
                 names |= {"mlp.up_proj.bias": (hf_config.intermediate_size,), "mlp.down_proj.bias": (hidden,)}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in names.items()}
     shapes[FINAL_NORM] = (hidden,)
-    if not hf_config.tie_word_embeddings:
+    if has_scalar_head(hf_config):
+        shapes[SCALAR] = (1, hidden)
+    elif not hf_config.tie_word_embeddings:
         shapes[OUTPUT] = (vocabulary, hidden)
     return shapes
 
@@ -108,11 +112,12 @@ def _experts(hf_config: Any, family: Family) -> Shapes:
 def is_ignorable(name: str, hf_config: Any) -> bool:
     """Say whether a checkpoint tensor that the model does not use may be skipped without a word.
 
-    These are rotary frequencies of old checkpoints, a copy of the embedding as tied output layer, and layers
-    that predict further tokens, which follow the model's own.
+    These are rotary frequencies of old checkpoints, an output layer that is tied or replaced by a head of
+    one number, and layers that predict further tokens, which follow the model's own.
     """
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer and int(layer.group(1)) >= hf_config.num_hidden_layers:
         extra = getattr(hf_config, "num_nextn_predict_layers", None) or 0
         return int(layer.group(1)) < hf_config.num_hidden_layers + extra
-    return name.endswith("rotary_emb.inv_freq") or (name == OUTPUT and bool(hf_config.tie_word_embeddings))
+    unused = bool(hf_config.tie_word_embeddings) or has_scalar_head(hf_config)
+    return name.endswith("rotary_emb.inv_freq") or (name == OUTPUT and unused)

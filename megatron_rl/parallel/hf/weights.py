@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from megatron_rl.config.errors import UserError
 from megatron_rl.parallel import device
+from megatron_rl.parallel.hf.families import has_scalar_head
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.importer import Shard, import_parameters
-from megatron_rl.parallel.hf.names import OUTPUT, checkpoint_shapes, is_ignorable
-from megatron_rl.parallel.trace import meta_sources, trace_copies
+from megatron_rl.parallel.hf.names import OUTPUT, SCALAR, checkpoint_shapes, is_ignorable
+from megatron_rl.parallel.trace import CopyRecorder, merge_boxes
 from megatron_rl.types import TensorBox
 
 
@@ -72,23 +73,47 @@ def trace_import(
     shard: Shard,
     rank: int,
     storages: Mapping[str, str] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[TensorBox]:
-    """Return the boxes of meta parameters named over the whole model; ``storages`` renames them there."""
+    """Return the boxes of meta parameters named over the whole model; ``storages`` renames them there.
+
+    ``shapes`` are those of the checkpoint, where they are known already.
+    """
     renamed = {(storages or {}).get(name, name): tensor for name, tensor in parameters.items()}
-    sources = meta_sources(checkpoint_shapes(hf_config), torch.float32)
-
-    def load(tensors: Mapping[str, Tensor]) -> None:
-        import_parameters(parameters, tensors, hf_config, shard)
-
-    boxes = trace_copies(load, sources, renamed, rank)
+    recorder = CopyRecorder({}, renamed, rank)
+    with torch.no_grad(), recorder:
+        sources = _StandIns(shapes or checkpoint_shapes(hf_config), recorder)
+        import_parameters(parameters, sources, hf_config, shard)
+    boxes = merge_boxes(recorder.boxes)
     _check_coverage(boxes, renamed, hf_config, shard)
     return boxes
+
+
+class _StandIns(Mapping[str, Tensor]):
+    """Meta tensors for a checkpoint's, made when they are asked for: a large model has very many."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], recorder: CopyRecorder) -> None:
+        self._shapes, self._recorder = shapes, recorder
+        self._made: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._made:
+            self._made[name] = torch.empty(self._shapes[name], device="meta")
+            self._recorder.add_source(name, self._made[name])
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def load_weights(model: Chunked, path: str | Path) -> None:
     """Fill the model from a checkpoint directory; each rank reads only the slices it holds.
 
-    Values are converted to the parameters' dtype; rows that pad the vocabulary become zero. Raises
+    Values are converted to the parameters' dtype; rows that pad the vocabulary become zero. A head of one
+    number stays as it was built where the checkpoint is of a policy, which has none. Raises
     UserError when tensors are missing, unexpected or of another shape.
     """
     files = CheckpointFiles(path)
@@ -96,9 +121,12 @@ def load_weights(model: Chunked, path: str | Path) -> None:
     parameters = live_parameters(model)
     boxes = source_boxes(model)
     with torch.no_grad():
-        for storage in _padded(parameters):
-            parameters[storage].zero_()
+        for storage, parameter in parameters.items():
+            if storage.endswith(_vocabulary_names(model.hf_config)):
+                parameter.zero_()
         for box in boxes:
+            if box.name == SCALAR and SCALAR not in files.names():
+                continue  # a policy's checkpoint: the head keeps the values it was built with
             view_of(parameters[box.storage], box).copy_(files.read(box.name, box.start, box.size))
 
 
@@ -106,6 +134,8 @@ def check_tensors(files: CheckpointFiles, model: Chunked) -> None:
     """Compare a checkpoint's tensors with what the model asks for; raise UserError on a difference."""
     expected = checkpoint_shapes(model.hf_config)
     found = files.names()
+    if SCALAR not in found:
+        expected.pop(SCALAR, None)
     missing = sorted(set(expected) - found)
     extra = found - set(expected)
     unexpected = sorted(name for name in extra if not is_ignorable(name, model.hf_config))
@@ -157,9 +187,10 @@ def _global_name(model: Chunked, storage: str) -> str:
     return f"decoder.layers.{layer}.{name[match.end() :]}"
 
 
-def _padded(parameters: Mapping[str, Tensor]) -> list[str]:
-    names = ("embedding.word_embeddings.weight", "output_layer.weight")
-    return [storage for storage in parameters if storage.split(".", 1)[1] in names]
+def _vocabulary_names(hf_config: Any) -> tuple[str, ...]:
+    """Return how the names of parameters end whose rows are the vocabulary's."""
+    names = ("word_embeddings.weight", "output_layer.weight")
+    return names[:1] if has_scalar_head(hf_config) else names
 
 
 def _check_coverage(
@@ -171,7 +202,7 @@ def _check_coverage(
     wrong = []
     for storage, parameter in parameters.items():
         expected = parameter.numel()
-        if storage.endswith(("word_embeddings.weight", "output_layer.weight")):
+        if storage.endswith(_vocabulary_names(hf_config)):
             rows = len(parameter)
             real = min(max(hf_config.vocab_size - shard.tensor * rows, 0), rows)
             expected = real * parameter.shape[1]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.errors import UserError
 from megatron_rl.parallel import checkpoint, device
-from megatron_rl.parallel.checkpoint import load, load_model, save
+from megatron_rl.parallel.checkpoint import Part, load, load_model, save
 
 sys.path.insert(0, str(Path(__file__).parent))
 import training
@@ -63,14 +63,14 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     optimizer = training.optimizer_of(model, distributed=case["distributed"])
     if case.get("untrained"):
         before = training.gathered_weights(model)
-        save(folder / case["to"], model, optimizer, {**STATE, "step": 0})
+        save(folder / case["to"], {"actor": Part(model, optimizer)}, {**STATE, "step": 0})
         after = training.gathered_weights(model)
         assert all(torch.equal(before[name], after[name]) for name in before), "a save changed the weights"
     else:
         for _ in range(BEFORE):
             training.train_step(model, optimizer, batch, case["budget"])
         draws()
-        save(folder / case["to"], model, optimizer, STATE)
+        save(folder / case["to"], {"actor": Part(model, optimizer)}, STATE)
     torch.save(moments(optimizer), folder / f"{case['name']}-moments-{dist.get_rank()}.pt")
     return continued(model, optimizer, batch, case)
 
@@ -87,7 +87,7 @@ def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         log_probs, _ = training.scores(model, batch, case["budget"])
         return {"weights": training.gathered_weights(model), "log_probs": log_probs, "meta": meta}
     optimizer = training.optimizer_of(model, distributed=case["distributed"])
-    state = load(folder / case["from"], model, optimizer)
+    state = load(folder / case["from"], {"actor": Part(model, optimizer)})
     same = folder / f"{case.get('same', '')}-moments-{dist.get_rank()}.pt"
     if case.get("same"):
         for index, (mine, saved) in enumerate(zip(moments(optimizer), torch.load(same), strict=True)):
@@ -111,16 +111,16 @@ def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
     checkpoint.write_meta = full
     try:
-        save(target, model, None, STATE)
+        save(target, {"actor": Part(model, None)}, STATE)
     except RuntimeError as error:
         messages.append(str(error))
     checkpoint.write_meta = sound
     there = target.exists()
     for step in (4, 5):
-        save(target, model, None, {**STATE, "step": step})
+        save(target, {"actor": Part(model, None)}, {**STATE, "step": step})
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, messages)
-    return {"messages": found, "there": there, "state": load(target, model, None)}
+    return {"messages": found, "there": there, "state": load(target, {"actor": Part(model, None)})}
 
 
 def wrong_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def wrong_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     if case.get("distributed") is not None:
         optimizer = training.optimizer_of(model, distributed=case["distributed"])
     try:
-        load(folder / case["from"], model, optimizer)
+        load(folder / case["from"], {"actor": Part(model, optimizer)})
     except UserError as error:
         message = str(error)
     else:

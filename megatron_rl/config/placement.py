@@ -1,0 +1,83 @@
+"""Which ranks each role has: what a placement preset gives to the layouts that name none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_rl.config.layout import RoleLayout, role_layout
+from megatron_rl.config.schema import LayoutConfig, RewardModelConfig, RunConfig
+
+PLACEMENTS = ("colocate", "standalone", "split")
+APART = {"standalone": ("rollout",), "split": ("critic", "reward")}
+"""preset -> roles that have the second half of the ranks to themselves."""
+
+
+def placed(config: RunConfig, world_size: int) -> RunConfig:
+    """Return the configuration with the ranks of every role named, as its placement says.
+
+    A critic, reference or reward model without a layout gets the actor's sizes. Ranks that are named stay.
+    """
+
+    def ranks(role: str) -> tuple[int, ...]:
+        apart = APART.get(config.placement)
+        if apart is None or world_size < 2:
+            return tuple(range(world_size))
+        half = world_size // 2
+        return tuple(range(half, world_size) if role in apart else range(half))
+
+    def layout(section: LayoutConfig | None, role: str) -> LayoutConfig:
+        if section is None:
+            section = config.actor.layout if ranks(role) == ranks("actor") else sizes
+        return section if section.ranks is not None else replace(section, ranks=ranks(role))
+
+    def model(section: RewardModelConfig) -> RewardModelConfig:
+        return replace(section, layout=layout(section.layout, "reward"))
+
+    sizes = replace(config.actor.layout, ranks=None)
+    critic, reference, rollout = config.critic, config.reference, config.rollout
+    return replace(
+        config,
+        actor=replace(config.actor, layout=layout(config.actor.layout, "actor")),
+        critic=critic and replace(critic, layout=layout(critic.layout, "critic")),
+        reference=reference and replace(reference, layout=layout(reference.layout, "reference")),
+        reward=replace(
+            config.reward, models={name: model(entry) for name, entry in config.reward.models.items()}
+        ),
+        rollout=rollout if rollout.ranks is not None else replace(rollout, ranks=ranks("rollout")),
+    )
+
+
+def layout_sections(config: RunConfig) -> dict[str, LayoutConfig | None]:
+    """Return every role's layout section by its configuration path, None where it has none."""
+    sections: dict[str, LayoutConfig | None] = {"actor.layout": config.actor.layout}
+    if config.critic is not None:
+        sections["critic.layout"] = config.critic.layout
+    if config.reference is not None:
+        sections["reference.layout"] = config.reference.layout
+    for name, model in config.reward.models.items():
+        sections[f"reward.models.{name}.layout"] = model.layout
+    return sections
+
+
+def role_of(path: str) -> str:
+    """Return the role whose layout stands at a configuration path; the inverse of `where_of`."""
+    return path.removesuffix(".layout").replace("reward.models.", "reward.")
+
+
+def where_of(role: str) -> str:
+    """Return the configuration path of a role's layout."""
+    if role == "rollout":
+        return "rollout"
+    return f"{role.replace('reward.', 'reward.models.', 1)}.layout"
+
+
+def role_layouts(config: RunConfig, world_size: int) -> dict[str, RoleLayout]:
+    """Return the layout of every role; a layout that is not consistent is returned as it stands."""
+    config = placed(config, world_size)
+    layouts = {}
+    for path, section in layout_sections(config).items():
+        assert section is not None
+        layouts[role_of(path)] = role_layout(role_of(path), section, world_size)
+    rollout = LayoutConfig(ranks=config.rollout.ranks, tensor=config.rollout.tensor, sequence_parallel=False)
+    layouts["rollout"] = role_layout("rollout", rollout, world_size)
+    return layouts

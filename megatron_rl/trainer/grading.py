@@ -1,0 +1,41 @@
+"""Put what function and reward models say of each row together into one reward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron_rl.parallel.exchange import gather_rows
+from megatron_rl.roles.build import Roles
+from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts
+
+
+class Grades(NamedTuple):
+    """Hold rewards [B] (NaN where not ``valid`` [B]) and their named components, each [B]."""
+
+    rewards: Tensor
+    valid: Tensor
+    components: dict[str, Tensor]
+
+
+def grade(roles: Roles, prompts: PromptBatch, rollouts: Rollouts) -> Grades:
+    """Judge every row; ``prompts`` has one entry per row.
+
+    A row is valid where every judge gave a finite score. With reward models the function's own reward is
+    the component ``function``, each model's score one of the model's name. Collective over the world.
+    """
+    # All judges are asked before any answer is gathered: those on ranks of their own work at the same time.
+    answers = [model.infer(rollouts) for model in roles.reward_models]
+    values = dict(gather_rows(roles.reward.infer(prompts, rollouts)).values)
+    rewards, valid = values.pop("rewards"), values.pop("valid")
+    if not answers:
+        return Grades(rewards, valid, values)
+    values["function"] = rewards
+    rewards = roles.reward.weight * rewards
+    for model, answer in zip(roles.reward_models, answers, strict=True):
+        scores = gather_rows(answer).values[model.name]
+        values[model.name] = scores
+        rewards = rewards + model.weight * scores
+    valid = valid & rewards.isfinite() & (rollouts.finish_reason != FINISH_FAILED)
+    return Grades(rewards.masked_fill(~valid, float("nan")), valid, values)

@@ -1,0 +1,140 @@
+"""What is trained before the first step of reinforcement learning: the actor on responses, reward models on
+preferences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.algorithms import sft_objective
+from megatron_rl.config.derive import longest_row
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.preference import PreferenceSource
+from megatron_rl.data.records import load_records
+from megatron_rl.data.sft import SftSource
+from megatron_rl.metrics import Metrics
+from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import barrier, gather_metrics
+from megatron_rl.parallel.hf.export import export
+from megatron_rl.parallel.optimizer import Optimizer, wrap
+from megatron_rl.roles.build import Roles, trained_reward_model
+from megatron_rl.roles.reward_model import RewardModel
+from megatron_rl.trainer.logging import MetricsLog, Progress, RunFolder
+from megatron_rl.trainer.phases import Phases
+
+
+def train_actor(
+    config: RunConfig, roles: Roles, tokenizer: Any, folder: RunFolder, phases: Phases, console: Any
+) -> None:
+    """Train the actor on given responses, as the section ``sft`` says. Collective over the world."""
+    actor, sft = roles.actor, config.sft
+    assert sft is not None
+    source = SftSource(
+        load_records(sft.data, setting="sft.data"),
+        tokenizer,
+        config.data,
+        sft,
+        seed=config.seed,
+        max_tokens=longest_row(config),
+        model_path=config.model.path,
+    )
+    own = actor.optimizer
+    if actor.model is not None:
+        actor.optimizer = Optimizer(actor.model, sft.optimizer, sft.steps)
+
+    def step() -> Metrics:
+        return actor.update(source.next(sft.rows_per_step), _sft_objective)
+
+    _repeat(step, sft.steps, "supervised warm-up", "sft", "policy/", folder, phases, console)
+    actor.optimizer = own
+    if own is not None:
+        own.reload_parameters()
+    roles.hybrid_engine.mark_updated()
+
+
+def train_reward_models(
+    config: RunConfig, roles: Roles, tokenizer: Any, folder: RunFolder, phases: Phases, console: Any
+) -> None:
+    """Train each reward model that has a ``training`` section and was not trained in this run before.
+
+    Leaves a Hugging Face checkpoint of each in the run folder. Collective over the world.
+    """
+    for model in roles.reward_models:
+        section = config.reward.models[model.name]
+        target = trained_reward_model(config.run_dir, model.name)
+        if section.training is not None and not target.is_dir():
+            _train_reward_model(config, model, tokenizer, target, folder, phases, console)
+
+
+def _train_reward_model(
+    config: RunConfig,
+    model: RewardModel,
+    tokenizer: Any,
+    target: Path,
+    folder: RunFolder,
+    phases: Phases,
+    console: Any,
+) -> None:
+    section = config.reward.models[model.name]
+    training, role = section.training, model.role
+    assert training is not None
+    where = f"reward.models.{model.name}.training"
+    source = PreferenceSource(
+        load_records(training.data, setting=f"{where}.data"),
+        tokenizer,
+        config.data,
+        training,
+        seed=config.seed,
+        max_tokens=longest_row(config),
+        model_path=config.model.path,
+        setting=where,
+    )
+    if role.model is not None:
+        wrap(role.model, training.optimizer.distributed)
+        role.optimizer = Optimizer(role.model, training.optimizer, training.steps)
+
+    def step() -> Metrics:
+        return model.update(source.next(training.pairs_per_step))
+
+    name = f"reward model {model.name}"
+    _repeat(step, training.steps, name, f"reward_{model.name}", "reward_model/", folder, phases, console)
+    role.optimizer = None
+    if role.model is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with phases("export"):
+            export(role.model, target, config.model.path)
+        role.model.freeze()
+    barrier()
+
+
+def _repeat(
+    update: Callable[[], Metrics],
+    steps: int,
+    title: str,
+    phase: str,
+    prefix: str,
+    folder: RunFolder,
+    phases: Phases,
+    console: Any,
+) -> None:
+    """Take ``steps`` updates, log their metrics under ``phase`` and show the loss."""
+    main = device.rank() == 0
+    log = MetricsLog(folder, steps, phase=phase, console=console) if main else None
+    with Progress(title, steps, shown=main, console=console) as progress:
+        for step in range(1, steps + 1):
+            phases.step = step
+            with phases(phase):
+                metrics = update()
+            values = gather_metrics(metrics + phases.metrics()).values()
+            values = {name.replace(prefix, f"{phase}/"): value for name, value in values.items()}
+            if log is not None:
+                log.write(step, values, shown=False)
+            progress.advance(note=f"loss {values[f'{phase}/loss']:.3f}")
+    if log is not None:
+        log.close()
+
+
+def _sft_objective(rows: Any, log_probs: Any, entropy: Any) -> Any:
+    return sft_objective(rows, log_probs)

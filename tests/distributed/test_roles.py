@@ -1,0 +1,142 @@
+"""Actor, critic, reference and reward models in layouts of their own: the same numbers wherever they run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForSequenceClassification
+
+COMPARED = (
+    "policy/loss", "policy/grad_norm", "policy/entropy", "critic/loss", "critic/grad_norm", "critic/value",
+    "critic/explained_variance", "reward/mean", "reward/component/preference", "reward/component/function",
+)  # fmt: skip
+
+
+def ppo(folder: Path, material: Path, **changes) -> Path:
+    """Write a PPO run with critic, reference and a reward model that is trained first."""
+    pairs = material / "pairs.jsonl"
+    if not pairs.exists():
+        records = [json.loads(line) for line in (material / "train.jsonl").read_text().splitlines()][:400]
+        lines = []
+        for record in records:
+            truth = str(record["ground_truth"])
+            wrong = str((int(truth) + 3) % 90)
+            lines.append(json.dumps({"prompt": record["prompt"], "chosen": truth, "rejected": wrong}))
+        pairs.write_text("\n".join(lines) + "\n")
+    optimizer = {"learning_rate": 1e-3}
+    config = {
+        "run_dir": str(folder / "run"),
+        "steps": 3,
+        "model": {"path": str(material / "model"), "dtype": "float32"},
+        "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
+        "reward": {
+            "function": "megatron_rl.rewards.arithmetic:exact_match",
+            "models": {
+                "preference": {
+                    "path": str(material / "model"),
+                    "weight": 0.5,
+                    "training": {"data": str(pairs), "steps": 4, "pairs_per_step": 8, "optimizer": optimizer},
+                }
+            },
+        },
+        "algorithm": {"name": "ppo", "settings": {"kl_in": "reward", "kl_coef": 0.05}},
+        "batch": {"prompts_per_step": 8, "samples_per_prompt": 2, "optimizer_steps": 2},
+        "actor": {"optimizer": optimizer},
+        "critic": {"optimizer": optimizer, "warmup_steps": 1},
+        "rollout": {"engine": "torch", "max_response_tokens": 6},
+        "evaluation": {"at_start": False, "every": 100},
+        "checkpoint": {"every": 2, "export": False},
+    }
+    for name, value in changes.items():
+        config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def test_ppo_gives_the_same_numbers_colocated_and_apart(torchrun, material, tmp_path):
+    alone = ppo(tmp_path / "alone", material)
+    torchrun("megatron_rl", 1, "train", alone, module=True)
+    apart = ppo(
+        tmp_path / "apart",
+        material,
+        actor={"optimizer": {"learning_rate": 1e-3}, "layout": {"ranks": "0-3", "tensor": 2, "pipeline": 2}},
+        critic={
+            "optimizer": {"learning_rate": 1e-3},
+            "warmup_steps": 1,
+            "layout": {"ranks": [4, 5], "tensor": 2},
+        },
+        reference={"layout": {"ranks": [1, 6], "pipeline": 2}},
+        rollout={"engine": "torch", "max_response_tokens": 6, "ranks": [2, 7]},
+    )
+    config = yaml.safe_load(apart.read_text())
+    config["reward"]["models"]["preference"]["layout"] = {"ranks": [5, 6, 7, 0], "tensor": 2}
+    apart.write_text(yaml.safe_dump(config))
+    torchrun("megatron_rl", 8, "train", apart, module=True)
+
+    expected, found = metrics(tmp_path / "alone"), metrics(tmp_path / "apart")
+    assert [line["step"] for line in found] == [1, 2, 3]
+    for mine, truth in zip(found, expected, strict=True):
+        for name in COMPARED:
+            if name.startswith("policy/") and truth["step"] == 1:
+                assert name not in truth, "the critic warms up alone"
+                continue
+            assert mine[name] == pytest.approx(truth[name], rel=1e-3, abs=2e-5), (truth["step"], name)
+    # A run continues with critic and trained reward model, on the layouts it had.
+    torchrun("megatron_rl", 8, "train", apart, "steps=4", module=True)
+    assert [line["step"] for line in metrics(tmp_path / "apart")] == [1, 2, 3, 4]
+
+    # The trained reward model is one that transformers reads, and it scores as ours does.
+    trained, read = "run/reward_models/preference", AutoModelForSequenceClassification.from_pretrained
+    model, same = read(tmp_path / "apart" / trained), read(tmp_path / "alone" / trained)
+    assert model.score.weight.shape == (1, model.config.hidden_size)
+    assert torch.allclose(model.score.weight, same.score.weight, atol=1e-5)
+
+
+def grpo(folder: Path, material: Path, **changes) -> Path:
+    """Write a GRPO run whose rollout has ranks of its own."""
+    return ppo(
+        folder,
+        material,
+        steps=4,
+        reward={"function": "megatron_rl.rewards.arithmetic:exact_match", "models": {}},
+        algorithm={"name": "grpo", "settings": {"kl_in": "none"}},
+        critic=None,
+        placement="standalone",
+        **changes,
+    )
+
+
+def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(torchrun, material, tmp_path):
+    frozen = {"optimizer": {"learning_rate": 1e-30}}
+    for name, ahead in (("now", 0), ("ahead", 2)):
+        file = grpo(tmp_path / name, material, actor=frozen, asynchrony={"steps_ahead": ahead})
+        torchrun("megatron_rl", 2, "train", file, module=True)
+    now, ahead = metrics(tmp_path / "now"), metrics(tmp_path / "ahead")
+    # Without learning the order of calls makes no difference.
+    for name in ("reward/mean", "policy/grad_norm", "policy/entropy", "rollout/response_length"):
+        assert [line.get(name) for line in ahead] == [line.get(name) for line in now], name
+    assert [line["staleness/max"] for line in ahead] == [0, 1, 2, 2]
+    assert all(line["staleness/max"] <= 2 for line in ahead)
+
+    learning = {"optimizer": {"learning_rate": 1e-3}}
+    whole = grpo(tmp_path / "whole", material, actor=learning, asynchrony={"steps_ahead": 1})
+    torchrun("megatron_rl", 2, "train", whole, module=True)
+    parted = grpo(tmp_path / "parted", material, actor=learning, asynchrony={"steps_ahead": 1})
+    torchrun("megatron_rl", 2, "train", parted, "checkpoint.keep=9", module=True)
+    assert [line["staleness/max"] for line in metrics(tmp_path / "parted")] == [0, 1, 1, 1]
+    shutil.rmtree(tmp_path / "parted/run/checkpoints/step_4")
+    torchrun("megatron_rl", 2, "train", parted, module=True)
+    expected, found = metrics(tmp_path / "whole"), metrics(tmp_path / "parted")
+    for name in ("reward/mean", "policy/loss", "policy/grad_norm", "policy/entropy", "mismatch/kl"):
+        assert [line.get(name) for line in found] == [line.get(name) for line in expected], name
