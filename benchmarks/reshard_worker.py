@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from live_bytes import LiveBytes
 from reshard_peers import Gatherer, bucketed, gather_all, per_tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
 from megatron_rl.config.schema import RolloutConfig
@@ -36,26 +35,6 @@ RANKS = tuple(range(4))
 STAGING = 32 * 2**20
 FULL = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 32000}
 QUICK = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 8000}
-
-
-class LiveBytes(TorchDispatchMode):
-    """Count the bytes of tensors that are created inside and still alive; ``peak`` is the most at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        inputs = {value.untyped_storage()._cdata for value in args if isinstance(value, torch.Tensor)}
-        for value in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in inputs:
-                storage = value.untyped_storage()
-                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {key: item for key, item in self._alive.items() if not item[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-        return result
 
 
 def sizes(words: str) -> dict[str, int]:

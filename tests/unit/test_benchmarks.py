@@ -75,3 +75,27 @@ def test_the_model_ends_responses_as_often_as_it_says(beside: Any) -> None:
     assert float(ends.mean()) == pytest.approx(work.end_probability, rel=0.3)
     drawn = [length for seed in range(200) for length in workload.lengths(work, seed)]
     assert 0.34 < sum(drawn) / len(drawn) / 64 < 0.46 and max(drawn) == 64 and min(drawn) == 1
+
+
+def test_ways_to_get_log_probs_agree_and_memory_is_counted(beside: Any) -> None:
+    log_probs = beside("log_probs")
+    case = log_probs.Case(300, 16, 500, torch.float32)
+    ways = log_probs.methods(torch.float32)
+    assert {"chunked", "unfused"} <= set(ways)
+    for name in ("chunked", "unfused"):
+        assert case.error(ways[name]) < 1e-5
+    assert case.error(lambda *given: tuple(1.1 * value for value in ways["unfused"](*given))) > 0.05
+    # Logits, their exponentials and the log-probs of every token against those of a chunk at a time.
+    assert case.peak(ways["unfused"]) > 2 * 300 * 500 * 4
+    assert case.peak(ways["unfused"]) > case.peak(ways["chunked"]) > 300 * 500 * 4
+
+
+def test_a_recipes_run_is_told_from_its_metrics(beside: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    recipes = beside("recipes")
+    lines = [{"eval/accuracy": 0.25}, *({"reward/mean": step / 10, "time/step": 2.0} for step in range(1, 8))]
+    lines[-1]["eval/accuracy"] = 0.75
+    monkeypatch.setattr(recipes, "train", lambda *_: lines)
+    found = recipes.measure("grpo", tmp_path, tmp_path, 7, [1, 2], [])
+    assert found["before"] == [0.25, 0.25] and found["after"] == [0.75, 0.75]
+    assert found["first"] == pytest.approx([0.2, 0.2]) and found["last"] == pytest.approx([0.6, 0.6])
+    assert found["seconds"] == [14.0, 14.0]

@@ -1,0 +1,230 @@
+"""Log-probs and entropy from hidden states: time and memory of the ways to get them, in one process.
+
+    python benchmarks/log_probs.py [--quick] [--repeats N] [--json FILE] [--size tokens,hidden,vocabulary]
+
+chunked   ours: logits of a chunk of tokens at a time, projected again in the backward pass
+kernel    ours on an accelerator with Triton: a forward pass without logits, the same backward pass
+unfused   all logits at once through autograd: log_softmax, gather, entropy
+liger     Liger's fused linear cross entropy where it is installed; it has no entropy and no gradient of it
+
+The methods take turns. Each is checked first: log-probs, entropy and gradients against float64 (of the
+first 256 tokens' outputs), or it is not measured. Metrics: seconds of the forward pass without gradients
+(scoring) and of forward and backward pass (training); peak_bytes, the most bytes of tensors alive at once in
+training beyond the inputs; of_matmul, the useful products (2 × tokens × hidden × vocabulary forward, three
+times that in training) per second as a share of what a large matrix product reaches here in the same dtype;
+of_bandwidth, the bytes that any method has to read and write per second as a share of a large copy's.
+The peer of the ratio is unfused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from common import Report, arguments, paired_ratio, say, warn_if_busy
+from live_bytes import LiveBytes
+
+from megatron_rl.parallel import device
+from megatron_rl.parallel import log_probs as ours
+from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.parallel.model import LOGITS_ELEMENTS
+
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+Method = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
+ALONE: Any = SimpleNamespace(size=lambda: 1)
+CHECKED = 256
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+@contextmanager
+def kernel(use: bool) -> Any:
+    """Make our function take the Triton kernel, or not."""
+    before = ours.kernel_applies
+    setattr(ours, "kernel_applies", lambda *_: use)
+    try:
+        yield
+    finally:
+        setattr(ours, "kernel_applies", before)
+
+
+def own(use: bool) -> Method:
+    """Return our function with or without the kernel."""
+
+    def method(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Outputs:
+        temperature = torch.ones(len(hidden), device=hidden.device)
+        shard = VocabularyShard(0, len(weight), ALONE)
+        chunk = max(64, LOGITS_ELEMENTS // len(weight))
+        with kernel(use):
+            return vocab_parallel_log_probs(hidden, weight, targets, temperature, shard, chunk)
+
+    return method
+
+
+def unfused(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Outputs:
+    """Return log-probs and entropy from all logits at once."""
+    logits = hidden @ weight.t()
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def liger(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Outputs:
+    """Return the sum of log-probs; Liger computes its gradients in the forward pass."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore
+
+    return -LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, targets)[None], None
+
+
+def methods(dtype: torch.dtype) -> dict[str, Method]:
+    """Return what can run here, by name."""
+    found: dict[str, Method] = {"chunked": own(False), "unfused": unfused}
+    if not device.on_host():
+        if importlib.util.find_spec("triton") is not None and ours.kernel_works(dtype):
+            found["kernel"] = own(True)
+        if importlib.util.find_spec("liger_kernel") is not None:
+            found["liger"] = liger
+    return found
+
+
+class Case:
+    """Hold the tensors of one problem, and what each measured run does with them."""
+
+    def __init__(self, tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        here = device.device()
+        self.sizes, self.dtype = (tokens, width, vocabulary), dtype
+        self.hidden = torch.randn(tokens, width, generator=generator).to(here, dtype).requires_grad_()
+        weight = torch.randn(vocabulary, width, generator=generator) / width**0.5
+        self.weight = weight.to(here, dtype).requires_grad_()
+        self.targets = torch.randint(0, vocabulary, (tokens,), generator=generator).to(here)
+
+    def score(self, method: Method) -> None:
+        """Run the forward pass without gradients."""
+        with torch.no_grad():
+            method(self.hidden, self.weight, self.targets)
+
+    def train(self, method: Method, entropy_weight: float = 0.1) -> None:
+        """Run the forward and the backward pass."""
+        log_probs, entropy = method(self.hidden, self.weight, self.targets)
+        loss = log_probs.sum() if entropy is None else (log_probs + entropy_weight * entropy).sum()
+        torch.autograd.grad(loss, (self.hidden, self.weight))
+
+    def error(self, method: Method) -> float:
+        """Return the largest difference of values and gradients of a few tokens from float64's, relative."""
+        hidden, targets = self.hidden[:CHECKED].detach(), self.targets[:CHECKED]
+
+        def results(call: Method, dtype: torch.dtype, entropy_too: bool) -> list[torch.Tensor]:
+            states = hidden.to(dtype).requires_grad_()
+            words = self.weight.detach().to(dtype).requires_grad_()
+            log_probs, entropy = call(states, words, targets)
+            loss, values = log_probs.sum(), [log_probs.sum()[None]]
+            if entropy is not None and entropy_too:
+                loss, values = loss + 0.1 * entropy.sum(), [log_probs, entropy]
+            return [*values, *torch.autograd.grad(loss, (states, words))]
+
+        found = results(method, self.dtype, method is not liger)
+        wanted = results(unfused, torch.float64, method is not liger)
+        return max(
+            float((one.double() - other).detach().abs().max() / other.detach().abs().max())
+            for one, other in zip(found, wanted, strict=True)
+        )
+
+    def peak(self, method: Method) -> int:
+        """Return the most bytes alive at once in training beyond the inputs."""
+        if device.on_host():
+            with LiveBytes() as live:
+                self.train(method)
+            return live.peak
+        device.synchronize()
+        device.peak_memory(reset=True)
+        before = device.peak_memory()
+        self.train(method)
+        device.synchronize()
+        return device.peak_memory() - before
+
+
+def seconds(run: Callable[[], None]) -> float:
+    """Return how long a run takes, with everything on the device done."""
+    device.synchronize()
+    begun = time.perf_counter()
+    run()
+    device.synchronize()
+    return time.perf_counter() - begun
+
+
+def ceilings(dtype: torch.dtype, quick: bool) -> tuple[float, float]:
+    """Return products and sums per second of a large matrix product, and bytes per second of a copy."""
+    size = (1024 if quick else 2048) if device.on_host() else 8192
+    left, right = (torch.randn(size, size, device=device.device()).to(dtype) for _ in range(2))
+    result, source = torch.empty_like(left), torch.empty(size * size * 8, device=device.device())
+    target = torch.empty_like(source)
+    times = [seconds(lambda: void(torch.mm(left, right, out=result))) for _ in range(5)]
+    copies = [seconds(lambda: void(target.copy_(source))) for _ in range(5)]
+    return 2 * size**3 / min(times), 2 * source.nbytes / min(copies)
+
+
+def void(value: Any) -> None:
+    """Drop a result."""
+
+
+def measure(case: Case, quick: bool, repeats: int, report: Report) -> None:
+    """Check and measure every method on one problem."""
+    tokens, width, vocabulary = case.sizes
+    name = f"{tokens} tokens, hidden {width}, vocabulary {vocabulary}, {str(case.dtype)[6:]}"
+    able: dict[str, Method] = {}
+    for method, call in methods(case.dtype).items():
+        error = case.error(call)
+        if error > TOLERANCE[case.dtype]:
+            report.fail(f"{method}: wrong by {error:.3g}")
+            continue
+        able[method] = call
+        case.train(call)  # warm-up
+    passes: dict[str, tuple[Callable[[Method], None], int]] = {"score": (case.score, 1)}
+    passes["train"] = (case.train, 3)
+    products, bandwidth = ceilings(case.dtype, quick)
+    report.note(
+        f"a large matrix product reaches {products / 1e9:,.0f} GFLOP/s, a copy {bandwidth / 1e9:,.1f} GB/s"
+    )
+    moved = case.hidden.nbytes + case.weight.nbytes
+    for kind, (run, share) in passes.items():
+        times: dict[str, list[float]] = {method: [] for method in able}
+        for _ in range(repeats):
+            for method, call in able.items():
+                times[method].append(seconds(lambda run=run, call=call: run(call)))
+        useful = share * 2 * tokens * width * vocabulary
+        for method, values in times.items():
+            ratio = paired_ratio(values, times["unfused"]) if "unfused" in times else None
+            report.add(name, method, kind, "s", values, None if method == "unfused" else ratio)
+            report.add(name, method, f"{kind}_of_matmul", "share", [useful / s / products for s in values])
+            spent = [moved * (1 if kind == "score" else 2) / s / bandwidth for s in values]
+            report.add(name, method, f"{kind}_of_bandwidth", "share", spent)
+    for method, call in able.items():
+        report.add(name, method, "peak_bytes", "bytes", [case.peak(call)])
+
+
+def main() -> int:
+    """Measure one problem and print the table."""
+    parser = arguments(__doc__, repeats=5)
+    parser.add_argument("--size", default=None, help="tokens,hidden,vocabulary")
+    options = parser.parse_args()
+    warn_if_busy("log_probs")
+    report = Report("log_probs")
+    usual = "512,256,32000" if options.quick else "2048,512,32000"
+    dtype = torch.float32
+    if not device.on_host():
+        usual, dtype = "8192,2048,151936" if options.quick else "8192,4096,151936", torch.bfloat16
+    tokens, width, vocabulary = (int(word) for word in (options.size or usual).split(","))
+    say("log_probs", f"{tokens} tokens, hidden {width}, vocabulary {vocabulary}, {dtype}")
+    measure(Case(tokens, width, vocabulary, dtype), options.quick, options.repeats or 5, report)
+    if device.on_host():
+        report.note("no accelerator: the Triton kernel and Liger were not measured")
+    return report.finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Whether every recipe of configs/recipes learns: held-out accuracy before and after a short run.
+
+    python benchmarks/recipes.py [--quick] [--repeats N] [--json FILE] [--only grpo,gspo] [--steps N]
+                                 [--folder DIR] [KEY=VALUE …]
+
+All recipes start from one model: the quickstart's after its supervised warm-up, made first and kept in the
+folder for later calls. Each then trains in one process, shortened to --steps (the learning rate's decay
+too), with its own batch and settings; only the layout, the model and the engine are replaced, and what
+KEY=VALUE says. A repeat has a seed of its own. Metrics: accuracy, the share of the quickstart's held-out
+problems that greedy decoding solves; sampled_reward, the mean reward of the first three and last three
+training steps' samples. The exit code is 1 where a recipe's median accuracy did not rise, or a run failed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import HERE, ChildFailed, Report, arguments, say, torchrun, warn_if_busy
+
+RECIPES = HERE.parent / "configs" / "recipes"
+QUICKSTART = HERE.parent / "configs" / "quickstart.yaml"
+ALONE = ("world_size=1", "actor.layout={}", "rollout.tensor=1", "rollout.engine=torch")
+ENDS = 3
+"""So many steps at either end of a run give its first and its last sampled reward."""
+
+
+def train(config: Path, run: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
+    """Train in one process; return the metrics of evaluation 0 and of every step."""
+    run.parent.mkdir(parents=True, exist_ok=True)
+    words = [str(config), *ALONE, f"run_dir={run}", *overrides]
+    torchrun(["-m", "megatron_rl", "train", *words], 1, 1, run.with_suffix(".log"), 3600)
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def warm_model(folder: Path) -> Path:
+    """Return the checkpoint after the quickstart's supervised warm-up; made where it is not there yet."""
+    run = folder / "warm"
+    if not (run / "hf" / "config.json").is_file():
+        say("recipes", "the supervised warm-up that all recipes start from")
+        # A run has at least one step; this one's is too small to change a weight.
+        rate = ["actor.optimizer.learning_rate=1e-15", "actor.optimizer.minimum_learning_rate=null"]
+        train(QUICKSTART, run, ["steps=1", "batch.prompts_per_step=8", "data.eval=null", *rate])
+    return run / "hf"
+
+
+def measure(name: str, model: Path, folder: Path, steps: int, seeds: Sequence[int], own: list[str]) -> dict:
+    """Train one recipe with each seed; return its accuracies and sampled rewards, before and after."""
+    found: dict[str, list[float]] = {"before": [], "after": [], "first": [], "last": [], "seconds": []}
+    for seed in seeds:
+        run = folder / f"{name}-{seed}"
+        settings = [
+            f"model.path={model}", "sft=null", f"steps={steps}", f"seed={seed}", f"evaluation.every={steps}",
+            f"checkpoint.every={steps}", "checkpoint.export=false", "checkpoint.keep=1",
+        ]  # fmt: skip
+        lines = train(RECIPES / f"{name}.yaml", run, [*settings, *own])
+        accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+        rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+        found["before"].append(accuracy[0])
+        found["after"].append(accuracy[-1])
+        found["first"].append(statistics.mean(rewards[:ENDS]))
+        found["last"].append(statistics.mean(rewards[-ENDS:]))
+        found["seconds"].append(sum(line.get("time/step", 0.0) for line in lines))
+        say("recipes", f"{name}, seed {seed}: accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
+    return found
+
+
+def main() -> int:
+    """Train the recipes one after the other and print the table."""
+    parser = arguments(__doc__, repeats=1)
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    parser.add_argument("--only", default=",".join(names), help="comma-separated recipes")
+    parser.add_argument("--steps", type=int, default=None, help="training steps of each (default 30)")
+    parser.add_argument("--folder", type=Path, default=HERE.parent / "runs" / "recipes-benchmark")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="values for every recipe")
+    options = parser.parse_args()
+    warn_if_busy("recipes")
+    report = Report("recipes")
+    steps = options.steps or (10 if options.quick else 30)
+    folder = options.folder.resolve()
+    report.note(f"{steps} steps each, from one model after the supervised warm-up")
+    model = warm_model(folder)
+    for name in options.only.split(","):
+        seeds = range(1, 1 + (options.repeats or 1))
+        try:
+            found = measure(name, model, folder, steps, seeds, options.overrides)
+        except ChildFailed as error:
+            report.fail(f"{name}: {error}")
+            continue
+        for metric, method in (("accuracy", "before"), ("accuracy", "after")):
+            report.add(name, method, metric, "share", found[method])
+        report.add(name, "first steps", "sampled_reward", "", found["first"])
+        report.add(name, "last steps", "sampled_reward", "", found["last"])
+        report.add(name, "all steps", "time", "s", found["seconds"])
+        if statistics.median(found["after"]) <= statistics.median(found["before"]):
+            report.fail(f"{name} did not learn in {steps} steps")
+    return report.finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
