@@ -42,8 +42,8 @@ def warm_model(folder: Path) -> Path:
     if not (run / "hf" / "config.json").is_file():
         say("recipes", "the supervised warm-up that all recipes start from")
         # A run has at least one step; this one's is too small to change a weight.
-        rate = ["actor.optimizer.learning_rate=1e-15", "actor.optimizer.minimum_learning_rate=null"]
-        train(QUICKSTART, run, ["steps=1", "batch.prompts_per_step=8", "data.eval=null", *rate])
+        tiny = ["actor.optimizer={learning_rate: 1e-15}", "steps=1", "batch.prompts_per_step=8"]
+        train(QUICKSTART, run, [*tiny, "data.eval=null", "checkpoint.every=1"])
     return run / "hf"
 
 
