@@ -195,7 +195,11 @@ def _frozen(
     dense, experts = stage_parameters(shape, layout, layout.coordinates(rank)[3])
     size = DTYPE_BYTES[config.model.dtype]
     how = f"{(dense + experts) / 1e6:,.1f}M parameters x {size} B"
-    return [MemoryItem(f"{role} weights", size * (dense + experts), PHASES, how)]
+    if role == "reference":
+        offload = config.reference is not None and config.reference.offload
+    else:
+        offload = config.reward.models[role.removeprefix("reward.")].offload
+    return [MemoryItem(f"{role} weights", size * (dense + experts), ("score",) if offload else PHASES, how)]
 
 
 def _rollout(config: RunConfig, layout: RoleLayout, shape: ModelShape, batch: BatchPlan) -> list[MemoryItem]:

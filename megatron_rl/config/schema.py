@@ -79,6 +79,7 @@ class ReferenceConfig:
 
     path: str | None = None  # None: model.path
     layout: LayoutConfig | None = None
+    offload: bool = False  # to host memory while other roles work
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ class RewardModelConfig:
     path: str
     weight: float = 1.0
     layout: LayoutConfig | None = None  # None: the actor's
+    offload: bool = False  # to host memory while other roles work
     training: RewardTrainingConfig | None = None
 
 

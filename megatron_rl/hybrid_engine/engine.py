@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -44,7 +44,8 @@ class HybridEngine:
     ``model`` is anything with Megatron GPTModel ``chunks`` and a transformers ``hf_config``, None on ranks
     without the trained model; ``engine`` is None on ranks that do not generate. In and out staging stays
     within ``staging_bytes``; ``verify`` is full, sampled or off. ``group`` None is the world: all of its
-    ranks call `sync` and `generation_mode` together.
+    ranks call `sync` and `generation_mode` together. ``resident`` gives a context in which the weights of the
+    model are in device memory, for a model that is elsewhere between uses.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class HybridEngine:
         staging_bytes: int = 256 * 2**20,
         verify: str = "full",
         group: Any = None,
+        resident: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         if verify not in VERIFY:
             raise UserError(
@@ -65,6 +67,7 @@ class HybridEngine:
             )
         self.version = 0
         self._model, self._engine, self._group = model, engine, group
+        self._resident = resident
         self._staging_bytes, self._verify = staging_bytes, verify
         self._plan: ReshardPlan | None = None
         self._execution: Execution | None = None
@@ -128,7 +131,8 @@ class HybridEngine:
         if self._engine is not None:
             self._engine.wake()
         if self._is_stale():
-            self.sync_metrics = self.sync()
+            with self._resident():
+                self.sync_metrics = self.sync()
         else:
             self.sync_metrics = Metrics()
         try:

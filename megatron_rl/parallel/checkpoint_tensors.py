@@ -128,14 +128,15 @@ def _clear_padding(model: ParallelModel) -> None:
                 parameter.data[max(real, 0) :].zero_()
 
 
-def _parts(optimizer: Optimizer) -> list[Any]:
+def parts_of(optimizer: Optimizer) -> list[Any]:
+    """Return Megatron's optimizers inside an optimizer, without empty ones."""
     parts = getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron])
     return [part for part in parts if getattr(part, "optimizer", None) is not None]
 
 
 def _initialise_states(optimizer: Optimizer) -> None:
     """Give every parameter its optimizer state, as before the first step, where it has none yet."""
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         inner = part.optimizer
         if len(inner.state):
             continue
@@ -172,7 +173,7 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
         optimizer.megatron.load_state_dict(state)
     for group, values in zip(optimizer.megatron.param_groups, settings, strict=True):
         group.update(values)
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         _separate_steps(part.optimizer)
 
 
@@ -181,7 +182,7 @@ def _replaced(
     optimizer: Optimizer, name: str, build: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
     """Put ``build(part, its method)`` in the place of a method of the optimizer's parts that have it."""
-    parts = [part for part in _parts(optimizer) if hasattr(part, name)]
+    parts = [part for part in parts_of(optimizer) if hasattr(part, name)]
     for part in parts:
         setattr(part, name, build(part, getattr(part, name)))
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,19 @@ class Roles:
         """Return the roles whose weights and optimizers are the state of a run, by name."""
         return {role.name: role for role in (self.actor, self.critic) if role is not None}
 
+    @property
+    def models(self) -> list[ModelRole]:
+        """Return every role with a Megatron model."""
+        return [*self.judges, *(model.role for model in self.reward_models)]
+
+    @contextmanager
+    def learners_resident(self) -> Iterator[None]:
+        """Have the learning roles' state on the device, to save or restore it."""
+        with ExitStack() as stack:
+            for role in self.learners.values():
+                stack.enter_context(role.resident())
+            yield
+
     def close(self) -> None:
         """Release the engine and the reward workers."""
         self.reward.close()
@@ -73,7 +88,10 @@ def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any) -> Role
     reference = _build_reference(config) if algorithm.needs_reference else None
     models = tuple(_build_reward_model(config, name) for name in config.reward.models)
     engine = _hybrid_engine(config, actor, rollout)
-    return Roles(actor, rollout, engine, reward, critic, reference, models)
+    roles = Roles(actor, rollout, engine, reward, critic, reference, models)
+    for role in roles.models:
+        role.residency.leave()
+    return roles
 
 
 def build_frozen_roles(config: RunConfig, tokenizer: Any, *, path: str | None) -> Roles:
@@ -102,7 +120,11 @@ def parallel_layout(config: LayoutConfig, name: str) -> ParallelLayout:
 def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole) -> HybridEngine:
     settings = config.hybrid_engine
     return HybridEngine(
-        actor.model, rollout.engine, staging_bytes=settings.staging_bytes, verify=settings.verify
+        actor.model,
+        rollout.engine,
+        staging_bytes=settings.staging_bytes,
+        verify=settings.verify,
+        resident=actor.resident,
     )
 
 
@@ -137,6 +159,7 @@ def build_actor(config: RunConfig) -> ModelRole:
         outputs=POLICY_OUTPUTS,
         optimizer=optimizer,
         prefix="policy",
+        offload=config.actor.offload,
     )
 
 
@@ -155,6 +178,7 @@ def build_critic(config: RunConfig) -> ModelRole:
         tokens_per_microbatch=_token_budget(config),
         outputs=CRITIC_OUTPUTS,
         optimizer=_optimizer(model, section.optimizer, _updates(config)),
+        offload=section.offload,
     )
 
 
@@ -167,7 +191,15 @@ def _build_reward_model(config: RunConfig, name: str) -> RewardModel:
     path = str(trained) if section.training is not None and trained.is_dir() else section.path
     model = build_policy(config, layout, path=path, head="value", trainable=section.training is not None)
     budget = _token_budget(config)
-    role = ModelRole(where, layout, model, tokens_per_microbatch=budget, outputs=(name,), prefix=REWARD_MODEL)
+    role = ModelRole(
+        where,
+        layout,
+        model,
+        tokens_per_microbatch=budget,
+        outputs=(name,),
+        prefix=REWARD_MODEL,
+        offload=section.offload,
+    )
     return RewardModel(name, section.weight, role)
 
 
@@ -192,7 +224,12 @@ def _build_reference(config: RunConfig) -> ModelRole:
     layout = parallel_layout(config.reference.layout, "reference.layout")
     model = build_policy(config, layout, path=config.reference.path, trainable=False)
     return ModelRole(
-        "reference", layout, model, tokens_per_microbatch=_token_budget(config), outputs=REFERENCE_OUTPUTS
+        "reference",
+        layout,
+        model,
+        tokens_per_microbatch=_token_budget(config),
+        outputs=REFERENCE_OUTPUTS,
+        offload=config.reference.offload,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import RowShard, sum_over_outputs
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
+from megatron_rl.parallel.residency import Residency
 from megatron_rl.parallel.schedule import learn, score
 from megatron_rl.types import TrainBatch
 
@@ -22,7 +24,8 @@ class ModelRole:
 
     ``outputs`` names the per-token fields of `infer`, one for each output of the model's head, so that
     several roles' answers can stand in one batch. ``prefix`` groups the metrics of `update`. ``model`` is
-    None on ranks outside the role's ``layout``.
+    None on ranks outside the role's ``layout``. With ``offload`` the model is in host memory except while
+    the role works.
     """
 
     def __init__(
@@ -35,14 +38,29 @@ class ModelRole:
         outputs: tuple[str, ...],
         optimizer: Optimizer | None = None,
         prefix: str = "",
+        offload: bool = False,
     ) -> None:
         self.name = name
         self.layout = layout
         self.model = model
         self.tokens_per_microbatch = tokens_per_microbatch
         self.outputs = outputs
+        self.residency = Residency(model, offload=offload)
         self.optimizer = optimizer
         self.prefix = prefix or name
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Return what steps the model's weights, None where the role does not learn."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer | None) -> None:
+        self._optimizer = self.residency.optimizer = optimizer
+
+    def resident(self) -> AbstractContextManager[None]:
+        """Have the model on the device inside the block; a role that offloads leaves it at the end."""
+        return self.residency.resident()
 
     def infer(self, batch: Any) -> RowShard:
         """Return the head's outputs for response tokens, 0 elsewhere, for this rank's rows.
@@ -53,7 +71,8 @@ class ModelRole:
         found = [torch.zeros(0) for _ in self.outputs]
         rows: list[int] = []
         if self.model is not None:
-            scores = score(self.model, batch, self.tokens_per_microbatch, batch.response_mask)
+            with self.resident():
+                scores = score(self.model, batch, self.tokens_per_microbatch, batch.response_mask)
             if scores and self.model.groups.rank in self.layout.outputs():
                 rows = [row for part in scores for row in part.rows]
                 parts = zip(*(part.outputs for part in scores), strict=True)
@@ -70,11 +89,12 @@ class ModelRole:
         if self.model is None:
             return Metrics()
         assert self.optimizer is not None, f"{self.name} does not learn"
-        self.optimizer.zero_grad()
-        metrics, padding = learn(
-            self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, objective, **how
-        )
-        stepped = self.optimizer.step()
+        with self.resident():
+            self.optimizer.zero_grad()
+            metrics, padding = learn(
+                self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, objective, **how
+            )
+            stepped = self.optimizer.step()
         metrics = sum_over_outputs(metrics, self.layout)
         if self.model.groups.rank == self.layout.ranks[0]:
             metrics += Metrics({f"{self.prefix}/{name}": value for name, value in stepped.sums.items()})

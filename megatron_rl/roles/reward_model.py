@@ -37,7 +37,8 @@ class RewardModel:
             last = last_tokens(batch.lengths)
             select = torch.zeros(len(batch.tokens), dtype=torch.bool)
             select[last] = True
-            scores = score(role.model, batch, role.tokens_per_microbatch, select, before=False)
+            with role.resident():
+                scores = score(role.model, batch, role.tokens_per_microbatch, select, before=False)
             if scores and role.model.groups.rank in role.layout.outputs():
                 rows = [row for part in scores for row in part.rows]
                 # Every other token of a row is 0 here.

@@ -31,7 +31,7 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
         report_errors(error)
         _leave(EXIT_BAD_INPUT)
     except BaseException as error:
-        place = f"rank {device.rank()} ({describe_rank(config, device.rank())})"
+        place = describe_rank(config, device.rank())
         print(
             f"\n{place} failed in phase '{phases.current}' of step {phases.step}: "
             f"{type(error).__name__}: {error}\n{traceback.format_exc()}",
@@ -49,7 +49,7 @@ def _leave(code: int) -> None:
 
 
 def describe_rank(config: RunConfig, rank: int) -> str:
-    """Return which roles a rank holds and its place in them."""
+    """Return a rank with the roles it holds and its place in them."""
     words = []
     for role, layout in role_layouts(config, device.world_size()).items():
         if rank not in layout.ranks:
@@ -59,4 +59,4 @@ def describe_rank(config: RunConfig, rank: int) -> str:
             words.append(f"rollout: replica {place.data}, tensor {place.tensor}")
         else:
             words.append(f"{role}: tensor {place.tensor}, pipeline {place.pipeline}, data {place.data}")
-    return "; ".join(words) or "no role"
+    return f"rank {rank} ({'; '.join(words) or 'no role'})"

@@ -77,11 +77,17 @@ def learn_from(
     with phase("learn"):
         warming = critic_warm_up(config, roles)
         steps, epochs = config.batch.optimizer_steps, config.batch.epochs
-        for minibatch in minibatches(batch, algorithm, steps, epochs, step_seed(config, step)):
-            if roles.critic is not None:
-                learned += roles.critic.update(minibatch, partial(value_objective, algorithm))
-            if step > warming:
-                learned += roles.actor.update(minibatch, objective)
+        parts = list(minibatches(batch, algorithm, steps, epochs, step_seed(config, step)))
+        # One role after the other, so that on shared ranks only one need be resident; on ranks of their own
+        # they learn at the same time.
+        if roles.critic is not None:
+            with roles.critic.resident():
+                for minibatch in parts:
+                    learned += roles.critic.update(minibatch, partial(value_objective, algorithm))
+        if step > warming:
+            with roles.actor.resident():
+                for minibatch in parts:
+                    learned += roles.actor.update(minibatch, objective)
     state = next_state(algorithm, state, graded.rollouts, scores)
     return StepResult(metrics + gather_metrics(learned), graded, state, warning, step > warming)
 

@@ -17,20 +17,29 @@ class Phases:
         self.current = "start"
         self.step = 0
         self._seconds: dict[str, float] = {}
+        self._peaks: dict[str, int] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the block as ``time/<name>``; after an exception ``current`` still names it."""
+        """Time the block as ``time/<name>`` and take its ``memory/<name>_peak_bytes``.
+
+        After an exception ``current`` still names it.
+        """
         outer, self.current = self.current, name
         device.synchronize()
         begun = time.perf_counter()
         yield
         device.synchronize()
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
+        self._peaks[name] = max(self._peaks.get(name, 0), device.peak_memory(reset=True))
         self.current = outer
 
     def metrics(self) -> Metrics:
         """Return the seconds since the last call, the slowest rank's when gathered, and start anew."""
-        result = Metrics({}, {f"time/{name}": seconds for name, seconds in self._seconds.items()})
+        largest = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        largest |= {f"memory/{name}_peak_bytes": float(peak) for name, peak in self._peaks.items()}
+        if self._peaks:
+            largest["memory/peak_bytes"] = float(max(self._peaks.values()))
         self._seconds.clear()
-        return result
+        self._peaks.clear()
+        return Metrics({}, largest)

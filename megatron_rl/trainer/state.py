@@ -29,13 +29,15 @@ class TrainerState:
     def save(self, run_dir: str | Path, roles: Roles, keep: int) -> Path:
         """Write ``checkpoints/step_N`` and drop old ones beyond ``keep``. Collective over the world."""
         path = checkpoint.checkpoint_path(run_dir, self.step)
-        checkpoint.save(path, _parts(roles), self.state_dict(roles))
+        with roles.learners_resident():
+            checkpoint.save(path, _parts(roles), self.state_dict(roles))
         checkpoint.prune(run_dir, keep)
         return path
 
     def restore(self, path: Path, roles: Roles) -> None:
         """Continue from a checkpoint of any layout. Collective over the world."""
-        state = checkpoint.load(path, _parts(roles))
+        with roles.learners_resident():
+            state = checkpoint.load(path, _parts(roles))
         self.step = int(state["step"])
         self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
         self.prompts.load_state_dict(state["prompts"])

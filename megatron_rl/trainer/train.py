@@ -20,12 +20,13 @@ from megatron_rl.parallel.hf.export import export
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadTrainer
 from megatron_rl.trainer.evaluation import EvaluationResult, evaluate
-from megatron_rl.trainer.failure import report_failure
+from megatron_rl.trainer.failure import describe_rank, report_failure
 from megatron_rl.trainer.logging import MetricsLog, Progress, RunFolder, output_to
 from megatron_rl.trainer.loop import StepResult, train_step
 from megatron_rl.trainer.phases import Phases
 from megatron_rl.trainer.report import write as write_report
 from megatron_rl.trainer.state import TrainerState
+from megatron_rl.trainer.stop import report_stop
 from megatron_rl.trainer.warm_up import train_actor, train_reward_models
 
 
@@ -39,6 +40,7 @@ def run(config: RunConfig) -> None:
     folder = RunFolder(config.run_dir).create()
     with (
         report_failure(config, phases),
+        report_stop(describe_rank(config, device.rank()), phases),
         output_to(folder.rank_log(device.rank()), device.rank() == 0) as console,
     ):
         Run(config, folder, console, phases).run()
@@ -141,8 +143,10 @@ class Run:
         result = self._take(step)
         self.state.step = step
         seconds = time.perf_counter() - begun
-        own = Metrics({}, {"time/step": seconds, "memory/peak_bytes": float(device.peak_memory(reset=True))})
-        metrics = gather_metrics(own + self.phases.metrics())
+        own = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
+        for role in self.roles.models:
+            own += role.residency.metrics()
+        metrics = gather_metrics(own)
         if result is not None:
             self.state.algorithm = result.algorithm_state
             metrics += result.metrics + _throughput(result, metrics.values()["time/step"])
@@ -208,7 +212,7 @@ class Run:
                 shutil.rmtree(target, ignore_errors=True)  # of this run, before it went on
             barrier()
             if model is not None:
-                with self.phases("export"):
+                with self.phases("export"), self.roles.actor.resident():
                     export(model, target, config.model.path)
         barrier()
         self.roles.close()

@@ -41,16 +41,17 @@ def train_actor(
         model_path=config.model.path,
     )
     own = actor.optimizer
-    if actor.model is not None:
-        actor.optimizer = Optimizer(actor.model, sft.optimizer, sft.steps)
 
     def step() -> Metrics:
         return actor.update(source.next(sft.rows_per_step), _sft_objective)
 
-    _repeat(step, sft.steps, "supervised warm-up", "sft", "policy/", folder, phases, console)
-    actor.optimizer = own
-    if own is not None:
-        own.reload_parameters()
+    with actor.resident():
+        if actor.model is not None:
+            actor.optimizer = Optimizer(actor.model, sft.optimizer, sft.steps)
+        _repeat(step, sft.steps, "supervised warm-up", "sft", "policy/", folder, phases, console)
+        actor.optimizer = own
+        if own is not None:
+            own.reload_parameters()
     roles.hybrid_engine.mark_updated()
 
 
@@ -91,21 +92,22 @@ def _train_reward_model(
         model_path=config.model.path,
         setting=where,
     )
-    if role.model is not None:
-        wrap(role.model, training.optimizer.distributed)
-        role.optimizer = Optimizer(role.model, training.optimizer, training.steps)
 
     def step() -> Metrics:
         return model.update(source.next(training.pairs_per_step))
 
     name = f"reward model {model.name}"
-    _repeat(step, training.steps, name, f"reward_{model.name}", "reward_model/", folder, phases, console)
-    role.optimizer = None
-    if role.model is not None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with phases("export"):
-            export(role.model, target, config.model.path)
-        role.model.freeze()
+    with role.resident():
+        if role.model is not None:
+            wrap(role.model, training.optimizer.distributed)
+            role.optimizer = Optimizer(role.model, training.optimizer, training.steps)
+        _repeat(step, training.steps, name, f"reward_{model.name}", "reward_model/", folder, phases, console)
+        role.optimizer = None
+        if role.model is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with phases("export"):
+                export(role.model, target, config.model.path)
+            role.model.freeze()
     barrier()
 
 

@@ -67,6 +67,16 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 def test_ppo_gives_the_same_numbers_colocated_and_apart(torchrun, material, tmp_path):
     alone = ppo(tmp_path / "alone", material)
     torchrun("megatron_rl", 1, "train", alone, module=True)
+    offload = [
+        f"{role}.offload=true" for role in ("actor", "critic", "reference", "reward.models.preference")
+    ]
+    torchrun("megatron_rl", 1, "train", alone, f"run_dir={tmp_path / 'offloaded/run'}", *offload, module=True)
+    for away, there in zip(metrics(tmp_path / "offloaded"), metrics(tmp_path / "alone"), strict=True):
+        assert away["offload/bytes_max"] > 0
+        assert {name: away[name] for name in COMPARED if name in there} == {
+            name: there[name] for name in COMPARED if name in there
+        }, "offloading changed a number"
+
     apart = ppo(
         tmp_path / "apart",
         material,

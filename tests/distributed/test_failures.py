@@ -1,0 +1,79 @@
+"""A rank that dies or hangs ends the job everywhere in bounded time, with rank, role and phase named."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def endless(folder: Path, material: Path) -> Path:
+    config = {
+        "run_dir": str(folder / "run"),
+        "steps": 100_000,
+        "rank_timeout": 8.0,
+        "model": {"path": str(material / "model"), "dtype": "float32"},
+        "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
+        "reward": {"function": "megatron_rl.rewards.arithmetic:exact_match"},
+        "batch": {"prompts_per_step": 8, "samples_per_prompt": 2},
+        "actor": {"layout": {"pipeline": 2}},
+        "rollout": {"engine": "torch", "max_response_tokens": 4},
+        "evaluation": {"at_start": False},
+        "checkpoint": {"every": 100_000},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def rank_process(launcher: int, rank: int) -> psutil.Process:
+    ranks = [
+        process
+        for process in psutil.Process(launcher).children(recursive=True)
+        if process.environ().get("RANK") == str(rank) and "megatron_rl" in " ".join(process.cmdline())
+    ]
+    return min(ranks, key=lambda process: process.create_time())
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_ends_the_job_by_name(material, tmp_path, sent):
+    config = endless(tmp_path, material)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with (tmp_path / "output").open("w") as output:
+        launcher = subprocess.Popen(
+            [*command, "-m", "megatron_rl", "train", str(config)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 180
+        while not metrics.exists() or not metrics.read_text():
+            assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
+            time.sleep(0.2)
+        os.kill(rank_process(launcher.pid, 1).pid, sent)
+        # A hanging rank is noticed after rank_timeout, and torchrun gives a stopped process 30 s to end.
+        assert launcher.wait(timeout=90) == 1
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+    text = (tmp_path / "output").read_text()
+    place = r"rank 0 \(actor: tensor 0, pipeline 0, data 0; rollout: replica 0, tensor 0\)"
+    if sent == signal.SIGKILL:
+        told = re.search(place + r" (was stopped|failed) in phase '\w+' of step \d+", text)
+        assert told, text[-3000:]
+        assert "exitcode  : -9" in text
+    else:
+        assert re.search(place + r" failed in phase '\w+' of step \d+: .*[Tt]imed out", text), text[-3000:]
