@@ -1,7 +1,7 @@
 """Make the quickstart's material: a tiny Qwen2-shaped checkpoint with its tokenizer, and addition problems.
 
-``python -m megatron_rl.data.quickstart DIRECTORY`` writes ``model/``, ``train.jsonl``, ``eval.jsonl`` and
-``sft.jsonl``. The same arguments write the same bytes.
+``python -m megatron_rl.data.quickstart DIRECTORY`` writes ``model/``, ``train.jsonl``, ``eval.jsonl``,
+``sft.jsonl`` and ``pairs.jsonl``. The same arguments write the same bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
     """Write the model, its tokenizer and the problems into ``directory`` and return it.
 
     The problems are all sums of two two-digit numbers: 500 are held out in ``eval.jsonl``, all others are in
-    ``train.jsonl`` and, as demonstrations, in ``sft.jsonl``.
+    ``train.jsonl``, as demonstrations in ``sft.jsonl``, and as preferences in ``pairs.jsonl``.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -55,6 +55,7 @@ def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
     _write_lines(directory / "eval.jsonl", (_problem(pair) for pair in held_out))
     _write_lines(directory / "train.jsonl", (_problem(pair) for pair in train))
     _write_lines(directory / "sft.jsonl", (_demonstration(pair, random_) for pair in train))
+    _write_lines(directory / "pairs.jsonl", (_preference(pair, random_) for pair in train))
     save_model(directory / "model", SIZES[size], seed)
     return directory
 
@@ -70,6 +71,15 @@ def _demonstration(pair: tuple[int, int], random_: random.Random) -> dict[str, s
     if left % 10 + right % 10 >= 10 and random_.random() < CARELESS:
         answer -= 10
     return {"prompt": f"{left}+{right}=", "response": str(answer)}
+
+
+def _preference(pair: tuple[int, int], random_: random.Random) -> dict[str, str]:
+    """Prefer the right sum to one of the mistakes that a careless model makes."""
+    right = sum(pair)
+    carries = pair[0] % 10 + pair[1] % 10 >= 10
+    careless = carries and random_.random() < 0.5
+    wrong = right + (-10 if careless else random_.choice((-10, -2, -1, 1, 2, 10)))
+    return {"prompt": f"{pair[0]}+{pair[1]}=", "chosen": str(right), "rejected": str(wrong)}
 
 
 def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -130,7 +140,7 @@ def save_model(path: str | Path, size: Size, seed: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and write the material."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.data.quickstart", description=__doc__)
-    parser.add_argument("directory", help="where to write model/, train.jsonl, eval.jsonl and sft.jsonl")
+    parser.add_argument("directory", help="where to write the model and the data")
     parser.add_argument("--size", choices=sorted(SIZES), default="small", help="shape of the model")
     parser.add_argument("--seed", type=int, default=1, help="seed of the weights and of the problems' order")
     options = parser.parse_args(arguments)

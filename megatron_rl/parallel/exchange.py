@@ -6,6 +6,7 @@ They cross all ranks of the job, or inside `among` the ranks it names.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,12 +64,34 @@ def _group() -> Any:
     return communicator(_scopes[-1]) if _scopes else None
 
 
+_traffic = {"bytes": 0, "seconds": 0.0}
+
+
+def traffic_metrics() -> Metrics:
+    """Return bytes received and seconds spent in `gather_rows` on this rank since the last call.
+
+    The seconds hold the wait for the slowest rank.
+    """
+    found = Metrics(
+        {}, {"rows/bytes_received_max": float(_traffic["bytes"]), "time/rows": _traffic["seconds"]}
+    )
+    _traffic.update(bytes=0, seconds=0.0)
+    return found
+
+
 def gather_rows(shard: RowShard) -> RowShard:
     """Return the rows of all ranks in the order of ``rows``, equal on every rank.
 
     Each row must come from exactly one rank. Every rank receives each byte once: rows travel as one
     broadcast from each rank that has some, unpadded. Collective over `members`.
     """
+    begun = time.perf_counter()
+    gathered = _gather_rows(shard)
+    _traffic["seconds"] += time.perf_counter() - begun
+    return gathered
+
+
+def _gather_rows(shard: RowShard) -> RowShard:
     mine = torch.tensor(
         [len(shard.rows), int(shard.lengths.sum())], dtype=torch.int64, device=device.device()
     )
@@ -105,6 +128,7 @@ def _broadcast(shard: RowShard, source: int, rows: int, tokens: int) -> RowShard
         buffer = buffer.to(device.device())
     else:
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
+        _traffic["bytes"] += sum(sizes)
     dist.broadcast(buffer, source, group=_group())
     found: dict[str, Tensor] = {}
     for (name, tensor, per_token), part in zip(fields, buffer.cpu().split(sizes), strict=True):

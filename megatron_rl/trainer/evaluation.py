@@ -31,17 +31,18 @@ class EvaluationResult:
 def evaluate(roles: Roles, prompts: PromptBatch, config: RunConfig) -> EvaluationResult:
     """Sample ``evaluation.samples`` answers per prompt and grade them as training does.
 
-    ``eval/accuracy`` is the share of answers with a reward of 1 or more among all answers (an answer whose
-    reward failed is not right), ``eval/reward`` the mean over valid ones, ``eval/pass_at_k`` the share of
-    prompts with at least one right answer. Collective over the world.
+    ``eval/accuracy`` is the share of answers with a reward of 1 or more among all answers: the function's
+    own reward where reward models judge beside it; an answer whose reward failed is not right.
+    ``eval/reward`` is the mean over valid answers, ``eval/pass_at_k`` the share of prompts with at least one
+    right answer. Collective over the world.
     """
     samples = config.evaluation.samples
     with roles.hybrid_engine.generation_mode():
         answers = gather_rows(roles.rollout.infer(prompts, samples, seed=config.seed))
     rollouts = join(answers, samples)
     rows = prompts.repeat(samples)
-    rewards, valid, _ = grade(roles, rows, rollouts)
-    right = valid & (rewards >= FULL_MARKS)
+    rewards, valid, components = grade(roles, rows, rollouts)
+    right = valid & (components.get("function", rewards) >= FULL_MARKS)
     metrics = Metrics.mean("eval/accuracy", float(right.sum()), len(rows))
     metrics += Metrics.mean("eval/reward", float(rewards[valid].sum()), float(valid.sum()))
     metrics += Metrics.mean("eval/response_length", float(rollouts.response_mask.sum()), len(rows))

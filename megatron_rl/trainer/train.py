@@ -15,7 +15,7 @@ from megatron_rl.data.records import load_records
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint, device
-from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects, leave
+from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects, leave, traffic_metrics
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadTrainer
@@ -143,7 +143,7 @@ class Run:
         result = self._take(step)
         self.state.step = step
         seconds = time.perf_counter() - begun
-        own = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
+        own = Metrics({}, {"time/step": seconds}) + self.phases.metrics() + traffic_metrics()
         for role in self.roles.models:
             own += role.residency.metrics()
         metrics = gather_metrics(own)
