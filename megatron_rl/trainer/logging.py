@@ -133,7 +133,7 @@ class MetricsLog:
 
         self.total_steps, self.phase = total_steps, phase
         self.console = console if console is not None else sys.stdout
-        self.path = folder.warm_up if phase == "sft" else folder.metrics
+        self.path = folder.metrics if phase == "train" else folder.path / f"{phase}.jsonl"
         events = folder.tensorboard / phase
         if resumed_step is None:
             _set_aside(self.path)
