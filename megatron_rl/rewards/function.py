@@ -72,7 +72,7 @@ class FunctionReward:
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        check_spec(config.function)
+        check_spec(config.function or "")
         if config.timeout <= 0 or config.workers < 1:
             raise UserError(
                 "the reward settings are out of range",

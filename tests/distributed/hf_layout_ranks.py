@@ -80,7 +80,7 @@ def check_scores(model: Any, family: str) -> None:
         assert any(found.rows for found in scores)
     for found in scores:
         for row, values in zip(
-            found.rows, found.log_probs.split(rows.lengths[list(found.rows)].tolist()), strict=True
+            found.rows, found.outputs[0].split(rows.lengths[list(found.rows)].tolist()), strict=True
         ):
             torch.testing.assert_close(values, expected[row], atol=1e-4, rtol=0)
 

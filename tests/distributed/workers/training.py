@@ -75,7 +75,7 @@ def scores(model: ParallelModel, batch: TrainBatch, budget: int) -> tuple[torch.
     for micro in (micro for part in found for micro in part):
         lengths = [int(batch.lengths[row]) for row in micro.rows]
         for row, one, other in zip(
-            micro.rows, micro.log_probs.split(lengths), micro.entropy.split(lengths), strict=True
+            micro.rows, *(output.split(lengths) for output in micro.outputs), strict=True
         ):
             log_probs[starts[row] : starts[row + 1]] = one
             entropy[starts[row] : starts[row + 1]] = other
