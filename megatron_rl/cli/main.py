@@ -14,6 +14,10 @@ COMMANDS = {
     "train": ("megatron_rl.cli.train", "train a configuration; under torchrun for more than one process"),
     "check": ("megatron_rl.cli.check", "check a configuration and show what follows from it, in seconds"),
     "plan": ("megatron_rl.planner.command", "find layouts and placements for a model and a number of GPUs"),
+    "plan-reshard": (
+        "megatron_rl.cli.plan_reshard",
+        "plan the weight transfer of a model between two layouts, up to 1,024 ranks and more",
+    ),
     "eval": ("megatron_rl.cli.eval", "answer the evaluation set with a checkpoint"),
     "export": ("megatron_rl.cli.export", "write a checkpoint as a Hugging Face model"),
     "report": ("megatron_rl.cli.report", "make the table, the learning curve and report.html of a run"),

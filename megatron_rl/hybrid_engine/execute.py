@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.hybrid_engine.checksum import BoxSum
-from megatron_rl.hybrid_engine.plan import ReshardPlan
+from megatron_rl.hybrid_engine.plan import ReshardPlan, Schedule, schedule
 from megatron_rl.parallel.boxes import Region
-from megatron_rl.parallel.transfer import Exchange, gather_objects, slot_bytes, sum_over_ranks
+from megatron_rl.parallel.transfer import Exchange, gather_objects, sum_over_ranks
 from megatron_rl.types import TensorBox
 
 SAMPLE = 8
@@ -55,8 +55,7 @@ class Execution:
             for peer, arriving in coming.items()
         }
         self._local = [(self._written_views(region), self._held_view(region)) for region in local]
-        slot = slot_bytes(staging_bytes, plan.most_peers())
-        self._exchange = Exchange(sends, receives, slot, group)
+        self._exchanges = self._phases(schedule(plan, staging_bytes), sends, receives)
         self._regions = [region for bundle in plan.bundles for region in bundle.regions]
         self._sums: list[tuple[BoxSum | None, list[BoxSum]]] | None = None
 
@@ -72,16 +71,31 @@ class Execution:
 
         Copies inside the rank are made while the first messages travel.
         """
-        self._exchange.run(self._copy_local)
-        if self._exchange.staging_peak > self.staging_bytes:
-            raise RuntimeError(
-                f"staging took {self._exchange.staging_peak} bytes, the bound is {self.staging_bytes}"
-            )
+        if not self._exchanges:
+            self._copy_local()
+        for number, exchange in enumerate(self._exchanges):
+            exchange.run(None if number else self._copy_local)
+        if self.staging_peak > self.staging_bytes:
+            raise RuntimeError(f"staging took {self.staging_peak} bytes, the bound is {self.staging_bytes}")
 
     @property
     def staging_peak(self) -> int:
-        """Return the bytes of staging memory that the last run allocated, in and out together."""
-        return self._exchange.staging_peak
+        """Return the most bytes of staging memory that the last run held, in and out together."""
+        return max((exchange.staging_peak for exchange in self._exchanges), default=0)
+
+    def _phases(self, when: Schedule, sends: dict[int, Any], receives: dict[int, Any]) -> list[Exchange]:
+        """Return this rank's exchanges in the order of the schedule."""
+        rank = self._rank
+        numbers = {when.phase[rank, peer] for peer in sends} | {when.phase[peer, rank] for peer in receives}
+        return [
+            Exchange(
+                {peer: views for peer, views in sends.items() if when.phase[rank, peer] == number},
+                {peer: views for peer, views in receives.items() if when.phase[peer, rank] == number},
+                when.slot,
+                self._group,
+            )
+            for number in sorted(numbers)
+        ]
 
     def _copy_local(self) -> None:
         for targets, value in self._local:

@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.parallel.boxes import BoxGroup, BoxIndex, Region, regions
+from megatron_rl.parallel.boxes import BoxGroup, BoxIndex, Region, needed_bytes, regions
+from megatron_rl.parallel.transfer import slot_bytes
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,6 @@ class ReshardPlan:
         inside = sum(count for (a, b), count in self.pairs.items() if node_of[a] == node_of[b])
         return inside, sum(self.pairs.values()) - inside
 
-    def peers(self, rank: int) -> int:
-        """Return from how many ranks it receives plus to how many it sends."""
-        return sum((rank == sender) + (rank == receiver) for sender, receiver in self.pairs)
-
-    def most_peers(self) -> int:
-        """Return the largest number of incoming plus outgoing streams of any rank."""
-        count: dict[int, int] = defaultdict(int)
-        for sender, receiver in self.pairs:
-            count[sender] += 1
-            count[receiver] += 1
-        return max(count.values(), default=0)
-
     def to_send(self, rank: int) -> dict[int, list[Region]]:
         """Return the regions a rank sends to each other rank, in the order both sides keep."""
         result: dict[int, list[Region]] = defaultdict(list)
@@ -87,6 +76,45 @@ class ReshardPlan:
         return BoxIndex(box for group in groups if rank in group.ranks for box in group.boxes)
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """Say in which phase each pair of ranks talks, and how large its messages may be.
+
+    A rank talks to few others in one phase, so that messages are large in bounded staging memory; every
+    rank goes through the phases in order.
+    """
+
+    phase: Mapping[tuple[int, int], int]
+    slot: int
+    streams: int
+
+    @property
+    def staging(self) -> int:
+        """Return the most bytes that in and out buffers of one rank take together."""
+        return 2 * self.slot * self.streams
+
+
+def schedule(plan: ReshardPlan, staging_bytes: int, message_bytes: int = 4 * 2**20) -> Schedule:
+    """Divide a plan's pairs into phases by the distance between their ranks.
+
+    Each rank has one sender and one receiver at each distance, so a phase of ``w`` distances has at most
+    2 ``w`` streams per rank. There are as few phases as messages of ``message_bytes`` allow.
+    """
+    position = {rank: index for index, rank in enumerate(plan.ranks)}
+    count = len(position)
+    width = max(1, staging_bytes // (4 * message_bytes))
+    phase = {
+        (sender, receiver): ((position[receiver] - position[sender]) % count - 1) // width
+        for sender, receiver in plan.pairs
+    }
+    streams: dict[tuple[int, int], int] = defaultdict(int)
+    for pair, number in phase.items():
+        for rank in pair:
+            streams[rank, number] += 1
+    most = max(streams.values(), default=1)
+    return Schedule(phase, slot_bytes(staging_bytes, most), most)
+
+
 class PlanError(RuntimeError):
     """Report a plan that breaks its own promises."""
 
@@ -102,17 +130,19 @@ def build_plan(
     than what it needs and lacks.
     """
     nodes = node_of or {}
+    all_regions = regions(sources, destinations)
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     local: dict[int, int] = defaultdict(int)
     pairs: dict[tuple[int, int], int] = defaultdict(int)
     bundles = []
-    for group in _groups(regions(sources, destinations)):
+    for group in _groups(all_regions):
+        choices = _Choices(group[0].holders, nodes)
         for part in _parts(group):
             bytes_ = sum(region.bytes for region in part)
             senders = {}
             for receiver in part[0].receivers:
-                sender = _sender(receiver, part[0].holders, nodes, sent)
+                sender = choices.sender(receiver, sent)
                 senders[receiver] = sender
                 if sender == receiver:
                     local[receiver] += bytes_
@@ -123,7 +153,7 @@ def build_plan(
             bundles.append(Bundle(tuple(part), senders, bytes_))
     plan = ReshardPlan(
         tuple(sources), tuple(destinations), tuple(bundles),
-        dict(received), dict(sent), dict(local), _needed(destinations), dict(pairs),
+        dict(received), dict(sent), dict(local), needed_bytes(destinations), dict(pairs),
     )  # fmt: skip
     check_plan(plan)
     return plan
@@ -160,20 +190,11 @@ def check_plan(plan: ReshardPlan) -> None:
             )
 
 
-def _needed(destinations: Sequence[BoxGroup]) -> dict[int, int]:
-    """Return the bytes of distinct tensor elements each rank needs."""
-    needed: dict[int, int] = defaultdict(int)
-    for region in regions(destinations, destinations):
-        for rank in region.receivers:
-            needed[rank] += region.bytes
-    return dict(needed)
-
-
 def _groups(all_regions: Sequence[Region]) -> list[list[Region]]:
     """Collect regions with equal holders and receivers, the groups with fewest choices first."""
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Region]] = {}
+    groups: dict[tuple[int, int], list[Region]] = {}
     for region in all_regions:
-        groups.setdefault((region.holders, region.receivers), []).append(region)
+        groups.setdefault((id(region.holders), id(region.receivers)), []).append(region)
     return sorted(groups.values(), key=lambda group: len(group[0].holders))
 
 
@@ -192,8 +213,18 @@ def _parts(group: list[Region], smallest: int = 2**20) -> Iterator[list[Region]]
     yield part
 
 
-def _sender(receiver: int, holders: Sequence[int], nodes: Mapping[int, int], sent: Mapping[int, int]) -> int:
-    if receiver in holders:
-        return receiver
-    near = [rank for rank in holders if nodes.get(rank) == nodes.get(receiver)] or holders
-    return min(near, key=lambda rank: (sent.get(rank, 0), rank))
+class _Choices:
+    """Choose among the holders of a region: the receiver itself, else the least loaded, near ones first."""
+
+    def __init__(self, holders: Sequence[int], nodes: Mapping[int, int]) -> None:
+        self._holders, self._members, self._nodes = holders, set(holders), nodes
+        self._on_node: dict[int | None, list[int]] = defaultdict(list)
+        for rank in holders:
+            self._on_node[nodes.get(rank)].append(rank)
+
+    def sender(self, receiver: int, sent: Mapping[int, int]) -> int:
+        """Return who gives the region to ``receiver``, given the bytes each rank already sends."""
+        if receiver in self._members:
+            return receiver
+        near = self._on_node.get(self._nodes.get(receiver)) or self._holders
+        return near[0] if len(near) == 1 else min(near, key=lambda rank: (sent.get(rank, 0), rank))

@@ -65,46 +65,94 @@ def group_boxes(
 def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> list[Region]:
     """Return the regions that cover every destination box exactly once.
 
-    Sorted as the destinations first name their tensors, then by start. Raises UncoveredError where a
-    destination box has elements that no source holds.
+    Sorted as the destinations first name their tensors, then by start. Equal holders, and equal receivers,
+    are one object. Raises UncoveredError where a destination box has elements that no source holds.
     """
-    held, _ = _by_tensor(sources)
-    needed, dtypes = _by_tensor(destinations)
+    ranks = _RankSets()
+    held, _ = _by_tensor(sources, ranks)
+    needed, dtypes = _by_tensor(destinations, ranks)
     cache: dict[object, list[tuple[Span, tuple[int, ...], tuple[int, ...]]]] = {}
     result: list[Region] = []
     for name, wanted in needed.items():
         have = held.get(name, {})
-        key = (tuple(have.items()), tuple(wanted.items()))
+        # Layers and experts that lie alike are worked out once.
+        key = (_signature(have), _signature(wanted))
         if key not in cache:
-            cache[key] = _meet(name, have, wanted)
+            cache[key] = _meet(name, have, wanted, ranks)
+        itemsize = dtypes[name].itemsize
         for (start, size), holders, receivers in cache[key]:
-            count = math.prod(size) * dtypes[name].itemsize
-            result.append(Region(name, start, size, holders, receivers, dtypes[name], count))
+            bytes_ = math.prod(size) * itemsize
+            result.append(Region(name, start, size, holders, receivers, dtypes[name], bytes_))
     return result
 
 
+def needed_bytes(destinations: Sequence[BoxGroup]) -> dict[int, int]:
+    """Return by rank the bytes of the distinct tensor elements it needs."""
+    ranks = _RankSets()
+    needed, dtypes = _by_tensor(destinations, ranks)
+    by_ranks: dict[tuple[int, ...], int] = {}
+    for name, wanted in needed.items():
+        for (_, size), receivers in disjoint(wanted, ranks).items():
+            by_ranks[receivers] = by_ranks.get(receivers, 0) + math.prod(size) * dtypes[name].itemsize
+    result: dict[int, int] = {}
+    for receivers, count in by_ranks.items():
+        for rank in receivers:
+            result[rank] = result.get(rank, 0) + count
+    return result
+
+
+class _RankSets:
+    """Keep one sorted tuple per set of ranks, so that equal sets are the same object."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._unions: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def keep(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the tuple that stands for these ranks."""
+        ordered = tuple(sorted(set(ranks)))
+        return self._known.setdefault(ordered, ordered)
+
+    def union(self, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the tuple that stands for all ranks of kept tuples."""
+        if len(parts) == 1:
+            return parts[0]
+        key = tuple(id(part) for part in parts)
+        if key not in self._unions:
+            self._unions[key] = self.keep(rank for part in parts for rank in part)
+        return self._unions[key]
+
+
+def _signature(spans: Mapping[Span, tuple[int, ...]]) -> tuple[tuple[Span, int], ...]:
+    return tuple((span, id(ranks)) for span, ranks in spans.items())
+
+
 def _by_tensor(
-    groups: Sequence[BoxGroup],
+    groups: Sequence[BoxGroup], ranks: _RankSets
 ) -> tuple[dict[str, dict[Span, tuple[int, ...]]], dict[str, torch.dtype]]:
     """Return for each tensor its distinct boxes with all ranks that have them, and its dtype."""
-    found: dict[str, dict[Span, list[int]]] = {}
+    found: dict[str, dict[Span, list[tuple[int, ...]]]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for group in groups:
+        members = ranks.keep(group.ranks)
         for box in group.boxes:
-            spans = found.setdefault(box.name, {})
-            spans.setdefault((box.start, box.size), []).extend(group.ranks)
+            owners = found.setdefault(box.name, {}).setdefault((box.start, box.size), [])
+            if not owners or owners[-1] is not members:
+                owners.append(members)
             dtypes[box.name] = group.dtypes[box.storage]
     ordered = {
-        name: {span: tuple(sorted(set(spans[span]))) for span in sorted(spans)}
-        for name, spans in found.items()
+        name: {span: ranks.union(spans[span]) for span in sorted(spans)} for name, spans in found.items()
     }
     return ordered, dtypes
 
 
 def _meet(
-    name: str, have: Mapping[Span, tuple[int, ...]], wanted: Mapping[Span, tuple[int, ...]]
+    name: str,
+    have: Mapping[Span, tuple[int, ...]],
+    wanted: Mapping[Span, tuple[int, ...]],
+    ranks: _RankSets,
 ) -> list[tuple[Span, tuple[int, ...], tuple[int, ...]]]:
-    sources, targets = disjoint(have), disjoint(wanted)
+    sources, targets = disjoint(have, ranks), disjoint(wanted, ranks)
     result = []
     for target, receivers in targets.items():
         covered = 0
@@ -133,25 +181,28 @@ def intersect(first: Span, second: Span) -> Span | None:
     return tuple(start), tuple(size)
 
 
-def disjoint(spans: Mapping[Span, tuple[int, ...]]) -> dict[Span, tuple[int, ...]]:
+def disjoint(
+    spans: Mapping[Span, tuple[int, ...]], ranks: _RankSets | None = None
+) -> Mapping[Span, tuple[int, ...]]:
     """Cut overlapping boxes along each other's edges until they are disjoint; ranks of equal parts join."""
     boxes = list(spans)
     if not any(intersect(a, b) for a, b in _near(boxes)):
-        return dict(spans)
+        return spans
     edges = [
         sorted({edge for start, size in boxes for edge in (start[dim], start[dim] + size[dim])})
         for dim in range(len(boxes[0][0]))
     ]
     cells: dict[Span, set[int]] = {}
-    for box, ranks in spans.items():
+    for box, members in spans.items():
         ticks = [
             [edge for edge in edges[dim] if box[0][dim] <= edge <= box[0][dim] + box[1][dim]]
             for dim in range(len(edges))
         ]
         for pairs in itertools.product(*(itertools.pairwise(tick) for tick in ticks)):
             cell = tuple(low for low, _ in pairs), tuple(high - low for low, high in pairs)
-            cells.setdefault(cell, set()).update(ranks)
-    return {cell: tuple(sorted(cells[cell])) for cell in sorted(cells)}
+            cells.setdefault(cell, set()).update(members)
+    keep = (ranks or _RankSets()).keep
+    return {cell: keep(cells[cell]) for cell in sorted(cells)}
 
 
 def _near(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:

@@ -139,6 +139,7 @@ class Run:
     def _step(self, log: MetricsLog | None) -> None:
         config, step = self.config, self.state.step + 1
         self.phases.step = step
+        traffic_metrics()  # what an evaluation moved belongs to no step
         begun = time.perf_counter()
         result = self._take(step)
         self.state.step = step

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.hybrid_engine.plan import PlanError, build_plan, check_plan, lower_bound
+from megatron_rl.hybrid_engine.plan import PlanError, build_plan, check_plan, lower_bound, schedule
 from megatron_rl.parallel.boxes import BoxGroup, UncoveredError, disjoint, group_boxes, intersect
 from megatron_rl.parallel.transfer import _Stream, slot_bytes
 from megatron_rl.types import TensorBox
@@ -117,6 +117,33 @@ def test_every_element_arrives_once_from_a_holder_with_the_least_traffic(data):
     for rank in ranks:
         for peer, going in plan.to_send(rank).items():
             assert going == plan.to_receive(peer)[rank]
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_phases_bound_the_streams_of_every_rank(data):
+    count = data.draw(st.integers(2, 12))
+    pairs = st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)).filter(
+        lambda pair: pair[0] != pair[1]
+    )
+    chosen = data.draw(st.sets(pairs, min_size=1))
+    boxes = {pair: [box(f"t{pair}", [0], [4], (0,))] for pair in chosen}
+    sources = {
+        rank: [b for pair, own in boxes.items() if pair[0] == rank for b in own] for rank in range(count)
+    }
+    needs = {
+        rank: [b for pair, own in boxes.items() if pair[1] == rank for b in own] for rank in range(count)
+    }
+    plan = build_plan(grouped(sources), grouped(needs))
+    staging = data.draw(st.integers(1, 12)) * 4096
+    when = schedule(plan, staging, message_bytes=1024)
+    assert set(when.phase) == chosen
+    assert when.staging <= staging
+    for rank in range(count):
+        for phase in set(when.phase.values()):
+            streams = [pair for pair, number in when.phase.items() if number == phase and rank in pair]
+            assert len(streams) <= when.streams
+            assert len({pair[1] for pair in streams if pair[0] == rank}) <= staging // 4096
 
 
 @settings(max_examples=100, deadline=None)

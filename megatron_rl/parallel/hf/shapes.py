@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.parallel.hf.config import ModelSpec, model_spec
 from megatron_rl.parallel.hf.importer import Shard
+from megatron_rl.parallel.hf.names import checkpoint_shapes
 from megatron_rl.parallel.hf.weights import trace_import
 from megatron_rl.parallel.layout import ParallelLayout
 
@@ -30,6 +31,13 @@ def megatron_layout(
     parameter names with layers counted over the whole model.
     """
     spec = model_spec(hf_config, layout, dtype, overrides)
+    names = checkpoint_shapes(hf_config)
+
+    def group(shapes: Shapes, shard: Shard, ranks: list[int]) -> BoxGroup:
+        parameters = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        boxes = trace_import(parameters, hf_config, shard, -1, shapes=names)
+        return BoxGroup(tuple(ranks), tuple(boxes), dict.fromkeys(shapes, dtype))
+
     groups = []
     for stage, ranks in enumerate(stage_ranks(layout)):
         dense: dict[int, list[int]] = {}
@@ -42,13 +50,13 @@ def megatron_layout(
         first, last = stage == 0, stage == layout.pipeline - 1
         for tensor, members in dense.items():
             shapes = dense_shapes(spec, layout, layers, first, last)
-            groups.append(_group(shapes, spec, Shard(tensor, layout.tensor), members, dtype))
+            groups.append(group(shapes, Shard(tensor, layout.tensor), members))
         if spec.family.moe is not None:
             for (expert, expert_tensor), members in sparse.items():
                 shapes = expert_shapes(spec, layout, layers)
                 shard = Shard(0, layout.tensor, expert, layout.expert, expert_tensor, layout.expert_tensor)
-                groups.append(_group(shapes, spec, shard, members, dtype))
-    return [group for group in groups if group.boxes]
+                groups.append(group(shapes, shard, members))
+    return [found for found in groups if found.boxes]
 
 
 def stage_ranks(layout: ParallelLayout) -> list[tuple[int, ...]]:
@@ -160,9 +168,3 @@ def expert_shapes(spec: ModelSpec, layout: ParallelLayout, layers: list[int]) ->
             shapes[prefix + "linear_fc1.weight"] = (2 * width, config.hidden_size)
             shapes[prefix + "linear_fc2.weight"] = (config.hidden_size, width)
     return shapes
-
-
-def _group(shapes: Shapes, spec: ModelSpec, shard: Shard, ranks: list[int], dtype: torch.dtype) -> BoxGroup:
-    parameters = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    boxes = trace_import(parameters, spec.hf_config, shard, -1)
-    return BoxGroup(tuple(ranks), tuple(boxes), dict.fromkeys(shapes, dtype))

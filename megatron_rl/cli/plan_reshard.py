@@ -1,0 +1,138 @@
+"""The ``plan-reshard`` command: what moving a model's weights costs, on machines that need not be here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+
+import torch
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.hybrid_engine.offline import (
+    Summary,
+    actor_layout,
+    find_config,
+    peer_volumes,
+    plan_offline,
+    read_layout,
+    summarise,
+)
+from megatron_rl.planner.constants import load_constants
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+CLUSTERS = ("A100-80GB", "H100-80GB", "B200")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``plan-reshard`` to a parser."""
+    parser.add_argument("model", metavar="MODEL", help="preset name, directory with config.json, or the file")
+    parser.add_argument("--from", dest="source", required=True, metavar="LAYOUT", help="actor, as tp8pp8dp2")
+    parser.add_argument(
+        "--to", dest="target", required=True, metavar="LAYOUT", help="engine: tp8, or ep8 for whole experts"
+    )
+    parser.add_argument(
+        "--rollout-ranks", type=int, metavar="N", help="N ranks beside the actor's (default: the same ranks)"
+    )
+    parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the engine's weights")
+    parser.add_argument("--staging-bytes", type=int, default=256 * 2**20, metavar="BYTES")
+    parser.add_argument(
+        "--cluster",
+        action="append",
+        metavar="NAME",
+        help="predict seconds on machines of this GPU (repeatable; default " + ", ".join(CLUSTERS) + ")",
+    )
+    parser.add_argument("--constants", metavar="FILE", help="constants to lay over the packaged ones")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Build the plan, add it up and print it; raises UserError for what does not fit together."""
+    begun = time.perf_counter()
+    for name in ("ranks_per_node", "staging_bytes", "rollout_ranks"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            option = "--" + name.replace("_", "-")
+            raise UserError(f"{option} must be 1 or more", where=option, expected="1 or more", got=str(value))
+    constants = load_constants(arguments.constants)
+    clusters = arguments.cluster or CLUSTERS
+    for name in clusters:
+        constants.gpu(name)  # an unknown one fails before the work, not after it
+    config = find_config(arguments.model)
+    actor = actor_layout(read_layout(arguments.source, "--from"))
+    tensor, expert_parallel = _engine(arguments.target)
+    ranks = actor.ranks
+    if arguments.rollout_ranks:
+        ranks = tuple(range(actor.size, actor.size + arguments.rollout_ranks))
+    if len(ranks) % tensor:
+        raise UserError(
+            "the engine's replicas do not fill its ranks",
+            where="--to",
+            expected=f"a divisor of {len(ranks)}",
+            got=str(tensor),
+            fix="change --to, the actor's dp, or --rollout-ranks",
+        )
+    plan = plan_offline(
+        config, actor, ranks, tensor, DTYPES[arguments.dtype],
+        ranks_per_node=arguments.ranks_per_node, expert_parallel=expert_parallel,
+    )  # fmt: skip
+    summary = summarise(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
+    peers = peer_volumes(summary.model_bytes, actor, tensor, colocated=not arguments.rollout_ranks)
+    seconds = time.perf_counter() - begun
+    if arguments.json:
+        shape = {"actor_ranks": actor.size, "rollout_ranks": len(ranks), "engine_ranks": tensor}
+        record = shape | dataclasses.asdict(summary) | {"peers": peers, "planning_seconds": seconds}
+        print(json.dumps(record, indent=1))
+    else:
+        words = f"{actor.size} actor ranks -> {len(ranks) // tensor} engine replicas of {tensor} ranks"
+        print("\n".join(_lines(summary, peers, words, seconds)))
+    return 0
+
+
+def _engine(words: str) -> tuple[int, bool]:
+    """Return how many ranks a replica has, and whether experts stay whole."""
+    sizes = read_layout(words, "--to")
+    if len(sizes) != 1 or not set(sizes) <= {"tensor", "expert"}:
+        raise UserError(
+            "this is not a layout of the engine",
+            where="--to",
+            expected="tpN, or epN for whole experts dealt out over the N ranks of a replica",
+            got=words,
+        )
+    if not (size := next(iter(sizes.values()))):
+        raise UserError("a replica needs ranks", where="--to", expected="1 or more", got=words)
+    return size, "expert" in sizes
+
+
+def _lines(summary: Summary, peers: Mapping[str, float], words: str, seconds: float) -> list[str]:
+    """Return the summary as lines of text."""
+    rows = [
+        ("model", f"{_bytes(summary.model_bytes)}, {words}"),
+        (
+            "received per rank",
+            f"least {_bytes(summary.received_least)}, mean {_bytes(summary.received_mean)}, "
+            f"most {_bytes(summary.received_most)}",
+        ),
+        ("sent per rank", f"most {_bytes(summary.sent_most)}"),
+        ("copied inside a rank", f"mean {_bytes(summary.local_mean)}"),
+        ("inside nodes", f"{_bytes(summary.inside_nodes)} in all"),
+        ("across nodes", f"{_bytes(summary.across_nodes)} in all"),
+        ("messages", f"{summary.messages:,} in all"),
+        ("staging per rank", f"at most {_bytes(summary.staging_most)}"),
+        ("received though held", _bytes(summary.redundant_most)),
+        *((f"on {name}", f"{value:.2f} s predicted") for name, value in summary.seconds.items()),
+        *((f"{name}", f"{_bytes(value)} received per rank (formula)") for name, value in peers.items()),
+        ("planned in", f"{seconds:.1f} s"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"

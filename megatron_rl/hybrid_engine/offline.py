@@ -1,0 +1,239 @@
+"""Plan a weight transfer for machines that are not here: real shapes, any number of ranks, one process."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.hybrid_engine.layouts import best_rank_order, engine_layout
+from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan, schedule
+from megatron_rl.parallel.hf.shapes import megatron_layout
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.planner.constants import Cluster, Constants
+from megatron_rl.planner.model_shape import presets
+
+_SIZES = {
+    "tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context",
+    "ep": "expert", "etp": "expert_tensor", "dp": "data",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Hold what a plan costs; bytes by rank unless said otherwise.
+
+    ``model_bytes`` are those of one whole copy, ``redundant_max`` the bytes a rank receives and already had.
+    ``seconds`` are predictions by cluster name.
+    """
+
+    model_bytes: int
+    received_least: int
+    received_mean: float
+    received_most: int
+    sent_most: int
+    local_mean: float
+    inside_nodes: int
+    across_nodes: int
+    messages: int
+    staging_most: int
+    redundant_most: int
+    seconds: Mapping[str, float]
+
+
+def read_layout(words: str, where: str = "--from") -> dict[str, int]:
+    """Read ``tp8pp8dp2`` as sizes by name; raises UserError for anything else."""
+    parts = re.findall(r"([a-z]+)(\d+)", words)
+    names = [name for name, _ in parts]
+    whole = "".join(name + count for name, count in parts) == words and parts
+    if not whole or not set(names) <= set(_SIZES) or len(set(names)) < len(names):
+        raise UserError(
+            f"{words!r} is not a layout",
+            where=where,
+            expected="sizes like tp8pp8dp2, each at most once, of " + ", ".join(_SIZES),
+            got=words,
+        )
+    return {_SIZES[name]: int(count) for name, count in parts}
+
+
+def find_config(model: str) -> Any:
+    """Return a transformers config: of a directory, of a config.json, or of a model known by name.
+
+    Raises UserError for what is none of these.
+    """
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    known = presets()
+    name = model.lower().rsplit("/", 1)[-1]
+    if path.is_file():
+        settings = json.loads(path.read_text())
+    elif name in known:
+        settings = dict(known[name]["config"])
+    else:
+        close = nearest(name, known)
+        raise UserError(
+            f"there is no model {model!r}",
+            where="MODEL",
+            expected="a directory with config.json, or one of " + ", ".join(sorted(known)),
+            got=model,
+            fix=f"did you mean {close}?" if close else None,
+        )
+    try:
+        return AutoConfig.for_model(settings.pop("model_type", ""), **settings)
+    except ValueError as error:
+        raise UserError(
+            f"{model!r} is not an architecture of transformers", where="MODEL", got=str(error).split("\n")[0]
+        ) from error
+
+
+def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
+    """Return the layout of ranks 0, 1, … with these sizes; ``data`` defaults to 1."""
+    rest: dict[str, Any] = {name: size for name, size in sizes.items() if name != "data"}
+    count = sizes.get("data", 1)
+    for name in ("tensor", "context", "pipeline"):
+        count *= sizes.get(name, 1)
+    return ParallelLayout(tuple(range(count)), **rest)
+
+
+def uneven_stages(layers: int, layout: ParallelLayout) -> dict[str, int]:
+    """Return Megatron's settings for stages that do not divide the layers: shorter first and last ones.
+
+    Raises UserError where that leaves a stage, or a virtual one, without its layers.
+    """
+    stages, virtual = layout.pipeline, layout.virtual_pipeline
+    if layers % (stages * virtual) == 0:
+        return {}
+    middle = -(-layers // (stages * virtual)) * virtual
+    ends = layers - middle * (stages - 2)
+    first, last = (ends + 1) // 2, ends // 2
+    if stages == 1 or last < 1 or first % virtual or last % virtual:
+        raise UserError(
+            f"{layers} layers cannot be dealt out to {stages} stages of {virtual} parts",
+            where="--from",
+            expected=f"stages of {middle} layers, with shorter first and last ones",
+            got=f"{first} and {last} layers there",
+            fix="choose another pp or vpp",
+        )
+    return {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+
+
+def plan_offline(
+    hf_config: Any,
+    actor: ParallelLayout,
+    rollout_ranks: Sequence[int],
+    tensor: int,
+    dtype: torch.dtype,
+    *,
+    ranks_per_node: int,
+    expert_parallel: bool = False,
+) -> ReshardPlan:
+    """Build the plan that the ranks themselves would build, rank order included."""
+    overrides = uneven_stages(hf_config.num_hidden_layers, actor)
+    order: Sequence[int] = tuple(rollout_ranks)
+    try:
+        sources = megatron_layout(hf_config, actor, dtype, overrides)
+    except (AssertionError, ValueError) as error:
+        raise UserError(
+            "Megatron refuses this layout of the model", where="--from", got=str(error)
+        ) from error
+    if not expert_parallel:
+        order = best_rank_order(
+            hf_config, actor, rollout_ranks, tensor, ranks_per_node=ranks_per_node, overrides=overrides
+        )
+    destinations = engine_layout(hf_config, order, tensor, dtype, expert_parallel)
+    nodes = {rank: rank // ranks_per_node for rank in {*actor.ranks, *rollout_ranks}}
+    return build_plan(sources, destinations, nodes)
+
+
+def summarise(
+    plan: ReshardPlan, ranks_per_node: int, staging: int, constants: Constants, clusters: Sequence[str]
+) -> Summary:
+    """Add a plan up for ``staging`` bytes of buffers per rank and predict its seconds on each cluster.
+
+    Raises UserError for a cluster that is not in the constants, and where the staging is too small.
+    """
+    receivers = sorted(plan.needed)
+    received = [plan.received.get(rank, 0) for rank in receivers]
+    inside, across = plan.bytes_between({rank: rank // ranks_per_node for rank in plan.ranks})
+    try:
+        when = schedule(plan, staging)
+    except ValueError as error:
+        raise UserError(
+            "the staging memory is too small", where="--staging-bytes", got=str(error), fix="give more"
+        ) from error
+    parts = {(part.name, part.start): part.bytes for bundle in plan.bundles for part in bundle.regions}
+    found = {
+        name: constants.cluster(name, len(plan.ranks), gpus_per_node=ranks_per_node) for name in clusters
+    }
+    return Summary(
+        model_bytes=sum(parts.values()),
+        received_least=min(received),
+        received_mean=sum(received) / len(received),
+        received_most=max(received),
+        sent_most=max(plan.sent.values(), default=0),
+        local_mean=sum(plan.local.values()) / len(receivers),
+        inside_nodes=inside,
+        across_nodes=across,
+        messages=sum(-(-count // when.slot) for count in plan.pairs.values()),
+        staging_most=when.staging,
+        redundant_most=max(_redundant(plan).values(), default=0),
+        seconds={name: predict(plan, cluster, constants) for name, cluster in found.items()},
+    )
+
+
+def _redundant(plan: ReshardPlan) -> dict[int, int]:
+    """Return by rank the bytes it receives although it holds them."""
+    twice: dict[int, int] = {}
+    for bundle in plan.bundles:
+        holders = set(bundle.regions[0].holders)
+        for receiver, sender in bundle.senders.items():
+            if sender != receiver and receiver in holders:
+                twice[receiver] = twice.get(receiver, 0) + bundle.bytes
+    return twice
+
+
+def predict(plan: ReshardPlan, cluster: Cluster, constants: Constants) -> float:
+    """Return predicted seconds on a cluster: the busiest rank's bytes over its links, plus a fixed part.
+
+    Inside an NVLink domain at NVLink's rate, elsewhere at the network's, each direction on its own. The
+    efficiencies and the fixed part are the planner's, fitted to published refit times (constants.json).
+    """
+    inside = cluster.gpu.nvlink * constants.efficiency.nvlink
+    across = cluster.network * constants.weight_sync.planned_network
+    busy: dict[tuple[int, str], float] = {}
+    for (sender, receiver), count in plan.pairs.items():
+        near = sender // cluster.domain == receiver // cluster.domain
+        seconds = count / (inside if near else across)
+        for end in ((sender, "out"), (receiver, "in")):
+            busy[end] = busy.get(end, 0.0) + seconds
+    return constants.weight_sync.planned_fixed_seconds + max(busy.values(), default=0.0)
+
+
+def peer_volumes(
+    model_bytes: float, actor: ParallelLayout, tensor: int, colocated: bool = True
+) -> dict[str, float]:
+    """Return the bytes each generating rank receives by the peers' formulas.
+
+    Colocated: HybridFlow (arXiv 2409.19256) table 2, its own where ``tensor`` divides the actor's model
+    parallelism; gathering peers (verl, mbridge, Megatron-Bridge, slime) receive what HybridFlow-V does.
+    Elsewhere only the broadcast of the whole model applies.
+    """
+    if not colocated:
+        return {"broadcast of the whole model": model_bytes}
+    train = actor.tensor * actor.pipeline
+    whole = train * actor.data * actor.context
+    volumes = {
+        "DS-Chat": (whole - 1) / whole * model_bytes,
+        "HybridFlow-V": (train - 1) / train * model_bytes,
+        "gather-all (verl, mbridge, slime)": (train - 1) / train * model_bytes,
+    }
+    if train % tensor == 0:
+        volumes["HybridFlow"] = (train - tensor) / (tensor * train) * model_bytes
+    return volumes

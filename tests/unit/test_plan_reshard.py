@@ -1,0 +1,57 @@
+"""Planning a weight transfer for machines that are not here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megatron_rl.cli.main import main
+from megatron_rl.hybrid_engine.offline import (
+    actor_layout,
+    find_config,
+    peer_volumes,
+    plan_offline,
+    read_layout,
+)
+
+
+@pytest.mark.parametrize(("source", "tensor"), [("tp8", 4), ("tp8", 2), ("tp4pp2", 4), ("tp2pp4dp2", 2)])
+def test_received_bytes_are_hybridflows_where_its_assumptions_hold(source, tensor):
+    """arXiv:2409.19256, table 2: (N - n) / (N n) of the model for N ranks of a copy and engines of n.
+
+    It counts a model whose every byte is cut evenly; here norms are whole on every rank (under 1e-4 of the
+    bytes) and only first and last stages have the vocabulary, so means over ranks are compared.
+    """
+    actor = actor_layout(read_layout(source))
+    plan = plan_offline(
+        find_config("llama-3.1-8b"), actor, actor.ranks, tensor, torch.bfloat16, ranks_per_node=8
+    )
+    received = sum(plan.received.get(rank, 0) for rank in actor.ranks) / actor.size
+    model = 2 * 8.030e9
+    assert received == pytest.approx(peer_volumes(model, actor, tensor)["HybridFlow"], rel=1e-3)
+
+
+def test_the_command_adds_a_plan_up(capsys):
+    assert main(["plan-reshard", "qwen3-0.6b", "--from", "tp2pp2dp2", "--to", "tp2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["actor_ranks"], found["rollout_ranks"], found["engine_ranks"]) == (8, 8, 2)
+    assert found["redundant_most"] == 0
+    assert found["received_least"] <= found["received_mean"] <= found["received_most"] <= found["model_bytes"]
+    assert 0 < found["staging_most"] <= 256 * 2**20
+    assert found["seconds"]["H100-80GB"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gone", "--from", "tp2", "--to", "tp2"], "there is no model 'gone'"),
+        (["qwen3-0.6b", "--from", "tp2", "--to", "pp2"], "this is not a layout of the engine"),
+        (["qwen3-0.6b", "--from", "tp2dp3", "--to", "tp4"], "the engine's replicas do not fill its ranks"),
+        (["qwen3-0.6b", "--from", "tp2", "--to", "tp2", "--staging-bytes", "0"], "--staging-bytes must be"),
+    ],
+)
+def test_bad_input_is_told(capsys, words, message):
+    assert main(["plan-reshard", *words]) == 2
+    assert message in capsys.readouterr().err
