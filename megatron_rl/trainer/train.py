@@ -39,8 +39,9 @@ def run(config: RunConfig) -> None:
     phases = Phases()
     folder = RunFolder(config.run_dir).create()
     with (
-        report_failure(config, phases),
+        # Outermost: a rank may be stopped while it reports the failure that a lost peer caused it.
         report_stop(describe_rank(config, device.rank()), phases),
+        report_failure(config, phases),
         output_to(folder.rank_log(device.rank()), device.rank() == 0) as console,
     ):
         Run(config, folder, console, phases).run()

@@ -16,6 +16,9 @@ COMPARED = (
     "critic/explained_variance", "reward/mean", "reward/component/preference", "reward/component/function",
 )  # fmt: skip
 
+OPTIMIZER = {"learning_rate": 1e-3, "epsilon": 1e-3}
+"""With Adam's usual epsilon the first updates are the signs of gradients, and rounding decides near zero."""
+
 
 def ppo(folder: Path, material: Path, **changes) -> Path:
     """Write a PPO run with critic, reference and a reward model that is trained first."""
@@ -28,7 +31,7 @@ def ppo(folder: Path, material: Path, **changes) -> Path:
             wrong = str((int(truth) + 3) % 90)
             lines.append(json.dumps({"prompt": record["prompt"], "chosen": truth, "rejected": wrong}))
         pairs.write_text("\n".join(lines) + "\n")
-    optimizer = {"learning_rate": 1e-3}
+    optimizer = dict(OPTIMIZER)
     config = {
         "run_dir": str(folder / "run"),
         "steps": 3,
@@ -80,9 +83,9 @@ def test_ppo_gives_the_same_numbers_colocated_and_apart(torchrun, material, tmp_
     apart = ppo(
         tmp_path / "apart",
         material,
-        actor={"optimizer": {"learning_rate": 1e-3}, "layout": {"ranks": "0-3", "tensor": 2, "pipeline": 2}},
+        actor={"optimizer": OPTIMIZER, "layout": {"ranks": "0-3", "tensor": 2, "pipeline": 2}},
         critic={
-            "optimizer": {"learning_rate": 1e-3},
+            "optimizer": OPTIMIZER,
             "warmup_steps": 1,
             "layout": {"ranks": [4, 5], "tensor": 2},
         },
@@ -101,7 +104,7 @@ def test_ppo_gives_the_same_numbers_colocated_and_apart(torchrun, material, tmp_
             if name.startswith("policy/") and truth["step"] == 1:
                 assert name not in truth, "the critic warms up alone"
                 continue
-            assert mine[name] == pytest.approx(truth[name], rel=1e-3, abs=2e-5), (truth["step"], name)
+            assert mine[name] == pytest.approx(truth[name], rel=1e-4, abs=1e-5), (truth["step"], name)
     # A run continues with critic and trained reward model, on the layouts it had.
     torchrun("megatron_rl", 8, "train", apart, "steps=4", module=True)
     assert [line["step"] for line in metrics(tmp_path / "apart")] == [1, 2, 3, 4]
