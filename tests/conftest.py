@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +69,7 @@ def run_bounded(command: list[str], timeout: float, environment: dict[str, str] 
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except BaseException as error:
-        _kill_session(process)
+        _end_family(process.pid)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         stdout, stderr = process.communicate()
@@ -75,7 +77,7 @@ def run_bounded(command: list[str], timeout: float, environment: dict[str, str] 
     return Launch(process.returncode, stdout, stderr)
 
 
-def _kill_session(process: subprocess.Popen[str], patience: float = 10.0) -> None:
+def _end_family(process: int, patience: float = 10.0) -> None:
     """Ask the launcher to end its ranks, then kill what is left of it and of them.
 
     The ranks are in sessions of their own under torchrun's agent, so a signal to the agent's process group
@@ -83,10 +85,10 @@ def _kill_session(process: subprocess.Popen[str], patience: float = 10.0) -> Non
     """
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        launcher = psutil.Process(process.pid)
+        launcher = psutil.Process(process)
         family = [launcher, *launcher.children(recursive=True)]
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process, signal.SIGTERM)
     _, alive = psutil.wait_procs(family, timeout=patience)
     for survivor in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -99,31 +101,114 @@ def _tail(text: str, lines: int = 80) -> str:
 
 @pytest.fixture
 def torchrun() -> Callable[..., Launch]:
-    """Launch ``script args`` on ``nproc`` ranks of this machine: ``torchrun(script, nproc, *args)``.
+    """Launch ranks as users do: ``torchrun(script, ranks, *arguments)``; see ``Launcher``."""
 
-    Keywords: ``timeout`` in seconds; ``check`` False returns a failed launch instead of failing the test;
-    ``module`` True takes the script for a module name; ``env`` adds variables.
-    """
+    def start(
+        script: str, ranks: int, arguments: list[str], timeout: float, module: bool, env: dict[str, str]
+    ) -> Launch:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        command += ["-m", script] if module else [script]
+        return run_bounded([*command, *arguments], timeout, launch_environment() | env)
 
-    def launch(
+    return Launcher(start)
+
+
+@pytest.fixture
+def fork(rank_server: RankServer) -> Callable[..., Launch]:
+    """Launch ranks that start at once, the libraries imported: ``fork(script, ranks, *arguments)``."""
+    return Launcher(rank_server.launch)
+
+
+@pytest.fixture(scope="session")
+def rank_server(tmp_path_factory) -> Iterator[RankServer]:
+    """Keep one process from which ranks are forked."""
+    server = RankServer(tmp_path_factory.mktemp("rank_server"))
+    yield server
+    server.close()
+
+
+class Launcher:
+    """Launch a script or module on ranks of this machine, bounded in time."""
+
+    def __init__(self, start: Callable[..., Launch]) -> None:
+        self._start = start
+
+    def __call__(
+        self,
         script: str | Path,
-        nproc: int,
-        *args: object,
+        ranks: int,
+        *arguments: object,
         timeout: float = LAUNCH_SECONDS,
         check: bool = True,
         module: bool = False,
         env: dict[str, str] | None = None,
     ) -> Launch:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)]
-        command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-        command += ["-m", str(script)] if module else [str(script)]
-        command += [str(argument) for argument in args]
-        result = run_bounded(command, timeout, launch_environment() | (env or {}))
+        """Return what the launch said; a failed one fails the test unless ``check`` is False.
+
+        ``timeout`` in seconds; ``module`` takes the script for a module name; ``env`` adds variables.
+        """
+        result = self._start(
+            str(script), ranks, [str(word) for word in arguments], timeout, module, env or {}
+        )
         if check and result.returncode != 0:
             pytest.fail(
-                f"exit code {result.returncode}: {' '.join(command)}\n"
+                f"exit code {result.returncode}: {script} on {ranks} ranks with {arguments}\n"
                 f"--- stdout\n{_tail(result.stdout)}\n--- stderr\n{_tail(result.stderr)}"
             )
         return result
 
-    return launch
+
+class RankServer:
+    """Talk to ``rank_server.py``, which starts when the first launch needs it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._launches = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def launch(
+        self, script: str, ranks: int, arguments: list[str], timeout: float, module: bool, env: dict[str, str]
+    ) -> Launch:
+        """Run one launch and return what it said."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests/rank_server.py")],
+                cwd=ROOT,
+                env=launch_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,  # what was read ahead would be hidden from select
+            )
+        server = self._process
+        assert server.stdin is not None and server.stdout is not None
+        self._launches += 1
+        streams = [self._folder / f"{self._launches}_{name}" for name in ("stdout", "stderr")]
+        for stream in streams:
+            stream.touch()
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        order = {
+            "script": script,
+            "ranks": ranks,
+            "arguments": arguments,
+            "module": module,
+            "environment": address | env,
+            "stdout": str(streams[0]),
+            "stderr": str(streams[1]),
+        }
+        server.stdin.write(json.dumps(order).encode() + b"\n")
+        watcher = int(server.stdout.readline())
+        late = not select.select([server.stdout], [], [], timeout)[0]
+        if late:
+            _end_family(watcher)
+        code = int(server.stdout.readline())
+        stdout, stderr = (stream.read_text() for stream in streams)
+        if late:
+            pytest.fail(f"no end after {timeout:.0f} s: {script}\n{_tail(stdout)}\n{_tail(stderr)}")
+        return Launch(code, stdout, stderr)
+
+    def close(self) -> None:
+        """End the server."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait()

@@ -202,7 +202,7 @@ class _HostStream:
     """Stand for a stream where everything runs in order anyway."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self.device = host()
 
     def __enter__(self) -> _HostStream:
         return self
@@ -230,6 +230,19 @@ class _HostStream:
 
     def query(self) -> bool:
         return True
+
+
+@contextmanager
+def keep_answers() -> Iterator[None]:
+    """Undo what an import inside the block makes of the answers for the accelerator.
+
+    The rollout engine brings answers of its own to the same questions, and Megatron-Core needs more of them.
+    """
+    names = ("Stream", "Event", "stream", "current_stream")
+    kept = {name: getattr(torch.cuda, name) for name in names}
+    yield
+    for name, answer in kept.items():
+        setattr(torch.cuda, name, answer)
 
 
 def _answer_for_the_accelerator() -> None:

@@ -47,6 +47,8 @@ def prepare_vllm() -> None:
     _inspect_models_in_process()
     _name_shared_memory_per_job()
     if device.on_host():
+        with device.keep_answers():
+            import vllm.v1.worker.cpu.shm  # noqa: F401 - where vLLM answers for the accelerator
         _keep_weights_unpacked()
         _sample_without_compiling()
     torch.set_num_threads = set_threads
@@ -76,10 +78,13 @@ def _name_shared_memory_per_job() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     original = _CPUSHMDistributed.make_group_name
-    # Ranks of a job on one host have one parent; segments do not cross hosts.
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    tag = f"{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}-{restart}"
-    setattr(_CPUSHMDistributed, "make_group_name", staticmethod(lambda group: f"{tag}-{original(group)}"))
+
+    def name(group: Any) -> str:
+        # Ranks of a job on one host have one parent; segments do not cross hosts.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return f"{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}-{restart}-{original(group)}"
+
+    setattr(_CPUSHMDistributed, "make_group_name", staticmethod(name))
 
 
 def _keep_weights_unpacked() -> None:

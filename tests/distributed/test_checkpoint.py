@@ -103,11 +103,11 @@ def largest_difference(found: dict[str, Any], expected: dict[str, Any]) -> float
     return max(worst)
 
 
-def test_resume(folder: Path, torchrun: Any) -> None:
+def test_resume(folder: Path, fork: Any) -> None:
     (folder / "plan4.json").write_text(json.dumps(FOUR))
     (folder / "plan1.json").write_text(json.dumps(ONE))
-    torchrun(WORKER, 4, folder, "plan4.json", timeout=400)
-    torchrun(WORKER, 1, folder, "plan1.json", timeout=200)
+    fork(WORKER, 4, folder, "plan4.json", timeout=400)
+    fork(WORKER, 1, folder, "plan1.json", timeout=200)
     straight = result(folder, "straight")
     assert straight["steps"][0]["learning_rate"] != straight["steps"][2]["learning_rate"]
     assert straight["steps"][0]["grad_norm"] > 0.1, "clipping must be at work"

@@ -57,10 +57,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("processes", PLANS)
-def test_numbers_do_not_depend_on_the_layout(folder: Path, torchrun: Any, processes: int) -> None:
+def test_numbers_do_not_depend_on_the_layout(folder: Path, fork: Any, processes: int) -> None:
     plans = PLANS[processes]
     (folder / f"plan{processes}.json").write_text(json.dumps(plans))
-    torchrun(WORKER, processes, folder, f"plan{processes}.json", timeout=300)
+    fork(WORKER, processes, folder, f"plan{processes}.json", timeout=300)
     worst: dict[str, float] = {}
     for entry in plans:
         found = torch.load(folder / f"{entry['name']}.pt", weights_only=False)

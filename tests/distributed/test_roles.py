@@ -67,13 +67,13 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
-def test_ppo_gives_the_same_numbers_colocated_and_apart(torchrun, material, tmp_path):
+def test_ppo_gives_the_same_numbers_colocated_and_apart(fork, material, tmp_path):
     alone = ppo(tmp_path / "alone", material)
-    torchrun("megatron_rl", 1, "train", alone, module=True)
+    fork("megatron_rl", 1, "train", alone, module=True)
     offload = [
         f"{role}.offload=true" for role in ("actor", "critic", "reference", "reward.models.preference")
     ]
-    torchrun("megatron_rl", 1, "train", alone, f"run_dir={tmp_path / 'offloaded/run'}", *offload, module=True)
+    fork("megatron_rl", 1, "train", alone, f"run_dir={tmp_path / 'offloaded/run'}", *offload, module=True)
     for away, there in zip(metrics(tmp_path / "offloaded"), metrics(tmp_path / "alone"), strict=True):
         assert away["offload/bytes_max"] > 0
         assert {name: away[name] for name in COMPARED if name in there} == {
@@ -95,7 +95,7 @@ def test_ppo_gives_the_same_numbers_colocated_and_apart(torchrun, material, tmp_
     config = yaml.safe_load(apart.read_text())
     config["reward"]["models"]["preference"]["layout"] = {"ranks": [5, 6, 7, 0], "tensor": 2}
     apart.write_text(yaml.safe_dump(config))
-    torchrun("megatron_rl", 8, "train", apart, module=True)
+    fork("megatron_rl", 8, "train", apart, module=True)
 
     expected, found = metrics(tmp_path / "alone"), metrics(tmp_path / "apart")
     assert [line["step"] for line in found] == [1, 2, 3]
@@ -106,7 +106,7 @@ def test_ppo_gives_the_same_numbers_colocated_and_apart(torchrun, material, tmp_
                 continue
             assert mine[name] == pytest.approx(truth[name], rel=1e-4, abs=1e-5), (truth["step"], name)
     # A run continues with critic and trained reward model, on the layouts it had.
-    torchrun("megatron_rl", 8, "train", apart, "steps=4", module=True)
+    fork("megatron_rl", 8, "train", apart, "steps=4", module=True)
     assert [line["step"] for line in metrics(tmp_path / "apart")] == [1, 2, 3, 4]
 
     # The trained reward model is one that transformers reads, and it scores as ours does.
@@ -130,11 +130,11 @@ def grpo(folder: Path, material: Path, **changes) -> Path:
     )
 
 
-def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(torchrun, material, tmp_path):
+def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(fork, material, tmp_path):
     frozen = {"optimizer": {"learning_rate": 1e-30}}
     for name, ahead in (("now", 0), ("ahead", 2)):
         file = grpo(tmp_path / name, material, actor=frozen, asynchrony={"steps_ahead": ahead})
-        torchrun("megatron_rl", 2, "train", file, module=True)
+        fork("megatron_rl", 2, "train", file, module=True)
     now, ahead = metrics(tmp_path / "now"), metrics(tmp_path / "ahead")
     # Without learning the order of calls makes no difference.
     for name in ("reward/mean", "policy/grad_norm", "policy/entropy", "rollout/response_length"):
@@ -144,12 +144,12 @@ def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(torc
 
     learning = {"optimizer": {"learning_rate": 1e-3}}
     whole = grpo(tmp_path / "whole", material, actor=learning, asynchrony={"steps_ahead": 1})
-    torchrun("megatron_rl", 2, "train", whole, module=True)
+    fork("megatron_rl", 2, "train", whole, module=True)
     parted = grpo(tmp_path / "parted", material, actor=learning, asynchrony={"steps_ahead": 1})
-    torchrun("megatron_rl", 2, "train", parted, "checkpoint.keep=9", module=True)
+    fork("megatron_rl", 2, "train", parted, "checkpoint.keep=9", module=True)
     assert [line["staleness/max"] for line in metrics(tmp_path / "parted")] == [0, 1, 1, 1]
     shutil.rmtree(tmp_path / "parted/run/checkpoints/step_4")
-    torchrun("megatron_rl", 2, "train", parted, module=True)
+    fork("megatron_rl", 2, "train", parted, module=True)
     expected, found = metrics(tmp_path / "whole"), metrics(tmp_path / "parted")
     for name in ("reward/mean", "policy/loss", "policy/grad_norm", "policy/entropy", "mismatch/kl"):
         assert [line.get(name) for line in found] == [line.get(name) for line in expected], name

@@ -63,19 +63,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
-def test_weights_by_boxes_are_vllms_own(torchrun: Any, checkpoint: Callable[[str], Path]):
+def test_weights_by_boxes_are_vllms_own(fork: Any, checkpoint: Callable[[str], Path]):
     paths = [checkpoint(family) for family in FAMILIES]
-    assert "all checks passed" in torchrun(RANKS, 2, "families", *paths, timeout=SECONDS).stdout
+    assert "all checks passed" in fork(RANKS, 2, "families", *paths, timeout=SECONDS).stdout
 
 
-def test_weights_by_boxes_without_tensor_parallelism(torchrun: Any, checkpoint: Callable[[str], Path]):
+def test_weights_by_boxes_without_tensor_parallelism(fork: Any, checkpoint: Callable[[str], Path]):
     paths = [checkpoint(family) for family in ("qwen2_tied", "qwen3_moe")]
-    assert "all checks passed" in torchrun(RANKS, 1, "families", *paths, timeout=SECONDS).stdout
+    assert "all checks passed" in fork(RANKS, 1, "families", *paths, timeout=SECONDS).stdout
 
 
-def test_sampling_and_updates(torchrun: Any, checkpoint: Callable[[str], Path]):
-    assert "all checks passed" in torchrun(RANKS, 2, "sampling", checkpoint("qwen2"), timeout=SECONDS).stdout
+def test_sampling_and_updates(fork: Any, checkpoint: Callable[[str], Path]):
+    assert "all checks passed" in fork(RANKS, 2, "sampling", checkpoint("qwen2"), timeout=SECONDS).stdout
 
 
-def test_replicas_in_any_order_and_on_some_ranks(torchrun: Any, checkpoint: Callable[[str], Path]):
-    assert "all checks passed" in torchrun(RANKS, 4, "replicas", checkpoint("qwen2"), timeout=SECONDS).stdout
+def test_replicas_in_any_order_and_on_some_ranks(fork: Any, checkpoint: Callable[[str], Path]):
+    assert "all checks passed" in fork(RANKS, 4, "replicas", checkpoint("qwen2"), timeout=SECONDS).stdout

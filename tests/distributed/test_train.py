@@ -65,13 +65,13 @@ def _weights(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def test_resumed_run_equals_uninterrupted_run(torchrun, material, tmp_path):
+def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path):
     whole = _config(tmp_path / "whole", material)
     torchrun("megatron_rl", 2, "train", whole, module=True)
     parted = _config(tmp_path / "parted", material)
-    torchrun("megatron_rl", 2, "train", parted, "steps=2", "checkpoint.export=false", module=True)
+    fork("megatron_rl", 2, "train", parted, "steps=2", "checkpoint.export=false", module=True)
     first = _lines(tmp_path / "parted/run")
-    second = torchrun("megatron_rl", 2, "train", parted, module=True)
+    second = fork("megatron_rl", 2, "train", parted, module=True)
     assert "at step 2" in second.output
 
     expected = _lines(tmp_path / "whole/run")
@@ -87,21 +87,19 @@ def test_resumed_run_equals_uninterrupted_run(torchrun, material, tmp_path):
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(tmp_path / "whole/run/hf")
-    _check_offline_commands(torchrun, whole, tmp_path / "whole/run", expected[4]["eval/accuracy"], weights)
+    _check_offline_commands(fork, whole, tmp_path / "whole/run", expected[4]["eval/accuracy"], weights)
 
 
-def _check_offline_commands(torchrun, config, run, accuracy, weights):
+def _check_offline_commands(fork, config, run, accuracy, weights):
     """Evaluating and exporting the last checkpoint give what the run itself gave."""
-    result = torchrun(
-        "megatron_rl", 2, "eval", config, "--checkpoint", run / "checkpoints/step_4", module=True
-    )
+    result = fork("megatron_rl", 2, "eval", config, "--checkpoint", run / "checkpoints/step_4", module=True)
     assert f"eval/accuracy           {accuracy:.4f}" in result.output
     command = [sys.executable, "-m", "megatron_rl", "export", str(run / "checkpoints/step_4")]
     subprocess.run([*command, "--out", str(run / "again")], cwd=ROOT, check=True, timeout=300)
     assert _weights(run / "again") == weights
 
 
-def test_failed_rewards_are_counted_and_never_zero(torchrun, material, tmp_path):
+def test_failed_rewards_are_counted_and_never_zero(fork, material, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text(
         "import time\n"
@@ -123,7 +121,7 @@ def test_failed_rewards_are_counted_and_never_zero(torchrun, material, tmp_path)
         evaluation={"every": 100, "at_start": False},
         checkpoint={"every": 100, "export": False},
     )
-    result = torchrun("megatron_rl", 1, "train", config, module=True)
+    result = fork("megatron_rl", 1, "train", config, module=True)
     line = _lines(tmp_path / "run")[1]
     assert 0 < line["reward/valid_fraction"] < 1
     assert line["reward/invalid"] == pytest.approx(1 - line["reward/valid_fraction"])

@@ -1,0 +1,120 @@
+"""Launch ranks by forking a process that has imported the libraries already: a rank then starts at once.
+
+Importing torch, Megatron-Core, transformers and vLLM costs a rank ten seconds of processor time, which is
+most of a test on tiny models. The ranks are processes of their own with the environment torchrun gives them.
+
+``python rank_server.py`` reads one launch per line of standard input, as JSON, and answers each with two
+lines: the process that watches over the ranks, and its exit code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+
+IMPORTED = (
+    "megatron_rl.trainer.train",
+    "megatron_rl.cli.train",
+    "megatron_rl.rollout.vllm_engine",
+    "transformers.models.auto.modeling_auto",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.model_executor.models.qwen2",
+    "torch._dynamo",
+)
+PATIENCE = 30.0
+"""Seconds between asking the other ranks to end and ending them, after one rank failed."""
+
+
+def main() -> None:
+    """Import, then serve launches until standard input ends."""
+    from megatron_rl.parallel import device
+    from megatron_rl.rollout.vllm_engine_setup import prepare_vllm
+
+    device.prepare_megatron()
+    prepare_vllm()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads: a fork would lose them"
+    while line := sys.stdin.readline():
+        launch = json.loads(line)
+        process = os.fork()
+        if process == 0:
+            watch(launch)
+        print(process, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+
+
+def watch(launch: dict) -> None:
+    """Fork the ranks, end all of them when one fails, and exit with 0 if none did."""
+    os.setsid()
+    for number, path in ((1, launch["stdout"]), (2, launch["stderr"])):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    ranks = set()
+    for rank in range(launch["ranks"]):
+        process = os.fork()
+        if process == 0:
+            os.setsid()
+            work(launch, rank)
+        ranks.add(process)
+    signal.signal(signal.SIGTERM, lambda *_: (end(ranks), os._exit(1)))
+    while ranks:
+        process, status = os.wait()
+        ranks.discard(process)
+        if status:
+            end(ranks)
+            os._exit(1)
+    os._exit(0)
+
+
+def end(ranks: set[int]) -> None:
+    """Ask ranks to end, and after some patience kill them."""
+    for process in ranks:
+        os.kill(process, signal.SIGTERM)
+    limit = time.monotonic() + PATIENCE
+    while ranks:
+        process, _ = os.waitpid(-1, os.WNOHANG)
+        ranks.discard(process)
+        if process == 0 and time.monotonic() > limit:
+            for left in ranks:
+                os.kill(left, signal.SIGKILL)
+            return
+        time.sleep(0.02)
+
+
+def work(launch: dict, rank: int) -> None:
+    """Become one rank: run the script or the module as the launcher's process would."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    size = str(launch["ranks"])
+    names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ.update(launch["environment"] | names)
+    sys.argv = [launch["script"], *launch["arguments"]]
+    try:
+        if launch["module"]:
+            runpy.run_module(launch["script"], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(launch["script"]))
+            runpy.run_path(launch["script"], run_name="__main__")
+        code = 0
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
