@@ -12,6 +12,7 @@ from megatron_rl.config.check_data import DataPreview, check_data
 from megatron_rl.config.check_files import Files, check_model_files, has_chat_template
 from megatron_rl.config.check_reward import check_reward
 from megatron_rl.config.checkpoint_meta import check_same_model, latest, read_meta
+from megatron_rl.config.derive import warm_up_path
 from megatron_rl.config.errors import UserError
 from megatron_rl.config.model_shape import ModelShape
 from megatron_rl.config.schema import RunConfig
@@ -36,12 +37,9 @@ def check_inputs(check: Inputs) -> None:
     config, files = check.config, check.files
     if check.fine("model.path"):
         check.shape = _model(check, config.model.path, "model.path")
-    reference = config.reference
-    if reference is not None and reference.path is not None and check.fine("reference.path"):
-        _same_vocabulary(check, reference.path, "reference.path")
-    critic = config.critic
-    if critic is not None and critic.path is not None and check.fine("critic.path"):
-        _same_vocabulary(check, critic.path, "critic.path")
+    for where, section in (("reference", config.reference), ("critic", config.critic)):
+        if section is not None and check.fine(f"{where}.path"):
+            _same_vocabulary(check, section.path, f"{where}.path")
     fields = {config.data.prompt_field: "data.prompt_field"}
     for name, model in config.reward.models.items():
         where = f"reward.models.{name}"
@@ -118,8 +116,10 @@ def _shipped(folder: Path | None, path: Path) -> Path | None:
     return next((item for item in found if item.is_file()), None)
 
 
-def _same_vocabulary(check: Inputs, path: str, where: str) -> None:
+def _same_vocabulary(check: Inputs, path: str | None, where: str) -> None:
     """Check the files of another role's model, which reads the actor's tokens."""
+    if path is None or path == warm_up_path(check.config):
+        return  # the actor's own model, or what the run makes of it
     shape, actor = _model(check, path, where), check.shape
     if shape is None or actor is None or shape.vocab == actor.vocab:
         return

@@ -218,7 +218,17 @@ def _reward_models(config: RunConfig) -> list[UserError]:
                     fix="give it another name",
                 )
             )
-        if not model.path.strip():
+        if model.path is None and model.training is None:
+            errors.append(
+                UserError(
+                    "a reward model is neither given nor trained",
+                    where=f"{where}.path",
+                    expected="a *ForSequenceClassification checkpoint, or a training section",
+                    got="neither",
+                    fix=f"set {where}.path, or {where}.training to train one from the starting model",
+                )
+            )
+        if model.path is not None and not model.path.strip():
             errors.append(
                 UserError(f"`{where}.path` is empty", f"{where}.path", "text", "''", "give a value")
             )

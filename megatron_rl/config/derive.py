@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.build import format_ranges
@@ -164,23 +165,19 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
     if config.world_size is None:
         reasons["world_size"] = "number of processes of this job"
     if config.reference is None and getattr(algorithm, "needs_reference", False):
-        reasons["reference.path"] = "algorithm.settings.kl_in needs a reference policy: the starting model"
+        reasons["reference.path"] = "algorithm.settings.kl_in needs a reference policy"
         config = replace(config, reference=ReferenceConfig())
     if config.critic is None and getattr(algorithm, "needs_critic", False):
-        reasons["critic.path"] = f"the algorithm {config.algorithm.name} has a critic: the starting model"
+        reasons["critic.path"] = f"the algorithm {config.algorithm.name} has a critic"
         config = replace(config, critic=CriticConfig())
     config = _place(config, world_size, reasons)
+    config = _start(config, reasons)
     optimizer = _optimizer(config.actor.optimizer, "actor.optimizer", reasons)
     actor = replace(config.actor, optimizer=optimizer)
-    reference, critic = config.reference, config.critic
-    if reference is not None and reference.path is None:
-        reasons.setdefault("reference.path", "the starting model (model.path)")
-        reference = replace(reference, path=config.model.path)
+    critic = config.critic
     if critic is not None:
-        if critic.path is None:
-            reasons.setdefault("critic.path", "the starting model (model.path), with a new head")
         optimizer = _optimizer(critic.optimizer, "critic.optimizer", reasons)
-        critic = replace(critic, path=critic.path or config.model.path, optimizer=optimizer)
+        critic = replace(critic, optimizer=optimizer)
     sft = config.sft and replace(
         config.sft, optimizer=_optimizer(config.sft.optimizer, "sft.optimizer", reasons)
     )
@@ -199,13 +196,41 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
         model=model,
         actor=actor,
         critic=critic,
-        reference=reference,
         reward=_reward(config.reward, reasons),
         sft=sft,
         batch=batch,
         mismatch=mismatch,
     )
     return Resolved(filled, world_size, reasons)
+
+
+def warm_up_path(config: RunConfig) -> str:
+    """Return where a run leaves the model after its supervised warm-up, for roles that start from it."""
+    return str(Path(config.run_dir) / "warm_up")
+
+
+def _start(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
+    """Let roles without a model of their own start from what reinforcement learning starts from."""
+    path = config.model.path if config.sft is None else warm_up_path(config)
+    what = "model.path" if config.sft is None else "model.path after the supervised warm-up (sft)"
+
+    def start(section: Any, where: str, more: str = "") -> Any:
+        if section is None or section.path is not None:
+            return section
+        before = reasons.get(f"{where}.path")
+        reasons[f"{where}.path"] = "; ".join(filter(None, [before, f"the starting model: {what}{more}"]))
+        return replace(section, path=path)
+
+    models = {
+        name: start(model, f"reward.models.{name}", ", with a new head")
+        for name, model in config.reward.models.items()
+    }
+    return replace(
+        config,
+        reference=start(config.reference, "reference"),
+        critic=start(config.critic, "critic", ", with a new head"),
+        reward=replace(config.reward, models=models),
+    )
 
 
 def _place(config: RunConfig, world_size: int, reasons: dict[str, str]) -> RunConfig:

@@ -77,7 +77,7 @@ class ActorConfig:
 class ReferenceConfig:
     """Describe the frozen reference policy; ``layout`` None means the actor's."""
 
-    path: str | None = None  # None: model.path
+    path: str | None = None  # None: model.path, after `sft` where there is one
     layout: LayoutConfig | None = None
     offload: bool = False  # to host memory while other roles work
 
@@ -90,7 +90,7 @@ class CriticConfig:
     checkpoint with one label. In the first ``warmup_steps`` steps of the run the critic learns alone.
     """
 
-    path: str | None = None  # None: model.path
+    path: str | None = None  # None: model.path, after `sft` where there is one
     layout: LayoutConfig | None = None  # None: the actor's
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
     recompute: str = "none"
@@ -179,7 +179,7 @@ class RewardModelConfig:
     with ``training``, any policy of that tokenizer.
     """
 
-    path: str
+    path: str | None = None  # None, with training: model.path, after `sft` where there is one
     weight: float = 1.0
     layout: LayoutConfig | None = None  # None: the actor's
     offload: bool = False  # to host memory while other roles work

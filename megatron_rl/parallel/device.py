@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 _ON_HOST = not torch.cuda.is_available()
 _installed = False
 _depth = 0
+_timeout: timedelta | None = None
 
 
 def device() -> torch.device:
@@ -85,6 +86,8 @@ def initialize(timeout: float = 600.0) -> None:
     ``timeout`` in seconds bounds every collective. Without a launcher the job is this one process.
     Collective over the world.
     """
+    global _timeout
+    _timeout = timedelta(seconds=timeout)
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -100,8 +103,13 @@ def initialize(timeout: float = 600.0) -> None:
         store = dist.HashStore() if alone else None
         arguments: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1} if alone else {}
         name = backend() if _ON_HOST else f"cpu:gloo,cuda:{backend()}"
-        dist.init_process_group(name, timeout=timedelta(seconds=timeout), **arguments)
+        dist.init_process_group(name, timeout=_timeout, **arguments)
     prepare_megatron()
+
+
+def collective_timeout() -> timedelta | None:
+    """Return how long a collective may take; a group made without it would wait half an hour."""
+    return _timeout
 
 
 def prepare_megatron() -> None:
@@ -196,6 +204,7 @@ def megatron_mode() -> Iterator[None]:
             yield
     finally:
         _depth = 0
+_timeout: timedelta | None = None
 
 
 class _HostStream:

@@ -22,7 +22,7 @@ def communicator(ranks: tuple[int, ...]) -> Any:
     if ranks not in _communicators:
         # torch would sort the ranks, but their order is the order of shards.
         order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-        _communicators[ranks] = dist.new_group(list(ranks), **order)
+        _communicators[ranks] = dist.new_group(list(ranks), timeout=device.collective_timeout(), **order)
     return _communicators[ranks]
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from megatron_rl.algorithms import Algorithm
-from megatron_rl.config.derive import longest_row
+from megatron_rl.config.derive import longest_row, warm_up_path
 from megatron_rl.config.layout import role_layout
 from megatron_rl.config.schema import LayoutConfig, OptimizerConfig, RunConfig
 from megatron_rl.hybrid_engine.engine import HybridEngine
@@ -246,7 +246,8 @@ def build_policy(
 
     ``head`` is ``lm`` for a policy, ``value`` for a critic or a reward model. Collective over the world.
     """
-    path = path or config.model.path
+    if path is None or (path == warm_up_path(config) and not Path(path).is_dir()):
+        path = config.model.path  # and the warm-up's weights when it is done
     groups = ParallelGroups(layout)
     if not groups.member:
         return None

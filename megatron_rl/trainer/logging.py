@@ -55,9 +55,10 @@ class RunFolder:
         return self
 
     def start_over(self) -> None:
-        """Rename checkpoints and reward models of an earlier run, so that none is taken for this run's."""
-        if (self.path / "reward_models").exists():
-            _set_aside(self.path / "reward_models")
+        """Rename checkpoints and models of an earlier run, so that none is taken for this run's."""
+        for name in ("reward_models", "warm_up"):
+            if (self.path / name).exists():
+                _set_aside(self.path / name)
         if any(self.checkpoints.iterdir()):
             _set_aside(self.checkpoints)
             self.checkpoints.mkdir()

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import Algorithm, get_algorithm, initial_state
+from megatron_rl.config.derive import warm_up_path
+from megatron_rl.config.errors import UserError
 from megatron_rl.config.load import dump
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSource
@@ -124,6 +126,16 @@ class Run:
             path = Path(resume)
         if path is None:
             return None
+        reference = self.config.reference
+        warm = warm_up_path(self.config)
+        if reference is not None and reference.path == warm and not Path(warm).is_dir():
+            raise UserError(
+                "the model after the supervised warm-up, which the reference is, is not in the run folder",
+                where="reference.path",
+                expected="a Hugging Face checkpoint, which the run left when its warm-up ended",
+                got=f"no directory {reference.path}",
+                fix="set reference.path to warm_up in the folder of the run that is resumed",
+            )
         with self.phases("resume"):
             self.state.restore(path, self.roles)
         if self.main:

@@ -4,12 +4,13 @@ preferences.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import sft_objective
-from megatron_rl.config.derive import longest_row
+from megatron_rl.config.derive import longest_row, warm_up_path
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.preference import PreferenceSource
 from megatron_rl.data.records import load_records
@@ -18,6 +19,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import barrier, gather_metrics
 from megatron_rl.parallel.hf.export import export
+from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.roles.build import Roles, trained_reward_model
 from megatron_rl.roles.reward_model import RewardModel
@@ -28,7 +30,11 @@ from megatron_rl.trainer.phases import Phases
 def train_actor(
     config: RunConfig, roles: Roles, tokenizer: Any, folder: RunFolder, phases: Phases, console: Any
 ) -> None:
-    """Train the actor on given responses, as the section ``sft`` says. Collective over the world."""
+    """Train the actor on given responses, as the section ``sft`` says.
+
+    Roles that start from the actor's model get its weights after the training, by way of a Hugging Face
+    checkpoint in the run folder, where a resumed run finds them again. Collective over the world.
+    """
     actor, sft = roles.actor, config.sft
     assert sft is not None
     source = SftSource(
@@ -52,7 +58,31 @@ def train_actor(
         actor.optimizer = own
         if own is not None:
             own.reload_parameters()
+        _hand_on(config, roles, phases)
     roles.hybrid_engine.mark_updated()
+
+
+def _hand_on(config: RunConfig, roles: Roles, phases: Phases) -> None:
+    """Write the actor's weights down and load them into the roles that start from them."""
+    target = warm_up_path(config)
+    paths = {"reference": config.reference, "critic": config.critic}
+    paths |= {f"reward.models.{name}": section for name, section in config.reward.models.items()}
+    heirs = [role for role in roles.models if getattr(paths.get(role.name), "path", None) == target]
+    if not heirs:
+        return
+    with phases("export"):
+        if device.rank() == 0:
+            shutil.rmtree(target, ignore_errors=True)
+        barrier()
+        if roles.actor.model is not None:
+            export(roles.actor.model, target, config.model.path)
+        barrier()
+    for role in heirs:
+        with role.resident():
+            if role.model is not None:
+                load_weights(role.model, target)
+            if role.optimizer is not None:
+                role.optimizer.reload_parameters()
 
 
 def train_reward_models(

@@ -36,6 +36,7 @@ def _config(path: Path, material: Path, **changes) -> Path:
         "evaluation": {"every": 2, "max_prompts": 32},
         "checkpoint": {"every": 2},
         "sft": {"data": str(material / "sft.jsonl"), "steps": 3, "optimizer": {"learning_rate": 1e-3}},
+        "algorithm": {"name": "grpo", "settings": {"kl_in": "loss", "kl_coef": 0.1}},
     }
     for name, value in changes.items():
         section = config.get(name)
@@ -82,6 +83,8 @@ def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path
     assert weights and _weights(tmp_path / "parted/run/hf") == weights
     differences = [line["mismatch/abs_diff"] for step, line in expected.items() if step]
     assert max(differences) < 1e-4
+    # The reference is the model after the warm-up, also in the resumed run.
+    assert abs(expected[1]["kl/ref"]) < 1e-6 < expected[4]["kl/ref"]
     assert expected[4]["policy/version"] > expected[1]["policy/version"]
 
     from transformers import AutoModelForCausalLM

@@ -91,7 +91,9 @@ def test_every_value_has_an_origin_and_derived_ones_a_reason() -> None:
         "data.chat_template", "actor.layout.expert_tensor",
     }  # fmt: skip
     assert expected <= derived.keys()
-    assert values["reference.path"] == "model" and values["actor.layout.ranks"] == (0, 1, 2, 3)
+    assert values["reference.path"] == f"{values['run_dir']}/warm_up", "what the learning starts from"
+    assert check("algorithm.settings.kl_in=loss").config.reference.path == "model"
+    assert values["actor.layout.ranks"] == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(("dtype", "warn", "stop"), [("float32", 1e-4, 1e-2), ("bfloat16", 0.02, 0.2)])
