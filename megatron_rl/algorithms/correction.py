@@ -124,16 +124,25 @@ def rejection_limits(kind: str, limit: float | Sequence[float]) -> tuple[float, 
     return -math.inf, float(limit)
 
 
-def batch_normalized(weights: Tensor, mask: Tensor) -> Tensor:
-    """Divide the weights by their mean over the masked-in tokens of the whole step: [N].
+def batch_normalized(weights: Tensor, mask: Tensor, lengths: Tensor, *, level: str = "token") -> Tensor:
+    """Divide the weights by their mean over the whole step: [N].
 
-    Leaves the size of the loss as it is. An empty mask, or weights that are all 0, change nothing.
+    The mean is over masked-in tokens, or, where the ``level`` of the weights is a response, over the
+    responses that have such tokens, each counted once. An empty mask, or weights that are all 0, change
+    nothing.
 
     Example:
-        >>> batch_normalized(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()
+        >>> weights, mask = torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])
+        >>> batch_normalized(weights, mask, torch.tensor([3])).tolist()
         [0.5, 1.5, 9.0]
     """
-    mean = weights[mask].double().mean() if bool(mask.any()) else torch.ones(())
+    if not bool(mask.any()):
+        return weights
+    values = weights[mask].double()
+    if level != "token":
+        answered = row_sums(mask.double(), lengths) > 0
+        values = masked_row_means(weights.double(), mask, lengths)[answered]
+    mean = values.mean()
     return torch.where(mask, (weights / mean).to(weights.dtype), weights) if float(mean) else weights
 
 
@@ -164,7 +173,7 @@ def correct(
         metrics += Metrics.mean("mismatch/is_weight", float(chosen.sum()), count)
         metrics += Metrics.mean("mismatch/is_limited_fraction", int(at_limit.sum()), count)
         if correction.batch_normalize:
-            weights = batch_normalized(weights, mask)
+            weights = batch_normalized(weights, mask, lengths, level=correction.level)
     keep = mask
     if correction.rejection:
         keep = rejection_mask(log_probs, rollout_log_probs, mask, lengths, correction.rejection)

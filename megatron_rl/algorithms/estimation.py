@@ -86,7 +86,7 @@ def _inputs(
     if algorithm.kl_in == "reward":
         if scores.ref_log_probs is None:
             raise ValueError("kl_in is 'reward' but Scores.ref_log_probs is missing")
-        kl = kl_estimate(old_log_probs.double(), scores.ref_log_probs.double(), algorithm.kl_estimator)
+        kl = kl_estimate(old_log_probs.double(), scores.ref_log_probs.double(), algorithm.estimator)
         penalty = torch.where(mask, state.kl_coef * kl, 0)
         token_rewards = token_rewards - penalty
         rewards = rewards - row_sums(penalty, lengths)

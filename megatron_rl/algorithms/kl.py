@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rl.config.errors import UserError
+
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 MAX_ADAPTATION = 0.2
@@ -54,7 +56,8 @@ def adapt_kl_coef(
 ) -> float:
     """Return the coefficient after a step whose mean KL was ``kl`` over ``rows`` sequences.
 
-    ``coef (1 + clip(kl / target - 1, +-0.2) rows / horizon)``, at most ``ceiling``.
+    ``coef (1 + clip(kl / target - 1, +-0.2) rows / horizon)``, at most ``ceiling``. Raises UserError where
+    ``rows`` is so large beside ``horizon`` that the coefficient could become 0 or negative.
 
     Source: Ziegler et al., arXiv:1909.08593, section 2.2.
 
@@ -64,6 +67,14 @@ def adapt_kl_coef(
         >>> adapt_kl_coef(0.1, 0.5, 100, target=0.1, horizon=1000.0, ceiling=0.1)
         0.1
     """
+    if MAX_ADAPTATION * rows >= horizon:
+        raise UserError(
+            "the adaptive KL coefficient could turn negative in one step",
+            where="algorithm.settings.kl_horizon",
+            expected=f"more than {MAX_ADAPTATION * rows:g}, a fifth of the rows of a step",
+            got=f"{horizon:g}",
+            fix="raise kl_horizon, the number of rows over which the coefficient may change by a fifth",
+        )
     error = min(max(kl / target - 1, -MAX_ADAPTATION), MAX_ADAPTATION)
     coef = coef * (1 + error * rows / horizon)
     return coef if ceiling is None else min(coef, ceiling)

@@ -27,12 +27,16 @@ def minibatches(
 
     Samples of one prompt stay together; prompts are dealt in a new random order in each epoch (in their own
     order where there is only one mini-batch), as evenly as their number allows. Rows without a token in
-    ``response_mask`` are left out: they have no gradient. A mini-batch without rows is not yielded, so
-    fewer may come than asked for. Deterministic in ``seed``.
+    ``response_mask`` are left out: they have no gradient. With ``denominator: all`` those that had tokens
+    before some were taken out are dealt and counted with the others first. A mini-batch without rows is not
+    yielded, so fewer may come than asked for. Deterministic in ``seed``.
     """
     generator = torch.Generator().manual_seed(seed)
     present = row_sums(batch.response_mask.double(), batch.lengths) > 0
-    units = _units(batch, torch.nonzero(present).squeeze(-1).tolist())
+    counted = present
+    if algorithm.denominator == "all" and batch.response_counts is not None:
+        counted = batch.response_counts > 0
+    units = _units(batch, torch.nonzero(counted).squeeze(-1).tolist())
     for _ in range(epochs):
         if optimizer_steps > 1:
             order = torch.randperm(len(units), generator=generator).tolist()
@@ -41,8 +45,10 @@ def minibatches(
         for step in range(optimizer_steps):
             first, last = step * len(units) // optimizer_steps, (step + 1) * len(units) // optimizer_steps
             rows = [row for unit in order[first:last] for row in units[unit]]
-            if rows:
-                yield weighted(batch.rows(rows), algorithm, generator)
+            kept = [index for index, row in enumerate(rows) if present[row]]
+            if kept:
+                minibatch = weighted(batch.rows(rows), algorithm, generator)
+                yield minibatch if len(kept) == len(rows) else minibatch.rows(kept)
 
 
 def weighted(

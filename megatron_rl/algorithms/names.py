@@ -24,7 +24,8 @@ REJECTION_MEASURES = (
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
     "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
-KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "low_var_kl", "k1+", "abs+", "k2+", "k3+", "low_var_kl+")
+_KL_NAMES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var", "low_var_kl")
+KL_ESTIMATORS = (*_KL_NAMES, *(f"{name}+" for name in _KL_NAMES))
 
 _ADVANTAGES = "megatron_rl.algorithms.advantages.pieces"
 _POLICY_LOSSES = "megatron_rl.algorithms.policy_losses.pieces"

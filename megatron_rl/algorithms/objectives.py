@@ -52,7 +52,7 @@ def policy_objective(
     if algorithm.kl_in == "loss":
         if micro.ref_log_probs is None:
             raise ValueError("kl_in is 'loss' but the batch has no ref_log_probs")
-        kl = kl_estimate(log_probs, torch.where(mask, micro.ref_log_probs, 0), algorithm.kl_estimator)
+        kl = kl_estimate(log_probs, torch.where(mask, micro.ref_log_probs, 0), algorithm.estimator)
         kl_total = (weights * torch.where(mask, kl, 0)).sum()
         total = total + (algorithm.kl_coef if state is None else state.kl_coef) * kl_total
         sums["policy/kl_loss"] = (kl_total, weight)

@@ -28,6 +28,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kl_estimator": KL_ESTIMATORS,
     "kl_controller": ("fixed", "adaptive"),
     "correction": tuple(CORRECTIONS),
+    "rollout_is": IS_LEVELS,
 }
 # (smallest, largest, whether the smallest itself is allowed)
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -74,9 +75,10 @@ def _where(name: str) -> str:
 
 
 def _choices(algorithm: Algorithm) -> Iterator[UserError]:
-    choices = {**_CHOICES, **({"rollout_is": IS_LEVELS} if algorithm.rollout_is is not None else {})}
-    for name, allowed in choices.items():
+    for name, allowed in _CHOICES.items():
         value = getattr(algorithm, name)
+        if value is None and name in ("kl_estimator", "rollout_is"):
+            continue
         if value not in allowed:
             close = nearest(str(value), allowed)
             yield UserError(
@@ -160,6 +162,20 @@ def _together(algorithm: Algorithm) -> Iterator[UserError]:
             where=_where("kl_in"),
             expected="loss or reward",
             got="none",
+        )
+    ceiling = algorithm.kl_coef_max
+    if ceiling is not None and algorithm.kl_controller != "adaptive":
+        yield UserError(
+            "kl_coef_max bounds an adaptive KL coefficient, and this one is fixed",
+            where=_where("kl_coef_max"),
+            fix="set kl_controller: adaptive, or leave kl_coef_max out",
+        )
+    if ceiling is not None and ceiling < algorithm.kl_coef:
+        yield UserError(
+            "the KL coefficient starts above its ceiling",
+            where=_where("kl_coef_max"),
+            expected=f"at least kl_coef = {algorithm.kl_coef:g}",
+            got=f"{ceiling:g}",
         )
     band = algorithm.rollout_is_band
     if band is not None and not 0 <= band[0] < band[1]:

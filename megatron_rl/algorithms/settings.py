@@ -88,7 +88,7 @@ class Algorithm:
     cov_fraction: float = 2e-4  # clip_cov and kl_cov: share of the mini-batch's tokens that is treated
     cov_low: float = 1.0
     cov_high: float = 5.0
-    kl_cov_coef: float = 1.0
+    kl_cov_coef: float = 0.1  # the paper has 1
     opsm_delta: float | None = None  # off-policy sequence masking; None: off
     positive_nll_coef: float = 0.0  # vapo: imitation of good responses
     positive_nll_threshold: float = 0.0  # raw rewards above this are good
@@ -98,12 +98,12 @@ class Algorithm:
 
     # --- KL to the reference policy
     kl_in: str = "none"  # none, loss, reward
-    kl_estimator: str = "k3"  # k1, abs, k2, k3, and k1+, abs+, k3+ (straight-through)
+    kl_estimator: str | None = None  # see `kl.kl_estimate`; None: k1 in the reward, k3 in the loss
     kl_coef: float = 0.001
     kl_controller: str = "fixed"  # fixed, adaptive
     kl_target: float = 0.1
     kl_horizon: float = 10000.0
-    kl_coef_max: float | None = None
+    kl_coef_max: float | None = None  # the adaptive coefficient rises no higher
 
     # --- rollout-trainer mismatch; None means what the preset says
     correction: str = "none"  # a preset, see `names.CORRECTIONS`
@@ -117,6 +117,14 @@ class Algorithm:
     # --- critic
     value_clip: float | None = 0.5
     value_loss_coef: float = 0.5
+
+    @property
+    def estimator(self) -> str:
+        """Return the estimator of the KL divergence to the reference.
+
+        In the reward k1 is the one whose policy gradient is that of the true KL; as a loss it has none.
+        """
+        return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
 
     @property
     def needs_critic(self) -> bool:

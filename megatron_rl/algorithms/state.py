@@ -40,7 +40,8 @@ def next_state(
     """Return the state after a step, from what the step sampled and how it was scored.
 
     Call it once per step, after `estimate` with the old state. The adaptive coefficient follows the KL of
-    the sampling policy to the reference, averaged per response and then over responses (k1).
+    the sampling policy to the reference by the algorithm's estimator, averaged per response and then over
+    responses.
     """
     valid = valid_rows(rollouts, scores, algorithm)
     moments = update_moments(
@@ -52,7 +53,7 @@ def next_state(
         if scores.ref_log_probs is None:
             raise ValueError("the adaptive KL controller needs ref_log_probs")
         mask = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
-        kl = kl_estimate(log_probs.double(), scores.ref_log_probs.double(), "k1")
+        kl = kl_estimate(log_probs.double(), scores.ref_log_probs.double(), algorithm.estimator)
         answered = row_sums(mask.double(), rollouts.lengths) > 0
         rows = int(answered.sum())
         if rows:

@@ -40,7 +40,7 @@ def step_metrics(
         if inputs.values is not None:
             metrics += _critic_metrics(batch.returns[mask].double(), inputs.values[mask])
         if scores.ref_log_probs is not None and batch.old_log_probs is not None:
-            kl = kl_estimate(batch.old_log_probs, scores.ref_log_probs, algorithm.kl_estimator)
+            kl = kl_estimate(batch.old_log_probs, scores.ref_log_probs, algorithm.estimator)
             metrics += Metrics.mean("kl/ref", float(kl[mask].double().sum()), int(mask.sum()))
             metrics += Metrics.of({"kl/coef": kl_coef})
     return metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -109,13 +110,32 @@ def test_kl_in_the_reward(batch):
         wanted += row_values.values()
         position += len(mask)
     close(made.advantages, wanted, 1e-5)
-    rloo = estimate(rollouts, scores, algorithm_of("rloo", kl_in="reward", kl_coef=0.5, kl_estimator="k1"))[0]
+    rloo = estimate(rollouts, scores, algorithm_of("rloo", kl_in="reward", kl_coef=0.5))[0]
     for row, mask in enumerate(batch.masks):
         alone = [other for other in batch.members(row)] == [row]
         if alone and any(mask):
             start = sum(len(m) for m in batch.masks[:row])
             first = start + mask.index(True)
             assert float(rloo.advantages[first]) == pytest.approx(wanted[first], abs=1e-5)
+
+
+def test_the_estimator_of_the_kl_follows_its_use():
+    """By default k1 in the reward and k3 in the loss; the adaptive controller follows the same numbers."""
+    batch = Batch([0], [1.0], [True], [[True, True]], 5)
+    rollouts, scores = step(batch)
+    scores = replace(scores, ref_log_probs=scores.old_log_probs - torch.tensor([0.3, -0.1]))
+    values = {"k1": 0.2 / 2, "k2": (0.09 + 0.01) / 4, "k3": (math.exp(-0.3) + math.exp(0.1) - 2 + 0.2) / 2}
+    controller = {"kl_controller": "adaptive", "kl_horizon": 10.0, "kl_target": 0.05, "kl_coef": 0.2}
+    for place, given, used in (
+        ("reward", None, "k1"), ("loss", None, "k3"), ("reward", "mse", "k2"), ("loss", "k2+", "k2"),
+        ("loss", "kl", "k1"), ("loss", "low_var", "k3"),
+    ):  # fmt: skip
+        algorithm = algorithm_of("grpo", kl_in=place, kl_estimator=given, **controller)
+        _, metrics = estimate(rollouts, scores, algorithm)
+        assert metrics.values()["kl/ref"] == pytest.approx(values[used], rel=1e-5)
+        error = min(max(values[used] / 0.05 - 1, -0.2), 0.2)
+        state = next_state(algorithm, initial_state(algorithm), rollouts, scores)
+        assert state.kl_coef == pytest.approx(0.2 * (1 + error / 10), rel=1e-5)
 
 
 def test_missing_inputs_are_named():
@@ -141,11 +161,11 @@ def test_user_functions_as_pieces():
 
 
 def test_adaptive_kl_state():
-    """The controller follows the mean over responses of the mean k1 over tokens, and reaches the loss."""
+    """The controller follows the mean over responses of the mean KL over tokens, and reaches the loss."""
     batch = Batch([0, 0], [1.0, 0.0], [True, True], [[False, True, True], [True, False]], 5)
     rollouts, scores = step(batch)
     controller = {"kl_controller": "adaptive", "kl_horizon": 10.0, "kl_target": 0.05, "kl_coef_max": 0.3}
-    algorithm = algorithm_of("grpo", kl_in="loss", kl_coef=0.2, **controller)
+    algorithm = algorithm_of("grpo", kl_in="loss", kl_coef=0.2, kl_estimator="k1", **controller)
     scores = replace(scores, ref_log_probs=scores.old_log_probs - torch.tensor([9.0, 0.1, 0.3, 0.6, 9.0]))
     state = next_state(algorithm, initial_state(algorithm), rollouts, scores)
     assert state.kl_coef == pytest.approx(0.2 * (1 + 0.2 * 2 / 10))

@@ -12,6 +12,7 @@ from ragged_batches import close
 
 from megatron_rl.algorithms.kl import adapt_kl_coef, kl_estimate
 from megatron_rl.algorithms.names import KL_ESTIMATORS
+from megatron_rl.config.errors import UserError
 
 quick = settings(max_examples=50, deadline=None)
 log_prob = st.floats(-12, 0)
@@ -22,6 +23,7 @@ VALUES = {
     "k2": lambda x: x * x / 2,
     "k3": lambda x: min(math.exp(-x) - 1 + x, 10.0),
 }
+SYNONYMS = {"kl": "k1", "mse": "k2", "low_var": "k3", "low_var_kl": "k3"}
 SLOPES = {
     "k1": lambda x: 1.0,
     "abs": lambda x: math.copysign(1.0, x) if x else 0.0,
@@ -36,7 +38,7 @@ SLOPES = {
 def test_value_and_gradient(name, new, ref):
     x = torch.tensor([new], dtype=torch.float64, requires_grad=True)
     found = kl_estimate(x, torch.tensor([ref], dtype=torch.float64), name)
-    plain = {"low_var_kl": "k3"}.get(name.removesuffix("+"), name.removesuffix("+"))
+    plain = SYNONYMS.get(name.removesuffix("+"), name.removesuffix("+"))
     close(found, [VALUES[plain](new - ref)], 1e-9)
     found.sum().backward()
     slope = SLOPES["k2" if name.endswith("+") else plain](new - ref)
@@ -79,12 +81,13 @@ def test_expectation_over_a_small_vocabulary(name):
     exact = (new.exp() * (new - ref)).sum()
     (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
     found = kl_estimate(new, ref, name)
-    if name.rstrip("+") in ("k1", "k3", "low_var_kl"):
+    plain = SYNONYMS.get(name.removesuffix("+"), name.removesuffix("+"))
+    if plain in ("k1", "k3"):
         close((new.exp() * found).sum(), exact.detach())
     (gradient,) = torch.autograd.grad((new.exp().detach() * found).sum(), logits)
-    if name.endswith("+") or name == "k2":
+    if name.endswith("+") or plain == "k2":
         close(gradient, wanted)
-    elif name == "k1":
+    elif plain == "k1":
         close(gradient, torch.zeros(5))
 
 
@@ -95,3 +98,26 @@ def test_adaptive_coefficient():
     assert adapt_kl_coef(0.2, 0.0, 100, target=0.1, horizon=1000) == pytest.approx(0.2 * 0.98)
     assert adapt_kl_coef(0.2, 9.0, 100, target=0.1, horizon=1000, ceiling=0.201) == 0.201
     assert adapt_kl_coef(0.5, 0.1, 100, target=0.1, horizon=1000, ceiling=0.3) == 0.3
+    with pytest.raises(UserError, match="kl_horizon"):
+        adapt_kl_coef(0.5, 0.0, 5000, target=0.1, horizon=1000)
+
+
+@quick
+@given(
+    st.floats(1e-4, 1.0),
+    st.lists(st.floats(0, 5), min_size=1, max_size=60),
+    st.integers(1, 400),
+    st.floats(1.0, 3.0),
+)
+def test_the_ceiling_holds_whatever_the_kl_does(coef, divergences, rows, room):
+    """The coefficient stays positive and below its ceiling, and comes down again from it."""
+    found, free = [coef], coef
+    for kl in divergences:
+        found.append(adapt_kl_coef(found[-1], kl, rows, target=0.1, horizon=2001.0, ceiling=coef * room))
+        error = max(-0.2, min(0.2, kl / 0.1 - 1))
+        assert found[-1] == pytest.approx(min(found[-2] * (1 + error * rows / 2001), coef * room), rel=1e-12)
+        free = adapt_kl_coef(free, kl, rows, target=0.1, horizon=2001.0)
+        assert 0 < found[-1] <= coef * room and found[-1] <= free * (1 + 1e-9)
+    assert (
+        adapt_kl_coef(coef * room, 0.0, rows, target=0.1, horizon=2001.0, ceiling=coef * room) < coef * room
+    )

@@ -122,6 +122,13 @@ def test_correction_presets_and_overrides():
         ("grpo", {"dual_clip": 1.0}, ["dual_clip is out of range", "> 1"]),
         ("ppo", {"gamma": 1.1}, ["gamma is out of range", ">= 0 and <= 1"]),
         ("grpo", {"kl_controller": "adaptive"}, ["without a KL term", "loss or reward"]),
+        ("grpo", {"kl_estimator": "k4"}, ["unknown kl_estimator 'k4'"]),
+        ("grpo", {"kl_coef_max": 0.5}, ["this one is fixed", "kl_controller: adaptive"]),
+        (
+            "grpo",
+            {"kl_in": "loss", "kl_controller": "adaptive", "kl_coef": 0.2, "kl_coef_max": 0.1},
+            ["starts above its ceiling", "at least kl_coef = 0.2"],
+        ),
         ("gdpo", {"kl_in": "reward"}, ["gdpo normalises", "use kl_in: loss"]),
         ("dapo", {"max_response_tokens": 100, "overlong_buffer": 200}, ["at most max_response_tokens = 100"]),
         ("grpo", {"rollout_is_band": [2.0, 0.5]}, ["bad band"]),

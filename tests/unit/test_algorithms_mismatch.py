@@ -148,16 +148,25 @@ def test_a_single_k1_threshold_is_a_symmetric_band():
 @quick
 @given(batches())
 def test_batch_normalised_weights_have_mean_one(batch):
-    new, old, _ = pair(batch)
-    weights = batch_normalized(importance_weights(new, old, batch.mask, batch.lengths), batch.mask)
+    """Over tokens for weights of tokens, over responses for weights of responses, whatever their lengths."""
+    new, old, rows = pair(batch)
+    raw = importance_weights(new, old, batch.mask, batch.lengths)
+    weights = batch_normalized(raw, batch.mask, batch.lengths)
     if batch.mask.any():
         close(weights[batch.mask].mean(), 1.0)
+    raw = importance_weights(new, old, batch.mask, batch.lengths, level="sequence", threshold=1.3)
+    weights = batch_normalized(raw, batch.mask, batch.lengths, level="sequence")
+    each = [min(math.exp(sum(row)), 1.3) for row in rows]
+    mean = sum(w for w, row in zip(each, rows, strict=True) if row) / max(sum(map(bool, rows)), 1)
+    close(weights[batch.mask], [w / mean for w, row in zip(each, rows, strict=True) for _ in row])
 
 
 def test_batch_normalisation_of_nothing_changes_nothing():
     zeros, mask = torch.zeros(2), torch.tensor([True, False])
-    assert batch_normalized(zeros, mask).equal(zeros)
-    assert batch_normalized(zeros, torch.zeros(2) > 0).equal(zeros)
+    lengths = torch.tensor([2])
+    for level in ("token", "sequence"):
+        assert batch_normalized(zeros, mask, lengths, level=level).equal(zeros)
+        assert batch_normalized(zeros, torch.zeros(2) > 0, lengths, level=level).equal(zeros)
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
