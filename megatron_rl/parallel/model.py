@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from torch import Tensor
 
+from megatron_rl.config.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.config import ModelSpec, model_spec
@@ -60,6 +62,17 @@ class ParallelModel:
         self.wrapped = list(self.chunks)
         for chunk in self.chunks:
             chunk.requires_grad_(False)
+
+    @property
+    def token_multiple(self) -> int:
+        """Return what the tokens of a micro-batch must be a multiple of.
+
+        Sequence parallelism cuts them into equal shards; matrix products in 8 or 4 bits want a multiple of 16
+        or 32 rows in each.
+        """
+        config = self.transformer_config
+        shards = self.groups.layout.tensor if config.sequence_parallel else 1
+        return shards * (get_align_size_for_quantization(config) if config.fp8 or config.fp4 else 1)
 
     def pack(self, lengths: Sequence[int]) -> Any:
         """Return the row boundaries in the form this model's attention takes."""
@@ -120,6 +133,14 @@ def build_model(
     Call on member ranks only.
     """
     layout = groups.layout
+    if layout.context > 1:
+        raise UserError(
+            "attention here needs whole rows, which context parallelism cuts",
+            where="layout.context",
+            expected="1",
+            got=str(layout.context),
+            fix="set context to 1; longer rows fit with more tensor parallelism",
+        )
     if head == "value":
         hf_config = with_scalar_head(hf_config)
     settings = {**_recompute(recompute), **(overrides or {})}
@@ -145,12 +166,16 @@ def build_model(
 
 
 class ScalarHead(torch.nn.Module):
-    """Hold the weight [1, h] of a head that gives one number, whole on every tensor-parallel rank."""
+    """Hold the weight [1, h] of a head that gives one number, whole on every tensor-parallel rank.
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, seed: int) -> None:
+    It starts as transformers starts the head of a ``*ForSequenceClassification`` model, with the standard
+    deviation that the checkpoint's ``initializer_range`` names. Much smaller heads learn late.
+    """
+
+    def __init__(self, hidden_size: int, deviation: float, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
+        weight = torch.randn(1, hidden_size, generator=generator) * deviation
         self.weight = torch.nn.Parameter(weight.to(dtype))
 
 
@@ -174,7 +199,8 @@ def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: boo
         spec.finish(chunk)
     if chunk.post_process:
         if spec.scalar_head:
-            chunk.output_layer = ScalarHead(config.hidden_size, config.params_dtype, seed)
+            deviation = config.init_method_std
+            chunk.output_layer = ScalarHead(config.hidden_size, deviation, config.params_dtype, seed)
         # The chunk returns hidden states: `token_outputs` projects them in bounded memory.
         chunk.output_layer.forward = _pass_hidden
     return chunk

@@ -5,6 +5,7 @@ Every rank computes the same partition from the same lengths, so nobody has to b
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -47,28 +48,126 @@ def partition(
 ) -> list[list[list[int]]]:
     """Return rows per data-parallel rank per micro-batch; every rank gets the same number of micro-batches.
 
-    The number is the smallest, rounded up to ``multiple``, at which balanced micro-batches stay within
-    ``tokens_per_microbatch`` (a single longer row makes a micro-batch of its own). Micro-batches may be
-    empty where there are fewer rows than places.
+    Rows are first shared out by `row_work`. The number of micro-batches is the smallest, rounded up to
+    ``multiple``, at which the rank that needs most stays within ``tokens_per_microbatch`` (a single longer
+    row makes a micro-batch of its own). Where packing all rows together takes fewer, the ranks get those
+    micro-batches instead, each the same number of them. Micro-batches may be empty where there are fewer
+    rows than places.
     """
+    places = -(-len(bin_packing(lengths, tokens_per_microbatch)) // data_parallel)
+    fewest = -(-max(1, places) // multiple) * multiple
     shares = balance(row_work(lengths, tokens_per_quadratic), data_parallel)
-    counts = [_smallest_count([lengths[row] for row in share], tokens_per_microbatch) for share in shares]
-    count = -(-max(counts) // multiple) * multiple
     result = []
     for share in shares:
-        parts = balance([float(lengths[row]) for row in share], count)
+        parts = _fit([lengths[row] for row in share], tokens_per_microbatch, fewest)
+        if parts is None:
+            return _deal(lengths, data_parallel, tokens_per_microbatch, fewest, tokens_per_quadratic)
         result.append([[share[index] for index in part] for part in parts])
     return result
 
 
-def _smallest_count(lengths: Sequence[int], budget: int) -> int:
-    count = max(1, -(-sum(lengths) // budget))
-    while count < len(lengths):
-        parts = balance([float(length) for length in lengths], count)
-        if all(len(part) <= 1 or sum(lengths[item] for item in part) <= budget for part in parts):
-            break
-        count += 1
-    return count
+def _deal(
+    lengths: Sequence[int], ranks: int, budget: int, count: int, tokens_per_quadratic: float
+) -> list[list[list[int]]]:
+    """Pack all rows into ``ranks * count`` micro-batches and share these out by work, ``count`` to a rank."""
+    parts = _fit(lengths, budget, ranks * count)
+    assert parts is not None, "the rows fit into so many micro-batches"
+    work = row_work(lengths, tokens_per_quadratic)
+    loads = [sum(work[row] for row in part) for part in parts]
+    result: list[list[list[int]]] = [[] for _ in range(ranks)]
+    totals = [0.0] * ranks
+    for part in sorted(range(len(parts)), key=lambda part: (-loads[part], part)):
+        rank = min((r for r in range(ranks) if len(result[r]) < count), key=lambda r: totals[r])
+        result[rank].append(parts[part])
+        totals[rank] += loads[part]
+    return result
+
+
+def _fit(lengths: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
+    """Put rows into ``count`` parts within the budget: balanced ones where that works, else packed tight."""
+    parts = balance([float(length) for length in lengths], count)
+    if all(len(part) <= 1 or sum(lengths[item] for item in part) <= budget for part in parts):
+        return parts
+    parts = bin_packing(lengths, budget)
+    return parts + [[] for _ in range(count - len(parts))] if len(parts) <= count else None
+
+
+def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Put items into as few bins of ``budget`` as can be found; an item over the budget gets its own bin.
+
+    Best fit decreasing (Johnson 1974: at most 11/9 of the fewest, plus 1). Where that misses the lower bound
+    of `fewest_bins` and the items are no more than `SEARCHED`, fewer are searched for, exhaustively up to
+    `STEPS` placements. Equal inputs give equal outputs; items keep their order inside a bin.
+    """
+    order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # what is left in each bin, sorted
+    for item in order:
+        place = bisect.bisect_left(room, (lengths[item], 0))
+        if place == len(room):
+            bins.append([item])
+            bisect.insort(room, (max(budget - lengths[item], 0), len(bins) - 1))
+        else:
+            left, chosen = room.pop(place)
+            bins[chosen].append(item)
+            bisect.insort(room, (left - lengths[item], chosen))
+    if len(order) <= SEARCHED:
+        fewest = fewest_bins(lengths, budget)
+        while len(bins) > fewest:
+            better = _search([(item, min(lengths[item], budget)) for item in order], budget, len(bins) - 1)
+            if better is None:
+                break
+            bins = better
+    return [sorted(part) for part in bins]
+
+
+SEARCHED = 64
+"""So many rows can be searched for a tighter packing; of more, the last micro-batch is a small part."""
+STEPS = 20_000
+"""So many placements are tried, a few hundredths of a second."""
+
+
+def fewest_bins(lengths: Sequence[int], budget: int) -> int:
+    """Return a number of bins that no packing is below (Martello & Toth 1990, their bound L2).
+
+    Items over ``budget - k`` need bins of their own with no room for those of k or more; items over half a
+    bin need bins of their own; what does not fit into their room needs more.
+    """
+    sizes = sorted(min(length, budget) for length in lengths)
+    best = -(-sum(sizes) // budget)
+    for smallest in {0, *(size for size in sizes if 2 * size <= budget)}:
+        large = [size for size in sizes if size > budget - smallest]
+        middle = [size for size in sizes if budget - smallest >= size and 2 * size > budget]
+        small = sum(size for size in sizes if 2 * size <= budget and size >= smallest)
+        rest = small - (len(middle) * budget - sum(middle))
+        best = max(best, len(large) + len(middle) + max(0, -(-rest // budget)))
+    return best
+
+
+def _search(items: list[tuple[int, int]], budget: int, count: int) -> list[list[int]] | None:
+    """Try to place items (number, size), the largest first, into ``count`` bins; None where that fails."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    room = [budget] * count
+    steps = 0
+
+    def place(depth: int) -> bool:
+        nonlocal steps
+        if depth == len(items):
+            return True
+        item, size = items[depth]
+        for index in {left: index for index, left in enumerate(room) if left >= size}.values():
+            steps += 1
+            if steps > STEPS:
+                return False
+            bins[index].append(item)
+            room[index] -= size
+            if place(depth + 1):
+                return True
+            room[index] += size
+            bins[index].pop()
+        return False
+
+    return bins if place(0) else None
 
 
 @dataclass
@@ -84,6 +183,11 @@ class PackedRows(PackedSeqParams):
     positions: Tensor = field(default_factory=lambda: torch.empty(0))
     buckets: tuple[Tensor, ...] = ()
     restore: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def places(self) -> int:
+        """Return how many tokens attention works on, the padding inside buckets counted."""
+        return sum(bucket.numel() for bucket in self.buckets)
 
 
 def pack_rows(lengths: Sequence[int], target: torch.device) -> PackedRows:
@@ -119,7 +223,13 @@ def pack_rows(lengths: Sequence[int], target: torch.device) -> PackedRows:
 
 
 def pack_for_transformer_engine(lengths: Sequence[int], target: torch.device) -> PackedSeqParams:
-    """Return the row boundaries in the form of Transformer Engine's variable-length attention."""
+    """Return the row boundaries in the form of Transformer Engine's variable-length attention (THD).
+
+    Its ``DotProductAttention`` takes boundaries [rows + 1] int32 of rows that lie one after another, and the
+    longest row so that it need not ask the device. Padding at the end is a row of its own: with nothing
+    between the rows the padded boundaries stay away, which every backend of it supports. Rows are whole:
+    context parallelism would need each padded to a multiple of twice its ranks.
+    """
     boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(target)
     longest = max(lengths)
     return PackedSeqParams(

@@ -17,7 +17,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.model import ParallelModel
-from megatron_rl.parallel.packing import partition
+from megatron_rl.parallel.packing import PackedRows, partition
 from megatron_rl.types import token_index
 
 
@@ -51,13 +51,14 @@ def microbatches(
     select: Tensor,
     before: bool = True,
     unit: int = 1,
-) -> tuple[list[_MicroBatch], float]:
+) -> tuple[list[_MicroBatch], Metrics]:
     """Cut this rank's share of ``batch`` into packed micro-batches.
 
     ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``select`` [N] bool marks tokens of
     which the head speaks: from the state ``before`` the token, which predicts it, or from the token's own,
     which has read it. ``unit`` rows after one another stay in one micro-batch. Returns the micro-batches and
-    the share of padding among all their tokens.
+    ``padding/fraction``, the share of padding among the tokens of this rank's data-parallel share, with
+    ``padding/attention_fraction``, the same for what attention works on where it is our own.
     """
     layout = model.groups.layout
     multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
@@ -69,7 +70,12 @@ def microbatches(
     parts = [[row for first in rows for row in range(first * unit, (first + 1) * unit)] for rows in share]
     result = [_pack(model, batch, rows, select, before) for rows in parts]
     padded = sum(micro.inputs.shape[1] for micro in result)
-    return result, 1.0 - sum(micro.tokens for micro in result) / max(padded, 1)
+    tokens = sum(micro.tokens for micro in result)
+    padding = Metrics.mean("padding/fraction", padded - tokens, padded)
+    own = [micro.packing.places for micro in result if isinstance(micro.packing, PackedRows)]
+    if own:
+        padding += Metrics.mean("padding/attention_fraction", sum(own) - tokens, sum(own))
+    return result, padding
 
 
 def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor, before: bool) -> _MicroBatch:
@@ -81,7 +87,7 @@ def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor, bef
         chosen[counts.cumsum(0) - counts] = False  # nothing predicts a row's first token
     selected = chosen.nonzero()[:, 0]
     temperature = torch.repeat_interleave(batch.temperature[index], counts)
-    unit = model.groups.layout.tensor if model.transformer_config.sequence_parallel else 1
+    unit = model.token_multiple
     padding = -len(tokens) % unit or (unit if not rows else 0)
     inputs = torch.nn.functional.pad(tokens, (0, padding))
     target = device.device()
@@ -125,13 +131,13 @@ def learn(
     *,
     before: bool = True,
     unit: int = 1,
-) -> tuple[Metrics, float]:
+) -> tuple[Metrics, Metrics]:
     """Add the gradient of the whole mini-batch's loss to the model's gradient buffers.
 
     ``objective(rows of batch, *outputs of the head, each [n])`` returns a loss that sums over its tokens with
     global weights, so gradients add up over micro-batches and data-parallel ranks without any scaling.
     ``before`` and ``unit`` as in `microbatches`. Returns this rank's metrics (empty except on the last stage)
-    and the share of padding. Collective over the model's ranks.
+    and its ``padding/fraction``. Collective over the model's ranks.
     """
     micros, padding = microbatches(model, batch, tokens_per_microbatch, select, before, unit)
 

@@ -95,7 +95,7 @@ class ModelRole:
                 self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, objective, **how
             )
             stepped = self.optimizer.step()
-        metrics = sum_over_outputs(metrics, self.layout)
+        metrics = sum_over_outputs(metrics + padding, self.layout)
         if self.model.groups.rank == self.layout.ranks[0]:
             metrics += Metrics({f"{self.prefix}/{name}": value for name, value in stepped.sums.items()})
-        return metrics + Metrics.mean("padding/fraction", padding)
+        return metrics

@@ -126,11 +126,11 @@ def test_the_estimator_of_the_kl_follows_its_use():
     scores = replace(scores, ref_log_probs=scores.old_log_probs - torch.tensor([0.3, -0.1]))
     values = {"k1": 0.2 / 2, "k2": (0.09 + 0.01) / 4, "k3": (math.exp(-0.3) + math.exp(0.1) - 2 + 0.2) / 2}
     controller = {"kl_controller": "adaptive", "kl_horizon": 10.0, "kl_target": 0.05, "kl_coef": 0.2}
-    for place, given, used in (
+    for place, estimator, used in (
         ("reward", None, "k1"), ("loss", None, "k3"), ("reward", "mse", "k2"), ("loss", "k2+", "k2"),
         ("loss", "kl", "k1"), ("loss", "low_var", "k3"),
     ):  # fmt: skip
-        algorithm = algorithm_of("grpo", kl_in=place, kl_estimator=given, **controller)
+        algorithm = algorithm_of("grpo", kl_in=place, kl_estimator=estimator, **controller)
         _, metrics = estimate(rollouts, scores, algorithm)
         assert metrics.values()["kl/ref"] == pytest.approx(values[used], rel=1e-5)
         error = min(max(values[used] / 0.05 - 1, -0.2), 0.2)

@@ -1,11 +1,14 @@
 """Rows are shared out completely and evenly; packed attention equals plain attention."""
 
+import itertools
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.parallel.packing import balance, pack_rows, partition
+from megatron_rl.parallel.packing import balance, bin_packing, fewest_bins, pack_rows, partition, row_work
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -20,6 +23,76 @@ def test_every_row_has_one_place_and_counts_are_equal(lengths, data_parallel, bu
     for share in parts:
         for micro in share:
             assert len(micro) <= 1 or sum(lengths[row] for row in micro) <= budget
+
+
+def fewest_by_trying(lengths, budget):
+    """Return the smallest number of bins, from every assignment of items to bins."""
+    for count in range(len(lengths) + 1):
+        for places in itertools.product(range(count), repeat=len(lengths)):
+            bins = [[n for n, place in zip(lengths, places, strict=True) if place == b] for b in range(count)]
+            if all(len(held) <= 1 or sum(held) <= budget for held in bins):
+                return count
+    raise AssertionError
+
+
+@given(st.lists(st.integers(1, 30), max_size=6), st.integers(1, 40))
+@settings(max_examples=150, deadline=None)
+def test_bins_are_as_few_as_can_be(lengths, budget):
+    bins = bin_packing(lengths, budget)
+    assert sorted(item for part in bins for item in part) == list(range(len(lengths)))
+    assert all(len(part) <= 1 or sum(lengths[item] for item in part) <= budget for part in bins)
+    fewest = fewest_by_trying(lengths, budget)
+    assert fewest_bins(lengths, budget) <= fewest == len(bins)
+
+
+def test_a_packing_that_best_fit_misses_is_found():
+    """Best fit puts 7 and 6 together, one token short of full, and then needs a third bin."""
+    lengths = [7, 6, 5, 4, 4, 2]
+    found = [sum(lengths[item] for item in part) for part in bin_packing(lengths, 14)]
+    assert found == [14, 14]
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 200))
+@settings(max_examples=150, deadline=None)
+def test_micro_batches_are_as_few_as_packing_all_rows_together_allows(lengths, data_parallel, budget):
+    (count,) = {len(share) for share in partition(lengths, data_parallel, budget)}
+    assert count == max(1, -(-len(bin_packing(lengths, budget)) // data_parallel))
+
+
+def responses(kind, rows, longest, seed):
+    """Return lengths of rows as reinforcement learning has them: a prompt and a response up to a limit."""
+    source = random.Random(seed)
+    draw = {
+        "short": lambda: source.randint(1, 12),
+        "long tail": lambda: int(source.lognormvariate(6.3, 0.9)),
+        "thinking": lambda: int(source.lognormvariate(8.0, 0.7)),
+        "cut off": lambda: longest if source.random() < 0.4 else source.randint(100, longest),
+        "uniform": lambda: source.randint(1, longest),
+    }[kind]
+    return [
+        source.randint(5, 300 if longest > 1000 else 8) + max(1, min(draw(), longest)) for _ in range(rows)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["short", "long tail", "thinking", "cut off", "uniform"])
+@pytest.mark.parametrize("ranks", [1, 8, 32])
+@pytest.mark.parametrize("tensor", [1, 4, 8])
+def test_realistic_rows_are_hardly_padded_few_and_balanced(kind, ranks, tensor):
+    """A step's rows: padding below 2 %, few micro-batches, and work within 10 % of the mean."""
+    longest, rows = (12, 4096) if kind == "short" else (8192, 512)
+    for seed in range(3):
+        lengths = responses(kind, rows, longest, seed)
+        budget = max(2 * (longest + 300), -(-sum(lengths) // (ranks * 4)))
+        shares = partition(lengths, ranks, budget, tokens_per_quadratic=12.0 * 4096)
+        micros = [sum(lengths[row] for row in micro) for share in shares for micro in share]
+        # Sequence parallelism cuts a micro-batch into equal parts.
+        padding = sum(-tokens % tensor or (0 if tokens else tensor) for tokens in micros)
+        assert padding / (sum(micros) + padding) < 0.02
+        assert max(micros) <= budget
+        assert len(shares[0]) <= -(-sum(lengths) // (ranks * budget)) + 1
+        work = row_work(lengths, 12.0 * 4096)
+        loads = [sum(work[row] for micro in share for row in micro) for share in shares]
+        assert max(loads) <= 1.1 * sum(loads) / ranks
 
 
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=50), st.integers(1, 8))

@@ -1,0 +1,179 @@
+"""Packed rows in Transformer Engine's form (THD) go through Megatron's own code to the same logits.
+
+Transformer Engine itself needs a CUDA toolkit. A plain attention stands for its ``DotProductAttention``: it
+insists on what that one's documentation demands of its inputs and computes what it promises; all else, the
+packing, Megatron's rotary embedding of packed rows and its handling of the format, is the real code.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.metrics import merge
+from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.weights import load_weights
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.parallel.model import ParallelModel, build_model
+from megatron_rl.parallel.packing import pack_for_transformer_engine
+from megatron_rl.parallel.schedule import microbatches, score
+from megatron_rl.types import TrainBatch, token_index
+from tests.hf_models import save_model
+
+
+class DocumentedAttention(torch.nn.Module):
+    """Compute padding-causal attention of ``qkv_format="thd"`` in float64, as documented."""
+
+    def forward(
+        self, query: Any, key: Any, value: Any, attention_mask: Any, *,
+        attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
+        packed = packed_seq_params
+        assert attention_mask is None and attention_bias is None
+        assert packed.qkv_format == "thd" and attn_mask_type.name in ("causal", "padding_causal")
+        assert all(tensor.dim() == 3 for tensor in (query, key, value)), "3 dimensions when thd"
+        assert packed.cu_seqlens_q.dtype == packed.cu_seqlens_kv.dtype == torch.int32
+        assert packed.cu_seqlens_q.dim() == packed.cu_seqlens_kv.dim() == 1
+        assert packed.cu_seqlens_q_padded is None and packed.cu_seqlens_kv_padded is None
+        assert packed.cp_group is None and packed.local_cp_size is None
+        bounds = packed.cu_seqlens_q.tolist()
+        sizes = [end - begin for begin, end in pairwise(bounds)]
+        assert bounds[0] == 0 and bounds[-1] == len(query) == len(key) and min(sizes) > 0
+        assert packed.max_seqlen_q == packed.max_seqlen_kv == max(sizes)
+        repeats = query.shape[1] // key.shape[1]
+        q = query.double()
+        k, v = (tensor.double().repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        out = torch.empty_like(v)
+        for begin, end in pairwise(bounds):
+            scores = torch.einsum("ihd,jhd->hij", q[begin:end], k[begin:end]) / q.shape[-1] ** 0.5
+            hidden = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out[begin:end] = torch.einsum("hij,jhd->ihd", weights, v[begin:end])
+        return out.to(query.dtype).flatten(1)  # [tokens, heads * size]
+
+
+def build(family: str, tmp_path: Any, **more: Any) -> Any:
+    reference = save_model(family, tmp_path)
+    device.initialize()
+    model = build_model(reference.config, ParallelGroups(ParallelLayout((0,))), dtype=torch.float32, **more)
+    load_weights(model, tmp_path)
+    return model
+
+
+def as_with_transformer_engine(model: Any) -> None:
+    """Give the model what `build_model` gives it where Transformer Engine is installed."""
+    config, arguments = model.transformer_config, model.spec.gpt_kwargs
+    model.uses_transformer_engine = True
+    for chunk in model.chunks:
+        chunk.rotary_pos_emb = RotaryEmbedding(
+            config.kv_channels,
+            rotary_percent=arguments["rotary_percent"],
+            rotary_base=arguments["rotary_base"],
+            use_cpu_initialization=True,
+            cp_group=model.groups.context,
+        )
+        model.spec.finish(chunk)
+        for layer in chunk.decoder.layers:
+            layer.self_attention.core_attention = DocumentedAttention()
+
+
+def hidden_states(model: Any, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    (chunk,) = model.chunks
+    with device.megatron_mode():
+        return chunk(tokens[None], None, None, packed_seq_params=model.pack(lengths))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama3", "qwen3"])
+@pytest.mark.parametrize("lengths", [[5, 1, 17, 3], [9]], ids=str)
+def test_thd_gives_the_states_of_packed_rows(family, lengths, tmp_path):
+    model = build(family, tmp_path)
+    tokens = torch.randint(0, 131, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    weight = next(iter(model.parameters().values()))
+    expected = hidden_states(model, tokens, lengths)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), weight)
+    as_with_transformer_engine(model)
+    found = hidden_states(model, tokens, lengths)
+    (gradient,) = torch.autograd.grad(found.square().sum(), weight)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    assert float((gradient - wanted).norm() / wanted.norm()) < 1e-5
+
+
+def test_boundaries():
+    packed = pack_for_transformer_engine([3, 1, 4], torch.device("cpu"))
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 3, 4, 8]
+    assert packed.cu_seqlens_q.dtype == torch.int32 and packed.max_seqlen_q == packed.max_seqlen_kv == 4
+
+
+def batch_of(lengths: list[int]) -> TrainBatch:
+    tokens = torch.randint(0, 131, (sum(lengths),), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones(len(tokens), dtype=torch.bool)
+    return TrainBatch(
+        tokens=tokens,
+        lengths=torch.tensor(lengths),
+        response_mask=mask,
+        loss_weights=mask / len(tokens),
+        temperature=torch.ones(len(lengths)),
+    )
+
+
+def test_scores_in_thd_and_what_padding_they_count(tmp_path, monkeypatch):
+    """Padding to a multiple is a row of its own, counted, and changes nothing."""
+    model = build("qwen2", tmp_path)
+    batch = batch_of([7, 9, 2, 12, 5])
+
+    def scores() -> list[torch.Tensor]:
+        parts = score(model, batch, 20, batch.response_mask)
+        places = torch.cat([token_index(batch.lengths, torch.tensor(part.rows)) for part in parts])
+        found = [torch.cat(outputs) for outputs in zip(*(part.outputs for part in parts), strict=True)]
+        return [output[places.argsort()] for output in found]
+
+    expected = scores()
+    as_with_transformer_engine(model)
+    monkeypatch.setattr(ParallelModel, "token_multiple", 16)
+    for one, other in zip(scores(), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
+    micros, padding = microbatches(model, batch, 20, batch.response_mask)
+    padded = [micro.inputs.shape[1] for micro in micros]
+    assert [tokens % 16 for tokens in padded] == [0] * len(micros)
+    assert padding.values() == {"padding/fraction": pytest.approx(1 - 35 / sum(padded))}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensor", "multiple"),
+    [
+        ({}, 4, 1), ({"sequence_parallel": True}, 4, 4), ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 1, 16),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "sequence_parallel": True}, 2, 64),
+    ],
+)  # fmt: skip
+def test_what_a_micro_batch_must_be_a_multiple_of(settings, tensor, multiple):
+    config = SimpleNamespace(**{"sequence_parallel": False, "fp8": None, "fp4": None, **settings})
+    groups: Any = SimpleNamespace(layout=ParallelLayout(tuple(range(tensor)), tensor=tensor))
+    spec: Any = SimpleNamespace(transformer_config=config)
+    assert ParallelModel([], [], groups, spec, True).token_multiple == multiple
+
+
+def test_padding_of_ranks_is_a_share_of_all_their_tokens():
+    """A rank with few tokens must not weigh as much as one with many."""
+    model: Any = SimpleNamespace(
+        groups=SimpleNamespace(layout=ParallelLayout((0,)), coordinates=SimpleNamespace(data=0)),
+        transformer_config=SimpleNamespace(hidden_size=8),
+        token_multiple=4,
+        pack=lambda lengths: pack_for_transformer_engine(lengths, torch.device("cpu")),
+    )
+    few, many = batch_of([1]), batch_of([31, 31])
+    found = merge(microbatches(model, batch, 64, batch.response_mask)[1] for batch in (few, many))
+    assert found.values()["padding/fraction"] == pytest.approx(5 / 68)
+
+
+def test_context_parallelism_is_refused(tmp_path):
+    reference = save_model("qwen2", tmp_path)
+    groups: Any = SimpleNamespace(layout=ParallelLayout((0, 1), context=2))
+    with pytest.raises(UserError, match="whole rows"):
+        build_model(reference.config, groups, dtype=torch.float32)
