@@ -31,7 +31,7 @@ def checked(
 ) -> CheckReport:
     """Load and check the configuration of a command; raises UserErrors where it cannot be read at all."""
     loaded = load(Path(arguments.config), arguments.overrides)
-    folders = [file.parent / "models" for file in loaded.files]
+    folders = [above / "models" for file in loaded.files for above in (file.parent, file.parent.parent)]
     return check_config(
         loaded,
         world_size,

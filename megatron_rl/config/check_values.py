@@ -117,6 +117,7 @@ RANGES: Mapping[str, Range] = {
     "world_size": Range(1, MAX_WORLD),
     "gpus_per_node": Range(1, 1024),
     "gpu_memory_gib": _POSITIVE,
+    "network_gigabits_per_gpu": _POSITIVE,
     "rank_timeout": _POSITIVE,
 }
 
@@ -143,6 +144,7 @@ NOT_EMPTY = (
     "sft.data",
     "sft.response_field",
     "run_dir",
+    "gpu",
 )
 
 _PROFILE = {

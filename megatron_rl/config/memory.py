@@ -57,13 +57,8 @@ def stage_parameters(shape: ModelShape, layout: RoleLayout, stage: int) -> tuple
     Layers are cut evenly; a tied embedding has a copy on the last stage of a pipeline.
     """
     tensor, layers = layout.tensor, -(-shape.layers // layout.pipeline)
-    dense = shape.attention_parameters // tensor + shape.replicated_parameters
-    experts = 0
-    if shape.experts:
-        experts = layers * shape.mlp_parameters // (layout.expert * layout.expert_tensor)
-    else:
-        dense += shape.mlp_parameters // tensor
-    total = layers * dense
+    total = layers * (shape.cut_parameters // tensor + shape.replicated_parameters) // shape.layers
+    experts = layers * shape.expert_parameters // (shape.layers * layout.expert * layout.expert_tensor)
     vocabulary = shape.padded_vocab(tensor) * shape.hidden // tensor
     first, last = stage == 0, stage == layout.pipeline - 1
     total += vocabulary if first else 0
@@ -74,11 +69,10 @@ def stage_parameters(shape: ModelShape, layout: RoleLayout, stage: int) -> tuple
 def rollout_parameters(shape: ModelShape, tensor: int) -> int:
     """Return the parameters of one rank of an engine that cuts the model ``tensor`` ways."""
     kv_copies = max(1, tensor // shape.kv_heads)
-    kv = 2 * shape.kv_heads * shape.head_dim * (shape.hidden + (1 if shape.qkv_bias else 0))
-    attention = (shape.attention_parameters - kv + kv * kv_copies) // tensor
-    layer = attention + shape.mlp_parameters // tensor + shape.replicated_parameters
+    copied = shape.layers * shape.key_value_parameters * (kv_copies - 1)
+    cut = (shape.cut_parameters + shape.expert_parameters + copied) // tensor
     vocabulary = shape.padded_vocab(tensor) * shape.hidden // tensor * (1 if shape.tied else 2)
-    return shape.layers * layer + vocabulary + shape.hidden
+    return cut + shape.replicated_parameters + vocabulary + shape.hidden
 
 
 def activation_elements(shape: ModelShape, layout: RoleLayout, recompute: str) -> float:
@@ -91,14 +85,16 @@ def activation_elements(shape: ModelShape, layout: RoleLayout, recompute: str) -
     whole = tensor if layout.sequence_parallel else 1
     if recompute == "full":
         return shape.hidden / whole
-    heads = shape.heads * shape.head_dim
-    kv = shape.kv_heads * shape.head_dim
-    attention = (2 * heads + 2 * kv) / tensor
-    if shape.experts:
-        width = shape.experts_per_token * shape.expert_width / layout.expert_tensor
-        moved = 2 * shape.experts_per_token * shape.hidden
+    if shape.kv_lora:
+        qk = shape.qk_nope + shape.qk_rope
+        attention = 2 * shape.heads * (qk + shape.v_head_dim) / tensor + shape.q_lora + shape.kv_lora
     else:
-        width, moved = shape.mlp_width / tensor, 0
+        attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim / tensor
+    moe = shape.moe_layers / shape.layers
+    width = (1 - moe) * shape.mlp_width / tensor + moe * shape.shared_width / tensor
+    # Sequence parallelism cuts the tokens before they go to their experts.
+    width += moe * shape.experts_per_token * shape.expert_width / whole
+    moved = 2 * moe * shape.experts_per_token * shape.hidden / whole
     return 4 * shape.hidden / whole + attention + 4 * width + moved
 
 
@@ -112,7 +108,12 @@ def in_flight(layout: RoleLayout, stage: int, microbatches: int) -> float:
 
 
 def kv_bytes_per_token(shape: ModelShape, tensor: int, dtype_bytes: int) -> int:
-    """Return the key-value cache bytes of one token on one rank of the engine."""
+    """Return the key-value cache bytes of one token on one rank of the engine.
+
+    A latent cache has no heads to divide by.
+    """
+    if shape.kv_lora:
+        return shape.layers * (shape.kv_lora + shape.qk_rope) * dtype_bytes
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype_bytes // min(tensor, shape.kv_heads)
 
 

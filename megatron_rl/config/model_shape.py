@@ -12,13 +12,18 @@ from megatron_rl.config.errors import UserError, nearest
 
 @dataclass(frozen=True)
 class Architecture:
-    """Say how one architecture's config.json is read; ``experts`` names its expert-count key."""
+    """Say how one architecture's config.json is read; ``experts`` names its expert-count key.
+
+    ``latent``: multi-head latent attention, shared experts and dense first layers, as DeepSeek has them.
+    """
 
     model_type: str
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: str | None = None
     expert_width: str = "intermediate_size"
+    latent: bool = False
+    router_bias: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -30,6 +35,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe", qk_norm=True, experts="num_experts", expert_width="moe_intermediate_size"
     ),
+    "DeepseekV2ForCausalLM": Architecture(
+        "deepseek_v2", experts="n_routed_experts", expert_width="moe_intermediate_size", latent=True
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        "deepseek_v3",
+        experts="n_routed_experts",
+        expert_width="moe_intermediate_size",
+        latent=True,
+        router_bias=True,
+    ),
 }
 """The architectures that can be trained; adding one here lets `check` accept it."""
 
@@ -38,7 +53,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 class ModelShape:
     """Hold the sizes that decide layout, memory and traffic.
 
-    ``experts`` is 0 in a dense model; ``expert_width`` is the MLP width of one expert.
+    ``experts`` is 0 in a dense model; ``expert_width`` is the MLP width of one expert. ``kv_lora`` above 0
+    means latent attention: then ``head_dim`` is not used, the cache holds kv_lora + qk_rope a layer.
     """
 
     architecture: str
@@ -56,44 +72,76 @@ class ModelShape:
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
+    shared_width: int = 0  # of a layer's shared experts together
+    dense_layers: int = 0  # first layers of a mixture-of-experts model that have a plain MLP
+    router_bias: bool = False
+    q_lora: int = 0  # 0 with latent attention: the query comes straight from the hidden state
+    kv_lora: int = 0
+    qk_nope: int = 0
+    qk_rope: int = 0
+    v_head_dim: int = 0
 
     def padded_vocab(self, tensor: int) -> int:
         """Return the vocabulary size rounded up so that ``tensor`` ranks hold equal parts."""
         return -(-self.vocab // tensor) * tensor
 
     @property
+    def moe_layers(self) -> int:
+        """Return the number of layers with routed experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
     def attention_parameters(self) -> int:
         """Return the parameters of one layer's attention that tensor parallelism cuts."""
+        if self.kv_lora:
+            query = (self.q_lora or self.hidden) * self.heads * (self.qk_nope + self.qk_rope)
+            key_value = self.kv_lora * self.heads * (self.qk_nope + self.v_head_dim)
+            return query + key_value + self.heads * self.v_head_dim * self.hidden
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         bias = qkv if self.qkv_bias else 0
         return self.hidden * qkv + bias + self.heads * self.head_dim * self.hidden
 
     @property
-    def mlp_parameters(self) -> int:
-        """Return the parameters of one layer's MLP, or of all its experts."""
-        if self.experts:
-            return self.experts * 3 * self.hidden * self.expert_width
-        return 3 * self.hidden * self.mlp_width
+    def key_value_parameters(self) -> int:
+        """Return those of them that an engine with more ranks than key-value heads holds several times."""
+        if self.kv_lora:
+            return 0
+        return 2 * self.kv_heads * self.head_dim * (self.hidden + (1 if self.qkv_bias else 0))
+
+    @property
+    def cut_parameters(self) -> int:
+        """Return the parameters of all layers that tensor parallelism cuts, without routed experts."""
+        width = (self.layers - self.moe_layers) * self.mlp_width + self.moe_layers * self.shared_width
+        return self.layers * self.attention_parameters + 3 * self.hidden * width
+
+    @property
+    def expert_parameters(self) -> int:
+        """Return the parameters of all routed experts of all layers."""
+        return self.moe_layers * self.experts * 3 * self.hidden * self.expert_width
 
     @property
     def replicated_parameters(self) -> int:
-        """Return the parameters of one layer that every tensor rank holds: norms and a router."""
-        return (2 + self.experts) * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        """Return the parameters of all layers that every tensor rank holds.
+
+        Norms and routers, and the projections into the latent space.
+        """
+        layer = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        if self.kv_lora:
+            layer += self.hidden * (self.q_lora + self.kv_lora + self.qk_rope) + self.q_lora + self.kv_lora
+        router = self.experts * (self.hidden + (1 if self.router_bias else 0))
+        return self.layers * layer + self.moe_layers * router
 
     @property
     def parameters(self) -> int:
         """Return the number of parameters of the checkpoint."""
-        layer = self.attention_parameters + self.mlp_parameters + self.replicated_parameters
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * layer + embeddings + self.hidden
+        layers = self.cut_parameters + self.expert_parameters + self.replicated_parameters
+        return layers + self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
     def active_parameters(self) -> int:
         """Return the parameters that one token passes through."""
-        if not self.experts:
-            return self.parameters
         idle = (self.experts - self.experts_per_token) * 3 * self.hidden * self.expert_width
-        return self.parameters - self.layers * idle
+        return self.parameters - self.moe_layers * idle
 
 
 def read_model_shape(path: Path, errors: list[UserError]) -> ModelShape | None:
@@ -164,8 +212,23 @@ def _shape(raw: dict[str, Any], where: str, errors: list[UserError]) -> ModelSha
         experts=experts,
         experts_per_token=reader.size("num_experts_per_tok") if experts else 0,
         expert_width=reader.size(architecture.expert_width) if experts else 0,
+        router_bias=architecture.router_bias,
+        **(_latent(reader) if architecture.latent else {}),
     )
     return shape if len(errors) == before else None
+
+
+def _latent(reader: _Reader) -> dict[str, int]:
+    """Read what DeepSeek's config.json has beside the usual sizes; `q_lora_rank` may be null."""
+    return {
+        "shared_width": reader.size("moe_intermediate_size") * reader.count("n_shared_experts"),
+        "dense_layers": reader.count("first_k_dense_replace"),
+        "q_lora": reader.count("q_lora_rank"),
+        "kv_lora": reader.size("kv_lora_rank"),
+        "qk_nope": reader.size("qk_nope_head_dim"),
+        "qk_rope": reader.size("qk_rope_head_dim"),
+        "v_head_dim": reader.size("v_head_dim"),
+    }
 
 
 def _architecture_name(raw: dict[str, Any]) -> str:
@@ -183,6 +246,10 @@ class _Reader:
     raw: dict[str, Any]
     where: str
     errors: list[UserError]
+
+    def count(self, key: str) -> int:
+        """Return a number that may be absent, null or 0."""
+        return self.size(key) if self.raw.get(key) else 0
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.raw.get(key)

@@ -282,7 +282,8 @@ class RunConfig:
 
     ``prepare`` says which command makes a directory that the run needs (directory -> command): ``check``
     only warns of files missing below a directory that is not there yet, ``train`` stops and names it.
-    ``gpu_memory_gib`` lets ``check`` compare its estimate with what a GPU has.
+    ``gpu_memory_gib`` lets ``check`` compare its estimate with what a GPU has; ``gpu`` (a name that ``plan``
+    knows) and ``network_gigabits_per_gpu`` are what predictions of the run's speed are for.
     ``placement`` gives ranks to the layouts that name none: ``colocate`` every rank to every role,
     ``standalone`` the second half of the ranks to the rollout alone, ``split`` the second half to the critic
     and the reward models.
@@ -296,7 +297,9 @@ class RunConfig:
     seed: int = 1
     world_size: int | None = None  # None: what the launcher says
     gpus_per_node: int = 8
+    gpu: str | None = None
     gpu_memory_gib: float | None = None
+    network_gigabits_per_gpu: float | None = None  # None: the GPU's usual machine
     placement: str = "colocate"
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

@@ -57,12 +57,12 @@ def sync_plan(config: RunConfig, layouts: Mapping[str, RoleLayout], shape: Model
 
 def _tensors(shape: ModelShape, tensor: int) -> list[tuple[int, int, str]]:
     """Return (elements, ways the engine cuts them, kind) for each class of weights."""
-    kv = 2 * shape.kv_heads * shape.head_dim * (shape.hidden + (1 if shape.qkv_bias else 0))
+    kv = shape.layers * shape.key_value_parameters
     result = [
-        (shape.layers * (shape.attention_parameters - kv), tensor, "layers"),
-        (shape.layers * kv, min(tensor, shape.kv_heads), "layers"),
-        (shape.layers * shape.mlp_parameters, tensor, "experts" if shape.experts else "layers"),
-        (shape.layers * shape.replicated_parameters, 1, "whole"),
+        (shape.cut_parameters - kv, tensor, "layers"),
+        (kv, min(tensor, shape.kv_heads), "layers"),
+        (shape.expert_parameters, tensor, "experts"),
+        (shape.replicated_parameters, 1, "whole"),
         (shape.hidden, 1, "final"),
         (shape.vocab * shape.hidden, tensor, "ends" if shape.tied else "first"),
     ]

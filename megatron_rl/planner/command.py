@@ -28,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     machine = parser.add_argument_group("machines")
     machine.add_argument("--gpus", type=int, help="number of GPUs")
-    machine.add_argument(
-        "--gpu", default="h100", help="GPU name, as h100, h200, a100, h20, b200, gb200 (default h100)"
-    )
+    machine.add_argument("--gpu", help="GPU name, as h100, h200, a100, h20, b200, gb200 (default h100)")
     machine.add_argument("--gpus-per-node", type=int, help="default: the GPU's usual machine")
     machine.add_argument("--network-gigabits-per-gpu", type=float)
     machine.add_argument("--network-gigabits-per-node", type=float)
@@ -94,6 +92,9 @@ def _calibrate(args: argparse.Namespace) -> int:
     print(f"{'phase':12} {'predicted s':>12} {'measured s':>12} {'factor':>8}")
     for name, (predicted, measured) in phases.items():
         print(f"{name:12} {predicted:12.4g} {measured:12.4g} {predicted / measured:8.3f}")
+    if args.json:
+        record = {name: {"predicted": p, "measured": m} for name, (p, m) in phases.items()}
+        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
     text = json.dumps(override, indent=1) + "\n"
     if args.out:
         Path(args.out).write_text(text)
@@ -132,7 +133,11 @@ def _problem(args: argparse.Namespace) -> Problem:
     _positive(args)
     constants = load_constants(args.constants)
     cluster = constants.cluster(
-        args.gpu, args.gpus, args.gpus_per_node, args.network_gigabits_per_gpu, args.network_gigabits_per_node
+        args.gpu or "h100",
+        args.gpus,
+        args.gpus_per_node,
+        args.network_gigabits_per_gpu,
+        args.network_gigabits_per_node,
     )
     actor = load_model(args.model)
     critic = load_model(args.critic) if args.critic else actor

@@ -145,7 +145,7 @@ def test_stages_hold_the_whole_model(tensor: int, pipeline: int, tied: bool) -> 
     shape = ModelShape("LlamaForCausalLM", 128, 8, 8, 4, 16, 384, 64, 512, tied=tied)
     layout = RoleLayout(tuple(range(tensor * pipeline)), tensor, pipeline, role="actor")
     total = sum(sum(stage_parameters(shape, layout, stage)) for stage in range(pipeline))
-    replicated = shape.layers * shape.replicated_parameters + shape.hidden
+    replicated = shape.replicated_parameters + shape.hidden
     copy = shape.vocab * shape.hidden if tied and pipeline > 1 else 0
     assert total * tensor - (tensor - 1) * replicated == shape.parameters + copy
 

@@ -12,9 +12,11 @@ import yaml
 from megatron_rl.config.check import check_config
 from megatron_rl.config.errors import UserError
 from megatron_rl.config.load import load
-from megatron_rl.planner.calibrate import calibrate, predicted_phases
+from megatron_rl.planner.calibrate import calibrate
 from megatron_rl.planner.command import add_arguments, run
 from megatron_rl.planner.constants import load_constants
+from megatron_rl.planner.model_shape import load_model
+from megatron_rl.planner.run_step import PHASES, Observed, predict_run
 
 POINTS = Path(__file__).parent / "data" / "planner_points.json"
 
@@ -75,42 +77,53 @@ def test_a_scenario_outside_its_tolerance_gives_exit_code_1(tmp_path) -> None:
     assert plan("--scenario", str(path)) == 1
 
 
+CONFIG = """
+model: {path: llama-3.1-8b}
+data: {train: train.jsonl}
+reward: {function: megatron_rl.rewards.math_answer:marked_number}
+run_dir: run
+steps: 4
+world_size: 8
+gpu: a100
+batch: {prompts_per_step: 64, samples_per_prompt: 8}
+actor: {layout: {tensor: 2}}
+reference: {}
+rollout: {max_response_tokens: 1024}
+"""
+
+
 def _run_folder(path: Path, slower: dict[str, float]) -> None:
-    config = {
-        "model": {"path": "llama-3.1-8b"},
-        "world_size": 8,
-        "batch": {"prompts_per_step": 64, "samples_per_prompt": 8},
-        "actor": {"layout": {"tensor": 2}},
-        "reference": {},
-        "rollout": {"max_response_tokens": 1024},
-    }
-    values = {"response/length": [400.0], "prompt/length": [200.0]}
-    expected = predicted_phases(config, values, "h100", load_constants(), None)
-    names = {"generate": "generate", "log_probs": "score", "train": "learn", "weight_sync": "reshard"}
+    path.mkdir(exist_ok=True)
+    (path / "config.yaml").write_text(CONFIG)
+    config = load(path / "config.yaml").valid()
+    expected = predict_run(config, load_constants(), "a100", load_model, Observed(200.0, 400.0)).seconds
     lines = [{"step": 0, "time/generate": 999.0}]
     for step in (1, 2, 3):
-        entry = {"step": step, "response/length": 400.0, "prompt/length": 200.0}
-        lines.append(entry | {f"time/{names[key]}": expected[key] * slower[key] for key in names})
-    path.mkdir(exist_ok=True)
-    (path / "config.yaml").write_text(yaml.safe_dump(config))
+        taken = {name: expected[name] * slower[name] for name in PHASES if expected[name]}
+        # As the trainer writes it: the weight sync is part of the generate phase.
+        entry = {f"time/{name}": seconds for name, seconds in taken.items()}
+        entry["time/generate"] = taken["generate"] + taken["reshard"]
+        entry["time/step"] = sum(taken.values()) + slower["rest"]
+        rate = 64 * 8 * 600.0 / entry["time/step"]
+        lines.append({"step": step, "response/length": 400.0, "throughput/tokens_per_second": rate, **entry})
     (path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + '\n{"step": 4, "ti')
 
 
 def test_calibration_recovers_the_factors_of_a_run(tmp_path, capsys) -> None:
-    slower = {"generate": 2.0, "log_probs": 1.25, "train": 1.6, "weight_sync": 0.5}
+    slower = {"generate": 2.0, "score": 1.25, "learn": 1.6, "reshard": 0.5, "rest": 7.0}
     _run_folder(tmp_path / "run", slower)
-    out = tmp_path / "mine.json"
-    assert plan("--calibrate", str(tmp_path / "run"), "--out", str(out)) == 0
+    out, record = tmp_path / "mine.json", tmp_path / "phases.json"
+    assert plan("--calibrate", str(tmp_path / "run"), "--out", str(out), "--json", str(record)) == 0
     assert "generate" in capsys.readouterr().out
+    assert set(json.loads(record.read_text())) == {"generate", "reshard", "score", "learn", "rest"}
     # With its own constants the run is predicted as it was measured.
-    _, phases = calibrate(str(tmp_path / "run"), "h100", load_constants(str(out)))
+    _, phases = calibrate(str(tmp_path / "run"), None, load_constants(str(out)))
     for name, (predicted, measured) in phases.items():
-        tolerance = 0.15 if name == "train" else 0.02  # the gradient exchange keeps its own constant
-        assert predicted == pytest.approx(measured, rel=tolerance), name
+        assert predicted == pytest.approx(measured, rel=1e-6), name
 
 
 def test_calibration_without_phase_times(tmp_path) -> None:
-    _run_folder(tmp_path, dict.fromkeys(("generate", "log_probs", "train", "weight_sync"), 1.0))
+    _run_folder(tmp_path, dict.fromkeys((*PHASES, "rest"), 1.0))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     with pytest.raises(UserError, match="no phase times"):
         plan("--calibrate", str(tmp_path))

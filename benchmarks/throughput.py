@@ -1,0 +1,246 @@
+"""How fast a real configuration runs, phase by phase, beside what the planner predicts for it.
+
+    python benchmarks/throughput.py CONFIG [key=value ...] [--steps N] [--json FILE]    # launches torchrun
+    torchrun ... benchmarks/throughput.py CONFIG ...                        # as a rank of a launched job
+    python benchmarks/throughput.py CONFIG --run RUN_DIR                    # reads a run that is over
+    python benchmarks/throughput.py CONFIG [CONFIG ...] --simulate          # no GPU: the prediction alone
+
+A run takes N steps (default 3) after one that warms up, without evaluation or export, and is then read from
+its own metrics.jsonl: seconds per phase, tokens/s per process (one GPU each), memory peaks. Where
+the GPU is known (`gpu` in the configuration, or --gpu) the prediction at the run's own mean lengths stands
+beside it, and model FLOPs over peak FLOPs by phase (attention counted causally).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from common import ChildFailed, Report, arguments, cores, say, torchrun, warn_if_busy
+
+from megatron_rl.algorithms.lookup import get_algorithm
+from megatron_rl.config.check import check_config
+from megatron_rl.config.errors import UserError, UserErrors
+from megatron_rl.config.load import load
+from megatron_rl.config.memory import PHASES as MEMORY_PHASES
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.planner.calibrate import observed, read_steps
+from megatron_rl.planner.constants import Constants, load_constants
+from megatron_rl.planner.model_shape import ModelShape, load_model
+from megatron_rl.planner.run_step import PHASES, Observed, RunStep, predict_run, without_sync
+
+QUIET = (
+    "data.eval=null",
+    "checkpoint.every=1000000",
+    "checkpoint.resume=never",
+    "checkpoint.export=false",
+)
+"""What a measured run leaves out; the last step of a run still saves its state, outside the measured time."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Hold one configuration with everything derived, and bytes per phase as `check` estimates them."""
+
+    name: str
+    config: RunConfig
+    memory: Mapping[str, float]
+    shipped: tuple[Path, ...]
+
+    def model_of(self, path: str) -> ModelShape:
+        """Return the shape of a model by its path in the configuration, shipped where it is not here."""
+        places = [Path(path), *(folder / Path(path).name for folder in self.shipped)]
+        found = next((place for place in places if (place / "config.json").is_file()), None)
+        return load_model(str(found or path))
+
+    def predict(self, gpu: str, constants: Constants, observed: Observed | None = None) -> RunStep:
+        """Predict one step on a GPU."""
+        return predict_run(self.config, constants, gpu, self.model_of, observed)
+
+
+def read_case(path: str, overrides: Sequence[str]) -> Case:
+    """Read and check a configuration; raises UserErrors with everything that is wrong."""
+    loaded = load(path, overrides)
+    above = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
+    shipped = tuple(folder for folder in above if folder.is_dir())
+    report = check_config(
+        loaded, algorithm_of=get_algorithm, without_files=True, shipped_models=next(iter(shipped), None)
+    )
+    memory = {}
+    if report.memory:
+        memory = {name: max(rank.total(name) for rank in report.memory) for name in MEMORY_PHASES}
+    return Case(Path(path).stem, report.valid(), memory, shipped)
+
+
+def add_prediction(report: Report, case: Case, step: RunStep) -> None:
+    """Record a predicted step."""
+    method = f"predicted, {case.config.gpu}"
+    report.add(case.name, method, "step", "s", [step.total])
+    for phase in PHASES:
+        if step.seconds[phase]:
+            report.add(case.name, method, phase, "s", [step.seconds[phase]])
+    add_rates(report, case, method, [step], [{**step.seconds, "step": step.total}])
+    for phase, held in case.memory.items():
+        report.add(case.name, method, f"memory {phase}", "GB per process", [held / 1e9])
+
+
+def add_rates(
+    report: Report, case: Case, method: str, steps: Sequence[RunStep], seconds: Sequence[Mapping[str, float]]
+) -> None:
+    """Record tokens per second and process, and FLOPs over peak where it is known, of each phase."""
+    whole = [step.tokens / taken["step"] / step.world for step, taken in zip(steps, seconds, strict=True)]
+    report.add(case.name, method, "tokens/s per process, step", "tokens/s", whole)
+    by_step = [step.rates(taken) for step, taken in zip(steps, seconds, strict=True)]
+    for phase in by_step[0]:
+        values = [rates[phase] for rates in by_step if phase in rates]
+        report.add(case.name, method, f"tokens/s per process, {phase}", "tokens/s", values)
+    used = [
+        step.utilization(taken) if step.peak_flops else {} for step, taken in zip(steps, seconds, strict=True)
+    ]
+    for phase in used[0]:
+        report.add(
+            case.name, method, f"FLOPs / peak, {phase}", "share", [u[phase] for u in used if phase in u]
+        )
+
+
+def add_measurement(report: Report, case: Case, folder: Path, gpu: str | None, constants: Constants) -> None:
+    """Record what a run folder measured, and the prediction at its own lengths where the GPU is known."""
+    lines = read_steps(folder, "--run")
+    world = case.config.world_size or 1
+    method = f"measured on {world} process{'es' if world > 1 else ''}"
+    seconds = [{**without_sync(line), "step": line["time/step"]} for line in lines]
+    for phase in ("step", *PHASES):
+        values = [taken[phase] for taken in seconds if phase in taken]
+        if values:
+            report.add(case.name, method, phase, "s", values)
+    lengths = [observed(case.config, [line]) for line in lines]
+    steps = [case.predict(gpu or "h100", constants, seen) for seen in lengths]
+    if gpu is None:
+        steps = [replace(step, peak_flops=0.0) for step in steps]  # another machine's peak says nothing
+    add_rates(report, case, method, steps, seconds)
+    for name in sorted({key for line in lines for key in line if key.endswith("peak_bytes")}):
+        values = [line[name] / 1e9 for line in lines if name in line]
+        report.add(case.name, method, name.removesuffix("_bytes").replace("memory/", "memory "), "GB", values)
+    if gpu is not None:
+        add_prediction(report, case, case.predict(gpu, constants, observed(case.config, lines)))
+
+
+def launch(path: str, overrides: Sequence[str], world: int, folder: Path) -> None:
+    """Train on this host in ``world`` processes, or in this process where it is one of a launched job."""
+    words = ["train", path, *overrides, f"run_dir={folder}"]
+    if "WORLD_SIZE" in os.environ:
+        from megatron_rl.cli.main import main as command
+
+        if code := command(words):
+            sys.exit(code)
+        return
+    log = folder.parent / f"{folder.name}.log"
+    torchrun(["-m", "megatron_rl", *words], world, max(1, cores() // world), log, 24 * 3600.0)
+
+
+def compact(cases: Sequence[tuple[Case, RunStep]]) -> str:
+    """Return predictions as a table of one line per configuration."""
+    head = ("configuration", "GPUs", "step s", *PHASES, "tokens/s/GPU", "learn FLOPs/peak")
+    lines = [head]
+    for case, step in cases:
+        used = step.utilization(step.seconds)
+        cells = (f"{step.total:.1f}", *(f"{step.seconds[name]:.1f}" for name in PHASES))
+        rate = f"{step.tokens / step.total / step.world:.0f}"
+        lines.append((case.name, str(step.world), *cells, rate, f"{used['learn']:.2f}"))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def simulate(
+    report: Report, paths: Sequence[str], overrides: Sequence[str], gpu: str | None, constants: Constants
+) -> None:
+    """Predict and record every configuration; raises UserError where no GPU is named."""
+    cases = []
+    for path in paths:
+        case = read_case(path, overrides)
+        name = gpu or case.config.gpu
+        if name is None:
+            raise UserError("no GPU to predict for", where=path, fix="write gpu: H100-80GB, or give --gpu")
+        case = replace(case, config=replace(case.config, gpu=name))
+        step = case.predict(name, constants)
+        cases.append((case, step))
+        add_prediction(report, case, step)
+    print(compact(cases))
+    report.note("predicted: nothing was run; prompts at their limit, responses a third of theirs on average")
+
+
+def options_of() -> tuple[list[str], list[str], argparse.Namespace]:
+    """Return configurations, overrides and options of the command line."""
+    parser = arguments(__doc__, repeats=3)
+    parser.add_argument("words", metavar="CONFIG [key=value ...]", nargs="+")
+    parser.add_argument("--steps", type=int, default=None, help="measured steps (default 3; with --quick 1)")
+    parser.add_argument("--simulate", action="store_true", help="print the planner's prediction alone")
+    parser.add_argument("--run", type=Path, default=None, metavar="DIR", help="read this finished run folder")
+    parser.add_argument(
+        "--gpu", default=None, help="GPU of the prediction (default: `gpu` of the configuration)"
+    )
+    parser.add_argument(
+        "--constants", default=None, metavar="FILE", help="planner constants, as plan --calibrate makes"
+    )
+    parser.add_argument("--keep", type=Path, default=None, metavar="DIR", help="keep the run folder as DIR")
+    options = parser.parse_intermixed_args()
+    paths = [word for word in options.words if "=" not in word]
+    overrides = [word for word in options.words if "=" in word]
+    if not options.simulate and len(paths) != 1:
+        parser.error("one CONFIG at a time can be run; --simulate takes several")
+    return paths, overrides, options
+
+
+def measure(
+    report: Report, path: str, overrides: list[str], options: argparse.Namespace, constants: Constants
+) -> None:
+    """Run one configuration and record it (rank 0 of a launched job alone records)."""
+    steps = options.steps or options.repeats or (1 if options.quick else 3)
+    overrides = [*QUIET, f"steps={steps + 1}", *overrides]
+    case = read_case(path, overrides)
+    gpu = options.gpu or case.config.gpu
+    if options.run is not None:
+        add_measurement(report, case, options.run, gpu, constants)
+        return
+    with tempfile.TemporaryDirectory(prefix="throughput.") as temporary:
+        # Ranks of a launched job must agree on the folder: the configuration's own.
+        launched = "WORLD_SIZE" in os.environ
+        folder = options.keep or (Path(case.config.run_dir) if launched else Path(temporary) / "run")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        launch(path, overrides, case.config.world_size or 1, folder)
+        if int(os.environ.get("RANK", "0")) == 0:
+            add_measurement(report, case, folder, gpu, constants)
+
+
+def main() -> int:
+    """Measure or simulate, print, write; return the exit code."""
+    paths, overrides, options = options_of()
+    report = Report("throughput")
+    try:
+        constants = load_constants(options.constants)
+        if options.simulate:
+            simulate(report, paths, overrides, options.gpu, constants)
+        else:
+            warn_if_busy("throughput")
+            measure(report, paths[0], overrides, options, constants)
+    except (UserError, UserErrors) as error:
+        say("throughput", str(error))
+        return 2
+    except ChildFailed as error:
+        report.fail(str(error))
+    return report.finish(options.json) if int(os.environ.get("RANK", "0")) == 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
