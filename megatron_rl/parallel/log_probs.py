@@ -55,19 +55,32 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight)
         for begin in range(0, len(hidden), ctx.chunk):
             part = slice(begin, begin + ctx.chunk)
-            logits = _logits(hidden[part], weight, temperature[part], ctx.shard)
-            log_p = logits.sub_(log_normaliser[part, None])
-            p = log_p.exp()
-            slope = log_p.add_(entropy[part, None]).mul_(-entropy_gradient[part, None])
-            slope = slope.sub_(log_prob_gradient[part, None]).mul_(p)
-            local, mine = _local_targets(targets[part], weight, ctx.shard)
-            slope.scatter_add_(1, local[:, None], (log_prob_gradient[part] * mine)[:, None])
-            slope = slope.div_(temperature[part, None]).to(weight.dtype)
-            hidden_gradient[part] = slope @ weight
-            weight_gradient.addmm_(slope.t(), hidden[part])
+            _add_gradients(
+                hidden[part], targets[part], temperature[part], log_normaliser[part], entropy[part],
+                log_prob_gradient[part], entropy_gradient[part],
+                weight, ctx.shard, hidden_gradient[part], weight_gradient,
+            )  # fmt: skip
         if ctx.reduce and ctx.shard.group.size() > 1:
             dist.all_reduce(hidden_gradient, group=ctx.shard.group)
         return hidden_gradient, weight_gradient, None, None, None, None, None
+
+
+def _add_gradients(
+    hidden: Tensor, targets: Tensor, temperature: Tensor, log_normaliser: Tensor, entropy: Tensor,
+    log_prob_gradient: Tensor, entropy_gradient: Tensor, weight: Tensor, shard: VocabularyShard,
+    hidden_gradient: Tensor, weight_gradient: Tensor,
+) -> None:  # fmt: skip
+    """Project one chunk of tokens again and add its gradients; two tensors [chunk, V / tp] live meanwhile."""
+    log_p = _logits(hidden, weight, temperature, shard).sub_(log_normaliser[:, None])
+    p = log_p.exp()
+    slope = log_p.add_(entropy[:, None]).mul_(-entropy_gradient[:, None])
+    slope = slope.sub_(log_prob_gradient[:, None]).mul_(p)
+    del log_p, p
+    local, mine = _local_targets(targets, weight, shard)
+    slope.scatter_add_(1, local[:, None], (log_prob_gradient * mine)[:, None])
+    slope = slope.div_(temperature[:, None]).to(weight.dtype)
+    torch.mm(slope, weight, out=hidden_gradient)
+    weight_gradient.addmm_(slope.t(), hidden)
 
 
 def chunked_statistics(
@@ -78,19 +91,25 @@ def chunked_statistics(
     The four are the peak of logits, the sum of exp(logit - peak), the sum of exp(logit - peak) * (logit -
     peak), and the target's logit (a very low number where another shard holds it).
     """
-    parts = []
-    for begin in range(0, len(hidden), chunk):
-        end = begin + chunk
-        logits = _logits(hidden[begin:end], weight, temperature[begin:end], shard)
-        peak = logits.amax(dim=-1)
-        local, mine = _local_targets(targets[begin:end], weight, shard)
-        target = logits.gather(1, local[:, None])[:, 0].masked_fill(~mine, _MASKED)
-        shifted = logits.sub_(peak[:, None])
-        exponents = shifted.exp()
-        total = exponents.sum(dim=-1)
-        weighted = exponents.mul_(shifted).sum(dim=-1)
-        parts.append(torch.stack((peak, total, weighted, target)))
-    return torch.cat(parts, dim=1)
+    parts = (slice(begin, begin + chunk) for begin in range(0, len(hidden), chunk))
+    return torch.cat(
+        [_statistics(hidden[part], weight, targets[part], temperature[part], shard) for part in parts], dim=1
+    )
+
+
+def _statistics(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: VocabularyShard
+) -> Tensor:
+    """Reduce one chunk of tokens; two tensors [chunk, V / tp] live meanwhile and none afterwards."""
+    logits = _logits(hidden, weight, temperature, shard)
+    peak = logits.amax(dim=-1)
+    local, mine = _local_targets(targets, weight, shard)
+    target = logits.gather(1, local[:, None])[:, 0].masked_fill(~mine, _MASKED)
+    shifted = logits.sub_(peak[:, None])
+    exponents = shifted.exp()
+    total = exponents.sum(dim=-1)
+    weighted = exponents.mul_(shifted).sum(dim=-1)
+    return torch.stack((peak, total, weighted, target))
 
 
 def kernel_statistics(

@@ -121,6 +121,32 @@ def test_training_uses_it_and_gradients_are_right(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("vocabulary", [1, 63, 129, 517])
+def test_values_and_gradients_equal_a_dense_softmax_in_float64(
+    vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cold and hot rows, no size a multiple of a block, inputs that are columns of wider tensors."""
+    monkeypatch.setattr(module, "kernel_applies", lambda *_: True)
+    hidden, weight, targets, _ = case(70, 50, vocabulary + 3, vocabulary, torch.float32)
+    temperature = torch.logspace(-1, 0.7, 70, device=hidden.device)
+    hidden, weight = (torch.cat((value, value), dim=1)[:, :50] for value in (hidden, weight))
+    assert hidden.stride(0) == weight.stride(0) == 100
+    mix = torch.linspace(-1, 1, len(targets), device=hidden.device)
+
+    states, words = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    shard = VocabularyShard(0, vocabulary, ALONE)
+    found = module.vocab_parallel_log_probs(states, words, targets, temperature, shard, 32)
+    gradients = torch.autograd.grad((found[0] * mix + found[1] * mix.flip(0)).sum(), (states, words))
+
+    x, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    log_p = (x @ w[:vocabulary].T / temperature.double()[:, None]).log_softmax(-1)
+    wanted = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    mix = mix.double()
+    expected = torch.autograd.grad((wanted[0] * mix + wanted[1] * mix.flip(0)).sum(), (x, w))
+    for one, other in zip((*found, *gradients), (*wanted, *expected), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [dtype for dtype in FAST if dtype not in WRONG], ids=str)
 def test_it_is_tried_before_it_is_relied_on(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     module.kernel_works.cache_clear()

@@ -1,5 +1,7 @@
 """Chunked vocab-parallel log-probs and entropy equal the dense softmax, values and gradients."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -103,3 +105,25 @@ def test_logits_of_half_precision_are_reduced_in_float32():
     assert found.dtype == entropy.dtype == torch.float32
     wanted, _ = _dense(states.double(), weight.double(), targets, temperature.double(), vocabulary)
     assert (found.double() - wanted).abs().max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "rows"), [(512, 64, 2048), (2048, 64, 2048), (512, 128, 2048), (512, 64, 1024)]
+)
+def test_memory_is_two_chunks_of_logits_whatever_the_tokens(tokens, chunk, rows, monkeypatch):
+    """What both passes hold at once beyond inputs and gradients, but for a few numbers per token."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    from live_bytes import LiveBytes
+
+    width = 16
+    states, weight, targets, temperature, _ = _case(tokens, width, rows, rows, torch.float32)
+    with LiveBytes() as live:
+        found = vocab_parallel_log_probs(
+            states, weight, targets, temperature, VocabularyShard(0, rows, ALONE), chunk
+        )
+        (found[0].sum() + found[1].sum()).backward()
+    logits = 4 * chunk * rows
+    gradients, per_token = states.nbytes + weight.nbytes, 100 * tokens
+    assert live.peak < 2 * logits + 2 * gradients + per_token
+    assert live.peak > logits
+    sys.modules.pop("live_bytes")
