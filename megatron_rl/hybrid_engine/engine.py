@@ -17,7 +17,7 @@ from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.weights import Chunked, live_parameters, source_boxes
-from megatron_rl.parallel.transfer import gather_layout, gather_objects, sum_over_ranks
+from megatron_rl.parallel.transfer import gather_layout, gather_objects, rank_in, sum_over_ranks
 from megatron_rl.types import TensorBox
 
 
@@ -75,6 +75,10 @@ class HybridEngine:
         self._synced_version: int | None = None
 
     @property
+    def _rank(self) -> int:
+        return rank_in(self._group)
+
+    @property
     def plan(self) -> ReshardPlan:
         """Return the plan, built once. The first access is collective over the group."""
         if self._plan is None:
@@ -105,7 +109,7 @@ class HybridEngine:
             self._engine.finish_update(self.version)
         self._acknowledge()
         self._synced_version = self.version
-        rank = device.rank()
+        rank = self._rank
         return Metrics.of({"time/reshard": moved - begin, "time/reshard_verify": verified - moved}) + Metrics(
             {},
             {
@@ -155,7 +159,7 @@ class HybridEngine:
         wanted = self._engine.boxes() if self._engine is not None else None
         sources = gather_layout(own, _dtypes(held), self._group)
         destinations = gather_layout(wanted, _dtypes(written), self._group)
-        hosts = dict(gather_objects((device.rank(), socket.gethostname()), self._group))
+        hosts = dict(gather_objects((self._rank, socket.gethostname()), self._group))
         names = sorted(set(hosts.values()))
         return build_plan(sources, destinations, {other: names.index(host) for other, host in hosts.items()})
 
@@ -170,7 +174,7 @@ class HybridEngine:
         held, written = self._storages()
         key = storage_key(held), storage_key(written)
         if self._execution is None or key != self._compiled_for:
-            self._execution = Execution(plan, device.rank(), held, written, self._staging_bytes, self._group)
+            self._execution = Execution(plan, self._rank, held, written, self._staging_bytes, self._group)
             self._compiled_for = key
         return self._execution
 

@@ -43,6 +43,11 @@ def backend() -> str:
     return "gloo" if _ON_HOST else "nccl"
 
 
+def backends() -> str:
+    """Return the backends by kind of device, in the words of torch.distributed."""
+    return backend() if _ON_HOST else f"cpu:gloo,cuda:{backend()}"
+
+
 def synchronize() -> None:
     """Wait until everything launched on the device is done."""
     if not _ON_HOST:
@@ -102,8 +107,7 @@ def initialize(timeout: float = 600.0) -> None:
         alone = "MASTER_PORT" not in os.environ
         store = dist.HashStore() if alone else None
         arguments: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1} if alone else {}
-        name = backend() if _ON_HOST else f"cpu:gloo,cuda:{backend()}"
-        dist.init_process_group(name, timeout=_timeout, **arguments)
+        dist.init_process_group(backends(), timeout=_timeout, **arguments)
     prepare_megatron()
 
 
@@ -204,6 +208,8 @@ def megatron_mode() -> Iterator[None]:
             yield
     finally:
         _depth = 0
+
+
 _timeout: timedelta | None = None
 
 

@@ -160,6 +160,11 @@ def slot_bytes(staging_bytes: int, streams: int) -> int:
     return slot
 
 
+def rank_in(group: Any = None) -> int:
+    """Return this process's global rank, by which the members of ``group`` know it."""
+    return dist.get_rank() if group is None else dist.get_global_rank(group, group.rank())
+
+
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """Return every rank's picklable value, in group order. Collective over the group."""
     result: list[Any] = [None] * dist.get_world_size(group)
@@ -181,7 +186,7 @@ def gather_layout(
     ``boxes`` is None on ranks that hold none; ``dtypes`` are of this rank's storages. Equal
     boxes travel once. Collective over the group.
     """
-    rank = dist.get_rank()
+    rank = rank_in(group)
     content = None
     digest = None
     if boxes is not None:

@@ -27,6 +27,7 @@ _HOST_CACHE_BYTES = 2**30
 _HOST_CACHE_ROWS = 256
 _HOST_BLOCK = 128  # tokens, as vLLM's attention on the host cuts its cache
 _prepared = False
+_writable = False
 _engines = 0
 
 
@@ -41,7 +42,7 @@ def prepare_vllm() -> None:
     os.environ |= _DEFAULTS | dict(os.environ) | _REQUIRED
     warnings.filterwarnings("ignore", message=".*reduce_op.*", category=FutureWarning)  # vLLM looks it up
     set_threads = torch.set_num_threads
-    import vllm  # noqa: F401
+    import vllm
 
     _keep_process_groups()
     _inspect_models_in_process()
@@ -49,10 +50,23 @@ def prepare_vllm() -> None:
     if device.on_host():
         with device.keep_answers():
             import vllm.v1.worker.cpu.shm  # noqa: F401 - where vLLM answers for the accelerator
-        _keep_weights_unpacked()
-        _sample_without_compiling()
+    keep_weights_writable()
     torch.set_num_threads = set_threads
     _prepared = True
+
+
+def keep_weights_writable() -> None:
+    """Have vLLM keep weights that can be written in place, in models loaded from now on. May be repeated."""
+    global _writable
+    if device.on_host() and not _writable:
+        _keep_weights_unpacked()
+        _sample_without_compiling()
+    _writable = True
+
+
+def weights_are_writable() -> bool:
+    """Say whether vLLM keeps weights in place in this process, as models that are loaded from now on do."""
+    return _writable
 
 
 def _keep_process_groups() -> None:

@@ -1,0 +1,157 @@
+"""Send your Megatron model's weights to vLLM workers of another job, each byte where it is needed.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 3 launch/examples/separate.py
+
+Ranks 0 and 1 train with tensor parallelism 2 in a world of their own; the last rank stands for a vLLM server,
+which knows nothing of that world. Here it answers over a pipe; for a real one start
+``vllm serve MODEL --worker-extension-cls megatron_rl.hybrid_engine.worker_extension.HybridWorker
+--weight-transfer-config '{"backend": "megatron_rl"}'`` and let ``client`` be vLLM's own
+``HTTPVLLMWeightSyncClient``. A request is in flight during the second update: it is paused, kept, and
+finished with the new weights.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colocated import generate, tiny_checkpoint, vllm_engine
+from transformers import AutoConfig
+
+TRAINERS = 2
+KEY = b"example"
+
+
+class PipeClient:
+    """Call the server's weight-sync methods by name."""
+
+    def __init__(self, port: int) -> None:
+        self._pipe = None
+        while self._pipe is None:
+            try:
+                self._pipe = Client(("127.0.0.1", port), authkey=KEY)
+            except ConnectionRefusedError:
+                continue
+
+    def call(self, name: str, *arguments: Any) -> None:
+        self._pipe.send((name, arguments))
+        answer = self._pipe.recv()
+        if answer is not None:
+            raise RuntimeError(answer)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.call("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.call("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.call("finish_weight_update", weight_version)
+
+
+def train(rank: int, checkpoint: Path, port: int) -> None:
+    """Train in name only and send the weights, twice."""
+    from colocated import megatron_model
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+    from megatron_rl.hybrid_engine import weight_transfer
+    from megatron_rl.parallel.hf.weights import load_weights
+    from megatron_rl.rollout.vllm_engine_transfer import TrainerMeeting
+
+    weight_transfer.register()
+    config = AutoConfig.from_pretrained(checkpoint)
+    trained = weight_transfer.TrainedModel.of([megatron_model(config)], config)
+    load_weights(trained, checkpoint)
+    where = {"address": "127.0.0.1", "port": port + 1, "trainers": TRAINERS, "workers": 1}
+    client = PipeClient(port) if rank == 0 else None
+    sender = WeightTransferTrainerFactory.trainer_init(
+        TrainerMeeting(trained, rank=rank, **where), client=client
+    )
+    for step in range(2):
+        with torch.no_grad():
+            for parameter in trained.chunks[0].parameters():
+                parameter.mul_(1.0 + 0.5 * step)  # your optimizer's step
+        sender.send_weights()
+    sender.shutdown()
+    if client is not None:
+        client.call("close")
+    dist.barrier()
+
+
+def serve(checkpoint: Path, port: int) -> None:
+    """Stand for a vLLM server with one worker."""
+    from megatron_rl.hybrid_engine import weight_transfer
+
+    weight_transfer.register()
+    llm = vllm_engine(checkpoint, distributed_executor_backend="uni")
+    answers = InFlight(llm)
+    with Listener(("127.0.0.1", port), authkey=KEY) as listener, listener.accept() as pipe:
+        while True:
+            name, arguments = pipe.recv()
+            if name == "close":
+                pipe.send(None)
+                break
+            if name == "start_weight_update":
+                answers.pause()
+            try:
+                getattr(llm, name)(*arguments)
+                pipe.send(None)
+            except Exception as error:
+                pipe.send(repr(error))
+                raise
+            if name == "finish_weight_update":
+                answers.resume()
+    print(f"in flight: {answers.finish()}", flush=True)
+    print(f"server, weights {llm.get_weight_version()}: {generate(llm, [1, 2, 3])}", flush=True)
+
+
+class InFlight:
+    """Keep one request running across an update of the weights."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm, self._started = llm, False
+
+    def pause(self) -> None:
+        self._llm.llm_engine.sleep(0, mode="keep")
+
+    def resume(self) -> None:
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._llm.wake_up(["scheduling"])
+        if not self._started:
+            from vllm import SamplingParams
+
+            how = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False)
+            self._llm.llm_engine.add_request("kept", {"prompt_token_ids": [5, 6, 7]}, how)
+            for _ in range(4):
+                self._llm.llm_engine.step()
+            self._started = True
+
+    def finish(self) -> list[int]:
+        answers = []
+        while self._llm.llm_engine.has_unfinished_requests():
+            answers += self._llm.llm_engine.step()
+        return list(answers[-1].outputs[0].token_ids)
+
+
+def main(checkpoint: Path) -> None:
+    """Take this rank's part."""
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]) + 1
+    if rank == TRAINERS:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+            del os.environ[name]
+        serve(checkpoint, port)
+    else:
+        os.environ["WORLD_SIZE"] = str(TRAINERS)
+        train(rank, checkpoint, port)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else tiny_checkpoint())
