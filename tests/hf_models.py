@@ -80,6 +80,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("Mistral", {"sliding_window": 8}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+            },
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (
         "Qwen3Moe",
@@ -98,7 +111,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def config_of(family: str, **changes: Any) -> Any:
     """Return the transformers config of a family's tiny model."""
     kind, settings = FAMILIES[family]
-    return getattr(transformers, f"{kind}Config")(**{**COMMON, **settings, **changes})
+    name = "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config"
+    return getattr(transformers, name)(**{**COMMON, **settings, **changes})
 
 
 def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -108,7 +122,7 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-            if "rotary" in name:
+            if "rotary" in name or "embed_scale" in name:
                 continue
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import multi_latent_attention
 from torch import Tensor, nn
 
+from megatron_rl.parallel import tensor_scope
 from megatron_rl.parallel.layers import PackedAttention, PackedRotaryEmbedding, has_transformer_engine
 
 
@@ -24,10 +23,10 @@ def allow_without_transformer_engine() -> None:
         module: Any = multi_latent_attention
         module.HAVE_TE = False
         module.gather_from_tensor_model_parallel_region = lambda value: (
-            mappings.gather_from_tensor_model_parallel_region(value, group=_tensor_group)
+            mappings.gather_from_tensor_model_parallel_region(value, group=tensor_scope.group())
         )
         module.scatter_to_sequence_parallel_region = lambda value: (
-            mappings.scatter_to_sequence_parallel_region(value, group=_tensor_group)
+            mappings.scatter_to_sequence_parallel_region(value, group=tensor_scope.group())
         )
 
 
@@ -43,21 +42,7 @@ def prepare_latent_attention(chunk: Any, inverse_frequencies: Tensor) -> None:
             scaled = attention.config.rope_type == "yarn"
             attention.rotary_pos_emb = _LatentRotaryEmbedding(inverse_frequencies.to(device), scaled)
             attention.core_attention = _LatentAttention(attention.core_attention)
-            original = attention.get_query_key_value_tensors
-            attention.get_query_key_value_tensors = partial(_in_group, original, attention.tp_group)
-
-
-_tensor_group: Any = None
-
-
-def _in_group(function: Callable[..., Any], group: Any, *args: Any, **more: Any) -> Any:
-    """Call Megatron's projection while its gathers mean ``group``."""
-    global _tensor_group
-    before, _tensor_group = _tensor_group, group
-    try:
-        return function(*args, **more)
-    finally:
-        _tensor_group = before
+            tensor_scope.bind(attention)
 
 
 class _LatentRotaryEmbedding(PackedRotaryEmbedding):

@@ -154,6 +154,7 @@ def build_model(
     if device.on_host():
         spec.transformer_config.gradient_accumulation_fusion = False
     fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
+    fused = fused and not spec.local_layers
     coordinates = groups.coordinates
     chunks = []
     with device.megatron_mode():
@@ -195,8 +196,7 @@ def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: boo
     )
     if not fused and not config.multi_latent_attention:
         chunk.rotary_pos_emb = PackedRotaryEmbedding(spec.inverse_frequencies.to(device.device()))
-    else:
-        spec.finish(chunk)
+    spec.finish(chunk)
     if chunk.post_process:
         if spec.scalar_head:
             deviation = config.init_method_std

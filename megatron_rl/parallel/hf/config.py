@@ -15,11 +15,13 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.errors import UserError, nearest
-from megatron_rl.parallel import device
+from megatron_rl.parallel import device, tensor_scope
 from megatron_rl.parallel.experts import prepare_experts
+from megatron_rl.parallel.gemma import both_frequencies, prepare_sandwich_layers
 from megatron_rl.parallel.hf.families import (
     ACTIVATIONS,
     Family,
+    check_attention,
     check_routing,
     expert_count,
     family_of,
@@ -60,14 +62,31 @@ class ModelSpec:
         names = ("embedding.word_embeddings.weight", "output_layer.weight")
         return names[:1] if self.scalar_head else names
 
-    def finish(self, chunk: torch.nn.Module) -> None:
-        """Give a freshly built GPTModel chunk the checkpoint's exact rotary frequencies.
+    @property
+    def shares_heads(self) -> bool:
+        """Say whether tensor-parallel ranks share key-value heads, which are fewer than the ranks."""
+        return self.transformer_config.num_query_groups < self.transformer_config.tensor_model_parallel_size
 
-        Megatron knows one fixed kind of RoPE scaling, so the frequencies come from transformers.
+    @property
+    def local_layers(self) -> bool:
+        """Say whether the model takes Megatron's plain layers even where Transformer Engine is installed."""
+        return self.family.sandwich
+
+    def finish(self, chunk: Any) -> None:
+        """Give a freshly built GPTModel chunk what Megatron's settings do not express.
+
+        These are the checkpoint's exact rotary frequencies, since Megatron knows one fixed kind of RoPE
+        scaling, the role's own groups where it would ask for global ones, and Gemma's additions to a layer.
         """
         if self.family.mla:
             prepare_latent_attention(chunk, self.inverse_frequencies)
             return
+        if self.shares_heads:
+            for layer in chunk.decoder.layers:
+                tensor_scope.bind(layer.self_attention)
+        if self.family.sandwich:
+            local = tuple(kind == "sliding_attention" for kind in self.hf_config.layer_types)
+            prepare_sandwich_layers(chunk, local)
         rotary = getattr(chunk, "rotary_pos_emb", None)
         if rotary is not None:
             rotary.inv_freq = self.inverse_frequencies.to(rotary.inv_freq.device)
@@ -85,12 +104,15 @@ def model_spec(
     unsupported architecture or setting, and where the layout does not divide the model.
     """
     family = family_of(hf_config)
+    check_attention(hf_config)
     check_routing(hf_config)
     _check_layout(hf_config, layout, overrides or {})
     if family.moe is not None:
         prepare_experts()
     if family.mla:
         allow_without_transformer_engine()
+    elif hf_config.num_key_value_heads < layout.tensor:
+        tensor_scope.allow_shared_heads()
     settings = _transformer_settings(hf_config, family, layout, dtype)
     settings.update(_checked_overrides(overrides or {}))
     with warnings.catch_warnings():
@@ -113,7 +135,7 @@ def model_spec(
         "share_embeddings_and_output_weights": bool(hf_config.tie_word_embeddings),
         "position_embedding_type": "rope",
         "rotary_percent": 1.0,
-        "rotary_base": hf_config.rope_parameters["rope_theta"],
+        "rotary_base": rope_parameters(hf_config)["rope_theta"],
     }
     return ModelSpec(
         transformer_config=transformer_config,
@@ -133,12 +155,26 @@ def head_dim(hf_config: Any) -> int:
     return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
 
 
+def rope_parameters(hf_config: Any, layer_type: str | None = None) -> Mapping[str, Any]:
+    """Return RoPE's parameters, of one kind of layer where kinds differ (None: of whole attention)."""
+    found = hf_config.rope_parameters
+    return found[layer_type or "full_attention"] if "full_attention" in found else found
+
+
 def rotary_frequencies(hf_config: Any) -> Tensor:
     """Return RoPE's inverse frequencies [head_dim / 2] float32, scaled as the config says.
 
-    Raises UserError for scalings that depend on the sequence length or rescale cos and sin.
+    Where local attention has its own they come first, [head_dim]. Raises UserError for scalings that depend
+    on the sequence length or rescale cos and sin.
     """
-    parameters = hf_config.rope_parameters
+    if "full_attention" in hf_config.rope_parameters:
+        local, whole = (_frequencies(hf_config, kind) for kind in ("sliding_attention", "full_attention"))
+        return both_frequencies(local, whole)
+    return _frequencies(hf_config, None)
+
+
+def _frequencies(hf_config: Any, layer_type: str | None) -> Tensor:
+    parameters = rope_parameters(hf_config, layer_type)
     kind = parameters.get("rope_type", "default")
     if kind == "default":
         size = head_dim(hf_config)
@@ -146,7 +182,8 @@ def rotary_frequencies(hf_config: Any) -> Tensor:
         return 1.0 / (parameters["rope_theta"] ** exponents)
     factor = math.nan
     if kind in ("linear", "llama3", "yarn"):
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, device.host())
+        layer = {} if layer_type is None else {"layer_type": layer_type}
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, device.host(), **layer)
         if factor == 1.0:
             return frequencies
     raise UserError(
@@ -272,15 +309,8 @@ def _check_layout(hf_config: Any, layout: ParallelLayout, overrides: Mapping[str
         "lower layout.tensor",
     )
     groups = hf_config.num_key_value_heads
-    if groups < layout.tensor:
-        raise UserError(
-            f"The model has fewer key-value heads ({groups}) than layout.tensor ({layout.tensor}).",
-            where="layout.tensor",
-            expected=f"a divisor of {groups}",
-            got=str(layout.tensor),
-            fix="lower layout.tensor and raise layout.pipeline",
-        )
-    divides("key-value heads", groups, "tensor", layout.tensor, "lower layout.tensor")
+    if layout.tensor % groups or layout.tensor < groups:  # else ranks share a head
+        divides("key-value heads", groups, "tensor", layout.tensor, "lower layout.tensor")
     divides(
         "MLP width",
         hf_config.intermediate_size,

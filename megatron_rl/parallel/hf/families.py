@@ -63,7 +63,8 @@ class Family:
     """Describe one architecture: what its config says in Megatron's words, and how its tensors are named.
 
     ``settings`` gives further TransformerConfig fields; ``qkv_bias`` and ``all_bias`` read the transformers
-    config. ``mla`` says that attention is multi-latent. ``moe`` names expert tensors;
+    config. ``mla`` says that attention is multi-latent, ``sandwich`` that each block has a norm behind it
+    too, with Gemma's embeddings and rotary angles. ``moe`` names expert tensors;
     ``is_moe_layer(config, layer)`` says which layers have experts.
     """
 
@@ -72,6 +73,7 @@ class Family:
     qk_norm: bool = False
     settings: Callable[[Any], dict[str, Any]] = _no_settings
     mla: bool = False
+    sandwich: bool = False
     moe: MoeNames | None = None
     is_moe_layer: Callable[[Any, int], bool] = lambda config, layer: False
 
@@ -189,11 +191,20 @@ def _deepseek_family(router_bias: str | None) -> Family:
     )
 
 
+def _gemma3(config: Any) -> dict[str, Any]:
+    return {
+        "layernorm_zero_centered_gamma": True,
+        "softmax_scale": config.query_pre_attn_scalar**-0.5,
+        "bias_activation_fusion": False,  # Megatron fuses other activations
+    }
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(all_bias=_llama_bias),
     "qwen2": Family(qkv_bias=_yes),
     "qwen3": Family(qk_norm=True, qkv_bias=_attention_bias),
     "mistral": Family(),
+    "gemma3_text": Family(qk_norm=True, qkv_bias=_attention_bias, sandwich=True, settings=_gemma3),
     "deepseek_v2": _deepseek_family(None),
     "deepseek_v3": _deepseek_family("mlp.gate.e_score_correction_bias"),
     "mixtral": Family(
@@ -221,6 +232,18 @@ FAMILIES: Mapping[str, Family] = {
         ),
     ),
 }
+
+
+def check_attention(config: Any) -> None:
+    """Raise UserError for attention or logits that Megatron would compute differently."""
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, name, None):
+            raise UserError(
+                f"{name} is not supported: PyTorch's fused attention and Megatron's output layer know none.",
+                where=f"config.json: {name}",
+                expected="null",
+                got=str(getattr(config, name)),
+            )
 
 
 _ROUTINGS = {"deepseek_v2": ("greedy",), "deepseek_v3": (None, "noaux_tc")}

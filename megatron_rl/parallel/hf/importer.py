@@ -135,6 +135,17 @@ _DENSE = (
 )
 
 
+_SANDWICH = (
+    _Rule(
+        r"self_attention\.linear_proj\.post_layernorm\.weight",
+        ("post_attention_layernorm.weight",),
+        _whole,
+    ),
+    _Rule(r"pre_mlp_layernorm\.weight", ("pre_feedforward_layernorm.weight",), _whole),
+    _Rule(r"mlp\.linear_fc2\.post_layernorm\.weight", ("post_feedforward_layernorm.weight",), _whole),
+)
+
+
 _LATENT = (
     _Rule(r"self_attention\.linear_q_proj\.weight", ("self_attn.q_proj.weight",), _rows),
     _Rule(r"self_attention\.linear_q_down_proj\.weight", ("self_attn.q_a_proj.weight",), _rows),
@@ -203,7 +214,8 @@ def import_parameters(
     Raises UnknownParameterError for a parameter without a rule.
     """
     family = family_of(hf_config)
-    rules = (*(_LATENT if family.mla else ()), *_DENSE, *_expert_rules(family))
+    special = (*(_LATENT if family.mla else ()), *(_SANDWICH if family.sandwich else ()))
+    rules = (*special, *_DENSE, *_expert_rules(family))
     heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
     shape = (groups, heads // groups, head_dim(hf_config))
     for name, target in parameters.items():

@@ -26,6 +26,8 @@ def checkpoint_shapes(hf_config: Any) -> Shapes:
     shapes: Shapes = {EMBEDDING: (vocabulary, hidden)}
     for layer in range(hf_config.num_hidden_layers):
         names: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+        if family.sandwich:
+            names |= {f"{when}_feedforward_layernorm.weight": (hidden,) for when in ("pre", "post")}
         names |= _latent_attention(hf_config) if family.mla else _attention(hf_config, family)
         if family.is_moe_layer(hf_config, layer):
             names |= _experts(hf_config, family)

@@ -87,6 +87,9 @@ def dense_shapes(
     shapes: Shapes = {"embedding.word_embeddings.weight": vocabulary} if first else {}
     for layer in layers:
         own: Shapes = {"input_layernorm.weight": (hidden,), "pre_mlp_layernorm.weight": (hidden,)}
+        if spec.family.sandwich:
+            behind = ("self_attention.linear_proj", "mlp.linear_fc2")
+            own |= {f"{name}.post_layernorm.weight": (hidden,) for name in behind}
         own |= _latent_attention(config, tensor) if spec.family.mla else _attention(config, tensor)
         if not spec.family.is_moe_layer(spec.hf_config, layer):
             own |= _mlp("mlp.", config, config.ffn_hidden_size // tensor)

@@ -1,0 +1,53 @@
+"""What Gemma has beside Megatron's layers: norms behind both blocks, scaled embeddings, two rotary bases."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.parallel.layers import RmsNorm
+
+
+def prepare_sandwich_layers(chunk: Any, local: tuple[bool, ...]) -> None:
+    """Complete a GPTModel chunk of Megatron's plain layers (Gemma Team 2025, arXiv 2503.19786).
+
+    A norm follows each output projection, as its ``post_layernorm``; embeddings are multiplied by the root of
+    their size; ``local[layer]``, counted over the model, says whose attention takes the first of the two
+    rotary angles that `both_frequencies` makes of every position.
+    """
+    config = chunk.config
+    if chunk.pre_process:
+        chunk.embedding.register_forward_hook(partial(_scale, config.hidden_size**0.5))
+    for layer in chunk.decoder.layers:
+        for projection in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+            projection.post_layernorm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
+            projection.register_forward_hook(_norm_output)
+        hook = partial(_choose_angles, 0 if local[layer.layer_number - 1] else 1)
+        layer.self_attention.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def both_frequencies(local: Tensor, whole: Tensor) -> Tensor:
+    """Return one row of inverse frequencies whose angles hold those of local and of whole attention."""
+    return torch.cat((local, whole))
+
+
+def _scale(factor: float, module: Any, inputs: Any, output: Tensor) -> Tensor:
+    # The factor is rounded to the weights' precision, as the models were trained.
+    return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
+
+
+def _norm_output(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    return module.post_layernorm(output[0]), output[1]
+
+
+def _choose_angles(which: int, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    # The angles come twice, [local, whole, local, whole], since rotation pairs both halves of a head.
+    angles = kwargs["rotary_pos_emb"]
+    if isinstance(angles, tuple):
+        angles = angles[0]
+    quarter = angles.shape[-1] // 4
+    chosen = angles[..., which * quarter : (which + 1) * quarter]
+    return args, {**kwargs, "rotary_pos_emb": torch.cat((chosen, chosen), dim=-1)}

@@ -1,0 +1,47 @@
+"""Tell Megatron's attention which tensor-parallel group it means where it asks for the process-global one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer import attention as megatron_attention
+
+_group: Any = None
+
+
+def group() -> Any:
+    """Return the group of the attention that runs now, None outside of one."""
+    return _group
+
+
+def bind(attention: Any) -> None:
+    """Let an attention module project queries, keys and values in its own group."""
+    original = attention.get_query_key_value_tensors
+    attention.get_query_key_value_tensors = partial(_in_group, original, attention.pg_collection.tp)
+
+
+def _in_group(function: Callable[..., Any], own: Any, *args: Any, **more: Any) -> Any:
+    global _group
+    before, _group = _group, own
+    try:
+        return function(*args, **more)
+    finally:
+        _group = before
+
+
+def allow_shared_heads() -> None:
+    """Let ranks share a key-value head, where there are fewer of them than ranks. May be repeated.
+
+    Megatron then gathers the ranks' projections and finds its place by the process-global group.
+    """
+    module: Any = megatron_attention
+    module.all_gather_last_dim_from_tensor_parallel_region = lambda value: (
+        mappings.all_gather_last_dim_from_tensor_parallel_region(value, group=_group)
+    )
+    module.get_tensor_model_parallel_rank = lambda: (
+        parallel_state.get_tensor_model_parallel_rank() if _group is None else _group.rank()
+    )
