@@ -125,7 +125,7 @@ def check_config(
     files = Files(prepare=loaded.config.prepare, absent=without_files)
     inputs = Inputs(loaded.config, files, check.fine, shipped_models)
     check_inputs(inputs)
-    _check_model(check, inputs.shape, layouts)
+    _check_model(check, inputs, layouts)
     # Findings about files leave the arithmetic whole: it is shown beside them.
     inputs.errors.extend(files.errors)
     inputs.warnings.extend(files.missing)
@@ -290,7 +290,8 @@ def _layouts(check: _Check, world: int) -> dict[str, RoleLayout]:
     return layouts
 
 
-def _check_model(check: _Check, shape: ModelShape | None, layouts: Mapping[str, RoleLayout]) -> None:
+def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, RoleLayout]) -> None:
+    shape = inputs.shape
     lengths = check.fine("data.max_prompt_tokens", "rollout.max_response_tokens", "rollout.sampling_profiles")
     if lengths and check.fine("batch.tokens_per_microbatch"):
         check.add(check_budget(check.config))
@@ -300,7 +301,7 @@ def _check_model(check: _Check, shape: ModelShape | None, layouts: Mapping[str, 
         own = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
         if own and not role.startswith("reward."):
             overrides = check.config.actor.megatron if role == "actor" else {}
-            check.add(check_model(layout, shape, overrides))
+            check.add(check_model(layout, inputs.shapes.get(role, shape), overrides))
     if lengths:
         check.add(check_lengths(check.config, shape))
 

@@ -29,6 +29,7 @@ class Inputs:
     errors: list[UserError] = field(default_factory=list)
     warnings: list[UserError] = field(default_factory=list)
     shape: ModelShape | None = None
+    shapes: dict[str, ModelShape] = field(default_factory=dict)  # of roles whose model is another one
     preview: DataPreview | None = None
 
 
@@ -121,6 +122,8 @@ def _same_vocabulary(check: Inputs, path: str | None, where: str) -> None:
     if path is None or path == warm_up_path(check.config):
         return  # the actor's own model, or what the run makes of it
     shape, actor = _model(check, path, where), check.shape
+    if shape is not None:
+        check.shapes[where.removesuffix(".path").replace("reward.models.", "reward.")] = shape
     if shape is None or actor is None or shape.vocab == actor.vocab:
         return
     role = where.removesuffix(".path")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_rl.config.errors import UserError
 from megatron_rl.planner.calibrate import calibrate
-from megatron_rl.planner.config_writer import config_text, expressible
+from megatron_rl.planner.config_writer import Paths, config_text, expressible
 from megatron_rl.planner.constants import load_constants
 from megatron_rl.planner.evaluate import evaluate, read_scenarios, table
 from megatron_rl.planner.lengths import response_lengths
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--algorithm", choices=sorted(ROLES), default="grpo")
     job.add_argument("--critic", help="critic and reward model of ppo (default: MODEL)")
     job.add_argument("--no-reference", action="store_true", help="no reference policy (no KL term)")
+    job.add_argument("--no-reward-model", action="store_true", help="ppo whose reward is a function alone")
     job.add_argument("--prompts", type=int, default=256, help="prompts per step (default 256)")
     job.add_argument("--samples", type=int, default=8, help="samples per prompt (default 8)")
     job.add_argument("--optimizer-steps", type=int, default=1)
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     result.add_argument("--data", help="data.train in that configuration")
     result.add_argument("--reward", help="reward.function in that configuration")
+    result.add_argument("--reward-model-path", help="path of the reward model in that configuration")
     result.add_argument("--json", metavar="FILE", help="write plans or scenario outcomes as JSON")
     other = parser.add_argument_group("instead of a search")
     other.add_argument("--scenario", metavar="FILE", help="evaluate scenarios against what was measured")
@@ -129,7 +131,8 @@ def _positive(args: argparse.Namespace) -> None:
         )
 
 
-def _problem(args: argparse.Namespace) -> Problem:
+def problem_of(args: argparse.Namespace) -> Problem:
+    """Return what the command line asks for; raises UserError."""
     _positive(args)
     constants = load_constants(args.constants)
     cluster = constants.cluster(
@@ -154,6 +157,8 @@ def _problem(args: argparse.Namespace) -> Problem:
     roles = {role: models[role] for role in ROLES[args.algorithm]}
     if args.no_reference:
         roles.pop("reference")
+    if args.no_reward_model:
+        roles.pop("reward", None)
     return Problem(
         roles,
         args.algorithm,
@@ -164,11 +169,12 @@ def _problem(args: argparse.Namespace) -> Problem:
         OptimizerChoice(),
         roles_swap=False,
         context_parallel=False,
+        stages_stated_once=True,
     )
 
 
 def _search(args: argparse.Namespace) -> int:
-    problem = _problem(args)
+    problem = problem_of(args)
     started = time.monotonic()
     result = search(problem, args.one_step_off)
     plans = result.plans[: max(1, args.best)]
@@ -183,15 +189,24 @@ def _search(args: argparse.Namespace) -> int:
     return 0
 
 
+def _path(model: str) -> str:
+    """Return where a model of the command line lies, or is to lie."""
+    path = model if Path(model).exists() else f"models/{model.rsplit('/', 1)[-1]}"
+    return str(Path(path).parent) if path.endswith("config.json") else path
+
+
 def _write(args: argparse.Namespace, problem: Problem, plans: tuple) -> None:
     # The fastest plan that the configuration can state; a faster one that it cannot is named.
     writable = [plan for plan in plans if expressible(plan) is None]
     chosen = writable[0] if writable else plans[0]
-    path = args.model_path or (
-        args.model if Path(args.model).exists() else f"models/{args.model.rsplit('/', 1)[-1]}"
+    paths = Paths(
+        model=args.model_path or _path(args.model),
+        data=args.data,
+        reward=args.reward,
+        reward_model=args.reward_model_path,
+        critic=_path(args.critic) if args.critic else None,
     )
-    path = str(Path(path).parent) if path.endswith("config.json") else path
-    text = config_text(problem, chosen, path, args.data, args.reward)
+    text = config_text(problem, chosen, paths)
     Path(args.out).write_text(text)
     print(f"wrote {args.out}: {chosen.name}")
     if chosen is not plans[0]:

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_rl.config.errors import UserError
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.placement import APART
+from megatron_rl.planner.constants import GB
 from megatron_rl.planner.layout import Layout, uneven_split
+from megatron_rl.planner.model_shape import ModelShape
 from megatron_rl.planner.placement import PlacementPlan, Problem
 from megatron_rl.planner.search import TrainPlan
 from megatron_rl.planner.show import plan_record
 
 _TRAIN_DATA = "data/gsm8k/main/train-00000-of-00001.parquet"
+_REWARD = "megatron_rl.rewards.math_answer:marked_number"
+_REWARD_MODEL = "models/reward-model"
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Name what a plan does not know; None: the grade-school mathematics set and its reward, to be replaced.
+
+    ``critic`` None starts the critic from ``model``.
+    """
+
+    model: str
+    data: str | None = None
+    reward: str | None = None
+    reward_model: str | None = None
+    critic: str | None = None
 
 
 def _ranks(first: int, count: int) -> str:
     return f"{first}-{first + count - 1}" if count > 1 else str(first)
 
 
-def _layout(layout: Layout, first: int, count: int, world: int) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    if count < world:
-        values["ranks"] = _ranks(first, count)
-    for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert"):
-        if getattr(layout, name) > 1:
-            values[name] = getattr(layout, name)
+def _even(model: ModelShape, layout: Layout) -> bool:
+    return model.layers % (layout.pipeline * layout.virtual_pipeline) == 0
+
+
+def _layout(layout: Layout) -> dict[str, Any]:
+    names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+    values = {name: getattr(layout, name) for name in names if getattr(layout, name) > 1}
     if layout.expert > 1:
         values["expert_tensor"] = 1
     return values
@@ -35,116 +55,202 @@ def _layout(layout: Layout, first: int, count: int, world: int) -> dict[str, Any
 
 def expressible(plan: PlacementPlan) -> str | None:
     """Return why the configuration cannot state a plan, or None when it can."""
-    known = {entry.name for entry in fields(RunConfig)}
+    actor = plan.plan_of("actor")
+    assert actor is not None
     for group in plan.groups:
         for role, chosen in group.plans.items():
-            if role in ("critic", "reward") and not {"critic", "reward_model"} & known:
-                return f"the configuration has no section for the {role} model yet"
-            if chosen.choice.layout.context > 1:
+            choice = chosen.choice
+            if choice.layout.context > 1:
                 return "the trainer cannot cut sequences over ranks (context parallelism) yet"
-    if plan.overlapped:
-        return "the configuration has no one-step-off-policy setting yet"
+            same = choice.layout == actor.choice.layout and choice.model == actor.choice.model
+            even = _even(choice.model, choice.layout) and _even(actor.choice.model, actor.choice.layout)
+            if not same and not even:
+                return (
+                    f"uneven pipeline stages are stated once, and the {role} has other stages than the actor"
+                )
     return None
 
 
-def _uneven(problem: Problem, layout: Layout) -> dict[str, int]:
-    layers = problem.models["actor"].layers
-    if layers % layout.pipeline == 0:
+def _stages(model: ModelShape, layout: Layout) -> dict[str, int]:
+    """Return Megatron's settings of an uneven pipeline, empty for an even one."""
+    if model.layers % layout.pipeline == 0:
         return {}
-    split = uneven_split(layers, layout.pipeline)
+    split = uneven_split(model.layers, layout.pipeline)
     assert split is not None, "the search yields only pipelines with a split"
     return {"num_layers_in_first_pipeline_stage": split[0], "num_layers_in_last_pipeline_stage": split[1]}
 
 
-def _add_roles(
-    config: dict[str, Any], problem: Problem, plan: PlacementPlan, actor: TrainPlan, actor_gpus: int
-) -> None:
-    """Fill in what depends on how the roles share the ranks: the actor's come first."""
-    world = plan.gpus
-    if actor.choice.optimizer.offload:
-        config["actor"]["optimizer"] = {"offload": True}
-    uneven = _uneven(problem, actor.choice.layout)
-    if uneven:
-        config["actor"]["megatron"] = uneven
-    if plan.rollout_gpus:
-        config["rollout"]["ranks"] = _ranks(actor_gpus, plan.rollout_gpus)
-    elif actor_gpus < world:
-        config["rollout"]["ranks"] = _ranks(0, actor_gpus)
-    reference = plan.plan_of("reference")
-    if reference is not None:
-        apart = "reference" not in next(group.plans for group in plan.groups if "actor" in group.plans)
-        first, count = actor_gpus if apart else 0, reference.choice.layout.size
-        config["reference"] = {"layout": _layout(reference.choice.layout, first, count, world)}
-        if problem.algorithm == "grpo":
-            config["algorithm"]["settings"] = {"kl_in": "loss"}  # what the reference is for
+def group_ranks(plan: PlacementPlan) -> dict[str, tuple[int, int]]:
+    """Return (first rank, number of ranks) of every role and the rollout; the actor's group comes first."""
+    groups = sorted(plan.groups, key=lambda group: "actor" not in group.plans)
+    found, first = {}, 0
+    for group in groups:
+        found |= {role: (first, group.gpus) for role in group.plans}
+        first += group.gpus
+    found["rollout"] = (first, plan.rollout_gpus) if plan.rollout_gpus else (0, groups[0].gpus)
+    return found
 
 
-def run_config(
-    problem: Problem, plan: PlacementPlan, model_path: str, data: str | None, reward: str | None
-) -> dict[str, Any]:
-    """Return the configuration of a plan as a plain mapping; raises UserError if it cannot be stated.
+def preset_of(places: Mapping[str, tuple[int, int]], world: int) -> str | None:
+    """Return the placement preset that gives every role its ranks, or None: they must be named."""
+    half, rest = (0, world // 2), (world // 2, world - world // 2)
+    for name, apart in {"colocate": None, **APART}.items():
+        wanted = {role: (0, world) if apart is None else rest if role in apart else half for role in places}
+        if wanted == dict(places):
+            return name
+    return None
 
-    ``data`` and ``reward`` None: the grade-school mathematics set and its reward, to be replaced.
-    """
+
+class _Writer:
+    """Build the configuration of one plan, section by section."""
+
+    def __init__(self, problem: Problem, plan: PlacementPlan, paths: Paths) -> None:
+        self.problem, self.plan, self.paths = problem, plan, paths
+        actor = plan.plan_of("actor")
+        assert actor is not None
+        self.actor: TrainPlan = actor
+        self.places = group_ranks(plan)
+        self.placement = preset_of(self.places, plan.gpus)
+
+    def layout(self, role: str, layout: Layout) -> dict[str, Any]:
+        named = {} if self.placement else {"ranks": _ranks(*self.places[role])}
+        return named | _layout(layout)
+
+    def trained(self, role: str) -> dict[str, Any]:
+        """Return the section of the actor or the critic."""
+        chosen = self.plan.plan_of(role)
+        assert chosen is not None
+        choice = chosen.choice
+        group = next(group for group in self.plan.groups if role in group.plans)
+        section = {
+            "layout": self.layout(role, choice.layout),
+            "recompute": choice.recompute,
+            "offload": group.offloaded,
+        }
+        if choice.optimizer.offload:
+            section["optimizer"] = {"offload": True}
+        stages = _stages(choice.model, choice.layout)
+        if role != "actor" and stages:
+            del section["layout"]  # the actor's, with its stages
+        elif stages:
+            section["megatron"] = stages
+        return section
+
+    def frozen(self, role: str) -> dict[str, Any]:
+        """Return the section of a role that only scores."""
+        chosen = self.plan.plan_of(role)
+        assert chosen is not None
+        if _stages(chosen.choice.model, chosen.choice.layout):
+            return {}
+        return {"layout": self.layout(role, chosen.choice.layout)}
+
+    def batch(self) -> dict[str, Any]:
+        """Return the batch section; one token budget holds for every role, the smallest that was planned."""
+        batch = self.problem.batch
+        micro = min(
+            entry.choice.micro_batch
+            for group in self.plan.groups
+            for role, entry in group.plans.items()
+            if self.problem.trained(role)
+        )
+        return {
+            "prompts_per_step": batch.prompts,
+            "samples_per_prompt": batch.samples,
+            "optimizer_steps": batch.optimizer_steps,
+            "tokens_per_microbatch": int(micro * batch.longest),
+        }
+
+    def reward(self) -> dict[str, Any]:
+        """Return the reward section: a model where one is planned, else a function."""
+        if self.plan.plan_of("reward") is None:
+            return {"function": self.paths.reward or _REWARD}
+        model = {"path": self.paths.reward_model or _REWARD_MODEL, **self.frozen("reward")}
+        function = {"function": self.paths.reward} if self.paths.reward else {}
+        return {**function, "models": {"preference": model}}
+
+    def roles(self) -> dict[str, Any]:
+        """Return the sections of critic, reference and rollout, and what makes the reference needed."""
+        found: dict[str, Any] = {}
+        if self.plan.plan_of("critic") is not None:
+            found["critic"] = ({"path": self.paths.critic} if self.paths.critic else {}) | self.trained(
+                "critic"
+            )
+        if self.plan.plan_of("reference") is not None:
+            found["reference"] = self.frozen("reference")
+        rollout = self.plan.rollout.layout
+        found["rollout"] = {
+            "tensor": rollout.tensor,
+            "max_response_tokens": int(self.problem.batch.lengths.longest),
+            "memory_fraction": rollout.memory_fraction,
+        }
+        if not self.placement:
+            found["rollout"]["ranks"] = _ranks(*self.places["rollout"])
+        if self.plan.overlapped:
+            found["asynchrony"] = {"steps_ahead": 1}
+        return found
+
+    def config(self) -> dict[str, Any]:
+        """Return the whole configuration."""
+        problem, cluster, world = self.problem, self.problem.cluster, self.plan.gpus
+        algorithm: dict[str, Any] = {"name": problem.algorithm}
+        if self.plan.plan_of("reference") is not None:
+            # What the reference is for: a penalty in the loss, or in the reward as PPO has it.
+            algorithm["settings"] = {"kl_in": "reward" if problem.algorithm == "ppo" else "loss"}
+        config: dict[str, Any] = {
+            "model": {"path": self.paths.model},
+            "data": {"train": self.paths.data or _TRAIN_DATA, "max_prompt_tokens": int(problem.batch.prompt)},
+            "reward": self.reward(),
+            "run_dir": f"runs/{problem.models['actor'].name.rsplit('/', 1)[-1]}",
+            "steps": 100,
+            "world_size": world,
+            "gpus_per_node": cluster.gpus_per_node,
+            "gpu": cluster.gpu.name,
+            "gpu_memory_gib": round(cluster.gpu.memory / 2**30, 1),
+            "network_gigabits_per_gpu": round(cluster.network * 8 / GB, 3),
+            "placement": self.placement or "colocate",
+            "algorithm": algorithm,
+            "batch": self.batch(),
+            "actor": self.trained("actor"),
+            **self.roles(),
+        }
+        if self.paths.data is None:
+            fields = {"prompt_field": "question", "ground_truth_field": "answer", "chat_template": True}
+            config["data"] |= fields
+        return config
+
+
+def run_config(problem: Problem, plan: PlacementPlan, paths: Paths) -> dict[str, Any]:
+    """Return the configuration of a plan as a plain mapping; raises UserError if it cannot be stated."""
     reason = expressible(plan)
     if reason:
         raise UserError(
             f"plan {plan.name!r} cannot be written: {reason}",
             where="--out",
-            fix="write the grpo plan, or leave --out",
+            fix="plan for another number of GPUs, or leave --out",
         )
-    batch, world = problem.batch, plan.gpus
-    actor = plan.plan_of("actor")
-    assert actor is not None
-    actor_gpus = next(group.gpus for group in plan.groups if "actor" in group.plans)
-    choice, rollout = actor.choice, plan.rollout.layout
-    config: dict[str, Any] = {
-        "model": {"path": model_path},
-        "data": {"train": data or _TRAIN_DATA, "max_prompt_tokens": int(batch.prompt)},
-        "reward": {"function": reward or "megatron_rl.rewards.math_answer:marked_number"},
-        "run_dir": f"runs/{problem.models['actor'].name.rsplit('/', 1)[-1]}",
-        "steps": 100,
-        "world_size": world,
-        "gpus_per_node": problem.cluster.gpus_per_node,
-        "gpu_memory_gib": round(problem.cluster.gpu.memory / 2**30, 1),
-        "algorithm": {"name": problem.algorithm},
-        "batch": {
-            "prompts_per_step": batch.prompts,
-            "samples_per_prompt": batch.samples,
-            "optimizer_steps": batch.optimizer_steps,
-            "tokens_per_microbatch": int(choice.micro_batch * batch.longest),
-        },
-        "actor": {
-            "layout": _layout(choice.layout, 0, actor_gpus, world),
-            "recompute": choice.recompute,
-            "offload": any(group.offloaded for group in plan.groups),
-        },
-        "rollout": {
-            "tensor": rollout.tensor,
-            "max_response_tokens": int(batch.lengths.longest),
-            "memory_fraction": rollout.memory_fraction,
-        },
+    return _Writer(problem, plan, paths).config()
+
+
+def _prepare(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the commands that fetch what the configuration names and this machine may not have."""
+    models = [paths.model, paths.critic]
+    models += [model["path"] for model in config["reward"].get("models", {}).values()]
+    wanted = dict.fromkeys(path for path in models if path and not path.startswith(("/", ".")))
+    found = {
+        path: f"hf download ORGANISATION/{path.rsplit('/', 1)[-1]} --local-dir {path}"
+        for path in wanted
+        if not Path(path).exists()
     }
-    _add_roles(config, problem, plan, actor, actor_gpus)
-    if data is None:
-        config["data"] |= {"prompt_field": "question", "ground_truth_field": "answer", "chat_template": True}
-    return config
+    if paths.data is None:
+        found["data/gsm8k"] = "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k"
+    return found
 
 
-def config_text(
-    problem: Problem, plan: PlacementPlan, model_path: str, data: str | None, reward: str | None
-) -> str:
+def config_text(problem: Problem, plan: PlacementPlan, paths: Paths) -> str:
     """Return the configuration of a plan as YAML, its prediction in comments."""
-    config = run_config(problem, plan, model_path, data, reward)
+    config = run_config(problem, plan, paths)
     name = problem.models["actor"].name
-    prepare = {}
-    if not model_path.startswith(("/", ".")):
-        prepare[model_path] = (
-            f"hf download ORGANISATION/{model_path.rsplit('/', 1)[-1]} --local-dir {model_path}"
-        )
-    if data is None:
-        prepare["data/gsm8k"] = "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k"
-    if prepare and "prepare" in {entry.name for entry in fields(RunConfig)}:
+    if prepare := _prepare(paths, config):
         config["prepare"] = prepare
     record = plan_record(problem, plan)
     seconds = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in record["seconds"].items())
@@ -154,7 +260,7 @@ def config_text(
         f"# Predicted seconds a step: {seconds}.",
         f"# Predicted GB per GPU: {memory}.",
     ]
-    if data is None:
+    if paths.data is None:
         head.append("# Data and reward are the grade-school mathematics example: put yours in their place.")
     return (
         "\n".join(head) + "\n" + yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=100)

@@ -15,11 +15,12 @@ from megatron_rl.planner.constants import GB, Cluster, Constants
 from megatron_rl.planner.layout import RolloutLayout
 from megatron_rl.planner.memory import OptimizerChoice
 from megatron_rl.planner.model_shape import ModelShape
-from megatron_rl.planner.rl_step import TRAINED_ROLES, Phases, RlBatch
+from megatron_rl.planner.rl_step import TRAINED_ROLES, Phases, RlBatch, TrainChoice, step_forward_seconds
 from megatron_rl.planner.search import (
     RolloutPlan,
     SearchCount,
     TrainPlan,
+    forward_memory,
     memory_limit,
     rollout_plans,
     training_front,
@@ -47,6 +48,7 @@ class Problem:
     rollout_tensor: int | None = None
     roles_swap: bool = True  # resting roles may wait in host memory; this project's roles do not
     context_parallel: bool = True  # sequences may be cut over ranks; this project's trainer does not
+    stages_stated_once: bool = False  # uneven pipeline stages hold for every role, as in this project
 
     def trained(self, role: str) -> bool:
         """Say whether the algorithm trains a role."""
@@ -108,13 +110,13 @@ class Planner:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.counted = SearchCount()
-        self._fronts: dict[tuple[ModelShape, bool, int], list[TrainPlan]] = {}
+        self._fronts: dict[tuple[ModelShape, bool, int, bool], list[TrainPlan]] = {}
         self._rollouts: dict[tuple[int, float], RolloutPlan | None] = {}
 
-    def front(self, role: str, gpus: int) -> list[TrainPlan]:
-        """Return the undominated ways to run a role on ``gpus`` GPUs, fastest first."""
+    def front(self, role: str, gpus: int, even: bool = False) -> list[TrainPlan]:
+        """Return the undominated ways to run a role on ``gpus`` GPUs, fastest first; ``even`` stages only."""
         problem = self.problem
-        key = (problem.models[role], problem.trained(role), gpus)
+        key = (problem.models[role], problem.trained(role), gpus, even)
         if key not in self._fronts:
             self._fronts[key] = training_front(
                 problem.models[role],
@@ -126,20 +128,22 @@ class Planner:
                 problem.optimizer,
                 trained=problem.trained(role),
                 context_allowed=problem.context_parallel,
+                even_stages=even,
                 counted=self.counted,
             )
         return self._fronts[key]
 
-    def group(self, roles: Sequence[str], gpus: int, generates: bool) -> GroupPlan | None:
+    def group(self, roles: Sequence[str], gpus: int, generates: bool, alone: bool = True) -> GroupPlan | None:
         """Plan a group of roles on ``gpus`` GPUs for its least seconds; None when it does not fit.
 
         A role's limit is what the other roles' resting states leave; when that is too little, resting
-        roles wait in host memory and every step pays for the transfers.
+        roles wait in host memory and every step pays for the transfers. ``alone``: no model is elsewhere.
         """
         # The lead is the role whose choice decides what the others, and generation, have left.
         order = sorted(roles, key=lambda name: (not self.problem.trained(name), name != "actor"))
         best: GroupPlan | None = None
-        for lead in self.front(order[0], gpus):
+        even = self.problem.stages_stated_once and not alone
+        for lead in self.front(order[0], gpus, even):
             for spread in _STATE_SPREADS if len(order) > 1 else _STATE_SPREADS[:1]:
                 bound = best.busy if best is not None else inf
                 found = self._with_lead(order, lead, gpus, generates, spread, bound)
@@ -157,8 +161,15 @@ class Planner:
         problem = self.problem
         limit = memory_limit(problem.cluster, problem.constants)
         plans: dict[str, TrainPlan] = {order[0]: lead}
+        uneven = lead.choice.model.layers % lead.choice.layout.pipeline > 0
         for role in order[1:]:
-            front = self.front(role, gpus)
+            if problem.stages_stated_once and uneven:
+                plan = self._like(role, lead)
+                if plan is None:
+                    return None
+                plans[role] = plan
+                continue
+            front = self.front(role, gpus, problem.stages_stated_once)
             if not front:
                 return None
             most = spread * min(plan.memory.states for plan in front)
@@ -187,6 +198,19 @@ class Planner:
         rollout, moved, offloaded = chosen
         kept = frozen if offloaded else resting
         return replace(group, swap=swap + moved, rollout=rollout, resident=kept, offloaded=offloaded)
+
+    def _like(self, role: str, lead: TrainPlan) -> TrainPlan | None:
+        """Return a role's plan with its lead's layout; None where its model is another."""
+        problem = self.problem
+        if problem.models[role] != lead.choice.model:
+            return None
+        if problem.trained(role):
+            return lead
+        choice = TrainChoice(lead.choice.model, lead.choice.layout)
+        cluster = problem.cluster.resized(choice.layout.size)
+        forward = step_forward_seconds(choice, problem.batch, cluster, problem.constants, problem.precision)
+        memory = forward_memory(choice, problem.batch, problem.constants)
+        return TrainPlan(choice, 0.0, forward, memory)
 
     def rollout(
         self, gpus: int, states: float, frozen: float = 0.0
@@ -309,7 +333,9 @@ def best_grouping(
         for index, size in enumerate(sizes):
             key = (index, size * unit)
             if key not in planned:
-                planned[key] = planner.group(groups[index], size * unit, "actor" in groups[index])
+                planned[key] = planner.group(
+                    groups[index], size * unit, "actor" in groups[index], len(groups) == 1
+                )
             members.append(planned[key])
         found = [member for member in members if member is not None]
         if len(found) < len(members):

@@ -134,6 +134,7 @@ def training_front(
     micro_batches: Iterable[int] = _MICRO_BATCHES,
     offload_allowed: bool = True,
     context_allowed: bool = True,
+    even_stages: bool = False,
     counted: SearchCount | None = None,
 ) -> list[TrainPlan]:
     """Return the ways to run a model on ``gpus`` GPUs that no other way beats in time and memory.
@@ -148,6 +149,8 @@ def training_front(
     found: list[tuple[float, TrainPlan]] = []
     for layout in training_layouts(model, gpus, cluster.gpus_per_node, int(batch.longest), max(1, rows)):
         if layout.context > 1 and not context_allowed:
+            continue
+        if even_stages and model.layers % layout.pipeline:
             continue
         counted.layouts += 1
         if 2.0 * sum(parameters_per_gpu(model, layout)) > limit:

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_rl.algorithms.lookup import get_algorithm
 from megatron_rl.config.check import check_config
 from megatron_rl.config.errors import UserError
 from megatron_rl.config.load import load
 from megatron_rl.planner.calibrate import calibrate
-from megatron_rl.planner.command import add_arguments, run
+from megatron_rl.planner.command import add_arguments, problem_of, run
+from megatron_rl.planner.config_writer import Paths, config_text, expressible, preset_of
 from megatron_rl.planner.constants import load_constants
-from megatron_rl.planner.model_shape import load_model
+from megatron_rl.planner.model_shape import load_model, presets
+from megatron_rl.planner.planning import search
 from megatron_rl.planner.run_step import PHASES, Observed, predict_run
 
 POINTS = Path(__file__).parent / "data" / "planner_points.json"
@@ -27,6 +30,11 @@ def plan(*words: str) -> int:
     return run(parser.parse_args(words))
 
 
+def checked(path: Path):
+    """Return the check of a written configuration; models are known by their planned shapes."""
+    return check_config(load(path), algorithm_of=get_algorithm, without_files=True)
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -35,17 +43,97 @@ def plan(*words: str) -> int:
         ("qwen3-235b-a22b", "--gpus", "128", "--gpu", "h20", "--prompts", "64", "--samples", "16"),
         ("qwen3-30b-a3b", "--gpus", "24", "--no-reference"),
         ("deepseek-v3", "--gpus", "512", "--response-tokens", "4096"),
+        ("qwen3-8b", "--gpus", "16", "--algorithm", "ppo"),
+        ("qwen3-32b", "--gpus", "64", "--algorithm", "ppo", "--critic", "qwen3-8b"),
+        ("llama-3-70b", "--gpus", "128", "--algorithm", "ppo", "--no-reward-model"),
+        ("qwen3-30b-a3b", "--gpus", "64", "--algorithm", "ppo", "--gpu", "h200", "--one-step-off"),
+        ("deepseek-v3", "--gpus", "1024", "--algorithm", "ppo", "--response-tokens", "4096"),
+        ("llama-3.1-405b", "--gpus", "512", "--gpu", "gb200"),
     ],
 )
-def test_written_configuration_passes_check(tmp_path, capsys, words) -> None:
+def test_every_written_plan_passes_check(tmp_path, words) -> None:
+    out = tmp_path / "plan.yaml"
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    problem = problem_of(parser.parse_args(words))
+    written = 0
+    for found in search(problem, "--one-step-off" in words).plans:
+        if expressible(found) is not None:
+            continue
+        written += 1
+        model = tmp_path / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps(_hf_config(words[0])))
+        out.write_text(config_text(problem, found, Paths(str(model), critic=_critic(words, tmp_path))))
+        report = checked(out)
+        assert not report.errors, (found.name, [str(error) for error in report.errors])
+        assert report.shape is not None and report.layouts is not None
+        assert set(problem.models) <= {role.split(".")[0] for role in report.layouts}
+        for name, layout in report.layouts.items():
+            role = found.plan_of(name.split(".")[0])
+            size = found.rollout.layout.tensor if role is None else role.choice.layout.tensor
+            assert layout.tensor == size, name
+            assert len(layout.ranks) == (
+                role.choice.layout.size if role else found.rollout.layout.replicas * size
+            )
+        ahead = report.config.asynchrony.steps_ahead
+        assert ahead == (1 if found.overlapped else 0)
+    assert written >= 2 or "deepseek" in words[0]
+
+
+def test_plan_prints_and_writes(tmp_path, capsys) -> None:
     out, record = tmp_path / "plan.yaml", tmp_path / "plan.json"
+    words = ("llama-3-70b", "--gpus", "64", "--one-step-off")
     assert plan(*words, "--out", str(out), "--json", str(record)) == 0
     printed = capsys.readouterr().out
     assert "tokens/s/GPU" in printed and "weight sync" in printed and "GB per GPU" in printed
     plans = json.loads(record.read_text())
     assert plans[0]["seconds"]["total"] <= plans[-1]["seconds"]["total"]
-    report = check_config(load(out), without_files=True)
-    assert not report.errors, [str(error) for error in report.errors]
+    assert not checked(out).errors
+
+
+def _hf_config(name: str) -> dict:
+    architecture = {
+        "llama": "LlamaForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "deepseek_v3": "DeepseekV3ForCausalLM",
+    }
+    config = presets()[name]["config"]
+    return {**config, "architectures": [architecture[config["model_type"]]]}
+
+
+def _critic(words: tuple[str, ...], folder: Path) -> str | None:
+    if "--critic" not in words:
+        return None
+    path = folder / "critic"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(_hf_config(words[words.index("--critic") + 1])))
+    return str(path)
+
+
+def test_a_colocated_ppo_plan_names_every_role(tmp_path) -> None:
+    out = tmp_path / "plan.yaml"
+    words = ("--algorithm", "ppo", "--reward", "rewards.py:score", "--reward-model-path", "models/judge")
+    plan("qwen3-8b", "--gpus", "16", "--out", str(out), *words)
+    config = yaml.safe_load(out.read_text())
+    assert config["algorithm"] == {"name": "ppo", "settings": {"kl_in": "reward"}}
+    assert config["reward"]["models"]["preference"]["path"] == "models/judge"
+    assert config["reward"]["function"] == "rewards.py:score"
+    assert {"critic", "reference"} <= set(config) and config["critic"]["recompute"] in ("none", "full")
+
+
+@pytest.mark.parametrize(
+    ("places", "preset"),
+    [
+        ({"actor": (0, 8), "rollout": (0, 8)}, "colocate"),
+        ({"actor": (0, 4), "rollout": (4, 4)}, "standalone"),
+        ({"actor": (0, 4), "critic": (4, 4), "rollout": (0, 4)}, "split"),
+        ({"actor": (0, 6), "rollout": (6, 2)}, None),
+    ],
+)
+def test_placement_presets_are_recognised(places, preset) -> None:
+    assert preset_of(places, 8) == preset
 
 
 def test_written_configuration_takes_the_users_own_data(tmp_path) -> None:
