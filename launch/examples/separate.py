@@ -13,7 +13,10 @@ finished with the new weights.
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import tempfile
+import time
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
@@ -30,13 +33,10 @@ KEY = b"example"
 class PipeClient:
     """Call the server's weight-sync methods by name."""
 
-    def __init__(self, port: int) -> None:
-        self._pipe = None
-        while self._pipe is None:
-            try:
-                self._pipe = Client(("127.0.0.1", port), authkey=KEY)
-            except ConnectionRefusedError:
-                continue
+    def __init__(self, pipe: str) -> None:
+        while not os.path.exists(pipe):
+            time.sleep(0.1)
+        self._pipe = Client(pipe, authkey=KEY)
 
     def call(self, name: str, *arguments: Any) -> None:
         self._pipe.send((name, arguments))
@@ -57,7 +57,16 @@ class PipeClient:
         self.call("finish_weight_update", weight_version)
 
 
-def train(rank: int, checkpoint: Path, port: int) -> None:
+def free_port() -> int:
+    """Return a port for trainers and workers to meet at, the same on every trainer."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        ports = [probe.getsockname()[1]]
+    dist.broadcast_object_list(ports, src=0)
+    return ports[0]
+
+
+def train(rank: int, checkpoint: Path, pipe: str) -> None:
     """Train in name only and send the weights, twice."""
     from colocated import megatron_model
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
@@ -70,8 +79,8 @@ def train(rank: int, checkpoint: Path, port: int) -> None:
     config = AutoConfig.from_pretrained(checkpoint)
     trained = weight_transfer.TrainedModel.of([megatron_model(config)], config)
     load_weights(trained, checkpoint)
-    where = {"address": "127.0.0.1", "port": port + 1, "trainers": TRAINERS, "workers": 1}
-    client = PipeClient(port) if rank == 0 else None
+    where = {"address": "127.0.0.1", "port": free_port(), "trainers": TRAINERS, "workers": 1}
+    client = PipeClient(pipe) if rank == 0 else None
     sender = WeightTransferTrainerFactory.trainer_init(
         TrainerMeeting(trained, rank=rank, **where), client=client
     )
@@ -86,14 +95,14 @@ def train(rank: int, checkpoint: Path, port: int) -> None:
     dist.barrier()
 
 
-def serve(checkpoint: Path, port: int) -> None:
+def serve(checkpoint: Path, address: str) -> None:
     """Stand for a vLLM server with one worker."""
     from megatron_rl.hybrid_engine import weight_transfer
 
     weight_transfer.register()
     llm = vllm_engine(checkpoint, distributed_executor_backend="uni")
     answers = InFlight(llm)
-    with Listener(("127.0.0.1", port), authkey=KEY) as listener, listener.accept() as pipe:
+    with Listener(address, authkey=KEY) as listener, listener.accept() as pipe:
         while True:
             name, arguments = pipe.recv()
             if name == "close":
@@ -143,14 +152,14 @@ class InFlight:
 
 def main(checkpoint: Path) -> None:
     """Take this rank's part."""
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]) + 1
+    rank, pipe = int(os.environ["RANK"]), f"{tempfile.gettempdir()}/vllm-{os.environ['MASTER_PORT']}"
     if rank == TRAINERS:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
             del os.environ[name]
-        serve(checkpoint, port)
+        serve(checkpoint, pipe)
     else:
         os.environ["WORLD_SIZE"] = str(TRAINERS)
-        train(rank, checkpoint, port)
+        train(rank, checkpoint, pipe)
 
 
 if __name__ == "__main__":

@@ -72,8 +72,9 @@ class LiveWeights:
     def map(self) -> weights.WeightMap:
         """Return the traced map, made at the first call."""
         if self._map is None:
-            known = isinstance(self._checkpoint, Mapping)
-            shapes = self._checkpoint if known else weights.checkpoint_shapes(self._checkpoint)
+            shapes = self._checkpoint
+            if not isinstance(shapes, Mapping):
+                shapes = weights.checkpoint_shapes(shapes)
             with self._packed.unpacked():
                 self._map = weights.trace_weights(self._model, self._parameters, shapes, self._rank)
         return self._map

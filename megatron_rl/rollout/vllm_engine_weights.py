@@ -160,5 +160,16 @@ def clear_padding(parameters: Mapping[str, Tensor], padding: Mapping[str, Sequen
 
 
 def model_parameters(model: Any) -> dict[str, Tensor]:
-    """Return the live parameters of a vLLM model by name; a tied one appears once."""
-    return {name: parameter.data for name, parameter in model.named_parameters()}
+    """Return the live parameters of a vLLM model by name; a tied one appears once.
+
+    What latent attention derives from its weights after loading is left out, though vLLM registers it.
+    """
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    derived = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, MLAAttention)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    return {name: parameter.data for name, parameter in model.named_parameters() if name not in derived}

@@ -65,7 +65,8 @@ class ModelSpec:
     @property
     def shares_heads(self) -> bool:
         """Say whether tensor-parallel ranks share key-value heads, which are fewer than the ranks."""
-        return self.transformer_config.num_query_groups < self.transformer_config.tensor_model_parallel_size
+        config: Any = self.transformer_config
+        return config.num_query_groups < config.tensor_model_parallel_size
 
     @property
     def local_layers(self) -> bool:
