@@ -137,6 +137,15 @@ def batch_lines(report: CheckReport) -> list[str]:
                 f"{total:,} supervised rows before the first RL step",
             ),
         )
+    if config.preference is not None:
+        steps, pairs = config.preference.steps, config.preference.pairs_per_step
+        rows.insert(
+            0 if config.sft is None else 1,
+            (
+                f"preferences: {steps:,} steps x {pairs:,} pairs",
+                f"{steps * pairs:,} pairs before the first RL step",
+            ),
+        )
     width = max(len(left) for left, _ in rows)
     return [f"{left:<{width}}  =  {right}" for left, right in rows]
 

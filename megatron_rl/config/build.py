@@ -285,6 +285,8 @@ _EXAMPLES = {
     "steps": "200",
     "sft.data": "data/sft.jsonl",
     "sft.steps": "200",
+    "preference.data": "data/preferences.jsonl",
+    "preference.steps": "200",
 }
 
 

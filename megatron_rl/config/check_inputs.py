@@ -59,6 +59,12 @@ def check_inputs(check: Inputs) -> None:
     if config.sft is not None and check.fine("sft.data", "sft.response_field", "data.prompt_field"):
         both = {**fields, config.sft.response_field: "sft.response_field"}
         check_data(Path(config.sft.data), "sft.data", both, files)
+    pairs = config.preference
+    names = ("data", "chosen_field", "rejected_field")
+    if pairs is not None and check.fine("data.prompt_field", *(f"preference.{name}" for name in names)):
+        both = {pairs.chosen_field: "preference.chosen_field"}
+        both |= {pairs.rejected_field: "preference.rejected_field"}
+        check_data(Path(pairs.data), "preference.data", {**fields, **both}, files)
     if check.fine("reward"):
         check.errors.extend(check_reward(config.reward))
     if check.fine("run_dir"):

@@ -18,6 +18,8 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "model.attention": (None, "transformer_engine", "torch"),
     "actor.optimizer.decay": ("constant", "linear", "cosine"),
     "sft.optimizer.decay": ("constant", "linear", "cosine"),
+    "preference.optimizer.decay": ("constant", "linear", "cosine"),
+    "preference.loss": ("sigmoid", "robust", "hinge", "ipo", "simpo"),
     "critic.optimizer.decay": ("constant", "linear", "cosine"),
     "actor.recompute": ("none", "selective", "full"),
     "critic.recompute": ("none", "selective", "full"),
@@ -83,6 +85,13 @@ RANGES: Mapping[str, Range] = {
     **{f"actor.optimizer.{name}": rule for name, rule in _OPTIMIZER.items()},
     **{f"critic.optimizer.{name}": rule for name, rule in _OPTIMIZER.items()},
     **{f"sft.optimizer.{name}": rule for name, rule in _OPTIMIZER.items()},
+    **{f"preference.optimizer.{name}": rule for name, rule in _OPTIMIZER.items()},
+    "preference.steps": Range(1, fix="remove the preference section for a run without that training"),
+    "preference.pairs_per_step": _COUNT,
+    "preference.beta": _POSITIVE,
+    "preference.label_smoothing": Range(0, 0.5, open_high=True),
+    "preference.margin": _NOT_NEGATIVE,
+    "preference.sft_coef": _NOT_NEGATIVE,
     "rollout.tensor": _SIZE,
     "rollout.temperature": Range(
         0, open_low=True, fix="sample with 1.0; greedy training samples of one prompt would all be equal"
@@ -143,6 +152,9 @@ NOT_EMPTY = (
     "checkpoint.resume",
     "sft.data",
     "sft.response_field",
+    "preference.data",
+    "preference.chosen_field",
+    "preference.rejected_field",
     "run_dir",
     "gpu",
 )
@@ -295,10 +307,10 @@ def _pairs(config: RunConfig) -> list[UserError]:
     for path, optimizer, steps in (
         ("actor.optimizer", config.actor.optimizer, None),
         ("critic.optimizer", config.critic and config.critic.optimizer, None),
-        (
-            "sft.optimizer",
-            config.sft.optimizer if config.sft else None,
-            config.sft.steps if config.sft else None,
+        *(
+            (f"{name}.optimizer", section.optimizer, section.steps)
+            for name, section in (("sft", config.sft), ("preference", config.preference))
+            if section is not None
         ),
     ):
         if optimizer is None:

@@ -137,6 +137,8 @@ def _schedule(config: RunConfig, warnings: _Warnings) -> None:
     optimizers = [("actor.optimizer", config.actor.optimizer)]
     if config.sft is not None:
         optimizers.append(("sft.optimizer", config.sft.optimizer))
+    if config.preference is not None:
+        optimizers.append(("preference.optimizer", config.preference.optimizer))
     for path, optimizer in optimizers:
         if optimizer.decay != "constant" and optimizer.minimum_learning_rate in (
             None,

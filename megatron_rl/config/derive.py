@@ -181,6 +181,10 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
     sft = config.sft and replace(
         config.sft, optimizer=_optimizer(config.sft.optimizer, "sft.optimizer", reasons)
     )
+    preference = config.preference and replace(
+        config.preference,
+        optimizer=_optimizer(config.preference.optimizer, "preference.optimizer", reasons),
+    )
     model = config.model
     if model.attention is None:
         model = replace(model, attention=_attention(reasons))
@@ -198,6 +202,7 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
         critic=critic,
         reward=_reward(config.reward, reasons),
         sft=sft,
+        preference=preference,
         batch=batch,
         mismatch=mismatch,
     )
@@ -205,14 +210,20 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
 
 
 def warm_up_path(config: RunConfig) -> str:
-    """Return where a run leaves the model after its supervised warm-up, for roles that start from it."""
+    """Return where a run leaves the model after its warm-up, for roles that start from it.
+
+    The warm-up is what the sections ``sft`` and ``preference`` say.
+    """
     return str(Path(config.run_dir) / "warm_up")
 
 
 def _start(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
     """Let roles without a model of their own start from what reinforcement learning starts from."""
-    path = config.model.path if config.sft is None else warm_up_path(config)
-    what = "model.path" if config.sft is None else "model.path after the supervised warm-up (sft)"
+    path, what = config.model.path, "model.path"
+    if config.sft is not None or config.preference is not None:
+        path, what = warm_up_path(config), "model.path after the supervised warm-up (sft)"
+        if config.preference is not None:
+            what = "model.path after the training on preferences (preference)"
 
     def start(section: Any, where: str, more: str = "") -> Any:
         if section is None or section.path is not None:

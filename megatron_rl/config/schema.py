@@ -277,6 +277,22 @@ class SftConfig:
 
 
 @dataclass(frozen=True)
+class PreferenceConfig(RewardTrainingConfig):
+    """Train the actor on preferences (DPO) before reinforcement learning, after ``sft`` where there is one.
+
+    The reference is the policy that this training starts from. ``loss`` is sigmoid, robust, hinge, ipo or
+    simpo; ``label_smoothing`` the assumed share of flipped labels (sigmoid, robust), ``margin`` SimPO's
+    gamma, ``sft_coef`` weighs the chosen response's mean negative log-likelihood beside it.
+    """
+
+    loss: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    margin: float = 0.5
+    sft_coef: float = 0.0
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Hold one whole run.
 
@@ -313,5 +329,6 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sft: SftConfig | None = None
+    preference: PreferenceConfig | None = None
     rank_timeout: float = 600.0
     prepare: dict[str, str] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from megatron_rl.trainer.phases import Phases
 from megatron_rl.trainer.report import write as write_report
 from megatron_rl.trainer.state import TrainerState
 from megatron_rl.trainer.stop import report_stop
-from megatron_rl.trainer.warm_up import train_actor, train_reward_models
+from megatron_rl.trainer.warm_up import train_actor, train_on_preferences, train_reward_models
 
 
 def run(config: RunConfig) -> None:
@@ -147,6 +147,8 @@ class Run:
         parts = (self.config, self.roles, self.tokenizer, self.folder, self.phases, self.console)
         if self.config.sft is not None:
             train_actor(*parts)
+        if self.config.preference is not None:
+            train_on_preferences(*parts)
         train_reward_models(*parts)
 
     def _step(self, log: MetricsLog | None) -> None:

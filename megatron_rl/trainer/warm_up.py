@@ -1,15 +1,16 @@
-"""What is trained before the first step of reinforcement learning: the actor on responses, reward models on
-preferences.
+"""What is trained before the first step of reinforcement learning: the actor on responses and on preferences,
+reward models on preferences.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algorithms import sft_objective
+from megatron_rl.algorithms import PreferenceSettings, dpo_objective, sft_objective
 from megatron_rl.config.derive import longest_row, warm_up_path
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.preference import PreferenceSource
@@ -17,7 +18,7 @@ from megatron_rl.data.records import load_records
 from megatron_rl.data.sft import SftSource
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import barrier, gather_metrics
+from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_rows
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.optimizer import Optimizer, wrap
@@ -55,6 +56,54 @@ def train_actor(
         if actor.model is not None:
             actor.optimizer = Optimizer(actor.model, sft.optimizer, sft.steps)
         _repeat(step, sft.steps, "supervised warm-up", "sft", "policy/", folder, phases, console)
+        actor.optimizer = own
+        if own is not None:
+            own.reload_parameters()
+        _hand_on(config, roles, phases)
+    roles.hybrid_engine.mark_updated()
+
+
+def train_on_preferences(
+    config: RunConfig, roles: Roles, tokenizer: Any, folder: RunFolder, phases: Phases, console: Any
+) -> None:
+    """Train the actor on pairs of responses (DPO), as the section ``preference`` says.
+
+    The reference is the actor as it is now: it scores all pairs before it learns from the first, so there is
+    no second model. Other roles start as after `train_actor`. Collective over the world.
+    """
+    actor, section = roles.actor, config.preference
+    assert section is not None
+    source = PreferenceSource(
+        load_records(section.data, setting="preference.data"),
+        tokenizer,
+        config.data,
+        section,
+        seed=config.seed,
+        max_tokens=longest_row(config),
+        model_path=config.model.path,
+        setting="preference",
+    )
+    settings = PreferenceSettings(
+        section.loss, section.beta, section.label_smoothing, section.margin, section.sft_coef
+    )
+    own = actor.optimizer
+
+    def objective(rows: Any, log_probs: Any, entropy: Any) -> Any:
+        return dpo_objective(settings, rows, log_probs)
+
+    with actor.resident():
+        pairs = [source.next(section.pairs_per_step) for _ in range(section.steps)]
+        if settings.kind != "simpo":
+            with phases("score"):
+                scores = [gather_rows(actor.infer(batch)).tokens["old_log_probs"] for batch in pairs]
+            pairs = [replace(batch, ref_log_probs=score) for batch, score in zip(pairs, scores, strict=True)]
+        if actor.model is not None:
+            actor.optimizer = Optimizer(actor.model, section.optimizer, section.steps)
+        batches = iter(pairs)
+        _repeat(
+            lambda: actor.update(next(batches), objective, unit=2),
+            section.steps, "training on preferences", "dpo", "policy/", folder, phases, console,
+        )  # fmt: skip
         actor.optimizer = own
         if own is not None:
             own.reload_parameters()

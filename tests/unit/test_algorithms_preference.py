@@ -149,3 +149,17 @@ def test_objective_is_the_mean_over_pairs_under_any_split(kind):
         gradient[part.tokens] += y.grad
     close(loss, total, 1e-6)
     close(gradient, x.grad, 1e-6)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "reward_model"])
+def test_a_micro_batch_without_pairs_keeps_the_graph(kind):
+    """Ranks with fewer pairs than others run their backward passes too."""
+    x = torch.zeros(0, dtype=torch.float64, requires_grad=True)
+    empty = pairs([4, 3]).rows([])
+    loss = (
+        reward_model_objective(empty, x)[0]
+        if kind == "reward_model"
+        else (dpo_objective(PreferenceSettings(kind, sft_coef=0.1), empty, x)[0])
+    )
+    loss.backward()
+    assert float(loss.detach()) == 0 and x.grad.shape == (0,)

@@ -67,7 +67,7 @@ def test_origins() -> None:
     assert str(origins["model.path"]) == "a.yaml:2"
     assert str(origins["steps"]) == "override steps=3"
     assert str(origins["seed"]) == "default"
-    absent = ("sft", "reference", "critic")
+    absent = ("sft", "preference", "reference", "critic")
     present = {path for path in known_paths(RunConfig) if path.split(".")[0] not in absent}
     assert origins.keys() == present | set(absent)
 

@@ -162,7 +162,7 @@ def test_what_a_micro_batch_must_be_a_multiple_of(settings, tensor, multiple):
 def test_padding_of_ranks_is_a_share_of_all_their_tokens():
     """A rank with few tokens must not weigh as much as one with many."""
     model: Any = SimpleNamespace(
-        groups=SimpleNamespace(layout=ParallelLayout((0,)), coordinates=SimpleNamespace(data=0)),
+        groups=SimpleNamespace(layout=ParallelLayout((0,)), coordinates=SimpleNamespace(data=0, context=0)),
         transformer_config=SimpleNamespace(hidden_size=8),
         token_multiple=4,
         pack=lambda lengths: pack_for_transformer_engine(lengths, torch.device("cpu")),
@@ -172,8 +172,8 @@ def test_padding_of_ranks_is_a_share_of_all_their_tokens():
     assert found.values()["padding/fraction"] == pytest.approx(5 / 68)
 
 
-def test_context_parallelism_is_refused(tmp_path):
+def test_context_parallelism_of_whole_rows_is_refused(tmp_path):
     reference = save_model("qwen2", tmp_path)
     groups: Any = SimpleNamespace(layout=ParallelLayout((0, 1), context=2))
     with pytest.raises(UserError, match="whole rows"):
-        build_model(reference.config, groups, dtype=torch.float32)
+        build_model(reference.config, groups, dtype=torch.float32, attention="transformer_engine")

@@ -1,0 +1,61 @@
+"""The section `preference`: what it derives, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from config_workspace import write_workspace
+
+from megatron_rl.algorithms.lookup import get_algorithm
+from megatron_rl.config.check import CheckReport, check_config
+from megatron_rl.config.load import load
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("workspace")
+    write_workspace(root)
+    pair = json.dumps({"prompt": "1+1=", "ground_truth": "2", "chosen": "2", "rejected": "3"})
+    (root / "pairs.jsonl").write_text(pair + "\n")
+    return root
+
+
+def check(workspace: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> CheckReport:
+    monkeypatch.chdir(workspace)
+    return check_config(load("config.yaml", overrides), None, algorithm_of=get_algorithm)
+
+
+GOOD = "preference={data: pairs.jsonl, steps: 5}"
+
+
+def test_other_roles_start_from_the_trained_policy(workspace, monkeypatch):
+    report = check(workspace, monkeypatch, GOOD, "algorithm.settings.kl_in=loss")
+    assert report.errors == ()
+    config = report.config
+    assert config.reference.path.endswith("/warm_up")
+    assert config.preference.optimizer.minimum_learning_rate == config.preference.optimizer.learning_rate
+    assert (config.preference.loss, config.preference.beta) == ("sigmoid", 0.1)
+    assert "preferences" in report.origins["reference.path"].detail
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        ("preference={data: pairs.jsonl}", "preference.steps"),
+        ("preference={data: train.jsonl, steps: 5}", "preference.chosen_field"),
+        ("preference={data: nothing.jsonl, steps: 5}", "preference.data"),
+        ("preference={data: pairs.jsonl, steps: 5, loss: sigmod}", "preference.loss"),
+        ("preference={data: pairs.jsonl, steps: 5, beta: 0}", "preference.beta"),
+        ("preference={data: pairs.jsonl, steps: 5, label_smoothing: 0.5}", "preference.label_smoothing"),
+        ("preference={data: pairs.jsonl, steps: 0}", "preference.steps"),
+        (
+            "preference={data: pairs.jsonl, steps: 5, optimizer: {warmup_steps: 9}}",
+            "preference.optimizer.warmup_steps",
+        ),
+    ],
+)
+def test_mistakes_say_where_they_are(workspace, monkeypatch, override, where):
+    errors = check(workspace, monkeypatch, override).errors
+    assert any(where in str(error) for error in errors), [str(error) for error in errors]
