@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -78,7 +79,9 @@ class PackedRotaryEmbedding(nn.Module):
 class PackedAttention(nn.Module):
     """Attend causally inside each row of a packed sequence with PyTorch's fused attention.
 
-    A ``window_size`` of the config limits how far a token looks back.
+    A ``window_size`` of the config limits how far a token looks back. Under context parallelism, ranks that
+    hold all heads of a part of the tokens exchange them for all tokens of a part of the heads, and back
+    (Jacobs et al. 2023, DeepSpeed-Ulysses): every rank attends to whole rows.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class PackedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.context = pg_collection.cp
         heads = divide(config.num_attention_heads, pg_collection.tp.size())
         self.repeats = heads // max(1, divide(config.num_query_groups or heads, pg_collection.tp.size()))
         self.window = None
@@ -114,12 +118,36 @@ class PackedAttention(nn.Module):
         """Return [T, 1, heads * size] for query [T, 1, heads, size] and grouped key and value."""
         assert packed_seq_params is not None, "packed rows are the only input format"
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        if self.repeats > 1:
-            key = key.repeat_interleave(self.repeats, dim=1)
-            value = value.repeat_interleave(self.repeats, dim=1)
+        repeats, context = self.repeats, self.context.size()
+        if key.shape[1] % context:
+            key, value = _repeat(key, repeats), _repeat(value, repeats)
+            repeats = 1
+        if context > 1:
+            query, key, value = (self._whole_rows(heads) for heads in (query, key, value))
+        joined = self._attend(query, _repeat(key, repeats), _repeat(value, repeats), packed_seq_params)
+        if context > 1:
+            joined = self._all_heads(joined)
+        return joined.flatten(1).unsqueeze(1)
+
+    def _whole_rows(self, heads: Tensor) -> Tensor:
+        """Exchange [T / context, H, size], all heads, for [T, H / context, size], all tokens."""
+        tokens, count, size = heads.shape
+        context = self.context.size()
+        parts = heads.view(tokens, context, count // context, size).transpose(0, 1).contiguous()
+        return all_to_all(self.context, parts).view(context * tokens, count // context, size)
+
+    def _all_heads(self, rows: Tensor) -> Tensor:
+        """Exchange [T, H / context, size] back for [T / context, H, size]."""
+        tokens, count, size = rows.shape
+        context = self.context.size()
+        parts = all_to_all(self.context, rows.view(context, tokens // context, count, size))
+        return parts.transpose(0, 1).reshape(tokens // context, context * count, size)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedRows) -> Tensor:
+        """Return [T, heads, size] of attention inside whole rows."""
         outputs = [self._bucket(query, key, value, index) for index in packed_seq_params.buckets]
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return joined[packed_seq_params.restore].flatten(1).unsqueeze(1)
+        return joined[packed_seq_params.restore]
 
     def _bucket(self, query: Tensor, key: Tensor, value: Tensor, index: Tensor) -> Tensor:
         rows = [tensor[index].transpose(1, 2) for tensor in (query, key, value)]
@@ -133,6 +161,10 @@ class PackedAttention(nn.Module):
             *rows, attn_mask=mask, is_causal=mask is None, scale=self.scale
         )
         return out.transpose(1, 2).flatten(0, 1)
+
+
+def _repeat(grouped: Tensor, repeats: int) -> Tensor:
+    return grouped.repeat_interleave(repeats, dim=1) if repeats > 1 else grouped
 
 
 def block_spec(

@@ -67,17 +67,20 @@ class ParallelModel:
     def token_multiple(self) -> int:
         """Return what the tokens of a micro-batch must be a multiple of.
 
-        Sequence parallelism cuts them into equal shards; matrix products in 8 or 4 bits want a multiple of 16
+        Context and sequence parallelism cut them into equal shards; matrix products in 8 or 4 bits want a multiple of 16
         or 32 rows in each.
         """
         config = self.transformer_config
-        shards = self.groups.layout.tensor if config.sequence_parallel else 1
+        shards = self.groups.layout.context * (self.groups.layout.tensor if config.sequence_parallel else 1)
         return shards * (get_align_size_for_quantization(config) if config.fp8 or config.fp4 else 1)
 
     def pack(self, lengths: Sequence[int]) -> Any:
         """Return the row boundaries in the form this model's attention takes."""
-        build = pack_for_transformer_engine if self.uses_transformer_engine else pack_rows
-        return build(lengths, device.device())
+        if self.uses_transformer_engine:
+            return pack_for_transformer_engine(lengths, device.device())
+        return pack_rows(
+            lengths, device.device(), self.groups.coordinates.context, self.groups.layout.context
+        )
 
     def token_outputs(
         self, chunk: GPTModel, hidden: Tensor, index: Tensor, targets: Tensor, temperature: Tensor
@@ -133,14 +136,6 @@ def build_model(
     Call on member ranks only.
     """
     layout = groups.layout
-    if layout.context > 1:
-        raise UserError(
-            "attention here needs whole rows, which context parallelism cuts",
-            where="layout.context",
-            expected="1",
-            got=str(layout.context),
-            fix="set context to 1; longer rows fit with more tensor parallelism",
-        )
     if head == "value":
         hf_config = with_scalar_head(hf_config)
     settings = {**_recompute(recompute), **(overrides or {})}
@@ -155,6 +150,14 @@ def build_model(
         spec.transformer_config.gradient_accumulation_fusion = False
     fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
     fused = fused and not spec.local_layers
+    if fused and layout.context > 1:
+        raise UserError(
+            "Transformer Engine's attention is used with whole rows, which context parallelism cuts",
+            where="layout.context",
+            expected="1, or attention that is torch's",
+            got=str(layout.context),
+            fix="set model.attention to torch",
+        )
     coordinates = groups.coordinates
     chunks = []
     with device.megatron_mode():

@@ -174,9 +174,9 @@ def _search(items: list[tuple[int, int]], budget: int, count: int) -> list[list[
 class PackedRows(PackedSeqParams):
     """Carry the row boundaries of one packed sequence to attention and rotary embedding.
 
-    ``positions`` [T] counts from 0 in each row. ``buckets`` hold rows of similar length:
-    (``index`` [rows, longest] into the sequence); ``restore`` [T] finds each token in the buckets'
-    flattened outputs. Used with attention that is our own; the format name keeps Megatron's own
+    ``positions`` count from 0 in each row, for the tokens of this context-parallel rank. ``buckets`` hold rows
+    of similar length: (``index`` [rows, longest] into the whole sequence); ``restore`` [T] finds each token in
+    the buckets' flattened outputs. Used with attention that is our own; the format name keeps Megatron's own
     treatment of packed sequences away.
     """
 
@@ -190,11 +190,12 @@ class PackedRows(PackedSeqParams):
         return sum(bucket.numel() for bucket in self.buckets)
 
 
-def pack_rows(lengths: Sequence[int], target: torch.device) -> PackedRows:
+def pack_rows(lengths: Sequence[int], target: torch.device, part: int = 0, parts: int = 1) -> PackedRows:
     """Prepare block-diagonal causal attention over rows that lie one after another.
 
     Rows are gathered by length into buckets (powers of two), so that attention pads a row to less
-    than twice its length and nothing else pads at all.
+    than twice its length and nothing else pads at all. This rank holds the tokens of one ``part`` of ``parts``
+    equal ones.
     """
     by_size: dict[int, list[int]] = {}
     starts = [0]
@@ -216,7 +217,7 @@ def pack_rows(lengths: Sequence[int], target: torch.device) -> PackedRows:
         restore[index[real]] = (torch.arange(index.numel()).view_as(index) + offset)[real]
         buckets.append(index.to(target))
         offset += index.numel()
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    positions = torch.cat([torch.arange(length) for length in lengths]).chunk(parts)[part]
     return PackedRows(
         qkv_format="rows", positions=positions.to(target), buckets=tuple(buckets), restore=restore.to(target)
     )

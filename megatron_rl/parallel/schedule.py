@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from megatron_rl.metrics import Metrics
@@ -35,10 +36,10 @@ class TokenScores:
 @dataclass(frozen=True)
 class _MicroBatch:
     rows: tuple[int, ...]
-    inputs: Tensor  # [1, T] tokens, with padding at the end where the layout demands it
+    inputs: Tensor  # [1, T] tokens of this context-parallel rank, padded at the end where the layout asks
     packing: Any
-    index: Tensor  # [n] whose hidden state speaks for each selected token
-    selected: Tensor  # [n] positions of the selected tokens
+    index: Tensor  # [n] whose hidden state here speaks for each selected token
+    selected: Tensor  # [n] positions of these tokens among all of the micro-batch's
     targets: Tensor  # [n]
     temperature: Tensor  # [n]
     tokens: int
@@ -69,7 +70,7 @@ def microbatches(
     share = shares[model.groups.coordinates.data]
     parts = [[row for first in rows for row in range(first * unit, (first + 1) * unit)] for rows in share]
     result = [_pack(model, batch, rows, select, before) for rows in parts]
-    padded = sum(micro.inputs.shape[1] for micro in result)
+    padded = sum(micro.inputs.shape[1] for micro in result) * layout.context
     tokens = sum(micro.tokens for micro in result)
     padding = Metrics.mean("padding/fraction", padded - tokens, padded)
     own = [micro.packing.places for micro in result if isinstance(micro.packing, PackedRows)]
@@ -89,13 +90,17 @@ def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor, bef
     temperature = torch.repeat_interleave(batch.temperature[index], counts)
     unit = model.token_multiple
     padding = -len(tokens) % unit or (unit if not rows else 0)
-    inputs = torch.nn.functional.pad(tokens, (0, padding))
+    inputs = torch.nn.functional.pad(tokens, (0, padding)).chunk(model.groups.layout.context)
+    begin = model.groups.coordinates.context * len(inputs[0])
+    inputs = inputs[model.groups.coordinates.context]
+    speaking = selected - int(before)
+    selected = selected[(speaking >= begin) & (speaking < begin + len(inputs))]
     target = device.device()
     return _MicroBatch(
         rows=tuple(rows),
         inputs=inputs[None].to(target),
         packing=model.pack([*counts.tolist(), *([padding] if padding else [])]),
-        index=(selected - int(before)).to(target),
+        index=(selected - int(before) - begin).to(target),
         selected=selected.to(target),
         targets=tokens[selected].to(target),
         temperature=temperature[selected].to(target),
@@ -201,6 +206,11 @@ def _forward_step(
         found = model.token_outputs(chunk, hidden, micro.index, micro.targets, micro.temperature)
         zeros = torch.zeros(micro.tokens, dtype=found[0].dtype, device=found[0].device)
         outputs = [zeros.index_put((micro.selected,), output) for output in found]
+        if model.groups.layout.context > 1:
+            # Each rank takes the loss of all tokens, and its gradient with respect to its own.
+            outputs = [
+                reduce_from_tensor_model_parallel_region(output, model.groups.context) for output in outputs
+            ]
         loss, result = consume(micro, *outputs)
         # Cloned because the schedule scales the loss in place.
         return loss.clone(), torch.zeros([], dtype=torch.int, device=loss.device), result

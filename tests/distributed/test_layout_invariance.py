@@ -30,6 +30,7 @@ def case(
 SP = {"sequence_parallel": True}
 VPP = {"virtual_pipeline": 2}
 FULL = {"recompute": "full"}
+CP = {"context": 2}
 PLANS = {
     1: [case(model, 1, 1, 1) for model in CONFIGS]
     + [case("qwen2", 1, 1, 1, NARROW), case("qwen2", 1, 1, 1, WIDE, **FULL)],
@@ -37,12 +38,15 @@ PLANS = {
         case("qwen2", 2, 1, 1), case("qwen2", 2, 1, 1, NARROW, **SP), case("qwen2", 1, 2, 1, NARROW),
         case("qwen2", 1, 1, 2), case("qwen2", 1, 2, 1, NARROW, **VPP), case("llama", 2, 1, 1, **SP),
         case("llama", 1, 2, 1), case("qwen3", 2, 1, 1, **SP), case("qwen3", 1, 1, 2, NARROW),
+        case("qwen2", 1, 1, 1, **CP), case("qwen3", 1, 1, 1, NARROW, **CP),
     ],
     4: [
         case("qwen2", 2, 2, 1), case("qwen2", 2, 2, 1, NARROW, **SP), case("qwen2", 1, 2, 2, NARROW),
         case("qwen2", 2, 1, 2, **SP), case("qwen2", 1, 2, 2, NARROW, **VPP),
         case("qwen2", 2, 2, 1, NARROW, **VPP, **SP, **FULL), case("llama", 2, 2, 1, NARROW, **SP),
         case("qwen3", 2, 2, 1, NARROW, **SP), case("qwen3", 1, 2, 2, **VPP),
+        case("qwen2", 2, 1, 1, NARROW, **CP, **SP), case("qwen2", 1, 2, 1, NARROW, **CP, **FULL),
+        case("llama", 1, 1, 2, **CP), case("llama", 1, 1, 1, NARROW, context=4),  # more than key-value heads
     ],
     8: [case("qwen2", 2, 2, 2, NARROW, **SP), case("llama", 2, 2, 2, NARROW)],
 }  # fmt: skip

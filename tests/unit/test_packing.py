@@ -134,7 +134,8 @@ def test_packed_attention_equals_attention_row_by_row(window):
         window_size=None if window is None else (window, 0),
         window_attn_skip_freq=None,
     )
-    alone = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+    one = SimpleNamespace(size=lambda: 1)
+    alone = SimpleNamespace(tp=one, cp=one)
     attention = PackedAttention(config, 1, pg_collection=alone)  # pyright: ignore[reportArgumentType]
     total = sum(lengths)
     query = torch.randn(total, 1, heads, size, generator=generator, dtype=torch.float64, requires_grad=True)

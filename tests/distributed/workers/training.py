@@ -38,7 +38,9 @@ def build(
     path: str | Path, case: dict[str, Any], dtype: torch.dtype = torch.float32, trainable: bool = True
 ) -> ParallelModel:
     """Return the model of ``case`` over all ranks, with the weights of the HF checkpoint at ``path``."""
-    sizes = {name: case[name] for name in ("tensor", "pipeline", "virtual_pipeline") if name in case}
+    sizes = {
+        name: case[name] for name in ("tensor", "pipeline", "virtual_pipeline", "context") if name in case
+    }
     layout = ParallelLayout(
         tuple(range(dist.get_world_size())), sequence_parallel=case.get("sequence_parallel", False), **sizes
     )
@@ -65,7 +67,7 @@ def scores(model: ParallelModel, batch: TrainBatch, budget: int) -> tuple[torch.
     selected = batch.response_mask
     mine = score(model, batch, budget, selected)
     layout = model.groups.layout
-    if dist.get_rank() not in layout.outputs() or model.groups.coordinates.tensor:
+    if dist.get_rank() not in layout.outputs():
         mine = []
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
@@ -98,7 +100,7 @@ def train_step(
     metrics, _ = learn(model, batch, budget, batch.response_mask, objective)
     stepped = optimizer.step().values()
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, metrics if model.groups.coordinates.tensor == 0 else Metrics())
+    dist.all_gather_object(found, metrics if dist.get_rank() in model.groups.layout.outputs() else Metrics())
     total = merge(found)
     values = total.values()
     values["loss"] = total.sums["loss"][0]
