@@ -67,8 +67,8 @@ class ParallelModel:
     def token_multiple(self) -> int:
         """Return what the tokens of a micro-batch must be a multiple of.
 
-        Context and sequence parallelism cut them into equal shards; matrix products in 8 or 4 bits want a multiple of 16
-        or 32 rows in each.
+        Context and sequence parallelism cut them into equal shards; matrix products in 8 or 4 bits want a
+        multiple of 16 or 32 rows in each.
         """
         config = self.transformer_config
         shards = self.groups.layout.context * (self.groups.layout.tensor if config.sequence_parallel else 1)

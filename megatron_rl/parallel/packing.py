@@ -174,9 +174,9 @@ def _search(items: list[tuple[int, int]], budget: int, count: int) -> list[list[
 class PackedRows(PackedSeqParams):
     """Carry the row boundaries of one packed sequence to attention and rotary embedding.
 
-    ``positions`` count from 0 in each row, for the tokens of this context-parallel rank. ``buckets`` hold rows
-    of similar length: (``index`` [rows, longest] into the whole sequence); ``restore`` [T] finds each token in
-    the buckets' flattened outputs. Used with attention that is our own; the format name keeps Megatron's own
+    ``positions`` count from 0 in each row, for the tokens of this context-parallel rank. ``buckets`` hold
+    rows of similar length: (``index`` [rows, longest] into the whole sequence); ``restore`` [T] finds each
+    token in the buckets' flattened outputs. Used with attention that is our own; the format name keeps Megatron's own
     treatment of packed sequences away.
     """
 
@@ -194,8 +194,8 @@ def pack_rows(lengths: Sequence[int], target: torch.device, part: int = 0, parts
     """Prepare block-diagonal causal attention over rows that lie one after another.
 
     Rows are gathered by length into buckets (powers of two), so that attention pads a row to less
-    than twice its length and nothing else pads at all. This rank holds the tokens of one ``part`` of ``parts``
-    equal ones.
+    than twice its length and nothing else pads at all. This rank holds the tokens of one ``part`` of
+    ``parts`` equal ones.
     """
     by_size: dict[int, list[int]] = {}
     starts = [0]
