@@ -176,8 +176,8 @@ class PackedRows(PackedSeqParams):
 
     ``positions`` count from 0 in each row, for the tokens of this context-parallel rank. ``buckets`` hold
     rows of similar length: (``index`` [rows, longest] into the whole sequence); ``restore`` [T] finds each
-    token in the buckets' flattened outputs. Used with attention that is our own; the format name keeps Megatron's own
-    treatment of packed sequences away.
+    token in the buckets' flattened outputs. Used with attention that is our own; the format name keeps
+    Megatron's own treatment of packed sequences away.
     """
 
     positions: Tensor = field(default_factory=lambda: torch.empty(0))
