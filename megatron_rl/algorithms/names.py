@@ -1,9 +1,21 @@
 """Named algorithms and the pieces they are made of, by name; importable without torch.
 
 A piece is a name that stands for ``module:function``. To add an algorithm, write the function and an
-entry here, or name ``module:function`` in the configuration. A policy loss has the form
+entry here, or name it in the configuration: ``algorithm.settings.policy_loss: mine:raised`` for one piece,
+``algorithm.name: mine:OWN`` for an `Algorithm` of your own. A policy loss has the form
 ``(TrainBatch, log_probs, Algorithm) -> TokenLoss``, an advantage function ``(AdvantageInputs, Algorithm) ->
-Advantages``.
+Advantages``. The file mine.py, in a folder on PYTHONPATH, may be::
+
+    def raised(micro, log_probs, algorithm):  # a loss per token [N]; means of the indicators are logged
+        return TokenLoss(-micro.advantages * log_probs.exp(), {"raised_fraction": micro.advantages > 0})
+
+    def centred(inputs, algorithm):  # one advantage per row [B], for every response token of the row
+        return outcome(inputs, inputs.rewards - inputs.rewards[inputs.valid].mean())
+
+    OWN = Algorithm("own", "Mine.", advantage="mine:centred", policy_loss="mine:raised")
+
+A micro-batch holds whole rows of a mini-batch, so a loss may sum over a row, not over more; what depends on
+more belongs into the advantages.
 """
 
 from __future__ import annotations

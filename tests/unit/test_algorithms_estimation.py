@@ -14,12 +14,16 @@ from whole_steps import algorithm_of, policy, step
 
 from megatron_rl.algorithms import (
     ALGORITHMS,
+    Algorithm,
     estimate,
+    get_algorithm,
     minibatches,
     policy_objective,
 )
+from megatron_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages, outcome
+from megatron_rl.algorithms.policy_losses.token_loss import TokenLoss
 from megatron_rl.algorithms.state import AlgorithmState, initial_state, next_state
-from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Scores, token_index
+from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Scores, TrainBatch, token_index
 
 quick = settings(max_examples=25, deadline=None)
 few = settings(max_examples=6, deadline=None)
@@ -158,6 +162,43 @@ def test_user_functions_as_pieces():
     close(estimate(rollouts, scores, named)[0].advantages, [1.0, -1.0])
     own = algorithm_of("grpo", advantage=lambda inputs, algorithm: (inputs.mask * 3.0, inputs.mask * 3.0))
     close(estimate(rollouts, scores, own)[0].advantages, [3.0, 3.0])
+
+
+def above_median(inputs: AdvantageInputs, algorithm: Algorithm) -> Advantages:
+    """A user's advantage: rewards above the group's median."""
+    rows = [inputs.rewards[i] - inputs.rewards[inputs.group == inputs.group[i]].median() for i in range(4)]
+    return outcome(inputs, algorithm.reward_scale * torch.stack(rows).clamp(min=0))
+
+
+def raised(micro: TrainBatch, log_probs: torch.Tensor, algorithm: Algorithm) -> TokenLoss:
+    """A user's policy loss: -A exp(log_prob)."""
+    assert micro.advantages is not None
+    return TokenLoss(-micro.advantages * log_probs.exp(), {"raised_fraction": micro.advantages > 0})
+
+
+OWN = Algorithm(
+    "own",
+    advantage="test_algorithms_estimation:above_median",
+    policy_loss="test_algorithms_estimation:raised",
+    aggregation="token-sum",
+)
+
+
+def test_an_algorithm_of_the_user_from_rollouts_to_gradient():
+    """`algorithm.name: module:object` with pieces that are `module:function`; settings override it too."""
+    algorithm = get_algorithm("test_algorithms_estimation:OWN", {"reward_scale": 2.0})
+    batch = Batch([0, 0, 0, 1], [1.0, 0.5, 0.0, 1.0], [True] * 4, [[True] * n for n in (1, 2, 1, 2)], 3)
+    made, _ = estimate(*step(batch), algorithm)
+    # Twice the scaled lead over the median: rewards 2, 1, 0 have median 1.
+    close(made.advantages, [2.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
+    log_probs, entropy = policy(batch)
+    loss, metrics = policy_objective(algorithm, mini, log_probs, entropy)
+    loss.backward()
+    probability = float(log_probs.detach()[0].exp())
+    close(loss, -2 * probability)
+    close(log_probs.grad, [-2 * probability, 0, 0, 0, 0, 0])
+    assert metrics.values()["policy/raised_fraction"] == pytest.approx(1 / 6)
 
 
 def test_adaptive_kl_state():
