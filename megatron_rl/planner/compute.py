@@ -1,10 +1,10 @@
 """Seconds of one layer, forward and backward, on one GPU.
 
 A layer costs its matrix products at the GPU's achieved rate, attention at its own rate, memory-bound
-tensors (norms, activations, permutations) at HBM rate, and the communication that stays exposed;
-never less than what launching its kernels takes. FLOPs: Narayanan et al. 2021 (arXiv 2104.04473)
-section 5.1; tensor-parallel traffic: Korthikanti et al. 2022 (two all-gathers and two reduce-scatters
-a layer and direction).
+tensors (norms, activations, permutations) at HBM rate, and the communication that stays exposed; never
+less than what launching its kernels takes. A routed layer also waits for the host. FLOPs: Narayanan et al.
+2021 (arXiv 2104.04473) section 5.1; tensor-parallel traffic: Korthikanti et al. 2022 (two all-gathers and
+two reduce-scatters a layer and direction).
 """
 
 from __future__ import annotations
@@ -126,11 +126,13 @@ def layer_seconds(
     attention = tokens * model.attention_flops(context) / model.layers / layout.tensor / attention_rate
     moved = tokens * elementwise_bytes(model, layout) / (gpu.hbm * efficiency.hbm)
     exposed = _exposed_communication(model, layout, cluster, constants, tokens)
-    moe = model.experts > 0
-    launch = efficiency.launch_seconds_moe_layer if moe else efficiency.launch_seconds_dense_layer
-    forward = max(dense + experts + attention + moved + exposed, launch)
+    launch = efficiency.launch_seconds_layer
+    # Without padding the host must read how many tokens each expert got before it launches the products.
+    waits = efficiency.routing_seconds_layer * model.moe_layers / model.layers
+    forward = max(dense + experts + attention + moved + exposed, launch) + waits
     backward_attention = attention * 2.5 / efficiency.attention_backward
     backward = max(2 * (dense + experts) + backward_attention + 2 * moved + exposed, 1.5 * launch)
+    backward += 1.5 * waits
     head_rate = gemm_rate(cluster, constants, "bf16", model.vocab / layout.tensor)
     head = tokens * model.head_flops / layout.tensor / head_rate
     head_moved = tokens * 20.0 * model.vocab / layout.tensor / (gpu.hbm * efficiency.hbm)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import log, sqrt
 
 from megatron_rl.planner.constants import Cluster, Constants
 from megatron_rl.planner.generation import generate_seconds
@@ -81,16 +82,30 @@ class TrainChoice:
     micro_batch: int = 1
 
 
-def _loop_share(model: ModelShape, batch: RlBatch, constants: Constants) -> float:
+def routing_imbalance(model: ModelShape, layout: Layout, spread: float) -> float:
+    """Return the tokens of the fullest expert-parallel rank over the mean, which every layer waits for.
+
+    Pretraining benchmarks force an even load; what is trained on in reinforcement learning does not have
+    one. With ``spread`` the standard deviation of an expert's load over its mean, a rank of E / ep experts
+    has spread / sqrt(E / ep), and the largest of ep such loads lies sqrt(2 ln ep) deviations above the
+    mean (expected maximum of normal variables).
+    """
+    if not model.experts or layout.expert == 1:
+        return 1.0
+    deviation = spread * sqrt(layout.expert / model.experts)
+    return 1.0 + deviation * sqrt(2.0 * log(layout.expert))
+
+
+def _loop_share(choice: TrainChoice, batch: RlBatch, constants: Constants) -> float:
     """Return the share of a pretraining pace that a reinforcement-learning loop keeps.
 
-    Uneven rows unbalance replicas and leave packed micro-batches partly empty; routing is uneven where
-    pretraining benchmarks force it even; the rest is fp32 logits, loading and offloading.
+    Uneven rows unbalance replicas and leave packed micro-batches partly empty; routing is uneven; the rest
+    is fp32 logits, loading and offloading.
     """
     share = constants.efficiency.rl_loop
     if batch.lengths.scale is not None or batch.packing:
         share *= constants.efficiency.rl_uneven_rows
-    return share * (constants.efficiency.rl_moe if model.experts else 1.0)
+    return share / routing_imbalance(choice.model, choice.layout, constants.efficiency.rl_routing_spread)
 
 
 def step_train_seconds(
@@ -116,7 +131,7 @@ def step_train_seconds(
         work,
         choice.recompute,
         choice.optimizer,
-        constants.efficiency.rl_train * _loop_share(choice.model, batch, constants),
+        constants.efficiency.rl_train * _loop_share(choice, batch, constants),
     )
     return batch.optimizer_steps * one
 
@@ -135,7 +150,7 @@ def step_forward_seconds(
         batch.packing,
     )
     once = forward_seconds(choice.model, choice.layout, cluster, constants, precision, work)
-    return once / (constants.efficiency.rl_log_probs * _loop_share(choice.model, batch, constants))
+    return once / (constants.efficiency.rl_log_probs * _loop_share(choice, batch, constants))
 
 
 def step_generate_seconds(

@@ -2,13 +2,18 @@
 
 import copy
 import json
+from math import log
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from megatron_rl.planner.constants import load_constants
 from megatron_rl.planner.evaluate import evaluate, read_scenarios
+from megatron_rl.planner.layout import Layout
+from megatron_rl.planner.model_shape import load_model
 from megatron_rl.planner.predict import predict
+from megatron_rl.planner.rl_step import routing_imbalance
 from megatron_rl.planner.scenario import KINDS, Scenario, without_answers
 from megatron_rl.planner.tolerance import compared, inside, ratio
 
@@ -164,3 +169,21 @@ def test_reading_a_scenario_file(tmp_path) -> None:
     path = tmp_path / "one.json"
     path.write_text(json.dumps(POINTS[0]))
     assert read_scenarios(str(path))[0]["id"] == POINTS[0]["id"]
+
+
+def test_published_points_outside_the_calibration_file() -> None:
+    """Other models, GPUs, layouts and frameworks: most predictions hold, none has a constant of its own."""
+    more = read_scenarios(str(Path(__file__).parent / "data" / "planner_more_points.json"))
+    found = evaluate(more, load_constants())
+    assert all(outcome.error is None for outcome in found)
+    ratios = [abs(log(value)) for outcome in found for value in outcome.ratio.values() if value]
+    assert median(ratios) < log(1.15)
+    assert sum(outcome.inside_tolerance for outcome in found) >= 0.65 * len(found)
+
+
+def test_uneven_routing_slows_wide_expert_parallelism_only() -> None:
+    dense, moe = load_model("llama-3.1-8b"), load_model("qwen3-30b-a3b")
+    assert routing_imbalance(dense, Layout(), 1.0) == routing_imbalance(moe, Layout(), 1.0) == 1.0
+    found = [routing_imbalance(moe, Layout(expert=size, data=size), 1.0) for size in (2, 8, 32, 128)]
+    assert found == sorted(found) and found[0] > 1.0
+    assert routing_imbalance(moe, Layout(expert=8, data=8), 0.0) == 1.0
