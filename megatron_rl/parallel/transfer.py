@@ -16,6 +16,8 @@ from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.types import TensorBox
 
 ALIGNMENT = 16
+ALONE = 2**20
+"""Pieces of at least this many bytes travel alone, and where they are dense without staging."""
 
 
 @dataclass
@@ -32,6 +34,13 @@ class _Segment:
         count = shape.numel() * self.dtype.itemsize
         return buffer[self.offset : self.offset + count].view(self.dtype).view(shape)
 
+    def in_place(self) -> Tensor | None:
+        """Return the only view's own storage [bytes] where it can be sent or received as it lies."""
+        view = self.views[0]
+        if len(self.views) > 1 or view.dtype != self.dtype or not view.is_contiguous():
+            return None
+        return view.reshape(-1).view(torch.uint8)
+
 
 @dataclass
 class _Stream:
@@ -40,13 +49,32 @@ class _Stream:
     slot: int
     messages: list[list[_Segment]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    closed: bool = True
+
+    def fill(self, pieces: Sequence[tuple[tuple[Tensor, ...], torch.dtype]]) -> None:
+        """Append all pieces, those that share messages first."""
+        for views, dtype in sorted(pieces, key=lambda piece: self.is_alone(*piece)):
+            self.add(views, dtype)
 
     def add(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> None:
         """Append views of equal shape, cutting them where a message is full."""
+        alone = self.is_alone(views, dtype)
+        if alone or self.closed:
+            self._begin()
+        self._place(views, dtype)
+        self.closed = alone
+
+    def is_alone(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> bool:
+        """Say whether views are large enough for messages of their own."""
+        return views[0].numel() * dtype.itemsize >= min(ALONE, self.slot)
+
+    def in_place(self) -> list[Tensor | None]:
+        """Return for each message the storage that replaces its staging buffer, None where none can."""
+        return [parts[0].in_place() if len(parts) == 1 else None for parts in self.messages]
+
+    def _place(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> None:
         shape = views[0].shape
         count = shape.numel() * dtype.itemsize
-        if not self.messages:
-            self._begin()
         offset = -(-self.lengths[-1] // ALIGNMENT) * ALIGNMENT
         if count <= self.slot - offset:
             self.messages[-1].append(_Segment(views, dtype, offset))
@@ -55,14 +83,14 @@ class _Stream:
         row = count // shape[0] if shape else count
         rows = (self.slot - offset) // row
         if rows:
-            self.add(tuple(view[:rows] for view in views), dtype)
-            self.add(tuple(view[rows:] for view in views), dtype)
+            self._place(tuple(view[:rows] for view in views), dtype)
+            self._place(tuple(view[rows:] for view in views), dtype)
         elif offset:
             self._begin()
-            self.add(views, dtype)
+            self._place(views, dtype)
         else:
             for index in range(shape[0]):
-                self.add(tuple(view[index] for view in views), dtype)
+                self._place(tuple(view[index] for view in views), dtype)
 
     def _begin(self) -> None:
         self.messages.append([])
@@ -74,8 +102,9 @@ class Exchange:
 
     ``sends`` and ``receives`` are by peer rank, in the order both sides share: (views, dtype on the
     wire). A sent view is converted to that dtype while it is packed; a received part is written to each
-    of its views. ``slot`` bytes bound each of the two buffers of each stream, and must be equal on all
-    ranks. Ranks are global; ``group`` None is the world.
+    of its views; what is large and dense travels from and to its own storage. ``slot`` bytes bound each of
+    the two buffers of each stream, and must be equal on all ranks. Ranks are global; ``group`` None is the
+    world.
     """
 
     def __init__(
@@ -89,12 +118,11 @@ class Exchange:
         self._sends = {peer: _Stream(slot) for peer in sends}
         self._receives = {peer: _Stream(slot) for peer in receives}
         for peer, views in sends.items():
-            for view, dtype in views:
-                self._sends[peer].add((view,), dtype)
+            self._sends[peer].fill([((view,), dtype) for view, dtype in views])
         for peer, targets in receives.items():
-            for views, dtype in targets:
-                self._receives[peer].add(views, dtype)
+            self._receives[peer].fill(targets)
         streams = [*self._sends.values(), *self._receives.values()]
+        self._in_place = {id(stream): stream.in_place() for stream in streams}
         self.rounds = max((len(stream.messages) for stream in streams), default=0)
         self.staging_peak = 0
 
@@ -127,14 +155,20 @@ class Exchange:
         for peer, stream in self._sends.items():
             if number < len(stream.messages):
                 message = self._buffer(buffers, ("out", peer), stream, number)
-                for segment in stream.messages[number]:
-                    segment.staged(message).copy_(segment.views[0])
+                if self._in_place[id(stream)][number] is None:
+                    for segment in stream.messages[number]:
+                        segment.staged(message).copy_(segment.views[0])
                 operations.append(dist.P2POp(dist.isend, message, peer, self._group))
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _buffer(self, buffers: dict[Any, Tensor], key: Any, stream: _Stream, number: int) -> Tensor:
+        storages = self._in_place[id(stream)]
+        there = storages[number]
+        if there is not None:
+            return there
         if key not in buffers:
-            largest = max(stream.lengths)
+            staged = zip(stream.lengths, storages, strict=True)
+            largest = max(length for length, storage in staged if storage is None)
             device = stream.messages[0][0].views[0].device
             buffers[key] = torch.empty(largest, dtype=torch.uint8, device=device)
             self.staging_peak += largest
@@ -142,7 +176,7 @@ class Exchange:
 
     def _unpack(self, number: int, buffers: dict[Any, Tensor]) -> None:
         for peer, stream in self._receives.items():
-            if number < len(stream.messages):
+            if number < len(stream.messages) and self._in_place[id(stream)][number] is None:
                 for segment in stream.messages[number]:
                     value = segment.staged(buffers["in", peer])
                     for view in segment.views:

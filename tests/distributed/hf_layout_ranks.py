@@ -28,6 +28,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2-tied", {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {}),
     ("qwen3-tied", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     ("llama3", {"tensor": 2}, {}),
+    ("qwen3", {"tensor": 4}, {}),  # two ranks share a key-value head
+    ("gemma3", {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {}),
     ("llama-bias", {"tensor": 2, "sequence_parallel": True}, {}),
     ("mistral", {"pipeline": 4}, {}),
     (

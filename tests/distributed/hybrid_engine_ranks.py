@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +26,95 @@ from megatron_rl.parallel.hf.weights import live_parameters, load_weights, view_
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.model import build_model
 from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.rollout.vllm_engine_live import LiveWeights
 from megatron_rl.rollout.vllm_engine_setup import join_groups
 from megatron_rl.rollout.vllm_engine_weights import model_parameters
-from megatron_rl.types import PromptBatch, SamplingParameters
+from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
 from tests.hf_models import make_model
 
 SHAPE = {"hidden_size": 128, "vocab_size": 301, "max_position_embeddings": 512}
 STAGING = 200_000
-# family, actor ranks and sizes, rollout ranks (in order) and tensor parallelism
-EXPERT_SIZES = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}
-CASES: list[tuple[str, tuple[int, ...], dict[str, Any], tuple[int, ...], int]] = [
-    ("qwen2", (0, 1, 2, 3), {"tensor": 2, "pipeline": 2}, (0, 1, 2, 3), 2),
-    ("qwen2-tied", (0, 1, 2, 3), {"tensor": 2, "pipeline": 2}, (3, 1, 0, 2), 2),
-    ("qwen3", (0, 1, 2, 3), {"pipeline": 4}, (0, 1, 2, 3), 4),
-    ("llama", (0, 1, 2, 3), {"tensor": 2, "sequence_parallel": True}, (0, 2, 1, 3), 2),
-    ("qwen3-tied", (0, 1, 2, 3), {"pipeline": 2, "virtual_pipeline": 2}, (0, 1, 2, 3), 1),
-    ("qwen2", (0, 1), {"tensor": 2}, (2, 3), 2),
-    ("llama3", (0, 1, 2), {"pipeline": 3}, (1, 3), 2),
-    ("mixtral", (0, 1, 2, 3), {"expert": 2}, (0, 1, 2, 3), 2),
-    (
-        "qwen3-moe",
-        (0, 1, 2, 3),
-        EXPERT_SIZES,
-        (0, 1, 2, 3),
-        2,
-    ),
-]
+FOUR, EIGHT = (0, 1, 2, 3), tuple(range(8))
+EXPERTS = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}
+# The only latent attention vLLM has on the host.
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
 
-OWN_LOAD = (0, 1, 7)
-"""Cases that are also compared with an engine that loads the exported checkpoint by itself."""
+
+@dataclass(frozen=True)
+class Actor:
+    """A trained model's ranks, layout and Megatron settings."""
+
+    ranks: tuple[int, ...]
+    sizes: dict[str, Any]
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine and the models that fill it in turn.
+
+    ``generates``: it also answers after each update, as an engine does that loads the exported checkpoint.
+    """
+
+    family: str
+    ranks: tuple[int, ...]
+    tensor: int
+    actors: tuple[Actor, ...]
+    generates: bool = False
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        return "-".join([self.family, *(str(value) for value in self.changes.values())])
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {**SHAPE, **self.changes}
+
+
+CASES = {
+    4: [
+        Case(
+            "qwen2", FOUR, 2, generates=True,
+            actors=(
+                Actor(FOUR, {"tensor": 2, "pipeline": 2}),
+                Actor(FOUR, {"tensor": 4}),  # two ranks share a key-value head
+                Actor(FOUR, {"pipeline": 2}, UNEVEN),
+            ),
+        ),
+        Case(
+            "qwen2-tied", (3, 1, 0, 2), 2, generates=True,
+            actors=(
+                Actor(FOUR, {"tensor": 2, "pipeline": 2}),
+                Actor(FOUR, {"pipeline": 2, "virtual_pipeline": 2}),
+            ),
+        ),
+        # The engine's ranks share key-value heads.
+        Case("qwen3", FOUR, 4, (Actor(FOUR, {"pipeline": 4}),)),
+        Case("llama", (0, 2, 1, 3), 2, (Actor(FOUR, {"tensor": 2, "sequence_parallel": True}),)),
+        Case("qwen2", (2, 3), 2, (Actor((0, 1), {"tensor": 2}),)),
+        Case("llama3", (1, 3), 2, (Actor((0, 1, 2), {"pipeline": 3}),), changes={"num_hidden_layers": 6}),
+        Case(
+            "mixtral", FOUR, 2, generates=True,
+            actors=(Actor(FOUR, {"expert": 2}), Actor(FOUR, {"tensor": 2, "expert_tensor": 2})),
+        ),
+        Case("qwen3-moe", FOUR, 2, (Actor(FOUR, EXPERTS),)),
+        Case(
+            "deepseek-v3", FOUR, 2, generates=True, changes=LATENT,
+            actors=(Actor(FOUR, EXPERTS), Actor(FOUR, {"expert": 4})),
+        ),
+        Case("deepseek-v2", FOUR, 1, (Actor(FOUR, {"pipeline": 4}),), changes=LATENT),
+        Case(
+            "gemma3", FOUR, 2, generates=True,
+            actors=(Actor(FOUR, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}),),
+        ),
+    ],
+    8: [
+        Case("qwen3-moe", EIGHT, 2, (Actor(EIGHT, EXPERTS),)),
+        Case("qwen2", EIGHT[4:], 2, (Actor(FOUR, {"tensor": 2, "pipeline": 2}),)),
+    ],
+}  # fmt: skip
 
 
 def engine_on(
@@ -98,19 +160,15 @@ def change(model: Any, factor: float) -> None:
                 value.mul_(factor)
 
 
-def build(family: str, root: Path, ranks: tuple[int, ...], sizes: dict[str, Any]) -> Any:
-    changes = {**SHAPE, "num_hidden_layers": 6} if sizes.get("pipeline") == 3 else SHAPE
-    config = make_model(family, **changes).config
-    groups = ParallelGroups(ParallelLayout(ranks, **sizes))
-    if device.rank() not in ranks:
+def build(case: Case, actor: Actor, root: Path) -> Any:
+    """Return the trained model with the checkpoint's weights, None on ranks outside."""
+    config = make_model(case.family, **case.shape).config
+    groups = ParallelGroups(ParallelLayout(actor.ranks, **actor.sizes))
+    if device.rank() not in actor.ranks:
         return None
-    model = build_model(config, groups, dtype=torch.float32)
-    load_weights(model, root / family_path(family, sizes))
+    model = build_model(config, groups, dtype=torch.float32, overrides=actor.overrides)
+    load_weights(model, root / case.folder)
     return model
-
-
-def family_path(family: str, sizes: dict[str, Any]) -> str:
-    return family + ("-6" if sizes.get("pipeline") == 3 else "")
 
 
 def equal_to_own_load(engine: VllmEngine | None, path: Path, ranks: tuple[int, ...], tensor: int) -> None:
@@ -154,45 +212,57 @@ def check_prediction(engine: VllmEngine | None, ranks: tuple[int, ...], tensor: 
     assert sorted(predicted) == sorted((box.name, box.start, box.size) for box in engine.boxes())
 
 
-def check_case(number: int, root: Path) -> None:
-    family, actor, sizes, rollout, tensor = CASES[number]
-    path = root / family_path(family, sizes)
-    model = build(family, root, actor, sizes)
-    engine = engine_on(path, rollout, tensor, load=False)
-    hybrid = HybridEngine(model, engine, staging_bytes=STAGING, verify="full")
-    with hybrid.generation_mode() as version:
-        assert version == 0
-        first = engine.generate(prompts(), seed=1) if engine is not None else None
-    check_prediction(engine, rollout, tensor)
-    plan = hybrid.plan
-    bound = lower_bound(plan.sources, plan.destinations)
-    assert {rank: plan.received.get(rank, 0) for rank in plan.needed} == bound
-    assert 0 < hybrid.sync_metrics.values()["reshard/staging_bytes_max"] <= STAGING
-    change(model, 1.25)
-    hybrid.mark_updated()
-    with hybrid.generation_mode() as version:
-        assert version == 1
-        second = engine.generate(prompts(), seed=1) if engine is not None else None
-    with hybrid.generation_mode():
-        assert not hybrid.sync_metrics.values(), "nothing had changed"
-    if first is not None and second is not None:
-        assert second.policy_version.tolist() == [1] * 3
-        assert not torch.equal(first.rollout_log_probs, second.rollout_log_probs)
-    if model is not None:
-        export(model, root / f"exported{number}", path)
-    dist.barrier()
-    equal_to_files(engine, root / f"exported{number}")
-    if number in OWN_LOAD:
-        equal_to_own_load(engine, root / f"exported{number}", rollout, tensor)
-    if number == 0 and engine is not None:
-        check_corruption(hybrid, engine)
+def check_case(case: Case, root: Path) -> None:
+    """Fill one engine from each of its models, twice."""
+    begin = time.perf_counter()
+    engine = engine_on(root / case.folder, case.ranks, case.tensor, load=False)
+    for number, actor in enumerate(case.actors):
+        check_actor(case, actor, engine, root, first=number == 0)
     if engine is not None:
         engine.close()
     if device.rank() == 0:
-        received = max(plan.received.values(), default=0)
-        print(
-            f"case {family} {sizes} -> {tensor} on {rollout}: received at most {received} bytes", flush=True
-        )
+        print(f"{case.family} on {case.ranks}: {time.perf_counter() - begin:.1f} s", flush=True)
+    dist.barrier()
+
+
+def check_actor(case: Case, actor: Actor, engine: VllmEngine | None, root: Path, first: bool) -> None:
+    """The engine holds a model's weights bit by bit, also after they changed, with the least traffic."""
+    model = build(case, actor, root)
+    hybrid = HybridEngine(model, engine, staging_bytes=STAGING, verify="full")
+    before = generate(case, hybrid, engine)
+    if first:
+        check_prediction(engine, case.ranks, case.tensor)
+    plan = hybrid.plan
+    bound = lower_bound(plan.sources, plan.destinations)
+    assert {rank: plan.received.get(rank, 0) for rank in plan.needed} == bound
+    assert 0 <= hybrid.sync_metrics.values()["reshard/staging_bytes_max"] <= STAGING
+    change(model, 1.25)
+    hybrid.mark_updated()
+    after = generate(case, hybrid, engine)
+    with hybrid.generation_mode() as version:
+        assert version == 1 and not hybrid.sync_metrics.values(), "nothing had changed"
+    if before is not None and after is not None:
+        assert after.policy_version.tolist() == [1] * 3
+        assert not torch.equal(before.rollout_log_probs, after.rollout_log_probs)
+    name = "-".join([case.family, *(f"{kind}{size}" for kind, size in actor.sizes.items())])
+    exported = root / f"exported-{name}-on-{len(actor.ranks)}-{case.ranks}"
+    if model is not None:
+        export(model, exported, root / case.folder)
+    dist.barrier()
+    equal_to_files(engine, exported)
+    if case.generates and first:
+        equal_to_own_load(engine, exported, case.ranks, case.tensor)
+        if case.family == "qwen2" and engine is not None:
+            check_corruption(hybrid, engine)
+            check_own_engine(model, engine)
+
+
+def generate(case: Case, hybrid: HybridEngine, engine: VllmEngine | None) -> Rollouts | None:
+    """Bring the engine up to date and let it answer where it should."""
+    with hybrid.generation_mode():
+        if engine is not None and case.generates:
+            return engine.generate(prompts(), seed=1)
+    return None
 
 
 def check_corruption(hybrid: HybridEngine, engine: VllmEngine) -> None:
@@ -210,16 +280,41 @@ def check_corruption(hybrid: HybridEngine, engine: VllmEngine) -> None:
     hybrid.verify()
 
 
+def check_own_engine(model: Any, engine: VllmEngine) -> None:
+    """A user's own ``LLM`` is filled too; its requests are kept and end with the new weights."""
+    from vllm import SamplingParams
+
+    vllm = engine._llm.llm_engine
+    how = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+    vllm.add_request("kept", {"prompt_token_ids": [5, 6, 7]}, how)
+    for _ in range(4):
+        vllm.step()
+    try:
+        engine.finish_update(2)
+    except RuntimeError as error:
+        assert "requests are still running" in str(error), error
+    else:
+        raise AssertionError("weights changed under a request")
+    change(model, 1.5)
+    live = LiveWeights.of(engine._llm)
+    HybridEngine(model, live, staging_bytes=STAGING).sync()
+    assert live.weights_version == 0
+    answers = []
+    while vllm.has_unfinished_requests():
+        answers += vllm.step()
+    assert len(answers[-1].outputs[0].token_ids) == 12
+
+
 def check_precision(root: Path) -> None:
     """Float32 weights arrive in the engine as bfloat16, converted before they travel."""
-    family, actor, sizes, rollout, tensor = CASES[0]
-    model = build(family, root, actor, sizes)
-    engine = engine_on(root / family, rollout, tensor, load=False, dtype="bfloat16")
+    case = CASES[4][0]
+    model = build(case, case.actors[0], root)
+    engine = engine_on(root / case.folder, case.ranks, case.tensor, load=False, dtype="bfloat16")
     assert engine is not None
     hybrid = HybridEngine(model, engine, staging_bytes=STAGING)
     hybrid.sync()
     assert all(region.dtype == torch.bfloat16 for bundle in hybrid.plan.bundles for region in bundle.regions)
-    export(model, root / "half", root / family, dtype=torch.bfloat16)
+    export(model, root / "half", root / case.folder, dtype=torch.bfloat16)
     equal_to_files(engine, root / "half")
     engine.close()
 
@@ -227,10 +322,11 @@ def check_precision(root: Path) -> None:
 def main(root: Path) -> None:
     device.initialize(timeout=120)
     gc.freeze()  # vLLM collects garbage several times per engine
-    for number in [int(argument) for argument in sys.argv[2:]] or range(len(CASES)):
-        check_case(number, root)
-        dist.barrier()
-    check_precision(root)
+    cases = CASES[device.world_size()]
+    for number in [int(argument) for argument in sys.argv[2:]] or range(len(cases)):
+        check_case(cases[number], root)
+    if device.world_size() == 4:
+        check_precision(root)
     dist.barrier()
     if device.rank() == 0:
         print("all cases passed", flush=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.distributed.hybrid_engine_ranks import CASES, SHAPE, family_path
+import pytest
+
+from tests.distributed.hybrid_engine_ranks import CASES
 from tests.hf_models import save_model
 
 
-def test_engine_holds_the_trained_weights_in_every_pair_of_layouts(fork, tmp_path):
-    for family, _, sizes, _, _ in CASES:
-        changes = {**SHAPE, "num_hidden_layers": 6} if sizes.get("pipeline") == 3 else SHAPE
-        path = tmp_path / family_path(family, sizes)
+@pytest.mark.parametrize("ranks", CASES)
+def test_engine_holds_the_trained_weights_in_every_pair_of_layouts(fork, tmp_path, ranks):
+    for case in CASES[ranks]:
+        path = tmp_path / case.folder
         if not path.exists():
-            save_model(family, path, **changes)
+            save_model(case.family, path, **case.shape)
     script = Path(__file__).with_name("hybrid_engine_ranks.py")
-    assert "all cases passed" in fork(script, 4, tmp_path, timeout=500).stdout
+    assert "all cases passed" in fork(script, ranks, tmp_path, timeout=500).stdout
