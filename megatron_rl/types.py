@@ -38,6 +38,8 @@ FINISH_LENGTH = 1
 """The response reached ``max_response_tokens``."""
 FINISH_FAILED = 2
 """The engine failed on this row; the row is invalid everywhere downstream."""
+UNFINISHED = 3
+"""The response was interrupted and is to be continued; no learner sees such a row."""
 
 
 def split_rows(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
@@ -147,7 +149,9 @@ class Rollouts(_Rows):
     ``tokens`` [N] int64; ``lengths`` [B]; ``response_mask`` [N] bool, true on response tokens;
     ``rollout_log_probs`` [N] float32, natural log at the sampling temperature, 0 on prompt tokens;
     ``group`` [B] int64, equal for samples of one prompt; ``finish_reason`` [B] (``FINISH_*``);
-    ``policy_version`` [B] int64, the weights' version that sampled the row; ``temperature`` [B] float32.
+    ``policy_version`` [B] int64, the weights' version that sampled the row's oldest token; ``temperature``
+    [B] float32. ``token_versions`` [N] int32 has the version of every token, -1 on prompt tokens, where a row
+    may have been continued by newer weights; without it all tokens of a row are of one version.
     """
 
     tokens: Tensor
@@ -158,8 +162,9 @@ class Rollouts(_Rows):
     finish_reason: Tensor
     policy_version: Tensor
     temperature: Tensor
+    token_versions: Tensor | None = None
 
-    TOKEN_FIELDS = ("tokens", "response_mask", "rollout_log_probs")
+    TOKEN_FIELDS = ("tokens", "response_mask", "rollout_log_probs", "token_versions")
     ROW_FIELDS = ("lengths", "group", "finish_reason", "policy_version", "temperature")
 
 

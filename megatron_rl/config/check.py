@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.check_asynchrony import check_asynchrony
 from megatron_rl.config.check_files import Files
 from megatron_rl.config.check_inputs import Inputs, check_inputs
 from megatron_rl.config.check_layout import (
-    check_asynchrony,
     check_budget,
     check_layout,
     check_lengths,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from megatron_rl.config.build import format_ranges
 from megatron_rl.config.derive import MAX_WORLD, longest_row, smallest_world
@@ -155,53 +154,6 @@ def _check_product(layout: RoleLayout, world_size: int, config: RunConfig) -> li
             fix=fix,
         )
     ]
-
-
-def check_asynchrony(
-    config: RunConfig, layouts: Mapping[str, RoleLayout], algorithm: Any = None
-) -> list[UserError]:
-    """Return the errors of sampling ahead: shared ranks, or an algorithm that must see rewards first."""
-    rollout, where = layouts.get("rollout"), "asynchrony.steps_ahead"
-    if config.asynchrony.steps_ahead < 1 or rollout is None:
-        return []
-    shared = {
-        role: tuple(rank for rank in layout.ranks if rank in rollout.ranks)
-        for role, layout in layouts.items()
-        if role != "rollout"
-    }
-    errors = []
-    if any(shared.values()):
-        words = [f"{role} has {format_ranges(ranks)} too" for role, ranks in shared.items() if ranks]
-        errors.append(
-            UserError(
-                "the rollout cannot sample ahead on ranks that other roles use",
-                where=where,
-                expected="0, or rollout ranks that no other role has",
-                got="; ".join(words),
-                fix="set placement=standalone, or name rollout.ranks and the layouts' ranks apart",
-            )
-        )
-    elif 0 in rollout.ranks:
-        errors.append(
-            UserError(
-                "rank 0, which writes the run folder, would only sample",
-                where="rollout.ranks",
-                expected="ranks without 0, when the rollout samples ahead",
-                got=format_ranges(rollout.ranks),
-                fix="give rank 0 to the actor",
-            )
-        )
-    if getattr(algorithm, "dynamic_sampling", False):
-        errors.append(
-            UserError(
-                "dynamic sampling needs the rewards before it knows what to sample next",
-                where=where,
-                expected="0 with dynamic_sampling",
-                got=str(config.asynchrony.steps_ahead),
-                fix="set asynchrony.steps_ahead=0, or algorithm.settings.dynamic_sampling=false",
-            )
-        )
-    return errors
 
 
 def _check_rollout(layout: RoleLayout, config: RunConfig) -> list[UserError]:

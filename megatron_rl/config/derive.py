@@ -13,11 +13,13 @@ from megatron_rl.config.build import format_ranges
 from megatron_rl.config.layout import RoleLayout, role_layout
 from megatron_rl.config.placement import APART, layout_sections, placed
 from megatron_rl.config.schema import (
+    AsynchronyConfig,
     CriticConfig,
     LayoutConfig,
     MismatchConfig,
     ReferenceConfig,
     RewardConfig,
+    RolloutConfig,
     RunConfig,
 )
 
@@ -25,6 +27,10 @@ MAX_WORLD = 1 << 16
 MICROBATCHES_PER_STAGE = 4
 """Micro-batches per pipeline stage that a derived token budget aims for: the pipeline idles
 (stages - 1) / (micro-batches + stages - 1) of the time, below 20 % at this number."""
+ROUNDS_PER_RESPONSE = 8
+"""Rounds that a derived length of a round cuts the longest response into."""
+CARRIED_STEPS = 2
+"""Steps for which a response may be carried unless the configuration says another number."""
 MICROBATCH_TOKENS = 16384
 """Upper end of a derived token budget, unless one row is longer."""
 
@@ -194,6 +200,7 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
         budget, reasons["batch.tokens_per_microbatch"] = token_budget(config, actor_layout)
         batch = replace(batch, tokens_per_microbatch=budget)
     mismatch = _mismatch(config.mismatch, model.dtype, reasons)
+    rollout, asynchrony = _sampling_order(config, reasons)
     filled = replace(
         config,
         world_size=world_size,
@@ -205,6 +212,8 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
         preference=preference,
         batch=batch,
         mismatch=mismatch,
+        rollout=rollout,
+        asynchrony=asynchrony,
     )
     return Resolved(filled, world_size, reasons)
 
@@ -337,3 +346,18 @@ def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> 
 def ranks_words(ranks: tuple[int, ...]) -> str:
     """Return ranks as ``ranks 0-3`` or ``rank 0``."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranges(ranks)}"
+def _sampling_order(config: RunConfig, reasons: dict[str, str]) -> tuple[RolloutConfig, AsynchronyConfig]:
+    """Fill in how long a round of over-sampling is, and how old a learned token may be."""
+    rollout, asynchrony = config.rollout, config.asynchrony
+    if rollout.round_tokens is None:
+        reasons["rollout.round_tokens"] = f"1/{ROUNDS_PER_RESPONSE} of rollout.max_response_tokens"
+        rollout = replace(rollout, round_tokens=max(1, rollout.max_response_tokens // ROUNDS_PER_RESPONSE))
+    if asynchrony.max_staleness is None:
+        bound, reason = asynchrony.steps_ahead, "asynchrony.steps_ahead"
+        if rollout.partial:
+            bound, reason = bound + CARRIED_STEPS, f"{reason}, and {CARRIED_STEPS} for rollout.partial"
+        reasons["asynchrony.max_staleness"] = reason
+        asynchrony = replace(asynchrony, max_staleness=bound)
+    return rollout, asynchrony
+
+

@@ -104,6 +104,10 @@ class RolloutConfig:
 
     ``engine`` is ``vllm`` or ``torch``; ``tensor`` is the engine's tensor parallelism and the number of
     replicas follows from the ranks. ``vllm`` passes fields through to vLLM's engine arguments.
+
+    ``oversample`` is the fraction of further prompts sampled beside those of a step, which then takes the
+    groups that are complete first, looked at after every ``round_tokens`` tokens per response. The others are
+    continued in the next step with ``partial``, else discarded; their prompts then come again.
     """
 
     engine: str = "vllm"
@@ -115,6 +119,9 @@ class RolloutConfig:
     max_response_tokens: int = 256
     stop: tuple[str, ...] = ()
     sampling_profiles: dict[str, dict[str, Any]] = field(default_factory=dict)  # by task name
+    oversample: float = 0.0
+    partial: bool = False
+    round_tokens: int | None = None  # None: an eighth of max_response_tokens
     memory_fraction: float = 0.6
     vllm: dict[str, Any] = field(default_factory=dict)
 
@@ -232,10 +239,12 @@ class BatchConfig:
 class AsynchronyConfig:
     """Let rollout ranks sample ahead of the learner: a step learns from rollouts ``steps_ahead`` updates old.
 
-    0 is the synchronous order. More than 0 needs rollout ranks that no other role uses.
+    0 is the synchronous order. More than 0 needs rollout ranks that no other role uses. No token that is
+    learned from is more than ``max_staleness`` updates old: a response carried so long is waited for.
     """
 
     steps_ahead: int = 0
+    max_staleness: int | None = None  # None: steps_ahead, and with rollout.partial two more
 
 
 @dataclass(frozen=True)

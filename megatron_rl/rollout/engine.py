@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_rl.rollout.sampling import Response
 from megatron_rl.types import PromptBatch, Rollouts, TensorBox
 
 
@@ -28,6 +29,19 @@ class GenerationEngine(Protocol):
         ``group`` of the result is ``arange(len(prompts))``; the caller knows which prompts are copies.
         Collective over the tensor-parallel ranks of one replica, which must give equal arguments.
         Raises RuntimeError while the engine needs weights.
+        """
+        ...
+
+    def advance(
+        self, prompts: PromptBatch, begun: Sequence[Response], *, seeds: Sequence[int], tokens: int | None
+    ) -> list[Response]:
+        """Continue one response per prompt and return what was added to each.
+
+        ``begun`` are the responses so far, empty ones to start; each grows by at most ``tokens`` tokens (None
+        for no limit) and is ``UNFINISHED`` where it is then to go on. ``seeds`` are the rows' own, the same
+        for every part of a response. Nothing of a request stays in the engine between two calls, so the
+        weights may change there. Collective over the tensor-parallel ranks of one replica, which must give
+        equal arguments. Raises RuntimeError while the engine needs weights.
         """
         ...
 

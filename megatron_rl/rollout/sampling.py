@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, SamplingParameters
+from megatron_rl.types import (
+    FINISH_FAILED,
+    FINISH_LENGTH,
+    UNFINISHED,
+    PromptBatch,
+    Rollouts,
+    SamplingParameters,
+)
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy decoding, as in vLLM."""
@@ -19,7 +26,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Response:
-    """Hold what an engine sampled for one prompt: tokens, their log-probs, and why it ended.
+    """Hold what an engine sampled for one prompt: tokens, their log-probs, and why it ended there.
 
     A stop token is the last of ``tokens``. Of a failed row (``FINISH_FAILED``) both are empty.
     """
@@ -30,6 +37,8 @@ class Response:
 
 
 FAILED = Response((), (), FINISH_FAILED)
+NOTHING = Response((), (), UNFINISHED)
+"""A response of which no token was sampled yet."""
 
 
 def _mix(value: int) -> int:
@@ -43,6 +52,26 @@ def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
     """Return one independent seed in [0, 2**63) for each position in the global batch."""
     start = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
     return [_mix(start + (row + 1) * 0x9E3779B97F4A7C15 & _MASK) >> 1 for row in rows]
+
+
+def part_seed(seed: int, done: int) -> int:
+    """Return the seed of the part of a response that follows its first ``done`` tokens.
+
+    For engines that start a request's random stream anew: the row's own seed would draw the first part's
+    numbers again.
+    """
+    return seed if done == 0 else row_seeds(seed, [done])[0]
+
+
+def part_limit(room: int, done: int, tokens: int | None) -> tuple[int, int]:
+    """Return how many tokens to add to ``done`` of ``room``, and why it ends without a stop token.
+
+    Example:
+        >>> part_limit(10, 4, 5), part_limit(10, 8, 5)
+        ((5, 3), (2, 1))
+    """
+    left = room - done
+    return (left, FINISH_LENGTH) if tokens is None or left <= tokens else (tokens, UNFINISHED)
 
 
 def is_greedy(sampling: SamplingParameters) -> bool:

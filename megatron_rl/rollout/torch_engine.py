@@ -11,15 +11,17 @@ from torch import Tensor
 
 from megatron_rl.rollout.sampling import (
     FAILED,
+    NOTHING,
     Response,
     draw,
     filtered_logits,
     is_greedy,
     log_prob_temperature,
+    part_limit,
     row_seeds,
     to_rollouts,
 )
-from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
+from megatron_rl.types import FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
 
 LastLogits = Callable[[Tensor, Tensor], Tensor]
 """``logits(tokens [N], lengths [B]) -> [B, V]``: what follows the last token of each ragged row."""
@@ -152,26 +154,39 @@ class TorchEngine:
         """Sample from a callable ``logits(tokens [N], lengths [B]) -> [B, V]``; prefixes are recomputed."""
         return cls(lambda: RecomputingDecoder(logits), **more)
 
-    @torch.no_grad()
     def generate(self, prompts: PromptBatch, *, seed: int, rows: Sequence[int] | None = None) -> Rollouts:
         """Sample one response per prompt; see `GenerationEngine.generate`."""
         seeds = row_seeds(seed, range(len(prompts)) if rows is None else rows)
+        responses = self.advance(prompts, [NOTHING] * len(prompts), seeds=seeds, tokens=None)
+        return to_rollouts(prompts, responses, self.weights_version)
+
+    @torch.no_grad()
+    def advance(
+        self, prompts: PromptBatch, begun: Sequence[Response], *, seeds: Sequence[int], tokens: int | None
+    ) -> list[Response]:
+        """Continue one response per prompt; see `GenerationEngine.advance`.
+
+        With unchanged weights the parts are those of the uninterrupted response, sampled ones too.
+        """
         texts = [row.tolist() for row in prompts.tokens.split(prompts.lengths.tolist())]
         responses = [FAILED] * len(texts)
         possible = [row for row, text in enumerate(texts) if self._room(text, prompts.sampling[row]) > 0]
         for first in range(0, len(possible), self._batch_rows):
             batch = possible[first : first + self._batch_rows]
-            limits = [self._room(texts[row], prompts.sampling[row]) for row in batch]
+            done = [len(begun[row].tokens) for row in batch]
             sampled = _decode(
                 self._decoder(),
-                [texts[row] for row in batch],
+                [[*texts[row], *begun[row].tokens] for row in batch],
                 [prompts.sampling[row] for row in batch],
-                limits,
-                [seeds[row] for row in batch],
+                [
+                    part_limit(self._room(texts[row], prompts.sampling[row]), count, tokens)
+                    for row, count in zip(batch, done, strict=True)
+                ],
+                [_stream(seeds[row], count) for row, count in zip(batch, done, strict=True)],
             )
             for row, response in zip(batch, sampled, strict=True):
                 responses[row] = response
-        return to_rollouts(prompts, responses, self.weights_version)
+        return responses
 
     def _room(self, prompt: Sequence[int], sampling: SamplingParameters) -> int:
         room = sampling.max_response_tokens
@@ -209,14 +224,13 @@ def _decode(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
     sampling: Sequence[SamplingParameters],
-    limits: Sequence[int],
-    seeds: Sequence[int],
+    limits: Sequence[tuple[int, int]],
+    generators: Sequence[torch.Generator],
 ) -> list[Response]:
-    """Sample all rows to their end; rows that are done leave the batch."""
+    """Sample all rows to their limits (tokens, finish reason there); rows that are done leave the batch."""
     tokens: list[list[int]] = [[] for _ in prompts]
     log_probs: list[list[float]] = [[] for _ in prompts]
-    reasons = [FINISH_LENGTH] * len(prompts)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    reasons = [reason for _, reason in limits]
     active = list(range(len(prompts)))
     logits = decoder.start(prompts)
     while active:
@@ -229,7 +243,7 @@ def _decode(
             log_probs[row].append(value)
             if token in sampling[row].stop_token_ids:
                 reasons[row] = FINISH_STOP
-            elif len(tokens[row]) < limits[row]:
+            elif len(tokens[row]) < limits[row][0]:
                 going.append(index)
         if len(going) < len(active):
             active = [active[index] for index in going]
@@ -239,6 +253,13 @@ def _decode(
         if active:
             logits = decoder.step(chosen)
     return [Response(t, v, r) for t, v, r in zip(tokens, log_probs, reasons, strict=True)]
+
+
+def _stream(seed: int, done: int) -> torch.Generator:
+    """Return a row's random stream after ``done`` draws."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.rand(done, generator=generator, dtype=torch.float64)
+    return generator
 
 
 def _sample(

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_rl.config.errors import UserError
@@ -17,9 +16,17 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout import vllm_engine_setup as setup
 from megatron_rl.rollout import vllm_engine_weights as weights
-from megatron_rl.rollout.sampling import FAILED, Response, row_seeds, to_rollouts
-from megatron_rl.rollout.vllm_engine_packed import PackedModules, refresh_derived
-from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
+from megatron_rl.rollout.sampling import (
+    FAILED,
+    NOTHING,
+    Response,
+    part_limit,
+    part_seed,
+    row_seeds,
+    to_rollouts,
+)
+from megatron_rl.rollout.vllm_engine_live import LiveWeights, live_model
+from megatron_rl.types import FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
 
 _OWN_ARGUMENTS = {
     "distributed_executor_backend",
@@ -62,13 +69,10 @@ class VllmEngine:
         self.weights_version = 0 if load else -1
         self.needs_weights = not load
         self.replica = layout.coordinates(rank).data
-        self._shapes = shapes
         self._path = Path(model_path)
-        self._rank = rank
         self._max_model_len = max_model_len
         self._sleep_level = sleep_level
         self._asleep: set[str] = set()
-        self._map: weights.WeightMap | None = None
         self._requests = 0
         setup.prepare_vllm()
         arguments = self._arguments(config, layout.tensor, dtype, seed)
@@ -77,10 +81,11 @@ class VllmEngine:
 
             self._llm: Any = LLM(**arguments, load_format="auto" if load else "dummy")
         setup.count_engine(1)
-        self._model: Any = _live_model(self._llm)
+        self._model: Any = live_model(self._llm)
         self._vocabulary: int = self._llm.llm_engine.model_config.get_vocab_size()
-        self._packed: Any = PackedModules(self._model)
-        self._parameters = weights.model_parameters(self._model) | self._packed.parameters()
+        self._live: Any = LiveWeights(
+            self._model, shapes or self._path, rank, lambda: self._llm.reset_prefix_cache()
+        )
 
     def _arguments(self, config: RolloutConfig, tensor: int, dtype: str, seed: int) -> dict[str, Any]:
         arguments: dict[str, Any] = {
@@ -121,66 +126,70 @@ class VllmEngine:
         and top-p. A prompt that is empty, leaves no room below ``max_model_len`` or has a token outside
         the vocabulary fails its row.
         """
+        seeds = row_seeds(seed, range(len(prompts)) if rows is None else rows)
+        responses = self.advance(prompts, [NOTHING] * len(prompts), seeds=seeds, tokens=None)
+        return to_rollouts(prompts, responses, self.weights_version)
+
+    def advance(
+        self, prompts: PromptBatch, begun: Sequence[Response], *, seeds: Sequence[int], tokens: int | None
+    ) -> list[Response]:
+        """Continue one response per prompt; see `GenerationEngine.advance`.
+
+        A part is a request of its own whose prompt ends with the response so far: the prefix cache holds
+        what older parts computed as long as the weights stay. Greedy parts are those of the uninterrupted
+        response; a sampled response depends on where it was interrupted, since vLLM starts each request's
+        random stream anew.
+        """
         if self.needs_weights:
             raise RuntimeError("the engine has no weights yet: write parameters() and call finish_update")
         self._wake("weights", "kv_cache")
-        seeds = row_seeds(seed, range(len(prompts)) if rows is None else rows)
         texts = [row.tolist() for row in prompts.tokens.split(prompts.lengths.tolist())]
         with setup.unchanged_random_state():
-            responses = self._run(texts, prompts.sampling, seeds)
-        return to_rollouts(prompts, responses, self.weights_version)
+            return self._run(texts, prompts.sampling, begun, seeds, tokens)
 
     def _run(
-        self, texts: list[list[int]], sampling: Sequence[SamplingParameters], seeds: Sequence[int]
+        self,
+        texts: list[list[int]],
+        sampling: Sequence[SamplingParameters],
+        begun: Sequence[Response],
+        seeds: Sequence[int],
+        tokens: int | None,
     ) -> list[Response]:
         engine = self._llm.llm_engine
         responses = [FAILED] * len(texts)
-        waiting: dict[str, int] = {}
+        waiting: dict[str, tuple[int, int]] = {}
         for row, text in enumerate(texts):
             room = min(sampling[row].max_response_tokens, self._max_model_len - len(text))
-            if not text or room < 1 or max(text) >= self._vocabulary:
+            done = len(begun[row].tokens)
+            if not text or room - done < 1 or max(text) >= self._vocabulary:
                 continue
             self._requests += 1
-            parameters = _vllm_parameters(sampling[row], room, seeds[row])
-            engine.add_request(str(self._requests), {"prompt_token_ids": text}, parameters)
-            waiting[str(self._requests)] = row
+            count, reason = part_limit(room, done, tokens)
+            parameters = _vllm_parameters(sampling[row], count, part_seed(seeds[row], done))
+            request = {"prompt_token_ids": [*text, *begun[row].tokens] if done else text}
+            engine.add_request(str(self._requests), request, parameters)
+            waiting[str(self._requests)] = row, reason
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    responses[waiting.pop(output.request_id)] = _response(output.outputs[0])
+                    row, reason = waiting.pop(output.request_id)
+                    responses[row] = _response(output.outputs[0], reason)
         return responses
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Return the storage of this rank's weights by vLLM's parameter name.
-
-        It is the live storage, except where vLLM packs weights (see `PackedModules`).
-        """
-        return self._parameters
+        """Return the storage of this rank's weights by vLLM's parameter name; see `LiveWeights`."""
+        return self._live.parameters() if self._live is not None else {}
 
     def boxes(self) -> list[TensorBox]:
-        """Return where vLLM's own loader puts every Hugging Face box on this rank (traced once).
-
-        Raises CoverageError unless every element is filled exactly once.
-        """
-        return list(self._weight_map().boxes)
-
-    def _weight_map(self) -> weights.WeightMap:
-        if self._map is None:
-            shapes = self._shapes or weights.checkpoint_shapes(self._path)
-            with self._packed.unpacked():
-                self._map = weights.trace_weights(self._model, self._parameters, shapes, self._rank)
-        return self._map
+        """Return where vLLM's own loader puts every Hugging Face box on this rank; see `LiveWeights`."""
+        return self._live.boxes()
 
     def finish_update(self, version: int) -> None:
         """Take the written weights into use as ``version``; cached prefixes of older ones are dropped.
 
         Raises RuntimeError when requests are still running, since their cache would stay.
         """
-        weights.clear_padding(self._parameters, self._weight_map().padding)
-        self._packed.pack()
-        refresh_derived(self._model, next(iter(self._parameters.values())).dtype)
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError(f"version {version} was not taken into use: requests are still running")
+        self._live.finish_update(version)
         self.weights_version = version
         self.needs_weights = False
 
@@ -191,7 +200,7 @@ class VllmEngine:
         """
         if device.on_host() or "weights" in self._asleep:
             return
-        self._weight_map()  # tracing needs the weights' storage, if only to leave it alone
+        self._live.map()  # tracing needs the weights' storage, if only to leave it alone
         self._wake("kv_cache")  # vLLM puts only a whole engine to sleep
         self._llm.sleep(self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
@@ -212,21 +221,14 @@ class VllmEngine:
         if self._llm is None:
             return
         self._llm.llm_engine.engine_core.shutdown()
-        self._llm = self._model = self._packed = None
-        self._parameters = {}
+        self._llm = self._model = self._live = None
         if setup.count_engine(-1) == 0:
             setup.forget_groups()
         gc.collect()
         device.empty_cache()
 
 
-def _live_model(llm: Any) -> torch.nn.Module:
-    """Return the model object inside an engine of this process."""
-    worker = llm.llm_engine.model_executor.driver_worker
-    return getattr(worker, "worker", worker).model_runner.get_model()
-
-
-def _vllm_parameters(sampling: SamplingParameters, room: int, seed: int) -> Any:
+def _vllm_parameters(sampling: SamplingParameters, count: int, seed: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -234,7 +236,7 @@ def _vllm_parameters(sampling: SamplingParameters, room: int, seed: int) -> Any:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=room,
+        max_tokens=count,
         stop_token_ids=list(sampling.stop_token_ids),
         seed=seed,
         ignore_eos=True,  # only the row's own stop tokens end it
@@ -246,9 +248,9 @@ def _vllm_parameters(sampling: SamplingParameters, room: int, seed: int) -> Any:
     )
 
 
-def _response(output: Any) -> Response:
-    """Take tokens and their log-probs out of vLLM's answer."""
-    reason = {"stop": FINISH_STOP, "length": FINISH_LENGTH}.get(output.finish_reason)
+def _response(output: Any, at_limit: int) -> Response:
+    """Take tokens and their log-probs out of vLLM's answer; ``at_limit`` is the reason where it is full."""
+    reason = {"stop": FINISH_STOP, "length": at_limit}.get(output.finish_reason)
     if reason is None or output.logprobs is None or not len(output.token_ids):
         return FAILED
     # A position holds the sampled token first, and after it whatever else vLLM reports there.

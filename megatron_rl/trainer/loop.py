@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,10 +18,11 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import gather_metrics, gather_rows
 from megatron_rl.roles.build import Roles
-from megatron_rl.trainer.mismatch import check_mismatch
+from megatron_rl.trainer.mismatch import check_mismatch, fresh_difference
 from megatron_rl.trainer.phases import Phases
+from megatron_rl.trainer.sampler import Sampler
 from megatron_rl.trainer.sampling import Graded, sample_step
-from megatron_rl.types import PromptBatch, Scores
+from megatron_rl.types import Scores
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StepResult:
 
 
 def train_step(
-    draw: Callable[[int], PromptBatch],
+    sampler: Sampler,
     roles: Roles,
     algorithm: Algorithm,
     state: AlgorithmState,
@@ -47,10 +47,10 @@ def train_step(
 ) -> StepResult:
     """Sample, judge, estimate and learn once. A batch is the same value on every rank.
 
-    ``draw(n)`` gives the next n prompts; ``state`` is what the algorithm carries from step to step.
-    Collective over the world.
+    ``sampler`` gives the responses to the next prompts; ``state`` is what the algorithm carries from step to
+    step. Collective over the world.
     """
-    graded, sampled = sample_step(draw, roles, algorithm, config, step_seed(config, step), phase)
+    graded, sampled = sample_step(sampler, roles, algorithm, config, step_seed(config, step), phase)
     result = learn_from(graded, roles, algorithm, state, config, step, phase)
     if result.actor_learned:
         roles.hybrid_engine.mark_updated()
@@ -67,11 +67,12 @@ def learn_from(
     phase: Phases,
 ) -> StepResult:
     """Judge graded rows, estimate advantages and learn. Collective over `members`."""
+    version = roles.hybrid_engine.version
     with phase("score"):
         scores = judge(roles, graded)
     with phase("estimate"):
         batch, metrics = estimate(graded.rollouts, scores, algorithm, state)
-        warning = check_mismatch(metrics, config.mismatch)
+        warning = check_mismatch(fresh_difference(graded.rollouts, scores, version), config.mismatch)
     objective = partial(policy_objective, algorithm, state=state)
     learned = Metrics()
     with phase("learn"):

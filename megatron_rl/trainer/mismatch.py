@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from megatron_rl.config.schema import MismatchConfig
-from megatron_rl.metrics import Metrics
+from megatron_rl.types import Rollouts, Scores, row_index
 
 
 class MismatchError(RuntimeError):
     """Trainer and rollout engine disagree too much to go on."""
 
 
-def check_mismatch(metrics: Metrics, config: MismatchConfig) -> str | None:
-    """Return a warning where ``mismatch/abs_diff`` is above one threshold; raise above another."""
+def fresh_difference(rollouts: Rollouts, scores: Scores, version: int) -> float | None:
+    """Return how far trainer and engine are apart on tokens that weights of ``version`` sampled.
+
+    The mean absolute difference of log-probs per response token of valid rows; None without such a token.
+    Older tokens are another policy's: there the two differ by what was learned since.
+    """
+    if scores.old_log_probs is None:
+        return None
+    rows = row_index(rollouts.lengths)
+    versions = rollouts.token_versions
+    if versions is None:
+        versions = rollouts.policy_version[rows]
+    fresh = rollouts.response_mask & (versions == version) & scores.valid[rows]
+    difference = (scores.old_log_probs - rollouts.rollout_log_probs)[fresh].abs().double()
+    return float(difference.mean()) if len(difference) else None
+
+
+def check_mismatch(difference: float | None, config: MismatchConfig) -> str | None:
+    """Return a warning where `fresh_difference` is above one threshold; raise above another."""
     assert config.warn is not None and config.stop is not None
-    difference = metrics.values().get("mismatch/abs_diff")
     if difference is None or difference <= config.warn:
         return None
     words = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,11 +11,11 @@ from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.filters import count_groups, informative_groups, prompts_to_sample, take_groups
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.exchange import RowShard, gather_rows
 from megatron_rl.roles.build import Roles
-from megatron_rl.roles.rollout import join
 from megatron_rl.trainer.grading import grade
 from megatron_rl.trainer.phases import Phases
+from megatron_rl.trainer.sampler import Sampled, Sampler
+from megatron_rl.trainer.staleness import staleness
 from megatron_rl.types import PromptBatch, Rollouts
 
 ROUND_CEILING = 4
@@ -53,90 +52,46 @@ class Graded:
 
 
 def sample_step(
-    draw: Callable[[int], PromptBatch],
-    roles: Roles,
-    algorithm: Algorithm,
-    config: RunConfig,
-    seed: int,
-    phase: Phases,
+    sampler: Sampler, roles: Roles, algorithm: Algorithm, config: RunConfig, seed: int, phase: Phases
 ) -> tuple[Graded, Metrics]:
     """Sample and grade the rows of one step.
 
-    ``draw(n)`` gives the next n prompts. With ``algorithm.dynamic_sampling`` groups whose rewards are all
-    equal are replaced by new ones, in at most ``dynamic_sampling_max_rounds`` further rounds; a step that
-    still lacks groups then goes on with those it has, or with the first round's where none teaches
-    anything. Groups kept beyond the wanted number are dropped and counted. Collective over the world.
+    With ``algorithm.dynamic_sampling`` groups whose rewards are all equal are replaced by new ones, in at
+    most ``dynamic_sampling_max_rounds`` further rounds; a step that still lacks groups then goes on with
+    those it has, or with the first round's where none teaches anything. Groups kept beyond the wanted
+    number are dropped and counted. Collective over the world.
     """
     wanted = config.batch.prompts_per_step
-    graded, metrics = sample_and_grade(draw(wanted), roles, algorithm, config, seed, phase)
+    everything, metrics = sample_and_grade(sampler, wanted, roles, config, seed, phase)
     if not algorithm.dynamic_sampling:
-        return graded, metrics
-    everything, sampled, rounds = graded, wanted, 0
+        return everything, metrics
+    first, rounds = everything, 0
     while rounds < algorithm.dynamic_sampling_max_rounds:
-        keep, kept = _informative(everything)
+        kept, sampled = informative(everything)
         more = prompts_to_sample(wanted, kept, sampled, ceiling=ROUND_CEILING * wanted)
         if not more:
             break
         rounds += 1
-        extra, also = sample_and_grade(draw(more), roles, algorithm, config, seed + rounds, phase)
+        extra, also = sample_and_grade(sampler, more, roles, config, seed + rounds, phase)
         everything, metrics = _joined(everything, extra), metrics + also
-        sampled += more
-    keep, kept = _informative(everything)
-    taken = take_groups(keep, everything.rollouts.group, wanted)
-    metrics += Metrics.of({
-        "sampling/rounds": 1.0 + rounds,
-        "sampling/prompts": float(sampled),
-        "sampling/informative_fraction": kept / sampled,
-        "sampling/dropped_groups": float(max(kept - wanted, 0)),
-    })  # fmt: skip
-    return (everything.rows(taken) if taken else graded), metrics
+    metrics += Metrics.of({"sampling/rounds": 1.0 + rounds})
+    taken, also = take_informative(everything, wanted)
+    return taken or first, metrics + also
 
 
 def sample_and_grade(
-    prompts: PromptBatch, roles: Roles, algorithm: Algorithm, config: RunConfig, seed: int, phase: Phases
+    sampler: Sampler, wanted: int, roles: Roles, config: RunConfig, seed: int, phase: Phases
 ) -> tuple[Graded, Metrics]:
-    """Sample every prompt ``samples_per_prompt`` times and grade the responses. Collective over the world."""
+    """Sample ``wanted`` prompts and grade their responses. Collective over the world."""
     with phase("generate"), roles.hybrid_engine.generation_mode():
-        sampled = finish_sampling(start_sampling(prompts, roles, algorithm, config, seed), config)
-    metrics = roles.hybrid_engine.sync_metrics
+        sampled = sampler.finish(sampler.start(wanted, seed))
+    metrics = roles.hybrid_engine.sync_metrics + sampled.metrics
+    if config.rollout.partial:
+        assert config.asynchrony.max_staleness is not None
+        version = roles.hybrid_engine.version
+        metrics += staleness(version, sampled.rollouts, config.asynchrony.max_staleness)
     graded, also = grade_sampled(sampled, roles, config, phase)
     return graded, metrics + also
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """Hold the responses to ``prompts``, the same value on every rank; ``greedy`` has one row per prompt."""
-
-    prompts: PromptBatch
-    rollouts: Rollouts
-    greedy: Rollouts | None
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Hold what this rank's engine has sampled, before it is gathered."""
-
-    prompts: PromptBatch
-    shard: RowShard
-    greedy: RowShard | None
-
-
-def start_sampling(
-    prompts: PromptBatch, roles: Roles, algorithm: Algorithm, config: RunConfig, seed: int
-) -> Sampling:
-    """Sample on the ranks of the rollout; others return at once. Collective over the rollout's ranks."""
-    shard = roles.rollout.infer(prompts, config.batch.samples_per_prompt, seed=seed)
-    greedy = None
-    if algorithm.needs_greedy_baseline:
-        greedy = roles.rollout.infer(_greedy(prompts), seed=seed)
-    return Sampling(prompts, shard, greedy)
-
-
-def finish_sampling(sampling: Sampling, config: RunConfig) -> Sampled:
-    """Gather what was sampled. Collective over the world."""
-    rollouts = join(gather_rows(sampling.shard), config.batch.samples_per_prompt)
-    greedy = None if sampling.greedy is None else join(gather_rows(sampling.greedy), 1)
-    return Sampled(sampling.prompts, rollouts, greedy)
 
 
 def grade_sampled(sampled: Sampled, roles: Roles, config: RunConfig, phase: Phases) -> tuple[Graded, Metrics]:
@@ -152,15 +107,25 @@ def grade_sampled(sampled: Sampled, roles: Roles, config: RunConfig, phase: Phas
     return Graded(rows, sampled.rollouts, *grades, baseline), metrics
 
 
-def _greedy(prompts: PromptBatch) -> PromptBatch:
-    """Return the prompts with greedy decoding."""
-    sampling = tuple(one._replace(temperature=0.0, top_p=1.0, top_k=0) for one in prompts.sampling)
-    return replace(prompts, sampling=sampling)
+def informative(graded: Graded) -> tuple[int, int]:
+    """Return the number of groups whose rewards differ, and of all groups."""
+    group = graded.rollouts.group
+    keep = informative_groups(graded.rewards, group, graded.valid)
+    return count_groups(keep, group), len(torch.unique(group))
 
 
-def _informative(graded: Graded) -> tuple[Tensor, int]:
-    keep = informative_groups(graded.rewards, graded.rollouts.group, graded.valid)
-    return keep, count_groups(keep, graded.rollouts.group)
+def take_informative(graded: Graded, wanted: int) -> tuple[Graded | None, Metrics]:
+    """Return the first ``wanted`` groups whose rewards differ, or those there are; None without any."""
+    kept, sampled = informative(graded)
+    group = graded.rollouts.group
+    taken = take_groups(informative_groups(graded.rewards, group, graded.valid), group, wanted)
+    metrics = Metrics.of({
+        "sampling/prompts": float(sampled),
+        "sampling/informative_fraction": kept / sampled,
+        "sampling/dropped_groups": float(max(kept - wanted, 0)),
+        "sampling/missing_groups": float(max(wanted - kept, 0)),
+    })  # fmt: skip
+    return (graded.rows(taken) if taken else None), metrics
 
 
 def _joined(first: Graded, second: Graded) -> Graded:

@@ -10,19 +10,21 @@ from megatron_rl.algorithms import AlgorithmState
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.parallel import checkpoint
 from megatron_rl.roles.build import Roles
-from megatron_rl.trainer.sampling import Sampled
+from megatron_rl.trainer.sampler import Sampled, Sampler
 
 
 @dataclass
 class TrainerState:
     """Hold the position of a run: steps done, the prompt source's place, and what the algorithm carries.
 
-    ``queue`` holds what is sampled and not yet learned from; a restore fills it in place.
+    ``queue`` holds what is sampled and not yet learned from, ``sampler`` what is begun and not yet complete;
+    a restore fills both in place.
     """
 
     prompts: PromptSource
     algorithm: AlgorithmState
     seed: int
+    sampler: Sampler
     queue: list[Sampled] = field(default_factory=list)
     step: int = 0
 
@@ -43,6 +45,7 @@ class TrainerState:
         self.prompts.load_state_dict(state["prompts"])
         roles.hybrid_engine.version = int(state["policy_version"])
         self.queue[:] = [Sampled(**item) for item in state["queue"]]
+        self.sampler.load_state_dict(state["sampler"])
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """Return the plain values that are equal on every rank."""
@@ -53,6 +56,7 @@ class TrainerState:
             "prompts": self.prompts.state_dict(),
             "policy_version": roles.hybrid_engine.version,
             "queue": [vars(item) for item in self.queue],
+            "sampler": self.sampler.state_dict(),
         }
 
 

@@ -27,6 +27,7 @@ from megatron_rl.trainer.logging import MetricsLog, Progress, RunFolder, output_
 from megatron_rl.trainer.loop import StepResult, train_step
 from megatron_rl.trainer.phases import Phases
 from megatron_rl.trainer.report import write as write_report
+from megatron_rl.trainer.sampler import Sampler
 from megatron_rl.trainer.state import TrainerState
 from megatron_rl.trainer.stop import report_stop
 from megatron_rl.trainer.warm_up import train_actor, train_on_preferences, train_reward_models
@@ -70,11 +71,13 @@ class Run:
         barrier()
         with phases("build"), Progress("build models and engine", shown=self.main, console=console):
             self.roles: Roles = build_roles(config, self.algorithm, self.tokenizer)
+        self.sampler = Sampler(config, self.roles, self.algorithm, self.prompts.next)
         self.ahead = None
         if config.asynchrony.steps_ahead:
-            self.ahead = AheadTrainer(config, self.roles, self.algorithm)
+            self.ahead = AheadTrainer(config, self.roles, self.algorithm, self.sampler)
         queue = [] if self.ahead is None else self.ahead.queue
-        self.state = TrainerState(self.prompts, initial_state(self.algorithm), config.seed, queue)
+        state = initial_state(self.algorithm)
+        self.state = TrainerState(self.prompts, state, config.seed, self.sampler, queue)
 
     def run(self) -> None:
         """Resume or warm up, take the remaining steps, and leave the results behind."""
@@ -179,10 +182,10 @@ class Run:
 
     def _take(self, step: int) -> StepResult | None:
         """Take one step; None on a rank that only samples, ahead of the others."""
-        draw, state = self.prompts.next, self.state.algorithm
+        state = self.state.algorithm
         if self.ahead is not None:
-            return self.ahead.step(draw, state, step, self.phases)
-        return train_step(draw, self.roles, self.algorithm, state, self.config, step, self.phases)
+            return self.ahead.step(state, step, self.phases)
+        return train_step(self.sampler, self.roles, self.algorithm, state, self.config, step, self.phases)
 
     def _evaluate(self, step: int) -> Metrics:
         with self.phases("evaluate"):

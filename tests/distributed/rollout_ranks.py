@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.parallel import device
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.rollout import partial
+from megatron_rl.rollout.partial import InFlight
 from megatron_rl.rollout.torch_engine import TorchEngine
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.vllm_engine_setup import join_groups
@@ -191,6 +193,62 @@ def check_updates(path: Path) -> None:
     engine.close()
 
 
+def check_parts(path: Path) -> None:
+    """Interrupted responses go on where they stopped, also by newer weights, with every token's version."""
+    engine = build(path, 2)
+    write(engine, path)
+    engine.finish_update(1)
+    rows = random_rows(5, seed=3)
+    stop = int(engine.generate(make_prompts(rows[:1], GREEDY), seed=1).tokens[-3])
+    prompts = make_prompts(rows, GREEDY._replace(stop_token_ids=(stop,)))
+    whole = engine.generate(prompts, seed=1)
+    flight = in_parts(engine, partial.begin(prompts, 1, seed=1, version=1), (7, 7, 7), (1, 1, 1))
+    close_to(whole, flight.rollouts)
+    assert whole.finish_reason.tolist()[0] == FINISH_STOP
+
+    def write_two() -> None:
+        write(engine, path, scale=1.5)
+        engine.finish_update(2)
+
+    mixed = in_parts(engine, partial.begin(prompts, 1, seed=1, version=1), (7, 20), (1, 2), write_two)
+    second = engine.generate(prompts, seed=1)
+    for row, (old, new) in enumerate(zip(flight.responses(range(5)), mixed.responses(range(5)), strict=True)):
+        assert list(old.tokens[:7]) == list(new.tokens[:7])
+        assert mixed.rollouts.token_versions is not None
+        versions = split_rows(mixed.rollouts.token_versions, mixed.rollouts.lengths)[row]
+        assert versions[versions > 0].tolist() == ([1] * 7 + [2] * 20)[: len(new.tokens)]
+    assert not torch.equal(mixed.rollouts.tokens, whole.tokens)
+    assert not torch.equal(mixed.rollouts.tokens, second.tokens)
+    assert mixed.rollouts.policy_version.tolist() == [1] * 5
+
+    sampled = make_prompts(rows, SAMPLED)
+    first = in_parts(engine, partial.begin(sampled, 1, seed=4, version=2), (6, 6, 6, 6), (2,) * 4)
+    again = in_parts(engine, partial.begin(sampled, 1, seed=4, version=2), (6, 6, 6, 6), (2,) * 4)
+    assert torch.equal(first.rollouts.tokens, again.rollouts.tokens)
+    engine.close()
+
+
+def in_parts(engine: VllmEngine, flight: InFlight, parts, versions, between=None) -> InFlight:
+    """Advance a flight by parts of so many tokens; ``between`` is called after the first."""
+    for count, version in zip(parts, versions, strict=True):
+        rows = flight.open_rows()
+        chosen = flight.groups(rows)
+        seeds = chosen.seeds.tolist()
+        begun = flight.responses(rows)
+        added = engine.advance(chosen.prompts, begun, seeds=seeds, tokens=count)
+        index, reasons = torch.tensor(rows, dtype=torch.long), flight.rollouts.finish_reason.clone()
+        reasons[index] = torch.tensor([part.finish_reason for part in added], dtype=torch.long)
+        counts = torch.zeros(len(reasons), dtype=torch.long)
+        counts[index] = torch.tensor([len(part.tokens) for part in added], dtype=torch.long)
+        tokens = torch.tensor([token for part in added for token in part.tokens], dtype=torch.long)
+        values = torch.tensor([value for part in added for value in part.log_probs])
+        flight = partial.extended(flight, counts, tokens, values, reasons, version)
+        if between is not None:
+            between()
+            between = None
+    return flight
+
+
 def check_replicas(path: Path) -> None:
     """Four ranks as two replicas in an order of our choice, then a replica on two of the ranks."""
     rank, reference = device.rank(), TorchEngine.from_hf(path)
@@ -224,6 +282,7 @@ def main() -> None:
     elif what == "sampling":
         check_sampling(Path(paths[0]))
         check_updates(Path(paths[0]))
+        check_parts(Path(paths[0]))
     else:
         check_replicas(Path(paths[0]))
     dist.barrier()

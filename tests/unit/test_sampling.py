@@ -11,10 +11,19 @@ from megatron_rl.rollout.sampling import (
     draw,
     filtered_logits,
     log_prob_temperature,
+    part_limit,
+    part_seed,
     row_seeds,
     to_rollouts,
 )
-from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, PromptBatch, SamplingParameters
+from megatron_rl.types import (
+    FINISH_FAILED,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    UNFINISHED,
+    PromptBatch,
+    SamplingParameters,
+)
 
 
 def prompts(*rows: list[int], sampling: SamplingParameters | None = None) -> PromptBatch:
@@ -43,6 +52,18 @@ def test_row_seeds_depend_on_seed_and_position_alone():
     assert row_seeds(3, [7, 999]) == [seeds[7], seeds[999]]
     assert not set(seeds) & set(row_seeds(4, range(1000)))
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_parts_of_a_response_draw_from_streams_of_their_own():
+    seeds = [part_seed(seed, done) for seed in row_seeds(3, range(100)) for done in range(10)]
+    assert len(set(seeds)) == 1000
+    assert seeds[::10] == row_seeds(3, range(100))
+
+
+def test_a_part_ends_at_its_limit_or_the_responses():
+    assert part_limit(20, 0, None) == (20, FINISH_LENGTH)
+    assert part_limit(20, 5, 15) == (15, FINISH_LENGTH)
+    assert part_limit(20, 5, 14) == (14, UNFINISHED)
 
 
 def test_temperature_divides():

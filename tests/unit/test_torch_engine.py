@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from megatron_rl.rollout.sampling import NOTHING, Response, row_seeds
 from megatron_rl.rollout.torch_engine import TorchEngine
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_LENGTH,
     FINISH_STOP,
+    UNFINISHED,
     PromptBatch,
     Rollouts,
     SamplingParameters,
+    split_rows,
 )
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
@@ -150,3 +154,47 @@ def test_written_weights_are_taken_into_use(checkpoint: Path):
     after = engine.generate(prompts(ROWS), seed=1)
     assert after.policy_version.tolist() == [7] * 4
     assert not torch.equal(before.rollout_log_probs, after.rollout_log_probs)
+
+
+def advance_to_end(
+    engine: TorchEngine, batch: PromptBatch, seeds: Sequence[int], tokens: int
+) -> list[Response]:
+    begun = [NOTHING] * len(batch)
+    while going := [row for row, part in enumerate(begun) if part.finish_reason == UNFINISHED]:
+        parts = engine.advance(
+            batch.rows(going),
+            [begun[row] for row in going],
+            seeds=[seeds[row] for row in going],
+            tokens=tokens,
+        )
+        for row, part in zip(going, parts, strict=True):
+            before = begun[row]
+            assert 0 < len(part.tokens) <= tokens or part.finish_reason not in (UNFINISHED, FINISH_STOP)
+            begun[row] = Response(
+                [*before.tokens, *part.tokens], [*before.log_probs, *part.log_probs], part.finish_reason
+            )
+    return begun
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 12])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_interrupted_responses_equal_uninterrupted_ones(engine, temperature: float, tokens: int):
+    stop = int(
+        engine.generate(prompts(ROWS, temperature=temperature), seed=5).rows([0]).tokens[len(ROWS[0]) + 6]
+    )
+    batch = prompts(ROWS, temperature=temperature, stop_token_ids=(stop,), max_response_tokens=20)
+    whole = engine.generate(batch, seed=5)
+    parts = advance_to_end(engine, batch, row_seeds(5, range(len(ROWS))), tokens)
+    mask = split_rows(whole.response_mask, whole.lengths)
+    for row, part in enumerate(parts):
+        assert list(part.tokens) == split_rows(whole.tokens, whole.lengths)[row][mask[row]].tolist()
+        expected = split_rows(whole.rollout_log_probs, whole.lengths)[row][mask[row]]
+        torch.testing.assert_close(torch.tensor(part.log_probs), expected, atol=1e-5, rtol=0)
+    assert [part.finish_reason for part in parts] == whole.finish_reason.tolist()
+    assert {FINISH_STOP, FINISH_LENGTH} >= set(whole.finish_reason.tolist())
+
+
+def test_rows_that_cannot_be_sampled_fail_in_parts_too(engine):
+    batch = prompts([ROWS[0], [1] * 64, [], [1] * 60])
+    parts = advance_to_end(engine, batch, row_seeds(1, range(4)), 3)
+    assert [part.finish_reason for part in parts] == engine.generate(batch, seed=1).finish_reason.tolist()

@@ -1,0 +1,109 @@
+"""Rules of sampling ahead, of over-sampling and of responses that are carried into later steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.config.build import format_ranges
+from megatron_rl.config.errors import UserError
+from megatron_rl.config.layout import RoleLayout
+from megatron_rl.config.schema import RunConfig
+
+
+def check_asynchrony(
+    config: RunConfig, layouts: Mapping[str, RoleLayout], algorithm: Any = None
+) -> list[UserError]:
+    """Return the errors of the order in which a run samples and learns."""
+    return [*_check_ahead(config, layouts), *_check_staleness(config), *_check_oversample(config, algorithm)]
+
+
+def _check_ahead(config: RunConfig, layouts: Mapping[str, RoleLayout]) -> list[UserError]:
+    """Return the errors of ranks that would both sample ahead and learn."""
+    rollout = layouts.get("rollout")
+    if config.asynchrony.steps_ahead < 1 or rollout is None:
+        return []
+    shared = {
+        role: tuple(rank for rank in layout.ranks if rank in rollout.ranks)
+        for role, layout in layouts.items()
+        if role != "rollout"
+    }
+    if any(shared.values()):
+        words = [f"{role} has {format_ranges(ranks)} too" for role, ranks in shared.items() if ranks]
+        return [
+            UserError(
+                "the rollout cannot sample ahead on ranks that other roles use",
+                where="asynchrony.steps_ahead",
+                expected="0, or rollout ranks that no other role has",
+                got="; ".join(words),
+                fix="set placement=standalone, or name rollout.ranks and the layouts' ranks apart",
+            )
+        ]
+    if 0 in rollout.ranks:
+        return [
+            UserError(
+                "rank 0, which writes the run folder, would only sample",
+                where="rollout.ranks",
+                expected="ranks without 0, when the rollout samples ahead",
+                got=format_ranges(rollout.ranks),
+                fix="give rank 0 to the actor",
+            )
+        ]
+    return []
+
+
+def _check_staleness(config: RunConfig) -> list[UserError]:
+    """Return the error of a bound that the order of the steps breaks."""
+    bound, ahead = config.asynchrony.max_staleness, config.asynchrony.steps_ahead
+    least = ahead + 1 if config.rollout.partial else ahead
+    if bound is None or bound >= least:
+        return []
+    return [
+        UserError(
+            "every response would be older than allowed",
+            where="asynchrony.max_staleness",
+            expected=f"at least {least}: asynchrony.steps_ahead"
+            + (", and one more for rollout.partial to carry any" if config.rollout.partial else ""),
+            got=str(bound),
+            fix=f"set asynchrony.max_staleness={least} or more, or remove it",
+        )
+    ]
+
+
+def _check_oversample(config: RunConfig, algorithm: Any) -> list[UserError]:
+    """Return the errors of settings that over-sampling needs or cannot have beside it."""
+    rollout = config.rollout
+    errors = []
+    if rollout.partial and rollout.oversample == 0:
+        errors.append(
+            UserError(
+                "no response would be left to continue: a step without over-sampling waits for all it began",
+                where="rollout.partial",
+                expected="rollout.oversample above 0",
+                got="true with rollout.oversample=0",
+                fix="set rollout.oversample=0.25, or rollout.partial=false",
+            )
+        )
+    if rollout.oversample == 0:
+        return errors
+    if rollout.round_tokens is not None and rollout.round_tokens >= rollout.max_response_tokens:
+        errors.append(
+            UserError(
+                "every response would end in its first round, and nothing be gained by over-sampling",
+                where="rollout.round_tokens",
+                expected=f"less than rollout.max_response_tokens ({rollout.max_response_tokens})",
+                got=str(rollout.round_tokens),
+                fix=f"set rollout.round_tokens={max(1, rollout.max_response_tokens // 8)}, or remove it",
+            )
+        )
+    if getattr(algorithm, "needs_greedy_baseline", False):
+        errors.append(
+            UserError(
+                "a greedy response to each prompt is not sampled beside over-sampled ones",
+                where="rollout.oversample",
+                expected=f"0 with algorithm {config.algorithm.name}",
+                got=f"{rollout.oversample:g}",
+                fix="set rollout.oversample=0, or choose an algorithm without a greedy baseline",
+            )
+        )
+    return errors

@@ -1,0 +1,99 @@
+"""Over-sampling with carried and with discarded responses: the same numbers wherever and whenever it runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pandas
+import pytest
+import yaml
+from test_roles import grpo, metrics
+
+DELAYED = Path(__file__).parent / "workers/delayed_train.py"
+ROLLOUT = {"engine": "torch", "max_response_tokens": 32, "oversample": 0.75, "round_tokens": 4}
+REWARD = "def score(*, response, **_):\n    return float(len(response) % 3 == 0)\n"
+LEARNING = {"optimizer": {"learning_rate": 1e-3}}
+APART = ("rollout.ranks=[1,2]", "actor.layout.ranks=[0]", "steps=7", "checkpoint.keep=9")
+COMPARED = (
+    "reward/mean", "policy/loss", "policy/grad_norm", "policy/entropy", "response/length",
+    "rollout/rounds", "rollout/carried", "rollout/carried_tokens", "rollout/partial_fraction",
+    "rollout/discarded_prompts", "staleness/mean", "staleness/max", "staleness/token_mean",
+    "sampling/prompts", "sampling/missing_groups",
+)  # fmt: skip
+
+
+def run(folder: Path, material: Path, **changes) -> Path:
+    """Write a run whose rewards differ within most groups."""
+    folder.mkdir()
+    (folder / "reward.py").write_text(REWARD)
+    file = grpo(folder, material, **changes)
+    config = yaml.safe_load(file.read_text())
+    config["reward"]["function"] = f"{folder / 'reward.py'}:score"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def numbers(folder: Path) -> list[dict[str, float | None]]:
+    return [{name: line.get(name) for name in ("step", *COMPARED)} for line in metrics(folder)]
+
+
+def test_delays_and_a_resume_change_nothing_and_the_bound_holds(fork, material, tmp_path):
+    changes = {
+        "actor": LEARNING,
+        "rollout": ROLLOUT | {"partial": True},
+        "asynchrony": {"steps_ahead": 1, "max_staleness": 2},
+    }
+    whole = run(tmp_path / "whole", material, **changes)
+    fork("megatron_rl", 3, "train", whole, *APART, module=True)
+    expected = metrics(tmp_path / "whole")
+    assert max(line["staleness/max"] for line in expected) == 2
+    assert any(line["rollout/partial_fraction"] > 0 for line in expected)
+    assert all(line["rollout/carried"] == 6 for line in expected)
+    parted = run(tmp_path / "parted", material, **changes)
+    shutil.copytree(tmp_path / "whole/run", tmp_path / "parted/run")
+    for step in (4, 6, 7):
+        shutil.rmtree(tmp_path / f"parted/run/checkpoints/step_{step}")
+    fork(DELAYED, 3, "train", parted, *APART)
+    assert numbers(tmp_path / "parted") == numbers(tmp_path / "whole")
+
+
+def test_replicas_change_nothing_and_discarded_prompts_come_again(fork, material, tmp_path):
+    frozen = {"optimizer": {"learning_rate": 1e-30}}
+    for name, ranks in (("one", 1), ("two", 2)):
+        file = run(tmp_path / name, material, actor=frozen, rollout=ROLLOUT)
+        fork("megatron_rl", ranks, "train", file, "placement=colocate", "steps=3", module=True)
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    for mine, truth in zip(two, one, strict=True):
+        for name in ("reward/mean", "rollout/rounds", "response/length", "rollout/discarded_tokens"):
+            assert mine[name] == pytest.approx(truth[name], rel=1e-6), (truth["step"], name)
+        assert truth["rollout/discarded_prompts"] == 6 and "staleness/max" not in truth
+    tables = [pandas.read_parquet(tmp_path / f"one/run/rollouts/step_{step}.parquet") for step in (1, 2, 3)]
+    assert [len(table) for table in tables] == [16, 16, 16]
+    source = [json.loads(line)["prompt"] for line in (material / "train.jsonl").read_text().splitlines()]
+    assert all(prompt in source for table in tables for prompt in table["prompt"])
+
+
+def test_dynamic_sampling_ahead_of_the_learner_samples_as_many_prompts_as_teach_enough(
+    fork, material, tmp_path
+):
+    file = run(
+        tmp_path / "dapo",
+        material,
+        actor=LEARNING,
+        rollout=ROLLOUT | {"partial": True},
+        asynchrony={"steps_ahead": 1},
+    )
+    dapo = ("algorithm.name=dapo", "batch.prompts_per_step=4")
+    fork("megatron_rl", 2, "train", file, *dapo, module=True)
+    found = metrics(tmp_path / "dapo")
+    # Nothing was known when the first two batches were sampled; then the share of the last learned one.
+    assert [line["sampling/prompts"] for line in found[:2]] == [4, 4]
+    for before, later in zip(found, found[2:], strict=False):
+        share = (before["sampling/informative_fraction"] * before["sampling/prompts"] + 0.5) / (
+            before["sampling/prompts"] + 0.5
+        )
+        assert later["sampling/prompts"] >= min(math.ceil(4 / share), 16)  # more where groups must not wait
+    assert all(line["staleness/max"] <= 3 for line in found)
