@@ -59,14 +59,14 @@ def check_layout(layout: RoleLayout, world_size: int, config: RunConfig) -> list
                 fix=f"lower {where}.expert or {where}.expert_tensor",
             )
         )
-    if layout.context > 1:
+    if layout.context > 1 and config.model.attention == "transformer_engine":
         errors.append(
             UserError(
-                "the trainer cannot cut sequences over ranks yet",
+                "Transformer Engine's attention is used with whole rows, which context parallelism cuts",
                 where=f"{where}.context",
-                expected="1",
+                expected="1, or model.attention: torch",
                 got=str(layout.context),
-                fix=f"set {where}.context to 1; longer rows fit with more tensor parallelism",
+                fix="remove model.attention, or set it to torch",
             )
         )
     if layout.virtual_pipeline > 1 and layout.pipeline == 1:
@@ -193,6 +193,17 @@ def check_model(
         fix += " and use pipeline or data parallelism for the other ranks"
     if shape.heads % tensor:
         errors.append(_divides(shape.heads, "attention heads", tensor, f"{where}.tensor", fix))
+    if shape.heads % (tensor * layout.context) and not errors:
+        together = f"tensor {tensor} x context {layout.context} = {tensor * layout.context}"
+        errors.append(
+            UserError(
+                f"{together} does not divide the model's {shape.heads} attention heads",
+                where=f"{where}.context",
+                expected=f"a divisor of {shape.heads // tensor}, the heads of a tensor-parallel rank",
+                got=str(layout.context),
+                fix=f"set {where}.context to {math.gcd(layout.context, shape.heads // tensor)}",
+            )
+        )
     if layout.role == "rollout":
         uneven = shape.kv_heads % tensor and tensor % shape.kv_heads
         if uneven and not errors:

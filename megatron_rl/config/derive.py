@@ -193,7 +193,7 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
     )
     model = config.model
     if model.attention is None:
-        model = replace(model, attention=_attention(reasons))
+        model = replace(model, attention=_attention(config, reasons))
     batch = config.batch
     if batch.tokens_per_microbatch is None:
         actor_layout = role_layout("actor", actor.layout, world_size)
@@ -321,7 +321,12 @@ def _optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:
     return replace(optimizer, minimum_learning_rate=optimizer.learning_rate)
 
 
-def _attention(reasons: dict[str, str]) -> str:
+def _attention(config: RunConfig, reasons: dict[str, str]) -> str:
+    if any(section is not None and section.context > 1 for section in layout_sections(config).values()):
+        reasons["model.attention"] = (
+            "context parallelism exchanges heads for whole rows around torch's attention"
+        )
+        return "torch"
     if find_spec("transformer_engine") is not None:
         reasons["model.attention"] = "Transformer Engine is installed"
         return "transformer_engine"
@@ -343,9 +348,6 @@ def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> 
     return mismatch
 
 
-def ranks_words(ranks: tuple[int, ...]) -> str:
-    """Return ranks as ``ranks 0-3`` or ``rank 0``."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranges(ranks)}"
 def _sampling_order(config: RunConfig, reasons: dict[str, str]) -> tuple[RolloutConfig, AsynchronyConfig]:
     """Fill in how long a round of over-sampling is, and how old a learned token may be."""
     rollout, asynchrony = config.rollout, config.asynchrony
@@ -361,3 +363,6 @@ def _sampling_order(config: RunConfig, reasons: dict[str, str]) -> tuple[Rollout
     return rollout, asynchrony
 
 
+def ranks_words(ranks: tuple[int, ...]) -> str:
+    """Return ranks as ``ranks 0-3`` or ``rank 0``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranges(ranks)}"
