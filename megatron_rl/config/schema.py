@@ -107,7 +107,8 @@ class RolloutConfig:
 
     ``oversample`` is the fraction of further prompts sampled beside those of a step, which then takes the
     groups that are complete first, looked at after every ``round_tokens`` tokens per response. The others are
-    continued in the next step with ``partial``, else discarded; their prompts then come again.
+    continued in the next step with ``partial``, else discarded; their prompts then come again, and prompts
+    with short responses are learned from more often.
     """
 
     engine: str = "vllm"

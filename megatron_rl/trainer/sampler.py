@@ -55,7 +55,8 @@ class Sampler:
     step takes the groups that are complete first, counted in rounds of ``rollout.round_tokens`` tokens per
     response. With ``rollout.partial`` the others are continued in the next step by its newer weights; a group
     whose oldest token would otherwise get older than ``asynchrony.max_staleness`` is waited for instead.
-    Without, the others are discarded and their prompts come first in the next step.
+    Without, the others are discarded and their prompts come first in the next step; prompts with short
+    responses are then learned from more often.
 
     ``draw(n)`` gives the next n prompts. ``carried``, ``waiting`` and ``informative`` (groups that taught
     something, groups sampled) are state of the run. Making one is collective over the world.

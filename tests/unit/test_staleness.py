@@ -1,0 +1,58 @@
+"""How old rollouts are, and what trainer and engine are compared on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rl.config.schema import MismatchConfig
+from megatron_rl.trainer.mismatch import MismatchError, check_mismatch, fresh_difference
+from megatron_rl.trainer.sampler import in_flight, partial_fraction
+from megatron_rl.trainer.staleness import StalenessError, staleness
+from megatron_rl.types import Rollouts, Scores
+
+MIXED = Rollouts(
+    tokens=torch.arange(7),
+    lengths=torch.tensor([4, 3]),
+    response_mask=torch.tensor([False, True, True, True, False, True, True]),
+    rollout_log_probs=torch.tensor([0.0, -1.0, -1.0, -1.0, 0.0, -1.0, -1.0]),
+    group=torch.tensor([0, 0]),
+    finish_reason=torch.tensor([0, 0]),
+    policy_version=torch.tensor([3, 5]),
+    temperature=torch.ones(2),
+    token_versions=torch.tensor([-1, 3, 4, 5, -1, 5, 5], dtype=torch.int32),
+)
+
+
+def test_a_row_is_as_old_as_its_oldest_token():
+    values = staleness(5, MIXED, bound=2).values()
+    assert values == {"staleness/mean": 1.0, "staleness/max": 2.0, "staleness/token_mean": pytest.approx(0.6)}
+    assert partial_fraction(MIXED) == 0.5
+    with pytest.raises(StalenessError, match=r"version 3 .* version 5; asynchrony.max_staleness allows 1"):
+        staleness(5, MIXED, bound=1)
+    whole = replace(MIXED, token_versions=None)
+    assert partial_fraction(whole) == 0.0 and "staleness/token_mean" not in staleness(5, whole, 2).values()
+
+
+def test_trainer_and_engine_are_compared_on_tokens_of_the_same_weights():
+    old = MIXED.rollout_log_probs + torch.tensor([9.0, 9.0, 9.0, 0.25, 9.0, 0.5, 0.75])
+    scores = Scores(torch.zeros(2), torch.tensor([True, True]), {}, old_log_probs=old)
+    assert fresh_difference(MIXED, scores, version=5) == pytest.approx(0.5)
+    one_valid = replace(scores, valid=torch.tensor([True, False]))
+    assert fresh_difference(MIXED, one_valid, version=5) == pytest.approx(0.25)
+    assert fresh_difference(MIXED, scores, version=6) is None
+    whole = replace(MIXED, token_versions=None)
+    assert fresh_difference(whole, scores, version=5) == pytest.approx(0.625)
+    limits = MismatchConfig(warn=0.3, stop=0.6)
+    assert check_mismatch(None, limits) is None and check_mismatch(0.3, limits) is None
+    assert "differ by 5.00e-01" in str(check_mismatch(0.5, limits))
+    for difference in (0.7, float("nan")):
+        with pytest.raises(MismatchError):
+            check_mismatch(difference, limits)
+
+
+def test_prompts_in_flight():
+    assert [in_flight(8, share) for share in (0.0, 0.1, 0.25, 0.3, 1.0)] == [8, 9, 10, 11, 16]
+    assert in_flight(10, 0.1) == 11
