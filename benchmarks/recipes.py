@@ -8,7 +8,9 @@ folder for later calls. Each then trains in one process, shortened to --steps (t
 too), with its own batch and settings; only the layout, the model and the engine are replaced, and what
 KEY=VALUE says. A repeat has a seed of its own. Metrics: accuracy, the share of the quickstart's held-out
 problems that greedy decoding solves; sampled_reward, the mean reward of the first three and last three
-training steps' samples. The exit code is 1 where a recipe's median accuracy did not rise, or a run failed.
+training steps' samples. Recipes that train on preferences first run where --only names them; their first
+accuracy is the one after that training. The exit code is 1 where a recipe's median accuracy did not rise, or
+a run failed.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def measure(name: str, model: Path, folder: Path, steps: int, seeds: Sequence[in
 def main() -> int:
     """Train the recipes one after the other and print the table."""
     parser = arguments(__doc__, repeats=1)
-    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    files = {path.stem: path.read_text() for path in RECIPES.glob("*.yaml")}
+    names = sorted(name for name, text in files.items() if "\npreference:" not in text)
     parser.add_argument("--only", default=",".join(names), help="comma-separated recipes")
     parser.add_argument("--steps", type=int, default=None, help="training steps of each (default 30)")
     parser.add_argument("--folder", type=Path, default=HERE.parent / "runs" / "recipes-benchmark")
