@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from math import inf, log2
 
 from megatron_rl.planner.communication import local_members
+from megatron_rl.planner.compute import elementwise_bytes
 from megatron_rl.planner.constants import Cluster, Constants
-from megatron_rl.planner.layout import RolloutLayout
+from megatron_rl.planner.layout import Layout, RolloutLayout
 from megatron_rl.planner.lengths import Lengths
 from megatron_rl.planner.memory import PRECISION_BYTES, kv_capacity_bytes
 from megatron_rl.planner.model_shape import ModelShape
@@ -59,7 +60,10 @@ def step_cost(
     # The input embedding is looked up, not read.
     dense = model.total - model.routed_expert_parameters - (0 if model.tied else model.embedding_parameters)
     per_layer = decode.layer_seconds + (decode.layer_seconds_moe if model.experts else 0.0)
+    # Norms, activations and permutations of one token in every layer, then sampling.
+    moved = model.layers * elementwise_bytes(model, Layout(tensor=tensor))
     per_sequence = engine.sequence_seconds + decode.sequence_seconds
+    per_sequence += moved / (gpu.hbm * constants.efficiency.hbm)
     if spread > 1:
         doublings = log2(min(spread, cluster.domain))
         per_layer += decode.layer_seconds_per_doubling * doublings
@@ -94,7 +98,12 @@ def prefill_seconds(
     prompt: float,
 ) -> float:
     """Return seconds to prefill ``tokens`` prompt tokens of sequences ``prompt`` long on one replica."""
-    flops = tokens * (model.layer_flops + model.attention_flops(prompt / 2))
+    active_experts = 2.0 * model.moe_layers * model.experts_per_token * model.expert_parameters
+    flops = tokens * (model.layer_flops - active_experts + model.attention_flops(prompt / 2))
+    if active_experts:
+        # Narrow experts cost efficiency, as in training; without expert parallelism tensor ranks cut them.
+        width = model.expert_ffn * rollout.expert / max(rollout.tensor, rollout.expert)
+        flops += tokens * active_experts * (1.0 + constants.efficiency.expert_gemm_width / width)
     rate = (
         cluster.gpu.peak(precision)
         * constants.decode.prefill_gemm
