@@ -9,7 +9,7 @@ over the response length with the sequences that are still alive, not taken at t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, log2
+from math import exp, inf, isinf, log2
 
 from megatron_rl.planner.communication import local_members
 from megatron_rl.planner.compute import elementwise_bytes
@@ -35,7 +35,8 @@ class StepCost:
     dense_weights: float
     expert_weights: float
     flops: float
-    miss: float  # probability that one sequence does not need a given expert
+    hit: float  # mean probability that one sequence needs a given expert
+    spread: float  # standard deviation of an expert's load over its mean
     pipeline: int
 
     def seconds(self, batch: float, context: float) -> float:
@@ -43,9 +44,19 @@ class StepCost:
         batch = batch / self.pipeline
         weights = self.dense_weights
         if self.expert_weights:
-            weights += self.expert_weights * (1.0 - self.miss ** max(1.0, batch))
+            weights += self.expert_weights * experts_read(max(1.0, batch) * self.hit, self.spread)
         read = max(weights, self.flops * batch)
         return self.fixed + self.per_sequence * batch + self.per_cached_token * batch * context + read
+
+
+def experts_read(hits: float, spread: float) -> float:
+    """Return the share of experts that a step reads when each is needed by ``hits`` sequences on average.
+
+    Loads are gamma-distributed with ``spread`` as deviation over mean, needs Poisson: popular experts are
+    hit many times while others are not read at all. Even loads give 1 - exp(-hits).
+    """
+    shape = 1.0 / spread**2 if spread else inf
+    return 1.0 - (exp(-hits) if isinf(shape) else (1.0 + hits / shape) ** -shape)
 
 
 def step_cost(
@@ -83,7 +94,8 @@ def step_cost(
         flops=context_free
         / tensor
         / (gpu.peak(precision) * min(1.0, decode.gemm * gpu.gemm_efficiency / 0.7)),
-        miss=1.0 - model.experts_per_token / model.experts if model.experts else 0.0,
+        hit=model.experts_per_token / model.experts if model.experts else 0.0,
+        spread=constants.efficiency.routing_spread,
         pipeline=rollout.pipeline,
     )
 

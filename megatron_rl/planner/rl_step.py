@@ -105,7 +105,7 @@ def _loop_share(choice: TrainChoice, batch: RlBatch, constants: Constants) -> fl
     share = constants.efficiency.rl_loop
     if batch.lengths.scale is not None or batch.packing:
         share *= constants.efficiency.rl_uneven_rows
-    return share / routing_imbalance(choice.model, choice.layout, constants.efficiency.rl_routing_spread)
+    return share / routing_imbalance(choice.model, choice.layout, constants.efficiency.routing_spread)
 
 
 def step_train_seconds(

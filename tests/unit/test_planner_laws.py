@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.planner.constants import Cluster, load_constants
-from megatron_rl.planner.generation import generate_seconds
+from megatron_rl.planner.generation import experts_read, generate_seconds
 from megatron_rl.planner.layout import Layout, RolloutLayout, training_layouts, uneven_split
 from megatron_rl.planner.lengths import attended_context, response_lengths
 from megatron_rl.planner.memory import (
@@ -138,6 +138,15 @@ def test_generation_runs_to_the_longest_response() -> None:
     at_mean = generate_seconds(*arguments, response_lengths(800.0, 800.0, "fixed"))
     to_end = generate_seconds(*arguments, response_lengths(800.0, 4000.0, "variable"))
     assert to_end > 2.5 * at_mean
+
+
+def test_uneven_loads_leave_experts_unread() -> None:
+    for hits in (0.1, 1.0, 8.0, 100.0):
+        read = [experts_read(hits, spread) for spread in (0.0, 0.3, 1.0, 2.0)]
+        assert read == sorted(read, reverse=True) and 0 < read[-1] < read[0] <= 1.0
+    assert experts_read(1e-6, 1.0) == pytest.approx(1e-6, rel=1e-3)
+    assert experts_read(1e9, 1.0) == pytest.approx(1.0)
+    assert experts_read(8.0, 1e-4) == pytest.approx(experts_read(8.0, 0.0), rel=1e-3)
 
 
 def test_compute_poor_gpu_trains_slower_and_decodes_as_fast() -> None:
