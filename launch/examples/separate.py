@@ -100,7 +100,8 @@ def serve(checkpoint: Path, address: str) -> None:
     from megatron_rl.hybrid_engine import weight_transfer
 
     weight_transfer.register()
-    llm = vllm_engine(checkpoint, distributed_executor_backend="uni")
+    extension = "megatron_rl.hybrid_engine.worker_extension.HybridWorker"
+    llm = vllm_engine(checkpoint, distributed_executor_backend="uni", worker_extension_cls=extension)
     answers = InFlight(llm)
     with Listener(address, authkey=KEY) as listener, listener.accept() as pipe:
         while True:

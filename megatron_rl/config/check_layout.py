@@ -204,23 +204,11 @@ def check_model(
                 fix=f"set {where}.context to {math.gcd(layout.context, shape.heads // tensor)}",
             )
         )
-    if layout.role == "rollout":
-        uneven = shape.kv_heads % tensor and tensor % shape.kv_heads
-        if uneven and not errors:
-            errors.append(_divides(shape.kv_heads, "key-value heads", tensor, f"{where}.tensor", fix))
-        return errors
-    if shape.kv_heads < tensor and shape.heads % tensor == 0:
-        errors.append(
-            UserError(
-                f"the model has fewer key-value heads ({shape.kv_heads}) than tensor ({tensor})",
-                where=f"{where}.tensor",
-                expected=f"a divisor of {shape.kv_heads}: training does not share a key-value head",
-                got=str(tensor),
-                fix=fix,
-            )
-        )
-    elif shape.kv_heads % tensor and shape.heads % tensor == 0:
+    # Where there are fewer key-value heads than ranks, equally many ranks share each.
+    if shape.kv_heads % tensor and tensor % shape.kv_heads and not errors:
         errors.append(_divides(shape.kv_heads, "key-value heads", tensor, f"{where}.tensor", fix))
+    if layout.role == "rollout":
+        return errors
     width = shape.expert_width if shape.experts else shape.mlp_width
     cut = layout.expert_tensor if shape.experts else tensor
     if width % cut and not errors:

@@ -103,6 +103,7 @@ def write_workspace(root: Path) -> None:
 
 
 def _write_broken_models(root: Path) -> None:
+    write_model(root / "shared", num_attention_heads=12, num_key_value_heads=3, head_dim=32)
     write_model(root / "wide", num_attention_heads=6, num_key_value_heads=6, head_dim=32)
     write_model(root / "narrow", num_key_value_heads=1)
     write_model(root / "five_layers", num_hidden_layers=5)
