@@ -184,8 +184,8 @@ def _trained(
     )
     if stage == layout.pipeline - 1 and role == "actor":
         chunk = min(LOGITS_CHUNK_TOKENS, tokens)
-        logits = chunk * shape.padded_vocab(layout.tensor) // layout.tensor * 4 * 3
-        how = f"{chunk} tokens x vocabulary / {layout.tensor} x 3 float32 copies"
+        logits = chunk * shape.padded_vocab(layout.tensor) // layout.tensor * 4 * 2
+        how = f"{chunk} tokens x vocabulary / {layout.tensor} x 2 float32 copies"
         items.append(MemoryItem(named("logits chunk"), logits, ("score", "learn"), how))
     return items
 
