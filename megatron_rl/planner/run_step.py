@@ -204,17 +204,7 @@ def predict_run(
     generate = step_generate_seconds(actor, rollout, batch, ranks, constants, "bf16")
     busy.add("generate", layouts["rollout"], generate)
     flops["generate"] = actor.forward_flops(batch.context) * batch.tokens
-    sync = sync_seconds(
-        actor,
-        planner_layout(layouts["actor"]),
-        rollout,
-        cluster,
-        constants,
-        "planned_peer_to_peer",
-        "bf16",
-        len(layouts["rollout"].ranks),
-        len(layouts["actor"].ranks),
-    )
+    sync = _reshard_seconds(actor, layouts, rollout, cluster, constants)
     busy.add("reshard", layouts["rollout"], sync)
     return RunStep(
         seconds=busy.longest(),
@@ -225,6 +215,26 @@ def predict_run(
         ahead=config.asynchrony.steps_ahead > 0,
         world=world,
         peak_flops=cluster.gpu.bf16_flops,
+    )
+
+
+def _reshard_seconds(
+    model: ModelShape,
+    layouts: Mapping[str, RoleLayout],
+    rollout: RolloutLayout,
+    cluster: Cluster,
+    constants: Constants,
+) -> float:
+    return sync_seconds(
+        model,
+        planner_layout(layouts["actor"]),
+        rollout,
+        cluster,
+        constants,
+        "planned_peer_to_peer",
+        "bf16",
+        len(layouts["rollout"].ranks),
+        len(layouts["actor"].ranks),
     )
 
 

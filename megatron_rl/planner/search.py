@@ -128,7 +128,6 @@ def training_front(
     precision: str,
     optimizer: OptimizerChoice,
     *,
-    forward_passes: int = 1,
     trained: bool = True,
     recomputes: Iterable[str] = RECOMPUTE,
     micro_batches: Iterable[int] = _MICRO_BATCHES,
@@ -139,8 +138,8 @@ def training_front(
 ) -> list[TrainPlan]:
     """Return the ways to run a model on ``gpus`` GPUs that no other way beats in time and memory.
 
-    Fastest first. The score is a step's training plus ``forward_passes`` forward passes; an untrained
-    model is scored by its forward alone. A way stays when it needs less peak memory, or keeps less
+    Fastest first. The score is a step's training plus a forward pass; an untrained model is
+    scored by its forward alone. A way stays when it needs less peak memory, or keeps less
     state between steps, than every faster one. Empty when nothing fits.
     """
     counted = counted or SearchCount()
@@ -148,9 +147,8 @@ def training_front(
     rows = batch.rows // batch.optimizer_steps if trained else batch.rows
     found: list[tuple[float, TrainPlan]] = []
     for layout in training_layouts(model, gpus, cluster.gpus_per_node, int(batch.longest), max(1, rows)):
-        if layout.context > 1 and not context_allowed:
-            continue
-        if even_stages and model.layers % layout.pipeline:
+        uneven = model.layers % layout.pipeline > 0
+        if (layout.context > 1 and not context_allowed) or (uneven and even_stages):
             continue
         counted.layouts += 1
         if 2.0 * sum(parameters_per_gpu(model, layout)) > limit:
@@ -170,8 +168,7 @@ def training_front(
                 forwards[shape] = step_forward_seconds(choice, batch, cluster, constants, precision)
             forward = forwards[shape]
             train = step_train_seconds(choice, batch, cluster, constants, precision) if trained else 0.0
-            score = train + (forward_passes if trained else 1) * forward
-            found.append((score, TrainPlan(choice, train, forward, memory)))
+            found.append((train + forward, TrainPlan(choice, train, forward, memory)))
     found.sort(key=lambda entry: entry[0])
     front: list[TrainPlan] = []
     least_total = least_states = inf

@@ -1,4 +1,4 @@
-"""The throughput benchmark: shipped configurations that pass `check`, their predictions, a run folder's numbers."""
+"""The throughput benchmark: its configurations pass `check`, their predictions, a run folder's numbers."""
 
 from __future__ import annotations
 
