@@ -17,8 +17,8 @@ from megatron_rl.config.model_shape import ModelShape
 from megatron_rl.config.schema import RunConfig
 
 PHASES = ("generate", "score", "learn")
-LOGITS_CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once, the default of megatron_rl.parallel.log_probs."""
+LOGITS_ELEMENTS = 2**25
+"""Logits of a vocabulary shard in one chunk: 128 MiB in float32, whatever the vocabulary."""
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 RUNTIME_BYTES = 5 * 2**30
 """What CUDA, NCCL and allocator fragmentation take on a GPU."""
@@ -183,8 +183,9 @@ def _trained(
         MemoryItem(named("forward activations"), int(forward), ("score",), f"{tokens} tokens, 2 layers")
     )
     if stage == layout.pipeline - 1 and role == "actor":
-        chunk = min(LOGITS_CHUNK_TOKENS, tokens)
-        logits = chunk * shape.padded_vocab(layout.tensor) // layout.tensor * 4 * 2
+        shard = shape.padded_vocab(layout.tensor) // layout.tensor
+        chunk = min(max(64, LOGITS_ELEMENTS // shard), tokens)
+        logits = chunk * shard * 4 * 2
         how = f"{chunk} tokens x vocabulary / {layout.tensor} x 2 float32 copies"
         items.append(MemoryItem(named("logits chunk"), logits, ("score", "learn"), how))
     return items

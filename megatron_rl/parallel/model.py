@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from torch import Tensor
 
 from megatron_rl.config.errors import UserError
+from megatron_rl.config.memory import LOGITS_ELEMENTS
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.config import ModelSpec, model_spec
@@ -20,9 +21,6 @@ from megatron_rl.parallel.hf.families import with_scalar_head
 from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, has_transformer_engine
 from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
-
-LOGITS_ELEMENTS = 2**25
-"""Logits of a vocabulary shard that exist at once: 128 MiB in float32, whatever the vocabulary."""
 
 
 @dataclass
