@@ -145,7 +145,7 @@ def launch(path: str, overrides: Sequence[str], world: int, folder: Path) -> Non
 
 def compact(cases: Sequence[tuple[Case, RunStep]]) -> str:
     """Return predictions as a table of one line per configuration."""
-    head = ("configuration", "GPUs", "step s", *PHASES, "tokens/s/GPU", "learn FLOPs/peak")
+    head: tuple[str, ...] = ("configuration", "GPUs", "step s", *PHASES, "tokens/s/GPU", "learn FLOPs/peak")
     lines = [head]
     for case, step in cases:
         used = step.utilization(step.seconds)
