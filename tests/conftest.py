@@ -99,6 +99,15 @@ def _tail(text: str, lines: int = 80) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
+@pytest.fixture(autouse=True, scope="module")
+def environment() -> Iterator[None]:
+    """Undo what a module's tests set in the environment, such as the world of a single process."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture
 def torchrun() -> Callable[..., Launch]:
     """Launch ranks as users do: ``torchrun(script, ranks, *arguments)``; see ``Launcher``."""
