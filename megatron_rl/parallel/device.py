@@ -180,6 +180,8 @@ class _HostMode(TorchFunctionMode):
             return func(args[0]).replace("torch.", "torch.cuda.")
         if "device" in kwargs and _names_accelerator(kwargs["device"]):
             kwargs = {**kwargs, "device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and len(args) > 1 and _names_accelerator(args[1]):
             args = (args[0], "cpu", *args[2:])
         return func(*args, **kwargs)
