@@ -84,7 +84,7 @@ def test_simulation_follows_overrides_and_names_what_is_missing(
     assert "no GPU to predict for" in capsys.readouterr().err
     assert run(throughput, monkeypatch, str(BENCH[0]), "--simulate", "rollout.n=3") == 2
     assert "`batch.samples_per_prompt`" in capsys.readouterr().err
-    assert run(throughput, monkeypatch, "configs/minimal.yaml", "--simulate", "gpu=H20-96GB") == 0
+    assert run(throughput, monkeypatch, str(BENCH[0]), "--simulate", "gpu=H20-96GB") == 0
     assert "predicted, H20-96GB" in capsys.readouterr().out
 
 
