@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import reshard_mbridge
 import torch
 import torch.distributed as dist
 from live_bytes import LiveBytes
@@ -89,6 +90,8 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
     load = engine._model.load_weights
     for method in (gather_all, per_tensor, bucketed):
         methods[method.__name__] = lambda method=method: method(gatherer, load)
+    if reshard_mbridge.available():
+        methods["mbridge"] = reshard_mbridge.exporter(model, load)
     return methods, engine.parameters(), hybrid, gatherer
 
 
@@ -124,7 +127,7 @@ def main(case: str, repeats: int, quick: bool, result: Path) -> None:
         with LiveBytes() as live:
             method()
         found[name] = {"seconds": [], "staging_peak_bytes": [most(live.peak)]}
-        if name != "core_resharding":
+        if name not in ("core_resharding", "mbridge"):
             found[name]["bytes_received_max"] = [most(received)]
     gc.freeze()
     for _ in range(repeats):
