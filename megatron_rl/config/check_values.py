@@ -225,12 +225,12 @@ def _reward_models(config: RunConfig) -> list[UserError]:
     errors = []
     for name, model in config.reward.models.items():
         where = f"reward.models.{name}"
-        if not name.isidentifier() or name in ("rewards", "valid", "function"):
+        if not name.isidentifier() or name == "function":
             errors.append(
                 UserError(
                     "the name of a reward model cannot name its metric",
                     where=where,
-                    expected="letters, digits and _, and not rewards, valid or function",
+                    expected="letters, digits and _, and not function, which names the reward function's metric",
                     got=repr(name),
                     fix="give it another name",
                 )

@@ -44,8 +44,10 @@ class Part(NamedTuple):
     optimizer: Optimizer | None
 
 
-def save(directory: str | Path, parts: Mapping[str, Part], state: Mapping[str, Any]) -> None:
-    """Write a checkpoint to ``directory``, complete or not at all.
+def save(
+    directory: str | Path, parts: Mapping[str, Part], state: Mapping[str, Any], keep: int | None = None
+) -> None:
+    """Write a checkpoint to ``directory``, complete or not at all, and prune older ones beyond ``keep``.
 
     ``parts`` are the learning roles by name, the same on every rank, with the actor. ``state`` is equal on
     all ranks: plain values and host tensors, with at least ``step`` and ``seed``. Files go into ``directory``
@@ -75,6 +77,8 @@ def save(directory: str | Path, parts: Mapping[str, Part], state: Mapping[str, A
         if device.rank() == 0:
             write_meta(partial, meta)
             _replace(partial, final)
+            if keep is not None:
+                prune(final.parent.parent, keep)
 
     described = {
         name: _from_member(_describe(*part) if part.model else None, part.model)

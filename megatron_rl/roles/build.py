@@ -187,8 +187,7 @@ def _build_reward_model(config: RunConfig, name: str) -> RewardModel:
     assert section.layout is not None
     where = f"reward.models.{name}"
     layout = parallel_layout(section.layout, f"{where}.layout")
-    trained = trained_reward_model(config.run_dir, name)
-    path = str(trained) if section.training is not None and trained.is_dir() else section.path
+    path = str(trained_reward_model(config.run_dir, name)) if trained_here(config, name) else section.path
     model = build_policy(config, layout, path=path, head="value", trainable=section.training is not None)
     budget = _token_budget(config)
     role = ModelRole(
@@ -206,6 +205,12 @@ def _build_reward_model(config: RunConfig, name: str) -> RewardModel:
 def trained_reward_model(run_dir: str | Path, name: str) -> Path:
     """Return the directory of the Hugging Face checkpoint that a reward model's training leaves in a run."""
     return Path(run_dir) / "reward_models" / name
+
+
+def trained_here(config: RunConfig, name: str) -> bool:
+    """Say whether the run has trained its reward model ``name``, now or before it was started again."""
+    section = config.reward.models[name]
+    return section.training is not None and trained_reward_model(config.run_dir, name).is_dir()
 
 
 def _optimizer(model: ParallelModel | None, config: OptimizerConfig, updates: int) -> Optimizer | None:

@@ -14,6 +14,9 @@ from megatron_rl.rewards.function import Failure, FunctionReward, RewardResult
 from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts
 
 
+COMPONENT = "component/"
+
+
 class RewardRole:
     """Score each rank's share of the rows outside the training process.
 
@@ -30,7 +33,8 @@ class RewardRole:
     def infer(self, prompts: PromptBatch, rollouts: Rollouts) -> RowShard:
         """Return ``rewards`` (NaN where failed) and ``valid`` of this rank's share of the rows.
 
-        Named components stand beside them, NaN where a row has none. ``prompts`` has one entry per row.
+        A named component stands beside them as ``component/NAME``, NaN where a row has none, so that no name
+        that a function chooses is taken for another field. ``prompts`` has one entry per row.
         Rows that the engine failed on are invalid without being scored. Collective over `members`.
         """
         ranks = members()
@@ -45,9 +49,10 @@ class RewardRole:
         values = {"rewards": rewards, "valid": valid}
         # Every rank must name the same fields, whatever its own samples returned.
         for name in sorted(set().union(*gather_objects(list(result.components)))):
-            values[name] = torch.full((len(rows),), float("nan"))
+            component = torch.full((len(rows),), float("nan"))
             if name in result.components:
-                values[name][place] = result.components[name]
+                component[place] = result.components[name]
+            values[COMPONENT + name] = component
         none = torch.zeros(len(rows), dtype=torch.long)
         return RowShard(torch.tensor(list(rows), dtype=torch.long), none, {}, values)
 

@@ -94,11 +94,21 @@ def _name_shared_memory_per_job() -> None:
     original = _CPUSHMDistributed.make_group_name
 
     def name(group: Any) -> str:
-        # Ranks of a job on one host have one parent; segments do not cross hosts.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return f"{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}-{restart}-{original(group)}"
+        return shared_memory_name(original(group))
 
     setattr(_CPUSHMDistributed, "make_group_name", staticmethod(name))
+
+
+def shared_memory_name(group: str) -> str:
+    """Return the name of a group's shared-memory segments, equal on the group's ranks and unique to the job.
+
+    Ranks of a job on one host have one parent, and segments do not cross hosts. ``shm_open`` takes a slash at
+    the start of a name alone. vLLM's own name, ``group``, starts with two in ranks that a launcher started, so
+    they must not end up behind anything.
+    """
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    job = f"{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}-{restart}"
+    return f"{job}-{group.replace('/', '_')}"
 
 
 def _keep_weights_unpacked() -> None:

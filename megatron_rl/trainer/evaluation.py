@@ -11,7 +11,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import gather_rows
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.rollout import join
-from megatron_rl.trainer.grading import grade
+from megatron_rl.trainer.grading import FUNCTION, grade
 from megatron_rl.types import PromptBatch, Rollouts
 
 FULL_MARKS = 1.0
@@ -42,7 +42,7 @@ def evaluate(roles: Roles, prompts: PromptBatch, config: RunConfig) -> Evaluatio
     rollouts = join(answers, samples)
     rows = prompts.repeat(samples)
     rewards, valid, components = grade(roles, rows, rollouts)
-    right = valid & (components.get("function", rewards) >= FULL_MARKS)
+    right = valid & ((components[FUNCTION] if roles.reward_models else rewards) >= FULL_MARKS)
     metrics = Metrics.mean("eval/accuracy", float(right.sum()), len(rows))
     metrics += Metrics.mean("eval/reward", float(rewards[valid].sum()), float(valid.sum()))
     metrics += Metrics.mean("eval/response_length", float(rollouts.response_mask.sum()), len(rows))

@@ -32,8 +32,7 @@ class TrainerState:
         """Write ``checkpoints/step_N`` and drop old ones beyond ``keep``. Collective over the world."""
         path = checkpoint.checkpoint_path(run_dir, self.step)
         with roles.learners_resident():
-            checkpoint.save(path, _parts(roles), self.state_dict(roles))
-        checkpoint.prune(run_dir, keep)
+            checkpoint.save(path, _parts(roles), self.state_dict(roles), keep)
         return path
 
     def restore(self, path: Path, roles: Roles) -> None:

@@ -22,7 +22,7 @@ from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_rows
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.optimizer import Optimizer, wrap
-from megatron_rl.roles.build import Roles, trained_reward_model
+from megatron_rl.roles.build import Roles, trained_here, trained_reward_model
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.trainer.logging import MetricsLog, Progress, RunFolder
 from megatron_rl.trainer.phases import Phases
@@ -116,7 +116,13 @@ def _hand_on(config: RunConfig, roles: Roles, phases: Phases) -> None:
     target = warm_up_path(config)
     paths = {"reference": config.reference, "critic": config.critic}
     paths |= {f"reward.models.{name}": section for name, section in config.reward.models.items()}
-    heirs = [role for role in roles.models if getattr(paths.get(role.name), "path", None) == target]
+    # A reward model that this run has trained already, before it was ended and started again, keeps that.
+    trained = {model.role for model in roles.reward_models if trained_here(config, model.name)}
+    heirs = [
+        role
+        for role in roles.models
+        if role not in trained and getattr(paths.get(role.name), "path", None) == target
+    ]
     if not heirs:
         return
     with phases("export"):
@@ -142,9 +148,8 @@ def train_reward_models(
     Leaves a Hugging Face checkpoint of each in the run folder. Collective over the world.
     """
     for model in roles.reward_models:
-        section = config.reward.models[model.name]
-        target = trained_reward_model(config.run_dir, model.name)
-        if section.training is not None and not target.is_dir():
+        if config.reward.models[model.name].training is not None and not trained_here(config, model.name):
+            target = trained_reward_model(config.run_dir, model.name)
             _train_reward_model(config, model, tokenizer, target, folder, phases, console)
 
 

@@ -116,6 +116,25 @@ def test_ppo_gives_the_same_numbers_colocated_and_apart(fork, material, tmp_path
     assert torch.allclose(model.score.weight, same.score.weight, atol=1e-5)
 
 
+def test_a_run_ended_before_its_first_checkpoint_keeps_its_trained_reward_model(fork, material, tmp_path):
+    def config(name: str) -> Path:
+        warm_up = {"data": str(material / "sft.jsonl"), "steps": 3, "optimizer": OPTIMIZER}
+        file = ppo(tmp_path / name, material, steps=1, sft=warm_up)
+        written = yaml.safe_load(file.read_text())
+        written["reward"]["models"]["preference"]["path"] = None  # starts from the model after the warm-up
+        file.write_text(yaml.safe_dump(written))
+        return file
+
+    fork("megatron_rl", 1, "train", config("whole"), module=True)
+    ended = config("ended")
+    refused = ["mismatch.warn=1e-30", "mismatch.stop=1e-29"]
+    first = fork("megatron_rl", 1, "train", ended, *refused, module=True, check=False)
+    assert "MismatchError" in first.output and not list((tmp_path / "ended/run/checkpoints").iterdir())
+    fork("megatron_rl", 1, "train", ended, module=True)
+    judged = [metrics(tmp_path / name)[0]["reward/component/preference"] for name in ("whole", "ended")]
+    assert judged[0] == judged[1]
+
+
 def grpo(folder: Path, material: Path, **changes) -> Path:
     """Write a GRPO run whose rollout has ranks of its own."""
     return ppo(

@@ -34,7 +34,7 @@ def _config(path: Path, material: Path, **changes) -> Path:
         },
         "rollout": {"tensor": 2, "max_response_tokens": 6},
         "evaluation": {"every": 2, "max_prompts": 32},
-        "checkpoint": {"every": 2},
+        "checkpoint": {"every": 2, "keep": 1},
         "sft": {"data": str(material / "sft.jsonl"), "steps": 3, "optimizer": {"learning_rate": 1e-3}},
         "algorithm": {"name": "grpo", "settings": {"kl_in": "loss", "kl_coef": 0.1}},
     }
@@ -79,6 +79,8 @@ def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path
     assert sorted(expected) == [0, 1, 2, 3, 4]
     assert first == {step: expected[step] for step in (0, 1, 2)}, "the same seed gave other numbers"
     assert _lines(tmp_path / "parted/run") == expected
+    kept = [path.name for path in (tmp_path / "whole/run/checkpoints").iterdir()]
+    assert kept == ["step_4"], "older checkpoints than are to be kept"
     weights = _weights(tmp_path / "whole/run/hf")
     assert weights and _weights(tmp_path / "parted/run/hf") == weights
     differences = [line["mismatch/abs_diff"] for step, line in expected.items() if step]
@@ -111,7 +113,7 @@ def test_failed_rewards_are_counted_and_never_zero(fork, material, tmp_path):
         "    if kind == 0: raise ValueError('cannot judge this')\n"
         "    if kind == 1: return float('nan')\n"
         "    if kind == 2 and int(ground_truth) % 3 == 0: time.sleep(60)\n"
-        "    return 5.0\n"
+        "    return {'reward': 5.0, 'rewards': -7.0, 'valid': 0.0, 'rows': 3.0, 'function': 2.0}\n"
     )
     config = _config(
         tmp_path,
@@ -129,7 +131,9 @@ def test_failed_rewards_are_counted_and_never_zero(fork, material, tmp_path):
     assert 0 < line["reward/valid_fraction"] < 1
     assert line["reward/invalid"] == pytest.approx(1 - line["reward/valid_fraction"])
     assert line["reward/invalid_exception"] > 0 and line["reward/invalid_not_finite"] > 0
-    assert line["reward/mean"] == 5.0, "a failed reward entered the mean"
+    assert line["reward/mean"] == 5.0, "a failed reward or a component entered the mean"
+    components = {name: line[f"reward/component/{name}"] for name in ("rewards", "valid", "rows", "function")}
+    assert components == {"rewards": -7.0, "valid": 0.0, "rows": 3.0, "function": 2.0}
     assert "cannot judge this" in result.output
 
 

@@ -1,0 +1,26 @@
+"""What vLLM is given to live inside the ranks of a training job."""
+
+from __future__ import annotations
+
+import _posixshmem
+import os
+
+from megatron_rl.rollout.vllm_engine_setup import shared_memory_name
+
+# As vLLM names a group of two ranks that a launcher started.
+GROUP = "//-tp:0-[0-1]-cpushm"
+
+
+def test_the_operating_system_takes_the_name_of_a_groups_shared_memory() -> None:
+    name = shared_memory_name(GROUP)
+    os.close(_posixshmem.shm_open(name, os.O_CREAT | os.O_RDWR, mode=0o600))
+    _posixshmem.shm_unlink(name)
+
+
+def test_names_of_shared_memory_differ_by_job_restart_and_group(monkeypatch) -> None:
+    names = {shared_memory_name(GROUP), shared_memory_name(GROUP.replace("tp", "pp"))}
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    names.add(shared_memory_name(GROUP))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    names.add(shared_memory_name(GROUP))
+    assert len(names) == 4
