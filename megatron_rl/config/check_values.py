@@ -230,7 +230,7 @@ def _reward_models(config: RunConfig) -> list[UserError]:
                 UserError(
                     "the name of a reward model cannot name its metric",
                     where=where,
-                    expected="letters, digits and _, and not function, which names the reward function's metric",
+                    expected="letters, digits and _, and not function: the reward function's own name",
                     got=repr(name),
                     fix="give it another name",
                 )

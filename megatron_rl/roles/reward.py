@@ -13,7 +13,6 @@ from megatron_rl.parallel.exchange import RowShard, gather_objects, members
 from megatron_rl.rewards.function import Failure, FunctionReward, RewardResult
 from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts
 
-
 COMPONENT = "component/"
 
 

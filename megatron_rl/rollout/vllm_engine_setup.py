@@ -102,9 +102,9 @@ def _name_shared_memory_per_job() -> None:
 def shared_memory_name(group: str) -> str:
     """Return the name of a group's shared-memory segments, equal on the group's ranks and unique to the job.
 
-    Ranks of a job on one host have one parent, and segments do not cross hosts. ``shm_open`` takes a slash at
-    the start of a name alone. vLLM's own name, ``group``, starts with two in ranks that a launcher started, so
-    they must not end up behind anything.
+    Ranks of a job on one host have one parent, and segments do not cross hosts. ``shm_open`` takes slashes at
+    the start of a name alone, and vLLM's own name, ``group``, starts with two in ranks that a launcher
+    started: they must not end up behind anything.
     """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     job = f"{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}-{restart}"

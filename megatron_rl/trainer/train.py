@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,10 @@ from megatron_rl.trainer.logging import MetricsLog, Progress, RunFolder, output_
 from megatron_rl.trainer.loop import StepResult, train_step
 from megatron_rl.trainer.phases import Phases
 from megatron_rl.trainer.report import write as write_report
+from megatron_rl.trainer.run_lock import only_job_in
 from megatron_rl.trainer.sampler import Sampler
 from megatron_rl.trainer.state import TrainerState
-from megatron_rl.trainer.stop import report_stop
+from megatron_rl.trainer.stop import leave_with_launcher, report_stop
 from megatron_rl.trainer.warm_up import train_actor, train_on_preferences, train_reward_models
 
 
@@ -39,13 +42,16 @@ def run(config: RunConfig) -> None:
     A failure of any rank is reported with its rank, role and phase and ends the process, and with it the
     job. Collective over the world.
     """
+    leave_with_launcher()
     phases = Phases()
     folder = RunFolder(config.run_dir).create()
+    main = device.rank() == 0
     with (
         # Outermost: a rank may be stopped while it reports the failure that a lost peer caused it.
         report_stop(describe_rank(config, device.rank()), phases),
         report_failure(config, phases),
-        output_to(folder.rank_log(device.rank()), device.rank() == 0) as console,
+        only_job_in(folder.path, sys.stdout) if main else nullcontext(),
+        output_to(folder.rank_log(device.rank()), main) as console,
     ):
         Run(config, folder, console, phases).run()
         leave()

@@ -45,12 +45,10 @@ def rank_process(launcher: int, rank: int) -> psutil.Process:
     return min(ranks, key=lambda process: process.create_time())
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_gone_ends_the_job_by_name(material, tmp_path, sent):
-    config = endless(tmp_path, material)
+def launch(folder: Path, config: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with (tmp_path / "output").open("w") as output:
-        launcher = subprocess.Popen(
+    with (folder / "output").open("w") as output:
+        return subprocess.Popen(
             [*command, "-m", "megatron_rl", "train", str(config)],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -58,11 +56,20 @@ def test_a_rank_that_is_gone_ends_the_job_by_name(material, tmp_path, sent):
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def await_step(folder: Path, launcher: subprocess.Popen[bytes]) -> None:
+    metrics, deadline = folder / "run/metrics.jsonl", time.monotonic() + 180
+    while not metrics.exists() or not metrics.read_text():
+        assert launcher.poll() is None and time.monotonic() < deadline, (folder / "output").read_text()
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_ends_the_job_by_name(material, tmp_path, sent):
+    launcher = launch(tmp_path, endless(tmp_path, material))
     try:
-        metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 180
-        while not metrics.exists() or not metrics.read_text():
-            assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
-            time.sleep(0.2)
+        await_step(tmp_path, launcher)
         os.kill(rank_process(launcher.pid, 1).pid, sent)
         # A hanging rank is noticed after rank_timeout, and torchrun gives a stopped process 30 s to end.
         assert launcher.wait(timeout=180) == 1
@@ -79,3 +86,23 @@ def test_a_rank_that_is_gone_ends_the_job_by_name(material, tmp_path, sent):
         assert "exitcode  : -9" in text
     else:
         assert re.search(place + r" failed in phase '\w+' of step \d+: .*[Tt]imed out", text), text[-3000:]
+
+
+def test_a_folder_has_one_job_and_ranks_leave_with_their_launcher(fork, material, tmp_path):
+    config = endless(tmp_path, material)
+    launcher = launch(tmp_path, config)
+    try:
+        await_step(tmp_path, launcher)
+        ranks = [rank_process(launcher.pid, rank) for rank in (0, 1)]
+        second = fork("megatron_rl", 2, "train", config, module=True, check=False)
+        assert "another job trains in this run folder" in second.output and "fix:" in second.output
+        assert all(rank.is_running() for rank in ranks), "the second job disturbed the first"
+        launcher.kill()
+        _, left = psutil.wait_procs(ranks, timeout=15)
+        assert not left, "ranks went on without their launcher"
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+    # What a killed job leaves behind stops nobody.
+    changes = ["steps=1", "checkpoint.resume=never", "checkpoint.export=false"]
+    fork("megatron_rl", 2, "train", config, *changes, module=True)

@@ -1,0 +1,63 @@
+"""A run folder has one job at a time, wherever the jobs run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.errors import UserError
+from megatron_rl.trainer import run_lock
+from megatron_rl.trainer.run_lock import only_job_in
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatron_rl.trainer.run_lock import only_job_in
+with only_job_in(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def holder(folder: Path, host: str, age: float) -> Path:
+    """Leave the lock of a job on ``host`` whose last sign of life was ``age`` seconds ago."""
+    path = folder / "run.lock"
+    path.write_text(json.dumps({"host": host, "process": 1, "since": "then"}))
+    os.utime(path, (time.time() - age, time.time() - age))
+    return path
+
+
+def test_a_living_job_keeps_its_folder_and_a_killed_one_does_not(tmp_path):
+    job = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None and job.stdout.readline() == "held\n"
+    with pytest.raises(UserError) as refused, only_job_in(tmp_path):
+        pass
+    assert f"process {job.pid} on {socket.gethostname()}" in str(refused.value)
+    job.kill()
+    job.wait()
+    with only_job_in(tmp_path):
+        pass
+    assert (tmp_path / "run.lock").read_text() == "", "a lock that was given back names nobody"
+
+
+def test_a_dead_hosts_lock_is_taken_over_and_a_living_ones_respected(tmp_path, monkeypatch):
+    holder(tmp_path, "another-host", age=3600)
+    with only_job_in(tmp_path):
+        pass
+    monkeypatch.setattr(run_lock, "STALE_SECONDS", 2.0)
+    holder(tmp_path, "another-host", age=0)
+    begun = time.monotonic()
+    with only_job_in(tmp_path):  # no sign of life comes
+        assert time.monotonic() - begun > 1
+    path = holder(tmp_path, "another-host", age=0)
+    threading.Timer(0.5, os.utime, args=(path,)).start()
+    with pytest.raises(UserError, match="another job"), only_job_in(tmp_path):
+        pass
