@@ -30,10 +30,10 @@ import torch
 from common import Report, arguments, paired_ratio, say, warn_if_busy
 from live_bytes import LiveBytes
 
-from megatron_rl.config.memory import LOGITS_ELEMENTS
 from megatron_rl.parallel import device
 from megatron_rl.parallel import log_probs as ours
 from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 Method = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]

@@ -24,15 +24,15 @@ from pathlib import Path
 from common import ChildFailed, Report, arguments, cores, say, torchrun, warn_if_busy
 
 from megatron_rl.algorithms.lookup import get_algorithm
-from megatron_rl.config.check import check_config
-from megatron_rl.config.errors import UserError, UserErrors
+from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
-from megatron_rl.config.memory import PHASES as MEMORY_PHASES
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.planner.calibrate import observed, read_steps
 from megatron_rl.planner.constants import Constants, load_constants
 from megatron_rl.planner.model_shape import ModelShape, load_model
 from megatron_rl.planner.run_step import PHASES, Observed, RunStep, predict_run, without_sync
+from megatron_rl.shapes.memory import PHASES as MEMORY_PHASES
 
 QUIET = (
     "data.eval=null",

@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from megatron_rl.algorithms import Algorithm as Algorithm
     from megatron_rl.algorithms import get_algorithm as get_algorithm
-    from megatron_rl.config.check import check_config as check_config
+    from megatron_rl.check.configuration import check_config as check_config
     from megatron_rl.config.load import load_config as load_config
     from megatron_rl.config.schema import RunConfig as RunConfig
     from megatron_rl.hybrid_engine.engine import HybridEngine as HybridEngine
@@ -44,7 +44,7 @@ PUBLIC = {
     "Scores": "megatron_rl.types",
     "TrainBatch": "megatron_rl.types",
     "build_model": "megatron_rl.parallel.model",
-    "check_config": "megatron_rl.config.check",
+    "check_config": "megatron_rl.check.configuration",
     "get_algorithm": "megatron_rl.algorithms",
     "load_config": "megatron_rl.config.load",
 }

@@ -21,7 +21,7 @@ import traceback
 IMPORTED = (
     "megatron_rl.trainer.train",
     "megatron_rl.cli.train",
-    "megatron_rl.rollout.vllm_engine",
+    "megatron_rl.rollout.vllm.engine",
     "transformers.models.auto.modeling_auto",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.executor.uniproc_executor",
@@ -37,7 +37,7 @@ PATIENCE = 30.0
 def main() -> None:
     """Import, then serve launches until standard input ends."""
     from megatron_rl.parallel import device
-    from megatron_rl.rollout.vllm_engine_setup import prepare_vllm
+    from megatron_rl.rollout.vllm.setup import prepare_vllm
 
     device.prepare_megatron()
     prepare_vllm()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.names import AGGREGATIONS
 from megatron_rl.algorithms.ragged import broadcast_rows, row_sums
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 
 
 def loss_weights(

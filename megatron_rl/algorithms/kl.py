@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0

@@ -11,7 +11,7 @@ from megatron_rl.algorithms.names import ALGORITHMS
 from megatron_rl.algorithms.pieces import load
 from megatron_rl.algorithms.problems import problems
 from megatron_rl.algorithms.settings import Algorithm
-from megatron_rl.config.errors import UserError, UserErrors, nearest
+from megatron_rl.errors import UserError, UserErrors, nearest
 
 
 def get_algorithm(name: str, settings: Mapping[str, Any] | None = None) -> Algorithm:

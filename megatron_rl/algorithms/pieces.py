@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from megatron_rl.algorithms.settings import Piece
-from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest
 
 
 def resolve(piece: Piece, table: Mapping[str, str], setting: str) -> Any:

@@ -16,7 +16,7 @@ from megatron_rl.algorithms.names import (
 )
 from megatron_rl.algorithms.pieces import target
 from megatron_rl.algorithms.settings import Algorithm
-from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "aggregation": AGGREGATIONS,

@@ -9,8 +9,8 @@ import sys
 from megatron_rl.cli.check_json import report_json
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.cli.common import add_config_arguments, checked
-from megatron_rl.config.errors import EXIT_BAD_INPUT, UserErrors
 from megatron_rl.config.failure import launched_world, process_rank
+from megatron_rl.errors import EXIT_BAD_INPUT, UserErrors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

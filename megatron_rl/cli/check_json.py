@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_rl.config.check import CheckReport
+from megatron_rl.check.configuration import CheckReport
 from megatron_rl.config.load import flatten, to_plain
-from megatron_rl.config.memory import PHASES
+from megatron_rl.shapes.memory import PHASES
 
 
 def report_json(report: CheckReport) -> dict[str, Any]:

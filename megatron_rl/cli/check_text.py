@@ -5,13 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from megatron_rl.config.check import CheckReport
+from megatron_rl.check.configuration import CheckReport
 from megatron_rl.config.derive import BatchPlan
-from megatron_rl.config.errors import numbered
-from megatron_rl.config.layout import RoleLayout
 from megatron_rl.config.load import flatten, to_plain
-from megatron_rl.config.memory import PHASES, RankMemory
 from megatron_rl.config.source import one_line
+from megatron_rl.errors import numbered
+from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.memory import PHASES, RankMemory
 
 WIDTH = 110
 _RANKS_IN_A_ROW = 8

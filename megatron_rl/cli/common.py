@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.algorithms.lookup import get_algorithm
-from megatron_rl.config.check import CheckReport, check_config
+from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.config.load import load
 
 

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.cli.common import add_config_arguments, checked
-from megatron_rl.config.errors import UserError
 from megatron_rl.config.failure import launched_world
+from megatron_rl.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.cli.eval import require_directory
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.offline import (
     Summary,
     actor_layout,

@@ -7,8 +7,8 @@ import sys
 
 from megatron_rl.cli.check_text import summary
 from megatron_rl.cli.common import add_config_arguments, checked
-from megatron_rl.config.errors import numbered
 from megatron_rl.config.failure import launched_world, process_rank
+from megatron_rl.errors import numbered
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_rl.config.errors import UserError
 from megatron_rl.config.source import Leaf, Section, describe, neighbours, read_file
+from megatron_rl.errors import UserError
 
 KEY = "base"
 

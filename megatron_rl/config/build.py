@@ -11,10 +11,10 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.errors import UserError
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe
 from megatron_rl.config.unknown import note_unknown
+from megatron_rl.errors import UserError
 
 _MAX_RANKS = 1 << 20
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.build import format_ranges
-from megatron_rl.config.layout import RoleLayout, role_layout
 from megatron_rl.config.placement import APART, layout_sections, placed
 from megatron_rl.config.schema import (
     AsynchronyConfig,
@@ -22,6 +21,7 @@ from megatron_rl.config.schema import (
     RolloutConfig,
     RunConfig,
 )
+from megatron_rl.shapes.layout import RoleLayout, role_layout
 
 MAX_WORLD = 1 << 16
 MICROBATCHES_PER_STAGE = 4

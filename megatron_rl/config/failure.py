@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_rl.config.errors import UserError, each, numbered
+from megatron_rl.errors import UserError, each, numbered
 
 PATIENCE = 8.0
 """Seconds that other ranks leave rank 0 to print before they speak for themselves."""

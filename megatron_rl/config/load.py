@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron_rl.config.base import read_with_base, refuse_base
 from megatron_rl.config.build import Build, build, format_ranges
-from megatron_rl.config.errors import UserError, UserErrors
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.source import Origin, apply_overrides, one_line, read_tree
+from megatron_rl.errors import UserError, UserErrors
 
 
 @dataclass(frozen=True)

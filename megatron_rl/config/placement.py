@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_rl.config.layout import RoleLayout, role_layout
 from megatron_rl.config.schema import LayoutConfig, RewardModelConfig, RunConfig
+from megatron_rl.shapes.layout import RoleLayout, role_layout
 
 PLACEMENTS = ("colocate", "standalone", "split")
 APART = {"standalone": ("rollout",), "split": ("critic", "reward")}

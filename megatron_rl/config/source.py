@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from megatron_rl.config.errors import nearest
 from megatron_rl.config.foreign import FOREIGN_SECTIONS, foreign_name
 from megatron_rl.config.source import Leaf, Section
+from megatron_rl.errors import nearest
 
 
 class Notes(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 
 
 class ShuffledOrder:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest
 
 SUFFIXES = (".jsonl", ".parquet")
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from megatron_rl.config.errors import UserError
 from megatron_rl.config.schema import DataConfig, SftConfig
 from megatron_rl.data.order import ShuffledOrder
 from megatron_rl.data.prompts import fingerprint, ragged
 from megatron_rl.data.records import Record, require_fields
 from megatron_rl.data.tokenizing import PromptEncoder, drop_over_long, encode_texts, end_token_ids
+from megatron_rl.errors import UserError
 from megatron_rl.types import TrainBatch
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from megatron_rl.config.errors import UserError, nearest
 from megatron_rl.config.schema import DataConfig, RolloutConfig
 from megatron_rl.data.records import Record
+from megatron_rl.errors import UserError, nearest
 from megatron_rl.types import SamplingParameters
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.execute import VERIFY, Execution, storage_key
 from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan
 from megatron_rl.metrics import Metrics

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest
 from megatron_rl.hybrid_engine.layouts import best_rank_order, engine_layout
 from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan, schedule
 from megatron_rl.parallel.hf.shapes import megatron_layout

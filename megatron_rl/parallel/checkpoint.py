@@ -28,7 +28,7 @@ from megatron_rl.config.checkpoint_meta import (
     read_meta,
     write_meta,
 )
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_tensors import load_tensors, save_tensors
 from megatron_rl.parallel.model import ParallelModel

@@ -7,9 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl.config.layout import Coordinates
 from megatron_rl.parallel import device
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.shapes.layout import Coordinates
 
 _communicators: dict[tuple[int, ...], Any] = {}
 

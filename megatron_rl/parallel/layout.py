@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config.errors import UserError
-from megatron_rl.config.layout import RoleLayout
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.layout import RoleLayout
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from torch import Tensor
 
-from megatron_rl.config.errors import UserError
-from megatron_rl.config.memory import LOGITS_ELEMENTS
+from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.config import ModelSpec, model_spec
@@ -21,6 +20,7 @@ from megatron_rl.parallel.hf.families import with_scalar_head
 from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, has_transformer_engine
 from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
+from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
 
 @dataclass

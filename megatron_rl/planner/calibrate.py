@@ -14,9 +14,9 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl.config.errors import UserError
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import Constants
 from megatron_rl.planner.model_shape import ModelShape, load_model
 from megatron_rl.planner.run_step import PHASES, Observed, RunStep, predict_run, without_sync

@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.planner.calibrate import calibrate
 from megatron_rl.planner.config_writer import Paths, config_text, expressible
 from megatron_rl.planner.constants import load_constants

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.errors import UserError
 from megatron_rl.config.placement import APART
+from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import GB
 from megatron_rl.planner.layout import Layout, uneven_split
 from megatron_rl.planner.model_shape import ModelShape

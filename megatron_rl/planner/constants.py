@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest
 
 GB = 1e9
 

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import Constants
 from megatron_rl.planner.predict import predict
 from megatron_rl.planner.scenario import Scenario, without_answers

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 
 _TWO_MATRIX = ("gpt", "gpt2", "gpt_neox", "opt", "falcon", "phi", "starcoder2", "bloom")
 _QKV_BIAS_ONLY = ("qwen2", "qwen2_moe", "glm4", "glm4_moe")

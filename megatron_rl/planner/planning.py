@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import GB
 from megatron_rl.planner.placement import (
     PlacementPlan,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import GB
 from megatron_rl.planner.generation import decode_milliseconds, serving_tokens_per_second
 from megatron_rl.planner.layout import Layout, RolloutLayout

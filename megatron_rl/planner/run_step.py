@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron_rl.config.derive import token_budget
-from megatron_rl.config.layout import RoleLayout
 from megatron_rl.config.placement import role_layouts
 from megatron_rl.config.schema import CriticConfig, RunConfig
 from megatron_rl.planner.constants import GB, Cluster, Constants
@@ -28,6 +27,7 @@ from megatron_rl.planner.rl_step import (
 )
 from megatron_rl.planner.search import memory_of
 from megatron_rl.planner.weight_sync import sync_seconds
+from megatron_rl.shapes.layout import RoleLayout
 
 PHASES = ("generate", "reshard", "reward", "score", "learn")
 TYPICAL_SHARE = 1 / 3

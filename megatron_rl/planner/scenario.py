@@ -18,7 +18,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest
 from megatron_rl.planner.constants import Cluster, Constants
 from megatron_rl.planner.layout import Layout, RolloutLayout
 from megatron_rl.planner.lengths import response_lengths

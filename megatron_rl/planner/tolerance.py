@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import isclose, isfinite
 from typing import Any
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 
 
 def ratio(predicted: Any, measured: Any) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest
 from megatron_rl.planner.constants import GB, Cluster, Constants
 from megatron_rl.planner.layout import Layout, RolloutLayout
 from megatron_rl.planner.memory import PRECISION_BYTES, rollout_weight_bytes

@@ -13,7 +13,6 @@ from transformers import AutoConfig
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.derive import longest_row, warm_up_path
-from megatron_rl.config.layout import role_layout
 from megatron_rl.config.schema import LayoutConfig, OptimizerConfig, RunConfig
 from megatron_rl.hybrid_engine.engine import HybridEngine
 from megatron_rl.parallel import device
@@ -27,6 +26,7 @@ from megatron_rl.roles.reward import RewardRole
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.build import make_engine
+from megatron_rl.shapes.layout import role_layout
 
 POLICY_OUTPUTS = ("old_log_probs", "entropy")
 REFERENCE_OUTPUTS = ("ref_log_probs", "ref_entropy")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.errors import UserError
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.errors import UserError
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.engine import GenerationEngine
 from megatron_rl.rollout.torch_engine import TorchEngine
@@ -24,8 +24,8 @@ def make_engine(
     ``settings`` are dtype, seed and max_model_len. Collective over the world.
     """
     if config.engine == "vllm":
-        from megatron_rl.rollout.vllm_engine import VllmEngine
-        from megatron_rl.rollout.vllm_engine_setup import join_groups, prepare_vllm
+        from megatron_rl.rollout.vllm.engine import VllmEngine
+        from megatron_rl.rollout.vllm.setup import join_groups, prepare_vllm
 
         prepare_vllm()
         join_groups(layout)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from megatron_rl.algorithms import get_algorithm
 from megatron_rl.config.derive import resolve
-from megatron_rl.config.errors import UserError
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.records import load_records
 from megatron_rl.data.tokenizing import load_tokenizer
+from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.exchange import leave
 from megatron_rl.parallel.hf.export import export

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.trainer.logging import RunFolder, clock, read_metrics
 
 if TYPE_CHECKING:

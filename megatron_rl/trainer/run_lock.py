@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0

@@ -11,12 +11,12 @@ from typing import Any
 
 from megatron_rl.algorithms import Algorithm, get_algorithm, initial_state
 from megatron_rl.config.derive import warm_up_path
-from megatron_rl.config.errors import UserError
 from megatron_rl.config.load import dump
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.records import load_records
 from megatron_rl.data.tokenizing import load_tokenizer
+from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects, leave, traffic_metrics

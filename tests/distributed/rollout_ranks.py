@@ -15,9 +15,9 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout import partial
 from megatron_rl.rollout.partial import InFlight
 from megatron_rl.rollout.torch_engine import TorchEngine
-from megatron_rl.rollout.vllm_engine import VllmEngine
-from megatron_rl.rollout.vllm_engine_setup import join_groups
-from megatron_rl.rollout.vllm_engine_weights import model_parameters
+from megatron_rl.rollout.vllm.engine import VllmEngine
+from megatron_rl.rollout.vllm.setup import join_groups
+from megatron_rl.rollout.vllm.weights import model_parameters
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_STOP,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.config.checkpoint_meta import checkpoint_path, latest, prune, read_meta
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import write_model

@@ -12,7 +12,7 @@ from ragged_batches import close
 
 from megatron_rl.algorithms.kl import adapt_kl_coef, kl_estimate
 from megatron_rl.algorithms.names import KL_ESTIMATORS
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 
 quick = settings(max_examples=50, deadline=None)
 log_prob = st.floats(-12, 0)

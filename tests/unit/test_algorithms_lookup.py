@@ -14,7 +14,7 @@ from megatron_rl.algorithms.lookup import get_algorithm, setting_types
 from megatron_rl.algorithms.pieces import load, resolve
 from megatron_rl.algorithms.problems import _CHOICES, _RANGES, problems
 from megatron_rl.algorithms.settings import Algorithm
-from megatron_rl.config.errors import UserError, UserErrors
+from megatron_rl.errors import UserError, UserErrors
 
 EXPECTED = {
     "grpo", "dr_grpo", "grpo_leave_one_out", "grpo_pass_at_k", "dapo", "gspo", "cispo", "sapo", "gmpo",

@@ -23,7 +23,7 @@ from megatron_rl.algorithms import (
 from megatron_rl.algorithms.aggregation import loss_weights
 from megatron_rl.algorithms.names import AGGREGATIONS, CORRECTIONS
 from megatron_rl.algorithms.value_loss import value_loss
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.metrics import merge
 
 quick = settings(max_examples=25, deadline=None)

@@ -11,8 +11,8 @@ from config_workspace import CONFIG, write_workspace
 
 from megatron_rl.algorithms.names import ALGORITHMS
 from megatron_rl.cli.main import main
-from megatron_rl.config.errors import UserErrors
 from megatron_rl.config.load import dump, load, load_config, load_text
+from megatron_rl.errors import UserErrors
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))

@@ -14,19 +14,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.lookup import get_algorithm
+from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.cli.check_json import report_json
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.build import hints, known_paths, section_class
-from megatron_rl.config.check import CheckReport, check_config
-from megatron_rl.config.errors import UserError, UserErrors
-from megatron_rl.config.layout import RoleLayout, role_layout
 from megatron_rl.config.load import flatten, load, load_text
-from megatron_rl.config.memory import PHASES, rollout_parameters, stage_parameters
-from megatron_rl.config.model_shape import ModelShape, read_model_shape
 from megatron_rl.config.schema import LayoutConfig, RunConfig
-from megatron_rl.config.weight_sync import sync_plan
 from megatron_rl.data.quickstart import SIZES
+from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.shapes.layout import RoleLayout, role_layout
+from megatron_rl.shapes.memory import PHASES, rollout_parameters, stage_parameters
+from megatron_rl.shapes.model import ModelShape, read_model_shape
+from megatron_rl.shapes.traffic import sync_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ModelShape("Qwen2ForCausalLM", 128, 8, 8, 4, 32, 384, 21, 1 << 20, qkv_bias=True)

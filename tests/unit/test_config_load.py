@@ -11,10 +11,10 @@ from config_workspace import CONFIG
 
 from megatron_rl.algorithms.lookup import setting_types
 from megatron_rl.config.build import format_ranges, known_paths, parse_ranges
-from megatron_rl.config.errors import UserError, UserErrors
 from megatron_rl.config.foreign import FOREIGN_NAMES, FOREIGN_SECTIONS
 from megatron_rl.config.load import dump, flatten, load_config, load_text
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import UserError, UserErrors
 
 ROOT = Path(__file__).resolve().parents[2]
 

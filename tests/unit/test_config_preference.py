@@ -9,7 +9,7 @@ import pytest
 from config_workspace import write_workspace
 
 from megatron_rl.algorithms.lookup import get_algorithm
-from megatron_rl.config.check import CheckReport, check_config
+from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.config.load import load
 
 

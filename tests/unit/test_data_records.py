@@ -9,8 +9,8 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
-from megatron_rl.config.errors import UserError
 from megatron_rl.data.records import load_records
+from megatron_rl.errors import UserError
 
 ROWS = [{"prompt": f"{n}+1=", "ground_truth": str(n + 1), "level": n} for n in range(5)]
 FIELDS = ("prompt", "ground_truth")

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from megatron_rl.config.errors import UserError
 from megatron_rl.config.schema import DataConfig, RolloutConfig, SftConfig
 from megatron_rl.data import quickstart
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.records import Record, load_records
 from megatron_rl.data.sft import SftSource
 from megatron_rl.data.tokenizing import end_token_ids, load_tokenizer
+from megatron_rl.errors import UserError
 from megatron_rl.types import PromptBatch, SamplingParameters, split_rows
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.config.errors import UserError
-from megatron_rl.rollout.vllm_engine_weights import (
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.vllm.weights import (
     CoverageError,
     check_coverage,
     checkpoint_shapes,

@@ -15,7 +15,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.metrics import merge
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_rl.cli.main import main as command
-from megatron_rl.config.model_shape import read_model_shape
 from megatron_rl.planner.model_shape import load_model
+from megatron_rl.shapes.model import read_model_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = sorted((ROOT / "configs/bench").glob("*.yaml"))

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from megatron_rl.algorithms.lookup import get_algorithm
-from megatron_rl.config.check import check_config
-from megatron_rl.config.errors import UserError
+from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
+from megatron_rl.errors import UserError
 from megatron_rl.planner.calibrate import calibrate
 from megatron_rl.planner.command import add_arguments, problem_of, run
 from megatron_rl.planner.config_writer import Paths, config_text, expressible, preset_of

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.planner.model_shape import load_model, presets, shape_from_config
 
 # Totals as the checkpoints themselves have them (safetensors index or model card).

@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from megatron_rl.config.errors import UserError
 from megatron_rl.config.schema import DataConfig, RewardTrainingConfig
 from megatron_rl.data import quickstart
 from megatron_rl.data.preference import PreferenceSource
 from megatron_rl.data.records import load_records
+from megatron_rl.errors import UserError
 from megatron_rl.types import split_rows
 
 TRAINING = RewardTrainingConfig(data="", steps=1)

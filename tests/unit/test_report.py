@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.trainer import report
 from megatron_rl.trainer.logging import MetricsLog, RunFolder, read_metrics
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config.errors import UserError
 from megatron_rl.config.schema import RewardConfig
+from megatron_rl.errors import UserError
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 
 FUNCTIONS = """

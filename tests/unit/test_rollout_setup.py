@@ -5,7 +5,7 @@ from __future__ import annotations
 import _posixshmem
 import os
 
-from megatron_rl.rollout.vllm_engine_setup import shared_memory_name
+from megatron_rl.rollout.vllm.setup import shared_memory_name
 
 # As vLLM names a group of two ranks that a launcher started.
 GROUP = "//-tp:0-[0-1]-cpushm"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.trainer import run_lock
 from megatron_rl.trainer.run_lock import only_job_in
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest
 from megatron_rl.parallel import device, tensor_scope
 from megatron_rl.parallel.experts import prepare_experts
 from megatron_rl.parallel.gemma import both_frequencies, prepare_sandwich_layers

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 
 
 def _no(config: Any) -> bool:

@@ -8,11 +8,11 @@ from typing import Any
 
 from megatron_rl.config.build import format_ranges
 from megatron_rl.config.derive import BatchPlan
-from megatron_rl.config.errors import UserError
-from megatron_rl.config.layout import RoleLayout
-from megatron_rl.config.memory import PHASES, RankMemory
-from megatron_rl.config.model_shape import ModelShape
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.memory import PHASES, RankMemory
+from megatron_rl.shapes.model import ModelShape
 
 GROUP_ADVANTAGES = (
     "grpo",

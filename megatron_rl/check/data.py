@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.check_files import Files
-from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.check.files import Files
+from megatron_rl.errors import UserError, nearest
 
 LINES = 200
 """Lines at the start of a JSONL file that are read as records; training reads every one."""

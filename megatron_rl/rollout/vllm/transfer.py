@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from megatron_rl.rollout.vllm_engine_live import LiveWeights, check_writable
+from megatron_rl.rollout.vllm.live import LiveWeights, check_writable
 
 BACKEND = "megatron_rl"
 

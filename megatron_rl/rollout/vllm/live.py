@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
-from megatron_rl.rollout import vllm_engine_setup as setup
-from megatron_rl.rollout import vllm_engine_weights as weights
-from megatron_rl.rollout.vllm_engine_packed import PackedModules, refresh_derived
+from megatron_rl.rollout.vllm import setup, weights
+from megatron_rl.rollout.vllm.packed import PackedModules, refresh_derived
 from megatron_rl.types import TensorBox
 
 

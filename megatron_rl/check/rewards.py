@@ -7,8 +7,8 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from megatron_rl.config.errors import UserError, nearest
 from megatron_rl.config.schema import RewardConfig
+from megatron_rl.errors import UserError, nearest
 
 ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")
 _WHERE = "reward.function"

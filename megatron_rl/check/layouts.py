@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from megatron_rl.config.build import format_ranges
 from megatron_rl.config.derive import MAX_WORLD, longest_row, smallest_world
-from megatron_rl.config.errors import UserError
-from megatron_rl.config.layout import RoleLayout
-from megatron_rl.config.model_shape import ModelShape
 from megatron_rl.config.placement import where_of
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.model import ModelShape
 
 _UNEVEN = {
     "num_layers_in_first_pipeline_stage",

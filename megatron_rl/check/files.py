@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_rl.config.errors import UserError, nearest
-from megatron_rl.config.model_shape import ModelShape, read_model_shape
+from megatron_rl.errors import UserError, nearest
+from megatron_rl.shapes.model import ModelShape, read_model_shape
 
 
 @dataclass

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 from megatron_rl.parallel.trace import merge_boxes, meta_sources, trace_copies
 from megatron_rl.types import TensorBox
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.build import format_ranges
-from megatron_rl.config.errors import UserError
-from megatron_rl.config.layout import RoleLayout
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.layout import RoleLayout
 
 
 def check_asynchrony(

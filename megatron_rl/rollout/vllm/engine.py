@@ -10,12 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.config.errors import UserError
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.rollout import vllm_engine_setup as setup
-from megatron_rl.rollout import vllm_engine_weights as weights
 from megatron_rl.rollout.sampling import (
     FAILED,
     NOTHING,
@@ -25,7 +23,8 @@ from megatron_rl.rollout.sampling import (
     row_seeds,
     to_rollouts,
 )
-from megatron_rl.rollout.vllm_engine_live import LiveWeights, live_model
+from megatron_rl.rollout.vllm import setup, weights
+from megatron_rl.rollout.vllm.live import LiveWeights, live_model
 from megatron_rl.types import FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
 
 _OWN_ARGUMENTS = {

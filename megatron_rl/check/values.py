@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.derive import MAX_WORLD
-from megatron_rl.config.errors import UserError, nearest
 from megatron_rl.config.load import flatten
 from megatron_rl.config.placement import PLACEMENTS
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.source import describe
+from megatron_rl.errors import UserError, nearest
 
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "model.dtype": ("bfloat16", "float32"),

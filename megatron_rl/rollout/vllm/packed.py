@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.config.errors import UserError
+from megatron_rl.errors import UserError
 
 
 class PackedModules:

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.check_asynchrony import check_asynchrony
-from megatron_rl.config.check_files import Files
-from megatron_rl.config.check_inputs import Inputs, check_inputs
-from megatron_rl.config.check_layout import (
+from megatron_rl.check.asynchrony import check_asynchrony
+from megatron_rl.check.files import Files
+from megatron_rl.check.inputs import Inputs, check_inputs
+from megatron_rl.check.layouts import (
     check_budget,
     check_layout,
     check_lengths,
     check_model,
     check_world,
 )
-from megatron_rl.config.check_passthrough import check_passthrough
-from megatron_rl.config.check_values import check_values
-from megatron_rl.config.check_warnings import check_warnings
+from megatron_rl.check.passthrough import check_passthrough
+from megatron_rl.check.values import check_values
+from megatron_rl.check.warnings import check_warnings
 from megatron_rl.config.derive import (
     MAX_WORLD,
     BatchPlan,
@@ -28,15 +28,15 @@ from megatron_rl.config.derive import (
     resolve,
     smallest_world,
 )
-from megatron_rl.config.errors import UserError, UserErrors, each
-from megatron_rl.config.layout import RoleLayout
 from megatron_rl.config.load import LoadedConfig, flatten
-from megatron_rl.config.memory import RankMemory, memory_plan
-from megatron_rl.config.model_shape import ModelShape
 from megatron_rl.config.placement import layout_sections, role_layouts, where_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.source import DEFAULT, Origin
-from megatron_rl.config.weight_sync import SyncPlan, sync_plan
+from megatron_rl.errors import UserError, UserErrors, each
+from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.memory import RankMemory, memory_plan
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.traffic import SyncPlan, sync_plan
 
 AlgorithmOf = Callable[[str, Mapping[str, Any]], Any]
 """Return an algorithm by name with settings; raises UserError."""

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_rl.config.check_data import DataPreview, check_data
-from megatron_rl.config.check_files import Files, check_model_files, has_chat_template
-from megatron_rl.config.check_reward import check_reward
+from megatron_rl.check.data import DataPreview, check_data
+from megatron_rl.check.files import Files, check_model_files, has_chat_template
+from megatron_rl.check.rewards import check_reward
 from megatron_rl.config.checkpoint_meta import check_same_model, latest, read_meta
 from megatron_rl.config.derive import warm_up_path
-from megatron_rl.config.errors import UserError
-from megatron_rl.config.model_shape import ModelShape
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.model import ModelShape
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_rl.config.layout import RoleLayout
-from megatron_rl.config.memory import DTYPE_BYTES, rollout_parameters
-from megatron_rl.config.model_shape import ModelShape
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.memory import DTYPE_BYTES, rollout_parameters
+from megatron_rl.shapes.model import ModelShape
 
 
 @dataclass(frozen=True)

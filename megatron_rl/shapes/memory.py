@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_rl.config.derive import BatchPlan
-from megatron_rl.config.layout import RoleLayout
-from megatron_rl.config.model_shape import ModelShape
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.model import ModelShape
 
 PHASES = ("generate", "score", "learn")
 LOGITS_ELEMENTS = 2**25

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.check_reward import find_module
-from megatron_rl.config.errors import UserError, nearest
+from megatron_rl.check.rewards import find_module
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import UserError, nearest
 
 MEGATRON = (
     ("megatron.core.transformer.transformer_config", "TransformerConfig"),
