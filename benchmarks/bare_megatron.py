@@ -29,8 +29,8 @@ from torch import Tensor
 
 from megatron_rl.parallel import device
 from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.model import ParallelModel
+from megatron_rl.shapes.layout import ParallelLayout
 
 _RUNTIME_HOOKS = (
     "finalize_model_grads_func",

@@ -28,9 +28,9 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.names import checkpoint_shapes
 from megatron_rl.parallel.hf.weights import live_parameters
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.rollout.vllm.engine import VllmEngine
+from megatron_rl.shapes.layout import ParallelLayout
 
 RANKS = tuple(range(4))
 STAGING = 32 * 2**20

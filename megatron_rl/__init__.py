@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.engine import HybridEngine as HybridEngine
     from megatron_rl.metrics import Metrics as Metrics
     from megatron_rl.parallel.groups import ParallelGroups as ParallelGroups
-    from megatron_rl.parallel.layout import ParallelLayout as ParallelLayout
     from megatron_rl.parallel.model import ParallelModel as ParallelModel
     from megatron_rl.parallel.model import build_model as build_model
     from megatron_rl.rollout.engine import GenerationEngine as GenerationEngine
+    from megatron_rl.shapes.layout import ParallelLayout as ParallelLayout
     from megatron_rl.types import PromptBatch as PromptBatch
     from megatron_rl.types import Rollouts as Rollouts
     from megatron_rl.types import Scores as Scores
@@ -36,7 +36,7 @@ PUBLIC = {
     "HybridEngine": "megatron_rl.hybrid_engine.engine",
     "Metrics": "megatron_rl.metrics",
     "ParallelGroups": "megatron_rl.parallel.groups",
-    "ParallelLayout": "megatron_rl.parallel.layout",
+    "ParallelLayout": "megatron_rl.shapes.layout",
     "ParallelModel": "megatron_rl.parallel.model",
     "PromptBatch": "megatron_rl.types",
     "Rollouts": "megatron_rl.types",

@@ -8,17 +8,17 @@ from typing import Any
 from megatron_rl.config.build import format_ranges
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.layout import ParallelLayout
 
 
 def check_asynchrony(
-    config: RunConfig, layouts: Mapping[str, RoleLayout], algorithm: Any = None
+    config: RunConfig, layouts: Mapping[str, ParallelLayout], algorithm: Any = None
 ) -> list[UserError]:
     """Return the errors of the order in which a run samples and learns."""
     return [*_check_ahead(config, layouts), *_check_staleness(config), *_check_oversample(config, algorithm)]
 
 
-def _check_ahead(config: RunConfig, layouts: Mapping[str, RoleLayout]) -> list[UserError]:
+def _check_ahead(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> list[UserError]:
     """Return the errors of ranks that would both sample ahead and learn."""
     rollout = layouts.get("rollout")
     if config.asynchrony.steps_ahead < 1 or rollout is None:

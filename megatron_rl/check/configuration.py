@@ -33,7 +33,7 @@ from megatron_rl.config.placement import layout_sections, role_layouts, where_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.source import DEFAULT, Origin
 from megatron_rl.errors import UserError, UserErrors, each
-from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import RankMemory, memory_plan
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.traffic import SyncPlan, sync_plan
@@ -55,7 +55,7 @@ class CheckReport:
     errors: tuple[UserError, ...]
     warnings: tuple[UserError, ...]
     origins: Mapping[str, Origin]
-    layouts: Mapping[str, RoleLayout] | None = None
+    layouts: Mapping[str, ParallelLayout] | None = None
     batch: BatchPlan | None = None
     shape: ModelShape | None = None
     memory: tuple[RankMemory, ...] = ()
@@ -274,7 +274,7 @@ def _too_large(world: int) -> UserError:
     )
 
 
-def _layouts(check: _Check, world: int) -> dict[str, RoleLayout]:
+def _layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
     """Return the layouts whose own values are fine, after checking them."""
     layouts, sections = {}, layout_sections(check.config)
     if not check.fine("placement"):
@@ -286,11 +286,11 @@ def _layouts(check: _Check, world: int) -> dict[str, RoleLayout]:
         if check.fine("world_size", *paths):
             layouts[role] = layout
             if own:
-                check.add(check_layout(layout, world, check.config))
+                check.add(check_layout(role, layout, world, check.config))
     return layouts
 
 
-def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, RoleLayout]) -> None:
+def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> None:
     shape = inputs.shape
     lengths = check.fine("data.max_prompt_tokens", "rollout.max_response_tokens", "rollout.sampling_profiles")
     if lengths and check.fine("batch.tokens_per_microbatch"):
@@ -301,7 +301,7 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, RoleLayout
         own = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
         if own and not role.startswith("reward."):
             overrides = check.config.actor.megatron if role == "actor" else {}
-            check.add(check_model(layout, inputs.shapes.get(role, shape), overrides))
+            check.add(check_model(role, layout, inputs.shapes.get(role, shape), overrides))
     if lengths:
         check.add(check_lengths(check.config, shape))
 

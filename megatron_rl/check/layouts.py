@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megatron_rl.config.build import format_ranges
-from megatron_rl.config.derive import MAX_WORLD, longest_row, smallest_world
-from megatron_rl.config.placement import where_of
+from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.layout import ParallelLayout, problems
 from megatron_rl.shapes.model import ModelShape
 
 _UNEVEN = {
@@ -38,128 +36,20 @@ def check_world(config: RunConfig, launched: int | None) -> list[UserError]:
     ]
 
 
-def check_layout(layout: RoleLayout, world_size: int, config: RunConfig) -> list[UserError]:
-    """Return what is wrong between a role's sizes, its ranks and the world size."""
-    where = where_of(layout.role)
-    errors = _check_ranks(layout, world_size, where)
-    if errors:
-        return errors
-    if layout.role == "rollout":
-        return _check_rollout(layout, config)
-    errors.extend(_check_product(layout, world_size, config))
-    stage = layout.expert * layout.expert_tensor * layout.pipeline
-    if not errors and len(layout.ranks) % stage:
-        errors.append(
-            UserError(
-                f"expert {layout.expert} x expert_tensor {layout.expert_tensor} x pipeline {layout.pipeline} "
-                f"= {stage} does not divide {len(layout.ranks)} ranks",
-                where=f"{where}.expert",
-                expected=f"a number of ranks divisible by {stage}",
-                got=f"{len(layout.ranks)} ranks",
-                fix=f"lower {where}.expert or {where}.expert_tensor",
-            )
-        )
+def check_layout(role: str, layout: ParallelLayout, world_size: int, config: RunConfig) -> list[UserError]:
+    """Return what is wrong between a role's layout, the world size and the run's settings."""
+    errors = problems(layout, world_size)
     if layout.context > 1 and config.model.attention == "transformer_engine":
         errors.append(
             UserError(
                 "Transformer Engine's attention is used with whole rows, which context parallelism cuts",
-                where=f"{where}.context",
+                where=f"{layout.path}.context",
                 expected="1, or model.attention: torch",
                 got=str(layout.context),
                 fix="remove model.attention, or set it to torch",
             )
         )
-    if layout.virtual_pipeline > 1 and layout.pipeline == 1:
-        errors.append(
-            UserError(
-                "a virtual pipeline needs a pipeline",
-                where=f"{where}.virtual_pipeline",
-                expected="1, since pipeline is 1",
-                got=str(layout.virtual_pipeline),
-                fix=f"set {where}.pipeline to 2 or more, or virtual_pipeline to 1",
-            )
-        )
-    if layout.sequence_parallel and layout.tensor == 1:
-        errors.append(
-            UserError(
-                "sequence parallelism needs tensor parallelism",
-                where=f"{where}.sequence_parallel",
-                expected="false, since tensor is 1",
-                got="true",
-                fix=f"remove {where}.sequence_parallel: it is derived from tensor",
-            )
-        )
-    return errors
-
-
-def _check_ranks(layout: RoleLayout, world_size: int, where: str) -> list[UserError]:
-    ranks, errors = layout.ranks, []
-    if not ranks:
-        return [
-            UserError(
-                f"{layout.role} has no ranks",
-                where=f"{where}.ranks",
-                expected="at least one rank",
-                got="an empty list",
-                fix=f"name ranks, or remove {where}.ranks to use every rank",
-            )
-        ]
-    outside = [rank for rank in ranks if not 0 <= rank < world_size]
-    if outside:
-        errors.append(
-            UserError(
-                f"{layout.role} uses ranks that do not exist",
-                where=f"{where}.ranks",
-                expected=f"ranks from 0 to {world_size - 1}: the job has {world_size} processes",
-                got=", ".join(map(str, outside[:8])) + (" ..." if len(outside) > 8 else ""),
-                fix=f"start at least {max(outside) + 1} processes, or name other ranks",
-            )
-        )
-    seen: set[int] = set()
-    twice = sorted({rank for rank in ranks if rank in seen or seen.add(rank)})
-    if twice:
-        errors.append(
-            UserError(
-                f"{layout.role} names a rank twice",
-                where=f"{where}.ranks",
-                expected="each rank once",
-                got=f"twice: {', '.join(map(str, twice[:8]))}",
-                fix=f'write "{format_ranges(tuple(sorted(set(ranks))))}"',
-            )
-        )
-    return errors
-
-
-def _check_product(layout: RoleLayout, world_size: int, config: RunConfig) -> list[UserError]:
-    count, product = len(layout.ranks), layout.model_ranks
-    if count % product == 0:
-        return []
-    parts = [("tensor", layout.tensor), ("pipeline", layout.pipeline)]
-    if layout.context > 1:
-        parts.append(("context", layout.context))
-    words = " x ".join(f"{name} {size}" for name, size in parts)
-    whole = "the job has" if count == world_size else f"{layout.role} has"
-    fits = smallest_world(config)
-    fix = f"start {fits} processes or a multiple of it" if fits <= MAX_WORLD else "lower the parallel sizes"
-    if product <= count:
-        fix += f", or choose sizes whose product divides {count}"
-    else:
-        fix += f", or lower the product to {count} or a divisor of it"
-    return [
-        UserError(
-            f"{words} = {product} does not divide {count} {'process' if count == 1 else 'processes'}",
-            where=where_of(layout.role),
-            expected=f"a number of ranks divisible by {product}, the ranks of one copy of the model",
-            got=f"{whole} {count} {'rank' if count == 1 else 'ranks'}",
-            fix=fix,
-        )
-    ]
-
-
-def _check_rollout(layout: RoleLayout, config: RunConfig) -> list[UserError]:
-    count = len(layout.ranks)
-    errors = []
-    if config.rollout.engine == "torch" and layout.tensor > 1:
+    if role == "rollout" and config.rollout.engine == "torch" and layout.tensor > 1:
         errors.append(
             UserError(
                 "the torch engine does not cut the model",
@@ -169,27 +59,17 @@ def _check_rollout(layout: RoleLayout, config: RunConfig) -> list[UserError]:
                 fix="set rollout.tensor=1, or rollout.engine=vllm",
             )
         )
-    if count % layout.tensor:
-        errors.append(
-            UserError(
-                f"rollout tensor {layout.tensor} does not divide {count} {'rank' if count == 1 else 'ranks'}",
-                where="rollout.tensor",
-                expected=f"a divisor of {count}: each replica needs {layout.tensor} ranks of its own",
-                got=str(layout.tensor),
-                fix=f"set rollout.tensor to {math.gcd(layout.tensor, count)}, or change the number of ranks",
-            )
-        )
     return errors
 
 
 def check_model(
-    layout: RoleLayout, shape: ModelShape, overrides: Mapping[str, object] | None = None
+    role: str, layout: ParallelLayout, shape: ModelShape, overrides: Mapping[str, object] | None = None
 ) -> list[UserError]:
     """Return what is wrong between a role's layout and the model's sizes."""
-    where, errors = where_of(layout.role), []
+    where, errors = layout.path, []
     tensor = layout.tensor
     fix = f"set {where}.tensor to {_best_tensor(shape, tensor)}"
-    if layout.role != "rollout":
+    if role != "rollout":
         fix += " and use pipeline or data parallelism for the other ranks"
     if shape.heads % tensor:
         errors.append(_divides(shape.heads, "attention heads", tensor, f"{where}.tensor", fix))
@@ -207,7 +87,7 @@ def check_model(
     # Where there are fewer key-value heads than ranks, equally many ranks share each.
     if shape.kv_heads % tensor and tensor % shape.kv_heads and not errors:
         errors.append(_divides(shape.kv_heads, "key-value heads", tensor, f"{where}.tensor", fix))
-    if layout.role == "rollout":
+    if role == "rollout":
         return errors
     width = shape.expert_width if shape.experts else shape.mlp_width
     cut = layout.expert_tensor if shape.experts else tensor
@@ -221,7 +101,7 @@ def check_model(
     return errors
 
 
-def _layers_error(layout: RoleLayout, shape: ModelShape, where: str, chunks: int) -> UserError:
+def _layers_error(layout: ParallelLayout, shape: ModelShape, where: str, chunks: int) -> UserError:
     words = f"pipeline {layout.pipeline}"
     if layout.virtual_pipeline > 1:
         words += f" x virtual_pipeline {layout.virtual_pipeline} = {chunks}"
@@ -236,7 +116,7 @@ def _layers_error(layout: RoleLayout, shape: ModelShape, where: str, chunks: int
     )
 
 
-def _check_experts(layout: RoleLayout, shape: ModelShape, where: str) -> list[UserError]:
+def _check_experts(layout: ParallelLayout, shape: ModelShape, where: str) -> list[UserError]:
     if layout.expert > 1 and not shape.experts:
         return [
             UserError(

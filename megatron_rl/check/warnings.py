@@ -10,7 +10,7 @@ from megatron_rl.config.build import format_ranges
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import PHASES, RankMemory
 from megatron_rl.shapes.model import ModelShape
 
@@ -39,7 +39,7 @@ class _Warnings:
 def check_warnings(
     config: RunConfig,
     world_size: int,
-    layouts: Mapping[str, RoleLayout],
+    layouts: Mapping[str, ParallelLayout],
     batch: BatchPlan,
     shape: ModelShape | None,
     algorithm: Any,
@@ -167,7 +167,7 @@ def _schedule(config: RunConfig, warnings: _Warnings) -> None:
 
 
 def _placement(
-    config: RunConfig, world_size: int, layouts: Mapping[str, RoleLayout], warnings: _Warnings
+    config: RunConfig, world_size: int, layouts: Mapping[str, ParallelLayout], warnings: _Warnings
 ) -> None:
     used = {rank for layout in layouts.values() for rank in layout.ranks}
     idle = tuple(rank for rank in range(world_size) if rank not in used)

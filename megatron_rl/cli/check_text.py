@@ -10,7 +10,7 @@ from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.source import one_line
 from megatron_rl.errors import numbered
-from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import PHASES, RankMemory
 
 WIDTH = 110
@@ -166,7 +166,7 @@ def _count(number: int, word: str, ending: str = "s", plural: str | None = None)
     return f"{number:,} {word if number == 1 else plural or word + ending}"
 
 
-def _legend(layouts: Mapping[str, RoleLayout]) -> str:
+def _legend(layouts: Mapping[str, ParallelLayout]) -> str:
     names = ["t tensor"]
     if any(layout.context > 1 for layout in layouts.values()):
         names.append("c context")
@@ -181,12 +181,14 @@ def _roles(report: CheckReport) -> list[str]:
     layouts = report.layouts or {}
     world, node = report.world_size, min(report.config.gpus_per_node, _RANKS_IN_A_ROW)
     names = max(len(role) for role in layouts)
-    lines = [f"{role:<{names}} {_words(layout)}" for role, layout in layouts.items()]
+    lines = [f"{role:<{names}} {_words(role, layout)}" for role, layout in layouts.items()]
     starts = list(range(0, world, node))
     shown = starts if len(starts) <= _MAX_BLOCKS else [*starts[:3], starts[-1]]
     cells = {
         role: {
-            rank: _cell(layout, rank) for start in shown for rank in range(start, min(start + node, world))
+            rank: _cell(role, layout, rank)
+            for start in shown
+            for rank in range(start, min(start + node, world))
         }
         for role, layout in layouts.items()
     }
@@ -204,7 +206,7 @@ def _roles(report: CheckReport) -> list[str]:
     return lines
 
 
-def _words(layout: RoleLayout) -> str:
+def _words(role: str, layout: ParallelLayout) -> str:
     notes = []
     if layout.virtual_pipeline > 1:
         notes.append(f"{layout.virtual_pipeline} virtual stages per rank")
@@ -212,17 +214,18 @@ def _words(layout: RoleLayout) -> str:
         notes.append(f"expert {layout.expert}")
     if layout.sequence_parallel:
         notes.append("sequence parallel")
-    return f"{layout.words()} = {_count(len(layout.ranks), 'rank')}" + (
+    copies = "replicas" if role == "rollout" else "data"
+    return f"{layout.words(copies)} = {_count(len(layout.ranks), 'rank')}" + (
         f"  ({', '.join(notes)})" if notes else ""
     )
 
 
-def _cell(layout: RoleLayout, rank: int) -> str:
+def _cell(role: str, layout: ParallelLayout, rank: int) -> str:
     if rank not in layout.ranks:
         return "."
     tensor, context, data, pipeline = layout.coordinates(rank)
     parts = [("t", tensor, layout.tensor), ("c", context, layout.context)]
-    if layout.role == "rollout":
+    if role == "rollout":
         parts.insert(0, ("r", data, max(layout.data, 2)))
     else:
         parts += [("d", data, layout.data), ("p", pipeline, layout.pipeline)]

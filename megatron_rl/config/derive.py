@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.build import format_ranges
-from megatron_rl.config.placement import APART, layout_sections, placed
+from megatron_rl.config.placement import APART, layout_sections, placed, role_layout
 from megatron_rl.config.schema import (
     AsynchronyConfig,
     CriticConfig,
@@ -21,7 +20,7 @@ from megatron_rl.config.schema import (
     RolloutConfig,
     RunConfig,
 )
-from megatron_rl.shapes.layout import RoleLayout, role_layout
+from megatron_rl.shapes.layout import ParallelLayout
 
 MAX_WORLD = 1 << 16
 MICROBATCHES_PER_STAGE = 4
@@ -114,7 +113,7 @@ def longest_row(config: RunConfig) -> int:
     return config.data.max_prompt_tokens + max(responses)
 
 
-def token_budget(config: RunConfig, actor: RoleLayout) -> tuple[int, str]:
+def token_budget(config: RunConfig, actor: ParallelLayout) -> tuple[int, str]:
     """Return the derived tokens per micro-batch and the reason in words."""
     longest = longest_row(config)
     rows = config.batch.prompts_per_step * config.batch.samples_per_prompt
@@ -132,7 +131,7 @@ def token_budget(config: RunConfig, actor: RoleLayout) -> tuple[int, str]:
     return budget, f"at most {MICROBATCH_TOKENS} tokens at once, and never less than the longest row"
 
 
-def batch_plan(config: RunConfig, layouts: Mapping[str, RoleLayout]) -> BatchPlan:
+def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> BatchPlan:
     """Return the batch arithmetic of a consistent configuration with its token budget filled in."""
     batch, actor, rollout = config.batch, layouts["actor"], layouts["rollout"]
     rows = batch.prompts_per_step * batch.samples_per_prompt
@@ -196,8 +195,8 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
         model = replace(model, attention=_attention(config, reasons))
     batch = config.batch
     if batch.tokens_per_microbatch is None:
-        actor_layout = role_layout("actor", actor.layout, world_size)
-        budget, reasons["batch.tokens_per_microbatch"] = token_budget(config, actor_layout)
+        layout = role_layout(actor.layout, "actor.layout")
+        budget, reasons["batch.tokens_per_microbatch"] = token_budget(config, layout)
         batch = replace(batch, tokens_per_microbatch=budget)
     mismatch = _mismatch(config.mismatch, model.dtype, reasons)
     rollout, asynchrony = _sampling_order(config, reasons)
@@ -271,7 +270,7 @@ def _place(config: RunConfig, world_size: int, reasons: dict[str, str]) -> RunCo
             before = section
         elif before.ranks is None:
             reasons[f"{path}.ranks"] = why
-        filled[path] = _layout(before, section, path, world_size, reasons)
+        filled[path] = _layout(before, section, path, reasons)
     models = {
         name: replace(model, layout=filled[f"reward.models.{name}.layout"])
         for name, model in config.reward.models.items()
@@ -286,10 +285,8 @@ def _place(config: RunConfig, world_size: int, reasons: dict[str, str]) -> RunCo
     )
 
 
-def _layout(
-    stated: LayoutConfig, layout: LayoutConfig, path: str, world_size: int, reasons: dict[str, str]
-) -> LayoutConfig:
-    filled = role_layout(path, layout, world_size)
+def _layout(stated: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict[str, str]) -> LayoutConfig:
+    filled = role_layout(layout, path)
     if path not in reasons and stated.expert_tensor is None:
         reasons[f"{path}.expert_tensor"] = "experts are whole unless asked otherwise"
     if path not in reasons and stated.sequence_parallel is None:
@@ -297,7 +294,6 @@ def _layout(
         reasons[f"{path}.sequence_parallel"] = f"{'on' if on else 'off'}: tensor is {layout.tensor}"
     return replace(
         layout,
-        ranks=filled.ranks,
         expert_tensor=filled.expert_tensor,
         sequence_parallel=filled.sequence_parallel,
     )
@@ -361,8 +357,3 @@ def _sampling_order(config: RunConfig, reasons: dict[str, str]) -> tuple[Rollout
         reasons["asynchrony.max_staleness"] = reason
         asynchrony = replace(asynchrony, max_staleness=bound)
     return rollout, asynchrony
-
-
-def ranks_words(ranks: tuple[int, ...]) -> str:
-    """Return ranks as ``ranks 0-3`` or ``rank 0``."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranges(ranks)}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_rl.config.schema import LayoutConfig, RewardModelConfig, RunConfig
-from megatron_rl.shapes.layout import RoleLayout, role_layout
+from megatron_rl.config.schema import LayoutConfig, RewardModelConfig, RolloutConfig, RunConfig
+from megatron_rl.shapes.layout import ParallelLayout
 
 PLACEMENTS = ("colocate", "standalone", "split")
 APART = {"standalone": ("rollout",), "split": ("critic", "reward")}
@@ -71,13 +71,38 @@ def where_of(role: str) -> str:
     return f"{role.replace('reward.', 'reward.models.', 1)}.layout"
 
 
-def role_layouts(config: RunConfig, world_size: int) -> dict[str, RoleLayout]:
-    """Return the layout of every role; a layout that is not consistent is returned as it stands."""
+def role_layout(section: LayoutConfig, path: str) -> ParallelLayout:
+    """Return the layout of a section whose ranks are named, its other defaults filled in.
+
+    ``path`` is the section's configuration path. What does not fit together is returned as it stands.
+    """
+    assert section.ranks is not None
+    stated = section.sequence_parallel
+    return ParallelLayout(
+        ranks=section.ranks,
+        tensor=section.tensor,
+        pipeline=section.pipeline,
+        virtual_pipeline=section.virtual_pipeline,
+        context=section.context,
+        expert=section.expert,
+        expert_tensor=1 if section.expert_tensor is None else section.expert_tensor,
+        sequence_parallel=section.tensor > 1 if stated is None else stated,
+        path=path,
+    )
+
+
+def rollout_layout(section: RolloutConfig) -> ParallelLayout:
+    """Return the layout of a rollout section whose ranks are named: data-parallel copies are replicas."""
+    assert section.ranks is not None
+    return ParallelLayout(section.ranks, tensor=section.tensor, path="rollout")
+
+
+def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout]:
+    """Return the layout of every role; what does not fit together is returned as it stands."""
     config = placed(config, world_size)
     layouts = {}
     for path, section in layout_sections(config).items():
         assert section is not None
-        layouts[role_of(path)] = role_layout(role_of(path), section, world_size)
-    rollout = LayoutConfig(ranks=config.rollout.ranks, tensor=config.rollout.tensor, sequence_parallel=False)
-    layouts["rollout"] = role_layout("rollout", rollout, world_size)
+        layouts[role_of(path)] = role_layout(section, path)
+    layouts["rollout"] = rollout_layout(config.rollout)
     return layouts

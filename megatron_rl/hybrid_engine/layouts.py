@@ -13,7 +13,7 @@ from megatron_rl.parallel.boxes import BoxGroup, regions
 from megatron_rl.parallel.hf.families import expert_count
 from megatron_rl.parallel.hf.names import checkpoint_shapes
 from megatron_rl.parallel.hf.shapes import megatron_layout
-from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TensorBox
 
 VOCABULARY_MULTIPLE = 64

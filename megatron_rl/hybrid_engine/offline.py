@@ -16,9 +16,9 @@ from megatron_rl.errors import UserError, nearest
 from megatron_rl.hybrid_engine.layouts import best_rank_order, engine_layout
 from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan, schedule
 from megatron_rl.parallel.hf.shapes import megatron_layout
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.planner.constants import Cluster, Constants
 from megatron_rl.planner.model_shape import presets
+from megatron_rl.shapes.layout import ParallelLayout
 
 _SIZES = {
     "tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context",
@@ -99,7 +99,7 @@ def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
     count = sizes.get("data", 1)
     for name in ("tensor", "context", "pipeline"):
         count *= sizes.get(name, 1)
-    return ParallelLayout(tuple(range(count)), **rest)
+    return ParallelLayout(tuple(range(count)), path="--from", **rest).checked()
 
 
 def uneven_stages(layers: int, layout: ParallelLayout) -> dict[str, int]:

@@ -20,7 +20,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import communicator
-from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import token_index
 
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_rl.parallel import device
-from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.shapes.layout import Coordinates
+from megatron_rl.shapes.layout import Coordinates, ParallelLayout
 
 _communicators: dict[tuple[int, ...], Any] = {}
 
@@ -34,7 +33,7 @@ class ParallelGroups:
     """
 
     def __init__(self, layout: ParallelLayout) -> None:
-        self.layout = layout
+        self.layout = layout.checked()
         self.rank = device.rank()
         self.member = self.rank in layout.ranks
         self.tensor = self._mine("tensor")

@@ -27,7 +27,7 @@ from megatron_rl.planner.rl_step import (
 )
 from megatron_rl.planner.search import memory_of
 from megatron_rl.planner.weight_sync import sync_seconds
-from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.layout import ParallelLayout
 
 PHASES = ("generate", "reshard", "reward", "score", "learn")
 TYPICAL_SHARE = 1 / 3
@@ -86,7 +86,7 @@ class RunStep:
         }
 
 
-def planner_layout(layout: RoleLayout) -> Layout:
+def planner_layout(layout: ParallelLayout) -> Layout:
     """Return a role's layout in the planner's terms."""
     return Layout(
         tensor=layout.tensor,
@@ -100,7 +100,7 @@ def planner_layout(layout: RoleLayout) -> Layout:
     )
 
 
-def run_batch(config: RunConfig, layouts: Mapping[str, RoleLayout], observed: Observed) -> RlBatch:
+def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], observed: Observed) -> RlBatch:
     """Return a step's rows.
 
     What is not observed: prompts are taken at their limit, responses at `TYPICAL_SHARE` of theirs.
@@ -119,7 +119,7 @@ def run_batch(config: RunConfig, layouts: Mapping[str, RoleLayout], observed: Ob
     )
 
 
-def _choice(config: RunConfig, role: str, layout: RoleLayout, model: ModelShape) -> TrainChoice:
+def _choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelShape) -> TrainChoice:
     section = config.actor
     if role == "critic":
         section = config.critic or CriticConfig()
@@ -142,7 +142,7 @@ class _Busy:
     def __init__(self) -> None:
         self._by_rank: dict[str, dict[int, float]] = {name: {} for name in PHASES}
 
-    def add(self, phase: str, layout: RoleLayout, seconds: float) -> None:
+    def add(self, phase: str, layout: ParallelLayout, seconds: float) -> None:
         ranks = self._by_rank[phase]
         for rank in layout.ranks:
             ranks[rank] = ranks.get(rank, 0.0) + seconds
@@ -220,7 +220,7 @@ def predict_run(
 
 def _reshard_seconds(
     model: ModelShape,
-    layouts: Mapping[str, RoleLayout],
+    layouts: Mapping[str, ParallelLayout],
     rollout: RolloutLayout,
     cluster: Cluster,
     constants: Constants,
@@ -238,7 +238,7 @@ def _reshard_seconds(
     )
 
 
-def _rollout(config: RunConfig, layout: RoleLayout) -> RolloutLayout:
+def _rollout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
     limit = config.rollout.vllm.get("max_num_seqs")
     expert = layout.tensor if config.rollout.vllm.get("enable_expert_parallel") else 1
     return RolloutLayout(

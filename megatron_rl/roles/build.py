@@ -13,12 +13,12 @@ from transformers import AutoConfig
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.derive import longest_row, warm_up_path
-from megatron_rl.config.schema import LayoutConfig, OptimizerConfig, RunConfig
+from megatron_rl.config.placement import role_layout, rollout_layout
+from megatron_rl.config.schema import OptimizerConfig, RunConfig
 from megatron_rl.hybrid_engine.engine import HybridEngine
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.roles.model_role import ModelRole
@@ -26,7 +26,7 @@ from megatron_rl.roles.reward import RewardRole
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.build import make_engine
-from megatron_rl.shapes.layout import role_layout
+from megatron_rl.shapes.layout import ParallelLayout
 
 POLICY_OUTPUTS = ("old_log_probs", "entropy")
 REFERENCE_OUTPUTS = ("ref_log_probs", "ref_entropy")
@@ -101,20 +101,13 @@ def build_frozen_roles(config: RunConfig, tokenizer: Any, *, path: str | None) -
     """
     reward = RewardRole(config.reward, tokenizer)
     rollout = _build_rollout(config)
-    layout = parallel_layout(config.actor.layout, "actor.layout")
+    layout = role_layout(config.actor.layout, "actor.layout")
     model = build_policy(config, layout, path=path, trainable=False)
     actor = ModelRole(
         "actor", layout, model, tokens_per_microbatch=_token_budget(config), outputs=POLICY_OUTPUTS
     )
     models = tuple(_build_reward_model(config, name) for name in config.reward.models)
     return Roles(actor, rollout, _hybrid_engine(config, actor, rollout), reward, reward_models=models)
-
-
-def parallel_layout(config: LayoutConfig, name: str) -> ParallelLayout:
-    """Return the layout of a resolved configuration section."""
-    assert config.ranks is not None
-    found = role_layout(name, config, len(config.ranks))
-    return ParallelLayout(**vars(found))
 
 
 def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole) -> HybridEngine:
@@ -129,12 +122,10 @@ def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole) ->
 
 
 def _build_rollout(config: RunConfig) -> RolloutRole:
-    rollout = config.rollout
-    assert rollout.ranks is not None
-    layout = ParallelLayout(rollout.ranks, tensor=rollout.tensor, role="rollout")
+    layout = rollout_layout(config.rollout).checked()
     engine = make_engine(
         config.model.path,
-        rollout,
+        config.rollout,
         layout=layout,
         rank=device.rank(),
         dtype=config.model.dtype,
@@ -148,7 +139,7 @@ def _build_rollout(config: RunConfig) -> RolloutRole:
 
 def build_actor(config: RunConfig) -> ModelRole:
     """Build the actor with its optimizer, from the Hugging Face checkpoint. Collective over the world."""
-    layout = parallel_layout(config.actor.layout, "actor.layout")
+    layout = role_layout(config.actor.layout, "actor.layout")
     model = build_policy(config, layout, recompute=config.actor.recompute, trainable=True)
     optimizer = _optimizer(model, config.actor.optimizer, _updates(config))
     return ModelRole(
@@ -167,7 +158,7 @@ def build_critic(config: RunConfig) -> ModelRole:
     """Build the critic with its optimizer: a model with a head of one number. Collective over the world."""
     section = config.critic
     assert section is not None and section.layout is not None
-    layout = parallel_layout(section.layout, "critic.layout")
+    layout = role_layout(section.layout, "critic.layout")
     model = build_policy(
         config, layout, path=section.path, recompute=section.recompute, head="value", trainable=True
     )
@@ -186,7 +177,7 @@ def _build_reward_model(config: RunConfig, name: str) -> RewardModel:
     section = config.reward.models[name]
     assert section.layout is not None
     where = f"reward.models.{name}"
-    layout = parallel_layout(section.layout, f"{where}.layout")
+    layout = role_layout(section.layout, f"{where}.layout")
     path = str(trained_reward_model(config.run_dir, name)) if trained_here(config, name) else section.path
     model = build_policy(config, layout, path=path, head="value", trainable=section.training is not None)
     budget = _token_budget(config)
@@ -226,7 +217,7 @@ def _updates(config: RunConfig) -> int:
 
 def _build_reference(config: RunConfig) -> ModelRole:
     assert config.reference is not None and config.reference.layout is not None
-    layout = parallel_layout(config.reference.layout, "reference.layout")
+    layout = role_layout(config.reference.layout, "reference.layout")
     model = build_policy(config, layout, path=config.reference.path, trainable=False)
     return ModelRole(
         "reference",

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rl.parallel.exchange import RowShard, among, gather_objects
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.engine import GenerationEngine
 from megatron_rl.rollout.partial import InFlight, is_enough
 from megatron_rl.rollout.sampling import NOTHING, Response
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import UNFINISHED, PromptBatch, Rollouts
 
 _TOKENS = ("tokens", "response_mask", "rollout_log_probs")

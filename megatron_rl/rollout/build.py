@@ -9,9 +9,9 @@ import torch
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.engine import GenerationEngine
 from megatron_rl.rollout.torch_engine import TorchEngine
+from megatron_rl.shapes.layout import ParallelLayout
 
 ENGINES = ("vllm", "torch")
 

@@ -1,11 +1,17 @@
-"""The ranks of a role and how they are cut, with every default filled in: numbers alone."""
+"""Lay a role's ranks out along Megatron's parallel dimensions: pure arithmetic, no communicator.
+
+Inside a role ranks are ordered tensor fastest, then context, then data, then pipeline: Megatron's
+default order ``tp-cp-ep-dp-pp``. Expert dimensions cut the same ranks of one pipeline stage again:
+expert-tensor fastest, then expert, then expert-data.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_rl.config.schema import LayoutConfig
+from megatron_rl.errors import UserError
 
 
 class Coordinates(NamedTuple):
@@ -18,10 +24,11 @@ class Coordinates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RoleLayout:
-    """Say which ranks a role has and how they are cut.
+class ParallelLayout:
+    """Lay a role's ranks out; data parallelism is what the other sizes leave of the ranks.
 
-    Inside a role ranks are ordered tensor fastest, then context, then data, then pipeline.
+    ``path`` is the configuration path that errors name. Sizes that do not fit together are kept as they
+    are: `problems` lists what is wrong with them, `checked` refuses them.
     """
 
     ranks: tuple[int, ...]
@@ -32,7 +39,12 @@ class RoleLayout:
     expert: int = 1
     expert_tensor: int = 1
     sequence_parallel: bool = False
-    role: str = "layout"
+    path: str = "layout"
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
 
     @property
     def model_ranks(self) -> int:
@@ -42,12 +54,18 @@ class RoleLayout:
     @property
     def data(self) -> int:
         """Return the number of data-parallel copies."""
-        return len(self.ranks) // self.model_ranks
+        return self.size // self.model_ranks
 
     @property
     def expert_data(self) -> int:
         """Return the number of copies of each expert shard."""
-        return max(1, len(self.ranks) // (self.expert * self.expert_tensor * self.pipeline))
+        return max(1, self.size // (self.expert * self.expert_tensor * self.pipeline))
+
+    def checked(self) -> ParallelLayout:
+        """Return the layout itself; raises the first of its `problems`."""
+        for error in problems(self):
+            raise error
+        return self
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return where a global rank of this role stands."""
@@ -57,25 +75,158 @@ class RoleLayout:
         pipeline, data = divmod(index, self.data)
         return Coordinates(tensor, context, data, pipeline)
 
-    def words(self) -> str:
-        """Return the layout as ``tensor 2 x pipeline 2 x data 4``."""
-        if self.role == "rollout":
-            return f"tensor {self.tensor} x replicas {self.data}"
+    def rank_of(self, tensor: int = 0, context: int = 0, data: int = 0, pipeline: int = 0) -> int:
+        """Return the global rank at these coordinates."""
+        index = ((pipeline * self.data + data) * self.context + context) * self.tensor + tensor
+        return self.ranks[index]
+
+    def groups(self, *dimensions: str) -> list[tuple[int, ...]]:
+        """Return the rank groups that span the named dimensions and agree in all others.
+
+        Dimensions are ``tensor context data pipeline`` or, for the expert cut of the same ranks,
+        ``expert_tensor expert expert_data pipeline``; the two sets do not mix. Ranks inside a group
+        keep the layout's order.
+        """
+        dense = [("tensor", self.tensor), ("context", self.context), ("data", self.data)]
+        sparse = [("expert_tensor", self.expert_tensor), ("expert", self.expert)]
+        sparse.append(("expert_data", self.expert_data))
+        names = {name for name, _ in sparse}
+        grid = (sparse if names & set(dimensions) else dense) + [("pipeline", self.pipeline)]
+        return _slices(self.ranks, grid, dimensions)
+
+    def outputs(self) -> tuple[int, ...]:
+        """Return for each data-parallel replica the one rank that holds the model's outputs."""
+        last = self.pipeline - 1
+        return tuple(self.rank_of(data=data, pipeline=last) for data in range(self.data))
+
+    def words(self, copies: str = "data") -> str:
+        """Return the layout as ``tensor 2 x pipeline 2 x data 4``, with ``copies`` for the word "data"."""
         sizes = [("tensor", self.tensor), ("context", self.context), ("pipeline", self.pipeline)]
-        sizes.append(("data", self.data))
-        return " x ".join(f"{name} {size}" for name, size in sizes if size > 1 or name in ("tensor", "data"))
+        sizes.append((copies, self.data))
+        return _product(sizes, shown=("tensor", copies))
 
 
-def role_layout(role: str, config: LayoutConfig, world_size: int) -> RoleLayout:
-    """Return a layout with ranks, sequence parallelism and expert tensor size derived."""
-    return RoleLayout(
-        ranks=tuple(range(world_size)) if config.ranks is None else config.ranks,
-        tensor=config.tensor,
-        pipeline=config.pipeline,
-        virtual_pipeline=config.virtual_pipeline,
-        context=config.context,
-        expert=config.expert,
-        expert_tensor=1 if config.expert_tensor is None else config.expert_tensor,
-        sequence_parallel=config.tensor > 1 if config.sequence_parallel is None else config.sequence_parallel,
-        role=role,
-    )
+def _slices(
+    ranks: Sequence[int], grid: list[tuple[str, int]], dimensions: Sequence[str]
+) -> list[tuple[int, ...]]:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for position, rank in enumerate(ranks):
+        key = []
+        for name, size in grid:
+            position, coordinate = divmod(position, size)
+            if name not in dimensions:
+                key.append(coordinate)
+        groups.setdefault(tuple(key), []).append(rank)
+    return [tuple(group) for group in groups.values()]
+
+
+def problems(layout: ParallelLayout, world_size: int | None = None) -> list[UserError]:
+    """Return everything that is wrong between a layout's sizes, its ranks and the number of processes."""
+    errors = _size_problems(layout) + _rank_problems(layout, world_size)
+    if errors:
+        return errors
+    path = layout.path
+    dense = [("tensor", layout.tensor), ("pipeline", layout.pipeline), ("context", layout.context)]
+    errors = _division_problems(layout, dense, "the ranks of one copy of the model")
+    if not errors:
+        sparse = [("expert", layout.expert), ("expert_tensor", layout.expert_tensor)]
+        sparse.append(("pipeline", layout.pipeline))
+        errors = _division_problems(layout, sparse, "the ranks of one copy of the experts")
+    if layout.virtual_pipeline > 1 and layout.pipeline == 1:
+        errors.append(
+            UserError(
+                "a virtual pipeline needs a pipeline",
+                where=f"{path}.virtual_pipeline",
+                expected="1, since pipeline is 1",
+                got=str(layout.virtual_pipeline),
+                fix=f"set {path}.pipeline to 2 or more, or virtual_pipeline to 1",
+            )
+        )
+    if layout.sequence_parallel and layout.tensor == 1:
+        errors.append(
+            UserError(
+                "sequence parallelism needs tensor parallelism",
+                where=f"{path}.sequence_parallel",
+                expected="false, since tensor is 1",
+                got="true",
+                fix=f"remove {path}.sequence_parallel: it is derived from tensor",
+            )
+        )
+    return errors
+
+
+def _size_problems(layout: ParallelLayout) -> list[UserError]:
+    sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+    return [
+        UserError(
+            "a parallel size must be 1 or more",
+            where=f"{layout.path}.{name}",
+            expected="1 or more",
+            got=str(getattr(layout, name)),
+            fix=f"set {layout.path}.{name} to 1 to switch it off",
+        )
+        for name in sizes
+        if getattr(layout, name) < 1
+    ]
+
+
+def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserError]:
+    where, ranks, errors = f"{layout.path}.ranks", layout.ranks, []
+    if not ranks:
+        return [
+            UserError(
+                "a layout has no ranks",
+                where=where,
+                expected="at least one rank",
+                got="an empty list",
+                fix=f"name ranks, or remove {where} to use every rank",
+            )
+        ]
+    outside = [rank for rank in ranks if rank < 0 or (world_size is not None and rank >= world_size)]
+    if outside:
+        count = "" if world_size is None else f" to {world_size - 1}: the job has {world_size} processes"
+        errors.append(
+            UserError(
+                "a layout uses ranks that do not exist",
+                where=where,
+                expected=f"ranks from 0{count}",
+                got=", ".join(map(str, outside[:8])) + (" ..." if len(outside) > 8 else ""),
+                fix=f"start at least {max(outside) + 1} processes, or name other ranks",
+            )
+        )
+    seen: set[int] = set()
+    twice = sorted({rank for rank in ranks if rank in seen or seen.add(rank)})
+    if twice:
+        errors.append(
+            UserError(
+                "a layout names a rank twice",
+                where=where,
+                expected="each rank once",
+                got=f"twice: {', '.join(map(str, twice[:8]))}",
+                fix="name each rank once",
+            )
+        )
+    return errors
+
+
+def _division_problems(layout: ParallelLayout, sizes: list[tuple[str, int]], what: str) -> list[UserError]:
+    count, product = layout.size, 1
+    for _, size in sizes:
+        product *= size
+    if count % product == 0:
+        return []
+    larger = [name for name, size in sizes if size > 1]
+    divisor = f"{count} or a divisor of it" if product > count else f"a divisor of {count}"
+    return [
+        UserError(
+            f"{_product(sizes)} = {product} does not divide {count} rank{'' if count == 1 else 's'}",
+            where=f"{layout.path}.{larger[0]}" if len(larger) == 1 else layout.path,
+            expected=f"a number of ranks divisible by {product}, {what}",
+            got=f"{count} rank{'' if count == 1 else 's'}",
+            fix=f"start a multiple of {product} processes, or lower the product to {divisor}",
+        )
+    ]
+
+
+def _product(sizes: Sequence[tuple[str, int]], shown: Sequence[str] = ()) -> str:
+    return " x ".join(f"{name} {size}" for name, size in sizes if size > 1 or name in shown)

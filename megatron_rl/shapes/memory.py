@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 
 PHASES = ("generate", "score", "learn")
@@ -51,7 +51,7 @@ class RankMemory:
         return max(self.total(phase) for phase in PHASES)
 
 
-def stage_parameters(shape: ModelShape, layout: RoleLayout, stage: int) -> tuple[int, int]:
+def stage_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> tuple[int, int]:
     """Return the dense and the expert parameters of one rank of a pipeline stage.
 
     Layers are cut evenly; a tied embedding has a copy on the last stage of a pipeline.
@@ -75,7 +75,7 @@ def rollout_parameters(shape: ModelShape, tensor: int) -> int:
     return cut + shape.replicated_parameters + vocabulary + shape.hidden
 
 
-def activation_elements(shape: ModelShape, layout: RoleLayout, recompute: str) -> float:
+def activation_elements(shape: ModelShape, layout: ParallelLayout, recompute: str) -> float:
     """Return the elements that one layer keeps per token for the backward pass.
 
     Kept are the inputs of norms, projections and the activation, query, key, value and the attention's
@@ -98,7 +98,7 @@ def activation_elements(shape: ModelShape, layout: RoleLayout, recompute: str) -
     return 4 * shape.hidden / whole + attention + 4 * width + moved
 
 
-def in_flight(layout: RoleLayout, stage: int, microbatches: int) -> float:
+def in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> float:
     """Return how many micro-batches' activations a stage holds at once (1F1B, interleaved if virtual)."""
     stages = layout.pipeline
     waiting = min(microbatches, stages - stage)
@@ -118,7 +118,7 @@ def kv_bytes_per_token(shape: ModelShape, tensor: int, dtype_bytes: int) -> int:
 
 
 def memory_plan(
-    config: RunConfig, layouts: Mapping[str, RoleLayout], shape: ModelShape, batch: BatchPlan
+    config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape, batch: BatchPlan
 ) -> list[RankMemory]:
     """Return for each distinct rank what it holds; ranks that hold the same are listed once."""
     found: dict[tuple[MemoryItem, ...], int] = {}
@@ -141,7 +141,7 @@ def memory_plan(
 
 
 def _trained(
-    config: RunConfig, role: str, layout: RoleLayout, rank: int, shape: ModelShape, batch: BatchPlan
+    config: RunConfig, role: str, layout: ParallelLayout, rank: int, shape: ModelShape, batch: BatchPlan
 ) -> list[MemoryItem]:
     """Count a role that learns; a critic is taken to have the actor's shape."""
     section = config.actor if role == "actor" else config.critic
@@ -192,7 +192,7 @@ def _trained(
 
 
 def _frozen(
-    config: RunConfig, role: str, layout: RoleLayout, rank: int, shape: ModelShape
+    config: RunConfig, role: str, layout: ParallelLayout, rank: int, shape: ModelShape
 ) -> list[MemoryItem]:
     dense, experts = stage_parameters(shape, layout, layout.coordinates(rank)[3])
     size = DTYPE_BYTES[config.model.dtype]
@@ -204,7 +204,9 @@ def _frozen(
     return [MemoryItem(f"{role} weights", size * (dense + experts), ("score",) if offload else PHASES, how)]
 
 
-def _rollout(config: RunConfig, layout: RoleLayout, shape: ModelShape, batch: BatchPlan) -> list[MemoryItem]:
+def _rollout(
+    config: RunConfig, layout: ParallelLayout, shape: ModelShape, batch: BatchPlan
+) -> list[MemoryItem]:
     size = DTYPE_BYTES[config.model.dtype]
     parameters = rollout_parameters(shape, layout.tensor)
     weights = size * parameters

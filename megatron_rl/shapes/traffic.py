@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.shapes.layout import RoleLayout
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import DTYPE_BYTES, rollout_parameters
 from megatron_rl.shapes.model import ModelShape
 
@@ -23,7 +23,7 @@ class SyncPlan:
     assumptions: tuple[str, ...]
 
 
-def sync_plan(config: RunConfig, layouts: Mapping[str, RoleLayout], shape: ModelShape) -> SyncPlan:
+def sync_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape) -> SyncPlan:
     """Return the lower bound: each rollout rank receives what it needs and does not hold as an actor rank."""
     actor, rollout = layouts["actor"], layouts["rollout"]
     size = DTYPE_BYTES[config.model.dtype]
@@ -71,7 +71,7 @@ def _tensors(shape: ModelShape, tensor: int) -> list[tuple[int, int, str]]:
     return result
 
 
-def _held(actor: RoleLayout, rank: int, start: float, width: float, kind: str) -> float:
+def _held(actor: ParallelLayout, rank: int, start: float, width: float, kind: str) -> float:
     """Return which share of a class's elements an actor rank both holds and needs for itself."""
     tensor, _, _, stage = actor.coordinates(rank)
     first, last = stage == 0, stage == actor.pipeline - 1

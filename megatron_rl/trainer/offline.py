@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_rl.algorithms import get_algorithm
 from megatron_rl.config.derive import resolve
 from megatron_rl.config.load import load_config
+from megatron_rl.config.placement import role_layout
 from megatron_rl.config.schema import LayoutConfig, RunConfig
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.records import load_records
@@ -15,7 +16,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.exchange import leave
 from megatron_rl.parallel.hf.export import export
-from megatron_rl.roles.build import build_frozen_roles, build_policy, parallel_layout
+from megatron_rl.roles.build import build_frozen_roles, build_policy
 from megatron_rl.trainer.evaluation import evaluate
 from megatron_rl.trainer.failure import report_failure
 from megatron_rl.trainer.phases import Phases
@@ -77,7 +78,7 @@ def export_checkpoint(path: Path, out: Path) -> None:
         layout = resolve(config, world, get_algorithm(config.algorithm.name, {})).config.actor.layout
     with report_failure(config, Phases()):
         device.initialize(config.rank_timeout)
-        model = build_policy(config, parallel_layout(layout, "layout"), trainable=False)
+        model = build_policy(config, role_layout(layout, "layout"), trainable=False)
         checkpoint.load_model(path, model)
         if model is not None:
             export(model, out, config.model.path)

@@ -17,9 +17,9 @@ from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.model import build_model
 from megatron_rl.parallel.schedule import score
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import split_rows
 from tests.hf_models import make_model
 

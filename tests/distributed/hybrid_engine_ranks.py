@@ -23,12 +23,12 @@ from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.weights import live_parameters, load_weights, view_of
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.model import build_model
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.live import LiveWeights
 from megatron_rl.rollout.vllm.setup import join_groups
 from megatron_rl.rollout.vllm.weights import model_parameters
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
 from tests.hf_models import make_model
 

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.parallel import device
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout import partial
 from megatron_rl.rollout.partial import InFlight
 from megatron_rl.rollout.torch_engine import TorchEngine
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.setup import join_groups
 from megatron_rl.rollout.vllm.weights import model_parameters
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_STOP,

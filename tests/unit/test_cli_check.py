@@ -129,7 +129,7 @@ def test_a_whole_configuration_fits_in_twenty_lines() -> None:
 def test_train_stops_before_anything_heavy(workspace: Path) -> None:
     done = run("train", "config.yaml", "world_size=null", "data.train=gone.jsonl", cwd=workspace)
     assert done.returncode == 2
-    assert "tensor 2 x pipeline 2 = 4 does not divide 1 process" in done.stderr
+    assert "tensor 2 x pipeline 2 = 4 does not divide 1 rank" in done.stderr
     assert "the data set gone.jsonl does not exist" in done.stderr
     assert "Traceback" not in done.stderr
 

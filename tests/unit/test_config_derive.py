@@ -19,11 +19,10 @@ from megatron_rl.cli.check_json import report_json
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.build import hints, known_paths, section_class
 from megatron_rl.config.load import flatten, load, load_text
-from megatron_rl.config.schema import LayoutConfig, RunConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.quickstart import SIZES
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.shapes.layout import RoleLayout, role_layout
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import PHASES, rollout_parameters, stage_parameters
 from megatron_rl.shapes.model import ModelShape, read_model_shape
 from megatron_rl.shapes.traffic import sync_plan
@@ -107,18 +106,6 @@ def test_a_checked_configuration_checks_again_to_itself() -> None:
     assert check_config(report.config, 4, algorithm_of=get_algorithm).config == report.config
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 1, 8), (2, 1, 2, 8), (1, 4, 1, 8), (2, 2, 2, 16)])
-def test_layouts_agree_with_those_that_train(sizes: tuple[int, int, int, int]) -> None:
-    tensor, pipeline, context, world = sizes
-    config = LayoutConfig(tensor=tensor, pipeline=pipeline, context=context)
-    mine = role_layout("actor", config, world)
-    live = ParallelLayout(tuple(range(world)), tensor=tensor, pipeline=pipeline, context=context)
-    assert mine.data == live.data
-    assert [mine.coordinates(rank) for rank in range(world)] == [
-        live.coordinates(rank) for rank in range(world)
-    ]
-
-
 PUBLISHED = [
     ("configs/models/Qwen2.5-7B-Instruct", 7_615_616_512),
     ("configs/models/Llama-3.1-70B-Instruct", 70_553_706_496),
@@ -143,7 +130,7 @@ def test_the_shipped_shape_is_that_of_the_quickstarts_model() -> None:
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 4), (4, 2)])
 def test_stages_hold_the_whole_model(tensor: int, pipeline: int, tied: bool) -> None:
     shape = ModelShape("LlamaForCausalLM", 128, 8, 8, 4, 16, 384, 64, 512, tied=tied)
-    layout = RoleLayout(tuple(range(tensor * pipeline)), tensor, pipeline, role="actor")
+    layout = ParallelLayout(tuple(range(tensor * pipeline)), tensor, pipeline)
     total = sum(sum(stage_parameters(shape, layout, stage)) for stage in range(pipeline))
     replicated = shape.replicated_parameters + shape.hidden
     copy = shape.vocab * shape.hidden if tied and pipeline > 1 else 0
@@ -158,8 +145,8 @@ def test_bytes_per_sync(actor: tuple[int, int], engine: int, most: int | None, t
     """Equal or finer rollout shards need nothing; the rest is what is needed less what is held."""
     config = load_text(CONFIG).valid()
     layouts = {
-        "actor": RoleLayout((0, 1, 2, 3), *actor, role="actor"),
-        "rollout": RoleLayout((0, 1, 2, 3), engine, role="rollout"),
+        "actor": ParallelLayout((0, 1, 2, 3), *actor),
+        "rollout": ParallelLayout((0, 1, 2, 3), engine),
     }
     plan = sync_plan(config, layouts, SHAPE)
     needed = rollout_parameters(SHAPE, engine) * 4
@@ -173,7 +160,7 @@ def test_bytes_per_sync(actor: tuple[int, int], engine: int, most: int | None, t
 
 def test_disjoint_ranks_receive_everything_they_need() -> None:
     config = load_text(CONFIG).valid()
-    layouts = {"actor": RoleLayout((0, 1), 2, role="actor"), "rollout": RoleLayout((2, 3), 2, role="rollout")}
+    layouts = {"actor": ParallelLayout((0, 1), 2), "rollout": ParallelLayout((2, 3), 2)}
     plan = sync_plan(config, layouts, SHAPE)
     # Vocabulary padding is allocated but never sent.
     padding = 2 * (SHAPE.padded_vocab(2) - SHAPE.vocab) * SHAPE.hidden // 2 * 4
@@ -185,8 +172,8 @@ def test_pairwise_published_reshard_volume() -> None:
     config = load_text(CONFIG).valid()
     shape = ModelShape("LlamaForCausalLM", 1024, 8, 8, 8, 128, 4096, 1024, 512)
     layouts = {
-        "actor": RoleLayout((0, 1, 2, 3), 2, 2, role="actor"),
-        "rollout": RoleLayout((0, 1, 2, 3), 2, role="rollout"),
+        "actor": ParallelLayout((0, 1, 2, 3), 2, 2),
+        "rollout": ParallelLayout((0, 1, 2, 3), 2),
     }
     plan = sync_plan(config, layouts, shape)
     assert plan.received_most == pytest.approx(plan.model_bytes / 4, rel=1e-3)

@@ -17,7 +17,7 @@ from megatron_rl.parallel.hf.config import model_spec, rotary_frequencies
 from megatron_rl.parallel.hf.files import CheckpointFiles, shard_files
 from megatron_rl.parallel.hf.names import checkpoint_shapes
 from megatron_rl.parallel.hf.weights import check_tensors
-from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import FAMILIES, config_of, make_model, save_model
 
 FOUR = tuple(range(4))

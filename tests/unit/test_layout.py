@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout, problems
 
 SIZES = st.integers(1, 3)
 
@@ -51,14 +51,31 @@ def test_expert_dimensions_cut_the_ranks_of_one_stage():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tensor": 3}, "tensor * pipeline * context does not divide"),
-        ({"tensor": 0}, "must be 1 or more"),
-        ({"expert": 3}, "expert * expert_tensor * pipeline does not divide"),
-        ({"virtual_pipeline": 2}, "a virtual pipeline needs a pipeline"),
-        ({"ranks": (0, 0, 1, 2)}, "appears twice"),
+        ({"tensor": 3}, ["tensor 3 = 3 does not divide 4 ranks"]),
+        ({"tensor": 2, "pipeline": 4}, ["tensor 2 x pipeline 4 = 8 does not divide 4 ranks"]),
+        ({"tensor": 0, "context": -1}, ["must be 1 or more", "must be 1 or more"]),
+        ({"expert": 3}, ["expert 3 = 3 does not divide 4 ranks"]),
+        ({"virtual_pipeline": 2}, ["a virtual pipeline needs a pipeline"]),
+        ({"sequence_parallel": True}, ["sequence parallelism needs tensor parallelism"]),
+        ({"ranks": (0, 0, 1, 8)}, ["ranks that do not exist", "names a rank twice"]),
+        ({"ranks": ()}, ["has no ranks"]),
+        ({"tensor": 4, "expert": 3, "virtual_pipeline": 2}, ["expert 3", "a virtual pipeline"]),
     ],
 )
-def test_errors_name_what_does_not_fit(changes, words):
-    with pytest.raises(UserError, match=words.replace("*", r"\*")) as caught:
-        ParallelLayout(**{"ranks": (0, 1, 2, 3), "role": "actor.layout", **changes})
-    assert "actor.layout" in str(caught.value) and caught.value.fix
+def test_every_problem_is_named_and_the_first_is_raised(changes, words):
+    layout = ParallelLayout(**{"ranks": (0, 1, 2, 3), "path": "actor.layout", **changes})
+    errors = problems(layout, 8)
+    assert len(errors) == len(words)
+    for error, text in zip(errors, words, strict=True):
+        assert text in error.message
+        assert error.where.startswith("actor.layout") and error.expected and error.got and error.fix
+    if layout.ranks and max(layout.ranks) < 8:
+        with pytest.raises(UserError, match=errors[0].message):
+            layout.checked()
+
+
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_sizes_that_fit_have_no_problems(tensor, context, data, pipeline):
+    size = tensor * context * data * pipeline
+    layout = ParallelLayout(tuple(range(size)), tensor=tensor, context=context, pipeline=pipeline)
+    assert problems(layout, size) == [] and layout.checked() is layout

@@ -20,10 +20,10 @@ from megatron_rl.metrics import merge
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.packing import pack_for_transformer_engine
 from megatron_rl.parallel.schedule import microbatches, score
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch, token_index
 from tests.hf_models import save_model
 

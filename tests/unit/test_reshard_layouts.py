@@ -16,8 +16,8 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.shapes import dense_shapes, expert_shapes, megatron_layout, stage_layers
 from megatron_rl.parallel.hf.weights import _global_name, live_parameters
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.model import build_model
+from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import FAMILIES, config_of
 
 

@@ -28,7 +28,7 @@ from megatron_rl.parallel.hf.families import (
     has_scalar_head,
 )
 from megatron_rl.parallel.latent import allow_without_transformer_engine, prepare_latent_attention
-from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout
 
 _OWN_FIELDS = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",

@@ -14,7 +14,7 @@ from megatron_rl.parallel.hf.config import ModelSpec, model_spec
 from megatron_rl.parallel.hf.importer import Shard
 from megatron_rl.parallel.hf.names import checkpoint_shapes
 from megatron_rl.parallel.hf.weights import trace_import
-from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout
 
 Shapes = dict[str, tuple[int, ...]]
 

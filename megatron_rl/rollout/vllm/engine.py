@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.rollout.sampling import (
     FAILED,
     NOTHING,
@@ -25,6 +24,7 @@ from megatron_rl.rollout.sampling import (
 )
 from megatron_rl.rollout.vllm import setup, weights
 from megatron_rl.rollout.vllm.live import LiveWeights, live_model
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
 
 _OWN_ARGUMENTS = {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import communicator
-from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout
 
 _REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so its weights can be written

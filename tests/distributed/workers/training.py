@@ -17,10 +17,10 @@ from megatron_rl.config.schema import OptimizerConfig
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.weights import live_parameters, load_weights, source_boxes, view_of
-from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.schedule import learn, score
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 
 ALGORITHM = get_algorithm(
