@@ -19,6 +19,7 @@ from megatron_rl.parallel.hf.shapes import megatron_layout
 from megatron_rl.planner.constants import Cluster, Constants
 from megatron_rl.planner.model_shape import presets
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.stages import FIRST, LAST, stage_ends, stage_layers
 
 _SIZES = {
     "tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context",
@@ -103,25 +104,13 @@ def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
 
 
 def uneven_stages(layers: int, layout: ParallelLayout) -> dict[str, int]:
-    """Return Megatron's settings for stages that do not divide the layers: shorter first and last ones.
-
-    Raises UserError where that leaves a stage, or a virtual one, without its layers.
-    """
-    stages, virtual = layout.pipeline, layout.virtual_pipeline
-    if layers % (stages * virtual) == 0:
+    """Return Megatron's settings for stages that do not divide the layers; raises UserError if none fit."""
+    if layers % (layout.pipeline * layout.virtual_pipeline) == 0:
         return {}
-    middle = -(-layers // (stages * virtual)) * virtual
-    ends = layers - middle * (stages - 2)
-    first, last = (ends + 1) // 2, ends // 2
-    if stages == 1 or last < 1 or first % virtual or last % virtual:
-        raise UserError(
-            f"{layers} layers cannot be dealt out to {stages} stages of {virtual} parts",
-            where="--from",
-            expected=f"stages of {middle} layers, with shorter first and last ones",
-            got=f"{first} and {last} layers there",
-            fix="choose another pp or vpp",
-        )
-    return {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    ends = stage_ends(layers, layout.pipeline, layout.virtual_pipeline)
+    settings = {} if ends is None else {FIRST: ends[0], LAST: ends[1]}
+    stage_layers(layers, layout, settings)
+    return settings
 
 
 def plan_offline(
