@@ -20,7 +20,7 @@ from live_bytes import LiveBytes
 from reshard_peers import Gatherer, bucketed, gather_all, per_tensor
 from transformers import Qwen2Config
 
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.hybrid_engine.engine import HybridEngine
 from megatron_rl.hybrid_engine.layouts import best_rank_order
 from megatron_rl.hybrid_engine.target import MegatronTarget

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.build import format_ranges
+from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout

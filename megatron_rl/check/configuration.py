@@ -22,7 +22,6 @@ from megatron_rl.check.passthrough import check_passthrough
 from megatron_rl.check.values import check_values
 from megatron_rl.check.warnings import check_warnings
 from megatron_rl.config.derive import (
-    MAX_WORLD,
     BatchPlan,
     batch_plan,
     resolve,
@@ -31,6 +30,7 @@ from megatron_rl.config.derive import (
 from megatron_rl.config.load import LoadedConfig, flatten
 from megatron_rl.config.placement import layout_sections, role_layouts, where_of
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.source import DEFAULT, Origin
 from megatron_rl.errors import UserError, UserErrors, each
 from megatron_rl.shapes.layout import ParallelLayout

@@ -7,7 +7,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from megatron_rl.config.schema import RewardConfig
+from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError, nearest
 
 ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")

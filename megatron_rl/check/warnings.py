@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.build import format_ranges
 from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout

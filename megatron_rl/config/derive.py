@@ -10,19 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.placement import APART, layout_sections, placed, role_layout
-from megatron_rl.config.schema import (
-    AsynchronyConfig,
-    CriticConfig,
-    LayoutConfig,
-    MismatchConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-)
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.models import CriticConfig, LayoutConfig, ReferenceConfig
+from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.config.sections.rollout import AsynchronyConfig, MismatchConfig, RolloutConfig
 from megatron_rl.shapes.layout import ParallelLayout
 
-MAX_WORLD = 1 << 16
 MICROBATCHES_PER_STAGE = 4
 """Micro-batches per pipeline stage that a derived token budget aims for: the pipeline idles
 (stages - 1) / (micro-batches + stages - 1) of the time, below 20 % at this number."""

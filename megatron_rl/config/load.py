@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.base import read_with_base, refuse_base
-from megatron_rl.config.build import Build, build, format_ranges
+from megatron_rl.config.parse import Parse, parse_section
+from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.source import Origin, apply_overrides, one_line, read_tree
 from megatron_rl.errors import UserError, UserErrors
@@ -67,9 +68,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 def _finish(tree: Any, path: Path | None, overrides: Iterable[str], errors: list[UserError]) -> LoadedConfig:
     apply_overrides(tree, overrides, errors)
     refuse_base(tree, errors)
-    found = Build(errors=errors)
-    config = build(RunConfig, tree, found)
-    return LoadedConfig(config, path, found.origins, tuple(found.errors), frozenset(found.broken))
+    parse = Parse(errors=errors)
+    config = parse_section(RunConfig, tree, parse)
+    return LoadedConfig(config, path, parse.origins, tuple(parse.errors), frozenset(parse.broken))
 
 
 def to_plain(value: Any, name: str = "") -> Any:

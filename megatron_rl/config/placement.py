@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_rl.config.schema import LayoutConfig, RewardModelConfig, RolloutConfig, RunConfig
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.models import LayoutConfig
+from megatron_rl.config.sections.rewards import RewardModelConfig
+from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.shapes.layout import ParallelLayout
 
-PLACEMENTS = ("colocate", "standalone", "split")
 APART = {"standalone": ("rollout",), "split": ("critic", "reward")}
 """preset -> roles that have the second half of the ranks to themselves."""
 

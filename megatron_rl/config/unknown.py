@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from megatron_rl.config.foreign import FOREIGN_SECTIONS, foreign_name
+from megatron_rl.config.other_names import FOREIGN_SECTIONS, OtherName, other_name
 from megatron_rl.config.source import Leaf, Section
 from megatron_rl.errors import nearest
 
@@ -18,25 +18,19 @@ class Notes(Protocol):
 
 
 def note_unknown(
-    key: str, node: Leaf | Section, path: str, siblings: list[str], everywhere: list[str], found: Notes
+    key: str, node: Leaf | Section, path: str, siblings: list[str], everywhere: list[str], notes: Notes
 ) -> None:
     """Record an unknown name: what it is called here, or the nearest known name."""
     full = f"{path}.{key}" if path else key
-    if isinstance(node, Section) and foreign_name(full) is None:
-        _unknown_section(full, node, siblings, everywhere, found)
-        return
-    ours = foreign_name(full)
+    ours = other_name(full)
     if ours is not None:
-        shown = node.plain() if isinstance(node, Section) else node.value
-        fix = f"write `{ours.ours}`" + (f" ({ours.note})" if ours.note else "")
-        message = f"`{full}` is called `{ours.ours}` here"
-        source = "" if ours.project == "a common spelling" else f", a name of {ours.project}"
-        found.note(
-            full, node, message, expected=f"`{ours.ours}`", got=f"`{key}: {_short(shown)}`{source}", fix=fix
-        )
+        _note_other_name(full, key, node, ours, notes)
+        return
+    if isinstance(node, Section):
+        _note_unknown_section(full, node, siblings, everywhere, notes)
         return
     guess = _guess(key, full, siblings, path, everywhere)
-    found.note(
+    notes.note(
         full,
         node,
         f"`{full}` is not a known name" + (f"; did you mean `{guess}`?" if guess else ""),
@@ -46,39 +40,41 @@ def note_unknown(
     )
 
 
-def _unknown_section(
-    full: str, node: Section, siblings: list[str], everywhere: list[str], found: Notes
+def _note_other_name(full: str, shown: str, node: Leaf | Section, ours: OtherName, notes: Notes) -> None:
+    value = node.plain() if isinstance(node, Section) else node.value
+    notes.note(
+        full,
+        node,
+        f"`{full}` is called `{ours.ours}` here",
+        expected=f"`{ours.ours}`",
+        got=f"`{shown}: {_short(value)}`{ours.source}",
+        fix=f"write `{ours.ours}`" + (f" ({ours.conversion})" if ours.conversion else ""),
+    )
+
+
+def _note_unknown_section(
+    full: str, node: Section, siblings: list[str], everywhere: list[str], notes: Notes
 ) -> None:
-    section = FOREIGN_SECTIONS.get(full)
     rest = []
     for path, leaf in node.leaves(full):
-        ours = foreign_name(path)
+        ours = other_name(path)
         if ours is None:
             rest.append(path)
         else:
-            found.note(
-                path,
-                leaf,
-                f"`{path}` is called `{ours.ours}` here",
-                expected=f"`{ours.ours}`",
-                got=f"`{path}: {_short(leaf.value)}`, a name of {ours.project}",
-                fix=f"write `{ours.ours}`" + (f" ({ours.note})" if ours.note else ""),
-            )
+            _note_other_name(path, path, leaf, ours, notes)
     if not rest and list(node.leaves()):
         return
-    guess = (
-        None
-        if section
-        else _guess(full.rpartition(".")[2], full, siblings, full.rpartition(".")[0], everywhere)
-    )
+    section = FOREIGN_SECTIONS.get(full)
+    above, _, key = full.rpartition(".")
+    guess = None if section else _guess(key, full, siblings, above, everywhere)
     hint = f"; did you mean `{guess}`?" if guess else ""
     if section:
-        hint = f"; {section.project} has it, here it is {section.ours}"
-    found.note(
+        hint = f"; {section.project} has it, here it is {section.name}"
+    notes.note(
         full,
         node,
         f"`{full}` is not a known section{hint}",
-        expected=f"one of {', '.join(siblings)}" if "." in full else "a section of the configuration",
+        expected=f"one of {', '.join(siblings)}" if above else "a section of the configuration",
         got=", ".join(f"`{path}`" for path in rest[:8]) + (" ..." if len(rest) > 8 else "")
         or "an empty section",
         fix=f"write `{guess}`" if guess else "remove it; `check` lists every name",

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from megatron_rl.config.schema import DataConfig, RewardTrainingConfig
+from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.stages import RewardTrainingConfig
 from megatron_rl.data.order import ShuffledOrder
 from megatron_rl.data.prompts import fingerprint, ragged
 from megatron_rl.data.records import Record, require_fields

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from megatron_rl.config.schema import DataConfig, RolloutConfig
+from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.order import ShuffledOrder
 from megatron_rl.data.records import Record, require_fields
 from megatron_rl.data.tokenizing import PromptEncoder, drop_over_long, end_token_ids, sampling_by_task

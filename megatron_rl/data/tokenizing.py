@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from megatron_rl.config.schema import DataConfig, RolloutConfig
+from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.records import Record
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.types import SamplingParameters

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from megatron_rl.config.derive import token_budget
 from megatron_rl.config.placement import role_layouts
-from megatron_rl.config.schema import CriticConfig, RunConfig
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.models import CriticConfig
 from megatron_rl.planner.constants import GB, Cluster, Constants
 from megatron_rl.planner.layout import Layout, RolloutLayout
 from megatron_rl.planner.lengths import response_lengths

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import RewardConfig
+from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards import worker as protocol

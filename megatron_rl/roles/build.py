@@ -14,7 +14,8 @@ from transformers import AutoConfig
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.derive import longest_row, warm_up_path
 from megatron_rl.config.placement import role_layout, rollout_layout
-from megatron_rl.config.schema import OptimizerConfig, RunConfig
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.hybrid_engine.engine import HybridEngine
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.schema import RewardConfig
+from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import RowShard, gather_objects, members

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engine import GenerationEngine
 from megatron_rl.rollout.torch_engine import TorchEngine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.schema import MismatchConfig
+from megatron_rl.config.sections.rollout import MismatchConfig
 from megatron_rl.types import Rollouts, Scores, row_index
 
 

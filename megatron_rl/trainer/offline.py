@@ -8,7 +8,8 @@ from megatron_rl.algorithms import get_algorithm
 from megatron_rl.config.derive import resolve
 from megatron_rl.config.load import load_config
 from megatron_rl.config.placement import role_layout
-from megatron_rl.config.schema import LayoutConfig, RunConfig
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.records import load_records
 from megatron_rl.data.tokenizing import load_tokenizer

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.hybrid_engine.engine import HybridEngine
 from megatron_rl.hybrid_engine.execute import WeightMismatchError
 from megatron_rl.hybrid_engine.layouts import engine_layout

@@ -17,7 +17,7 @@ from megatron_rl.algorithms.lookup import get_algorithm
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.cli.check_json import report_json
 from megatron_rl.cli.check_text import report_text
-from megatron_rl.config.build import hints, known_paths, section_class
+from megatron_rl.config.field_types import hints, known_paths, section_class
 from megatron_rl.config.load import flatten, load, load_text
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.quickstart import SIZES

@@ -10,9 +10,10 @@ import pytest
 from config_workspace import CONFIG
 
 from megatron_rl.algorithms.lookup import setting_types
-from megatron_rl.config.build import format_ranges, known_paths, parse_ranges
-from megatron_rl.config.foreign import FOREIGN_NAMES, FOREIGN_SECTIONS
+from megatron_rl.config.field_types import known_paths
 from megatron_rl.config.load import dump, flatten, load_config, load_text
+from megatron_rl.config.other_names import FOREIGN_SECTIONS, foreign_names
+from megatron_rl.config.ranges import format_ranges, parse_ranges
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, UserErrors
 
@@ -112,7 +113,7 @@ def test_names_of_other_projects_lead_to_names_that_exist() -> None:
     ours = set(known_paths(RunConfig))
     ours |= {f"algorithm.settings.{name}" for name in setting_types()}
     sections = {path.rsplit(".", count)[0] for path in ours for count in range(1, path.count(".") + 1)}
-    for theirs, name in FOREIGN_NAMES.items():
+    for theirs, name in foreign_names().items():
         assert name.ours in ours | sections, theirs
         assert theirs not in ours, f"{theirs} is a name of ours"
     assert not set(FOREIGN_SECTIONS) & sections

@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from megatron_rl.config.schema import DataConfig, RolloutConfig, SftConfig
+from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.config.sections.stages import SftConfig
 from megatron_rl.data import quickstart
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.records import Record, load_records

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from megatron_rl.config.schema import DataConfig, RewardTrainingConfig
+from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.stages import RewardTrainingConfig
 from megatron_rl.data import quickstart
 from megatron_rl.data.preference import PreferenceSource
 from megatron_rl.data.records import load_records

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config.schema import RewardConfig
+from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 
@@ -207,7 +207,7 @@ def test_workers_end_with_a_trainer_that_was_killed(file: str, tmp_path: Path) -
     program.write_text(
         textwrap.dedent(f"""
         import time
-        from megatron_rl.config.schema import RewardConfig
+        from megatron_rl.config.sections.rewards import RewardConfig
         from megatron_rl.rewards.function import FunctionReward
         reward = FunctionReward(RewardConfig({file + ":by_response"!r}, timeout=500.0))
         pid = reward.score(["p"], ["pid"], ["t"], [{{}}]).rewards[0]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.config.schema import MismatchConfig
+from megatron_rl.config.sections.rollout import MismatchConfig
 from megatron_rl.trainer.mismatch import MismatchError, check_mismatch, fresh_difference
 from megatron_rl.trainer.sampler import in_flight, partial_fraction
 from megatron_rl.trainer.staleness import StalenessError, staleness

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.rollout.sampling import (

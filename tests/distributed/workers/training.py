@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from megatron_rl.algorithms import get_algorithm
 from megatron_rl.algorithms.minibatch import weighted
 from megatron_rl.algorithms.objectives import policy_objective
-from megatron_rl.config.schema import OptimizerConfig
+from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.weights import live_parameters, load_weights, source_boxes, view_of

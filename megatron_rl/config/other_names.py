@@ -1,0 +1,78 @@
+"""Names that are no keys here: what other projects call ours, and what ours were called before.
+
+Other projects' names of a key stand on its field, see `setting`. A name may be written with the sections
+above it, as far as they are needed to tell it from another; the longest match wins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+
+from megatron_rl.config.field_types import hints, section_class
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.setting import ForeignName, setting_of
+
+RENAMED: Mapping[str, str] = {}
+"""Former key of this project -> its key now."""
+
+FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
+    "actor_rollout_ref": ForeignName("verl", "actor, rollout, reference"),
+    "trainer": ForeignName("verl", "the top level (steps, run_dir, world_size), evaluation, checkpoint"),
+    "custom_reward_function": ForeignName("verl", "reward"),
+    "reward_model": ForeignName("verl", "reward"),
+    "policy": ForeignName("NeMo-RL", "model, actor, rollout"),
+    "grpo": ForeignName("NeMo-RL", "batch, algorithm"),
+    "loss_fn": ForeignName("NeMo-RL", "algorithm.settings"),
+    "cluster": ForeignName("NeMo-RL", "world_size and gpus_per_node"),
+    "checkpointing": ForeignName("NeMo-RL", "checkpoint"),
+    "logger": ForeignName("NeMo-RL", "run_dir"),
+}
+"""Sections of other projects that hold what stands in several of ours: name -> project and our names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherName:
+    """Say what a name is called here, whose it is, and how the value differs, if it does."""
+
+    project: str
+    ours: str
+    conversion: str = ""
+
+    @property
+    def source(self) -> str:
+        """Return whose name it is, in words after a comma."""
+        if self.project == "common":
+            return ""
+        return ", the former name" if self.project == "" else f", a name of {self.project}"
+
+
+@functools.cache
+def foreign_names() -> Mapping[str, OtherName]:
+    """Return every name of other projects with ours; a key of a section means the section's first place."""
+    names: dict[str, OtherName] = {}
+    for path, name in _stated(RunConfig, ""):
+        names.setdefault(name.name, OtherName(name.project, path, name.conversion))
+    return names
+
+
+def other_name(path: str) -> OtherName | None:
+    """Return what a dotted name that is no key is called here, or None when it is not known."""
+    path = path.replace("-", "_")
+    if path in RENAMED:
+        return OtherName("", RENAMED[path])
+    names = path.split(".")
+    suffixes = (".".join(names[start:]) for start in range(len(names)))
+    return next((foreign_names()[name] for name in suffixes if name in foreign_names()), None)
+
+
+def _stated(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
+    for item in dataclasses.fields(cls):
+        path = prefix + item.name
+        said = setting_of(item)
+        yield from ((path, name) for name in said.foreign_names)
+        yield from ((f"{path}.{key}", name) for key, name in said.foreign_names_below)
+        section = section_class(hints(cls)[item.name])
+        if section is not None:
+            yield from _stated(section, f"{path}.")

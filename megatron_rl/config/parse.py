@@ -1,0 +1,164 @@
+"""From a tree of values to typed, frozen dataclasses, collecting every mistake on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.config.field_types import (
+    convert,
+    entry_class,
+    hints,
+    is_mapping,
+    known_paths,
+    optional,
+    options,
+    section_class,
+    type_fix,
+    type_words,
+)
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.setting import setting_of
+from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe
+from megatron_rl.config.unknown import note_unknown
+from megatron_rl.errors import UserError
+
+
+@dataclass
+class Parse:
+    """Collect what parsing finds: mistakes, the origin of each value, and the paths left broken."""
+
+    errors: list[UserError] = field(default_factory=list)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
+
+    def fail(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
+        """Record a mistake in the value of a configuration path."""
+        self.note(path, node, message, **fields)
+        self.broken.add(path)
+
+    def note(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
+        """Record a mistake that leaves every known value as it is."""
+        origin = node.origin if node is not None else None
+        where = f"{path} ({origin})" if origin is not None and origin.kind != "default" else path
+        self.errors.append(UserError(message, where=where, **fields))
+
+
+def parse_section(cls: type, section: Section, parse: Parse, path: str = "", defaults: Any = None) -> Any:
+    """Return an instance of ``cls`` made from a section; broken values keep their default.
+
+    ``defaults`` is an instance whose values stand where the section has none: the outer default of a
+    nested section may differ from the default of its class.
+    """
+    known = {item.name: item for item in dataclasses.fields(cls)}
+    for key, node in section.children.items():
+        if key not in known:
+            note_unknown(key, node, path, list(known), known_paths(RunConfig), parse)
+    values = {}
+    for name, item in known.items():
+        full = f"{path}.{name}" if path else name
+        default = _default(item, defaults)
+        node = section.children.get(name)
+        if node is None and default is dataclasses.MISSING:
+            if section_class(hints(cls)[name]) is not None and full not in parse.broken:
+                node = Section()
+            else:
+                parse.fail(
+                    full,
+                    None,
+                    f"`{full}` is missing",
+                    expected=type_words(hints(cls)[name]),
+                    got="nothing",
+                    fix=f"add it to the file, or on the command line {full}={setting_of(item).example}",
+                )
+        values[name] = _value(hints(cls)[name], node, default, full, parse)
+    return cls(**values)
+
+
+def _value(hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse) -> Any:
+    entry = entry_class(hint)
+    if entry is not None and isinstance(node, Section) and node.children:
+        missing = dataclasses.MISSING
+        return {
+            name: _value(entry, child, missing, f"{path}.{name}", parse)
+            for name, child in node.children.items()
+        }
+    section = section_class(hint)
+    if section is None:
+        return _plain(hint, node, default, path, parse)
+    if node is None:
+        _note_defaults(default, path, parse)
+        return default
+    if isinstance(node, Leaf):
+        if node.value is not None and node.value != "None":
+            names = ", ".join(item.name for item in dataclasses.fields(section))
+            parse.fail(
+                path,
+                node,
+                f"`{path}` is a section, not a single value",
+                expected=f"a section with {names}",
+                got=describe(node.value),
+                fix=f"write names below `{path.rpartition('.')[2]}:`, or {path}.NAME=VALUE",
+            )
+            node = Section()
+        elif optional(hint):
+            parse.origins[path] = node.origin
+            return None
+        else:
+            node = Section(origin=node.origin)
+    return parse_section(section, node, parse, path, None if default is dataclasses.MISSING else default)
+
+
+def _plain(hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse) -> Any:
+    fallback = _placeholder(hint) if default is dataclasses.MISSING else default
+    if node is None:
+        parse.origins[path] = DEFAULT
+        return fallback
+    parse.origins[path] = node.origin
+    raw = node.plain() if isinstance(node, Section) else node.value
+    if raw == "None" and optional(hint):
+        return None
+    accepted, value = convert(hint, raw)
+    if accepted:
+        return value
+    if isinstance(node, Section) and not is_mapping(hint):
+        inner = ", ".join(f"`{path}.{key}`" for key in list(node.children)[:5])
+        parse.fail(
+            path,
+            node,
+            f"`{path}` is a single value, not a section",
+            expected=type_words(hint),
+            got=f"names below it: {inner}" if inner else "an empty section",
+            fix=f"write `{path.rpartition('.')[2]}: VALUE` on one line",
+        )
+    else:
+        parse.fail(
+            path,
+            node,
+            f"`{path}` has a value of the wrong type",
+            expected=type_words(hint),
+            got=describe(raw),
+            fix=type_fix(hint, raw, path),
+        )
+    return fallback
+
+
+def _default(item: dataclasses.Field, defaults: Any) -> Any:
+    if defaults is not None:
+        return getattr(defaults, item.name)
+    if item.default_factory is not dataclasses.MISSING:
+        return item.default_factory()
+    return item.default
+
+
+def _note_defaults(value: Any, path: str, parse: Parse) -> None:
+    if not dataclasses.is_dataclass(value):
+        parse.origins[path] = DEFAULT
+        return
+    for item in dataclasses.fields(value):
+        _note_defaults(getattr(value, item.name), f"{path}.{item.name}", parse)
+
+
+def _placeholder(hint: Any) -> Any:
+    return {str: "", int: 1, float: 1.0, bool: False}.get(options(hint)[0])

@@ -1,0 +1,291 @@
+"""What every role with a model says: checkpoint, layout, optimizer; actor, critic and reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.sections.bounds import LARGE, MAX_WORLD, MOST_STEPS
+from megatron_rl.config.setting import required, setting
+
+_RANKS_LISTED = "ours lists the ranks"
+_DATA_PARALLEL = "it is what remains of the ranks after tensor x pipeline x context; set those or world_size"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Name the Hugging Face checkpoint that every role starts from."""
+
+    path: str = required(
+        "Directory with config.json, safetensors and tokenizer files.",
+        example="models/Qwen2.5-7B-Instruct",
+        also_called={
+            "NeMo-RL": "model_name, tokenizer.name",
+            "TRL": "model_name_or_path",
+            "slime": "hf_checkpoint",
+        },
+        conversion={"tokenizer.name": "the tokenizer is the model's own"},
+    )
+    dtype: str = setting(
+        "bfloat16",
+        "Type of weights and activations in training and rollout.",
+        choices=("bfloat16", "float32"),
+        spelled={"bf16": "bfloat16", "fp32": "float32", "float": "float32"},
+        refused={"float16": "it needs loss scaling, bfloat16 does not"},
+        also_called={"NeMo-RL": "precision", "transformers": "torch_dtype"},
+    )
+    attention: str | None = setting(
+        None,
+        "Implementation of attention in the trained models.",
+        unset="transformer_engine where it is installed and no layout has context > 1, else torch",
+        choices=("transformer_engine", "torch"),
+        spelled={"te": "transformer_engine"},
+    )
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """Say which ranks a role uses and how its model is cut; data parallelism is what remains."""
+
+    ranks: tuple[int, ...] | None = setting(
+        None,
+        'Ranks of the role: a list, or ranges such as "0-31,40".',
+        unset="what `placement` gives the role",
+        also_called={"slime": "actor_num_nodes, actor_num_gpus_per_node"},
+        conversion=_RANKS_LISTED,
+    )
+    tensor: int = setting(
+        1,
+        "Tensor parallelism: ranks that share each layer.",
+        unit="ranks",
+        at_least=1,
+        at_most=MAX_WORLD,
+        advice="1 switches it off",
+        also_called={
+            "Megatron-LM": "tensor_model_parallel_size",
+            "NeMo-RL": "tensor_parallel_size",
+            "common": "tp",
+        },
+    )
+    pipeline: int = setting(
+        1,
+        "Pipeline parallelism: stages that share the layers.",
+        unit="ranks",
+        at_least=1,
+        at_most=MAX_WORLD,
+        advice="1 switches it off",
+        also_called={"Megatron-LM": "pipeline_model_parallel_size", "common": "pp"},
+    )
+    virtual_pipeline: int = setting(
+        1,
+        "Model chunks per pipeline stage (interleaved schedule).",
+        at_least=1,
+        at_most=MAX_WORLD,
+        advice="1 switches it off",
+        also_called={"Megatron-LM": "virtual_pipeline_model_parallel_size", "common": "vpp"},
+    )
+    context: int = setting(
+        1,
+        "Context parallelism: ranks that share each row.",
+        unit="ranks",
+        at_least=1,
+        at_most=MAX_WORLD,
+        advice="1 switches it off",
+        also_called={"Megatron-LM": "context_parallel_size", "common": "cp"},
+    )
+    expert: int = setting(
+        1,
+        "Expert parallelism: ranks that share a layer's experts.",
+        unit="ranks",
+        at_least=1,
+        at_most=MAX_WORLD,
+        advice="1 switches it off",
+        also_called={"Megatron-LM": "expert_model_parallel_size", "common": "ep"},
+    )
+    expert_tensor: int | None = setting(
+        None,
+        "Tensor parallelism inside each expert.",
+        unit="ranks",
+        unset="1 where expert > 1, else tensor",
+        at_least=1,
+        at_most=MAX_WORLD,
+        advice="1 switches it off",
+        also_called={"Megatron-LM": "expert_tensor_parallel_size", "common": "etp"},
+    )
+    sequence_parallel: bool | None = setting(
+        None, "Cut activations between layers over the tensor-parallel ranks.", unset="on where tensor > 1"
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Set AdamW, its learning-rate schedule and gradient clipping."""
+
+    learning_rate: float = setting(
+        1e-6,
+        "Learning rate after warm-up.",
+        more_than=0,
+        at_most=1,
+        advice="1e-6 is a usual start for RL, 1e-5 for supervised training",
+        also_called={"verl": "lr"},
+    )
+    minimum_learning_rate: float | None = setting(
+        None,
+        "Learning rate that the decay ends at.",
+        unset="learning_rate",
+        at_least=0,
+        at_most=1,
+        also_called={"Megatron-LM": "min_lr"},
+    )
+    warmup_steps: int = setting(
+        0,
+        "Steps over which the learning rate rises from 0.",
+        unit="optimizer steps",
+        at_least=0,
+        at_most=MOST_STEPS,
+        also_called={"verl": "lr_warmup_steps", "Megatron-LM": "lr_warmup_iters"},
+    )
+    decay: str = setting(
+        "constant",
+        "Shape of the decay after warm-up.",
+        choices=("constant", "linear", "cosine"),
+        also_called={"Megatron-LM": "lr_decay_style", "TRL": "lr_scheduler_type"},
+    )
+    weight_decay: float = setting(0.01, "Decoupled weight decay of AdamW.", at_least=0, at_most=LARGE)
+    beta1: float = setting(
+        0.9,
+        "Decay of Adam's first moment.",
+        at_least=0,
+        less_than=1,
+        advice="0.9 is usual",
+        also_called={"Megatron-LM": "adam_beta1"},
+    )
+    beta2: float = setting(
+        0.999,
+        "Decay of Adam's second moment.",
+        at_least=0,
+        less_than=1,
+        advice="0.999 is usual",
+        also_called={"Megatron-LM": "adam_beta2"},
+    )
+    epsilon: float = setting(
+        1e-8,
+        "Term that keeps Adam's denominator above 0.",
+        more_than=0,
+        at_most=1,
+        advice="1e-8 is usual",
+        also_called={"Megatron-LM": "adam_eps"},
+    )
+    clip_grad: float = setting(
+        1.0,
+        "Largest norm of the gradient; 0 switches clipping off.",
+        at_least=0,
+        at_most=LARGE,
+        advice="0 switches clipping off",
+        also_called={"NeMo-RL": "max_grad_norm", "verl": "grad_clip"},
+    )
+    distributed: bool = setting(
+        True,
+        "Shard optimizer state over data-parallel ranks.",
+        also_called={"Megatron-LM": "use_distributed_optimizer"},
+    )
+    offload: bool = setting(
+        False,
+        "Keep optimizer state in host memory and step there.",
+        also_called={"verl": "optimizer_offload"},
+    )
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """Describe the trained policy: its layout, optimizer and recompute of activations."""
+
+    layout: LayoutConfig = setting(
+        LayoutConfig(),
+        "Ranks and parallelism of the actor.",
+        also_called={"NeMo-RL": "megatron_cfg", "common": "dp, data_parallel_size"},
+        conversion={"dp": _DATA_PARALLEL, "data_parallel_size": _DATA_PARALLEL},
+    )
+    optimizer: OptimizerConfig = setting(OptimizerConfig(), "Optimizer of the actor.")
+    recompute: str = setting(
+        "none",
+        "Activations that the backward pass computes again: none, attention (selective), or every layer.",
+        choices=("none", "selective", "full"),
+        also_called={
+            "Megatron-LM": "recompute_granularity",
+            "NeMo-RL": "activation_checkpointing",
+            "verl": "enable_gradient_checkpointing",
+            "TRL": "gradient_checkpointing",
+        },
+        conversion="none, selective or full",
+    )
+    offload: bool = setting(
+        False,
+        "Move training state to host memory during rollout.",
+        also_called={"verl": "param_offload, grad_offload"},
+    )
+    megatron: dict[str, Any] = setting(
+        {},
+        "Fields of Megatron-Core's TransformerConfig, for the models of all roles.",
+        also_called={"verl": "override_transformer_config"},
+    )
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """Describe the frozen reference policy."""
+
+    path: str | None = setting(
+        None,
+        "Hugging Face checkpoint of the reference.",
+        unset="model.path, after `sft` and `preference` where they are",
+        also_called={"slime": "ref_load"},
+    )
+    layout: LayoutConfig | None = setting(
+        None, "Ranks and parallelism of the reference.", unset="the actor's"
+    )
+    offload: bool = setting(
+        False,
+        "Move the model to host memory while other roles work.",
+        also_called={"verl": "ref.megatron.param_offload"},
+    )
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """Describe the critic of PPO: a model with a head of one number that learns beside the actor."""
+
+    path: str | None = setting(
+        None,
+        "A policy, whose output layer gives way to a new head, or a *ForSequenceClassification checkpoint "
+        "with one label.",
+        unset="model.path, after `sft` and `preference` where they are",
+        also_called={"verl": "critic.model.path", "slime": "critic_load"},
+    )
+    layout: LayoutConfig | None = setting(None, "Ranks and parallelism of the critic.", unset="the actor's")
+    optimizer: OptimizerConfig = setting(
+        OptimizerConfig(learning_rate=1e-5),
+        "Optimizer of the critic.",
+        also_called_below={
+            "learning_rate": {"verl": "critic.optim.lr", "slime": "critic_lr"},
+            "offload": {"verl": "critic.megatron.optimizer_offload"},
+        },
+    )
+    recompute: str = setting(
+        "none",
+        "Activations that the backward pass computes again: none, attention (selective), or every layer.",
+        choices=("none", "selective", "full"),
+    )
+    warmup_steps: int = setting(
+        0,
+        "First steps of the run, in which the critic learns alone.",
+        unit="steps",
+        at_least=0,
+        at_most=MOST_STEPS,
+        also_called={"verl": "critic_warmup", "slime": "num_critic_only_steps"},
+    )
+    offload: bool = setting(
+        False,
+        "Move training state to host memory while other roles work.",
+        also_called={"verl": "critic.megatron.param_offload"},
+    )

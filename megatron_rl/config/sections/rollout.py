@@ -1,0 +1,207 @@
+"""Generation, and what connects it with the learner: weight sync, mismatch, asynchrony."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.sections.bounds import LARGE, MAX_WORLD, MOST_STEPS, MOST_TOKENS
+from megatron_rl.config.setting import setting
+
+_RANKS_LISTED = "ours lists the ranks"
+_LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Describe generation: the engine, its layout, and how responses are sampled.
+
+    With ``oversample`` a step takes the groups that are complete first. The others are continued in the next
+    step with ``partial``, else discarded; their prompts then come again, and prompts with short responses
+    are learned from more often.
+    """
+
+    engine: str = setting(
+        "vllm",
+        "What generates: vLLM, or a plain torch model for small tests.",
+        choices=("vllm", "torch"),
+        also_called={"verl": "rollout.name, rollout.mode", "NeMo-RL": "generation.backend"},
+    )
+    ranks: tuple[int, ...] | None = setting(
+        None,
+        'Ranks of the engine: a list, or ranges such as "0-31,40".',
+        unset="what `placement` gives the rollout",
+        also_called={"slime": "rollout_num_gpus, colocate"},
+        conversion={
+            "rollout_num_gpus": _RANKS_LISTED,
+            "colocate": "roles share ranks unless their ranks are set apart",
+        },
+    )
+    tensor: int = setting(
+        1,
+        "Tensor parallelism of a replica; the number of replicas follows from the ranks.",
+        unit="ranks",
+        at_least=1,
+        at_most=MAX_WORLD,
+        advice="1 switches it off",
+        also_called={
+            "verl": "rollout.tensor_model_parallel_size",
+            "slime": "rollout_num_gpus_per_engine",
+            "NeMo-RL": "generation.vllm_cfg.tensor_parallel_size",
+        },
+    )
+    temperature: float = setting(
+        1.0,
+        "Temperature that responses are sampled with, and that log-probs are computed with.",
+        more_than=0,
+        at_most=100,
+        per_task=True,
+        advice="sample with 1.0; greedy training samples of one prompt would all be equal",
+        also_called={"slime": "rollout_temperature"},
+    )
+    top_p: float = setting(
+        1.0,
+        "Share of probability that is sampled from.",
+        more_than=0,
+        at_most=1,
+        per_task=True,
+        advice="1.0 switches top-p off",
+        also_called={"slime": "rollout_top_p"},
+    )
+    top_k: int = setting(
+        0,
+        "Number of tokens that are sampled from; 0 means all.",
+        unit="tokens",
+        at_least=0,
+        at_most=MOST_TOKENS,
+        per_task=True,
+        advice="0 switches top-k off",
+        also_called={"slime": "rollout_top_k"},
+    )
+    max_response_tokens: int = setting(
+        256,
+        "Longest response.",
+        unit="tokens",
+        at_least=1,
+        at_most=MOST_TOKENS,
+        per_task=True,
+        also_called={
+            "verl": "max_response_length, response_length",
+            "slime": "rollout_max_response_len, rollout_max_context_len",
+            "NeMo-RL": "max_new_tokens, max_total_sequence_length",
+            "TRL": "max_completion_length",
+            "vLLM": "max_tokens, max_model_len",
+            "common": "max_response_tokens",
+        },
+        conversion=dict.fromkeys(
+            ("rollout_max_context_len", "max_total_sequence_length", "max_model_len"), _LONGEST_ROW
+        ),
+    )
+    stop: tuple[str, ...] = setting(
+        (), "Texts, of one token each, that end a response beside the model's own.", per_task=True
+    )
+    sampling_profiles: dict[str, dict[str, Any]] = setting(
+        {}, "Sampling of single tasks, by task name: temperature, top_p, top_k, max_response_tokens, stop."
+    )
+    oversample: float = setting(
+        0.0,
+        "Fraction of further prompts sampled beside those of a step.",
+        at_least=0,
+        at_most=1,
+        advice="0.25 samples a quarter more prompts than a step needs; 0 is off",
+    )
+    partial: bool = setting(False, "Continue unfinished responses in the next step.")
+    round_tokens: int | None = setting(
+        None,
+        "Tokens per response after which over-sampling looks at which groups are complete.",
+        unit="tokens",
+        unset="an eighth of max_response_tokens",
+        at_least=1,
+        at_most=MOST_TOKENS,
+    )
+    memory_fraction: float = setting(
+        0.6,
+        "Fraction of a GPU's memory for the engine's weights and key-value cache.",
+        more_than=0,
+        at_most=1,
+        advice="0.6 leaves room for the trainer",
+        also_called={
+            "vLLM": "gpu_memory_utilization",
+            "slime": "sglang_mem_fraction_static",
+            "SGLang": "mem_fraction_static",
+        },
+    )
+    vllm: dict[str, Any] = setting(
+        {}, "Fields of vLLM's EngineArgs.", also_called={"verl": "engine_kwargs", "NeMo-RL": "vllm_cfg"}
+    )
+
+
+@dataclass(frozen=True)
+class HybridEngineConfig:
+    """Bound and check the movement of weights from the actor into the rollout engine."""
+
+    staging_bytes: int = setting(
+        256 * 2**20,
+        "Memory that a rank may use for weights under way.",
+        unit="bytes",
+        at_least=1 << 16,
+        at_most=1 << 40,
+        advice="268435456 (256 MiB) is the default",
+    )
+    verify: str = setting(
+        "full",
+        "Compare checksums after each weight sync: of every tensor, of some, or of none.",
+        choices=("full", "sampled", "off"),
+    )
+
+
+@dataclass(frozen=True)
+class MismatchConfig:
+    """Set when the difference of trainer and rollout log-probs warns and when it stops the run.
+
+    Both are the mean absolute difference per response token.
+    """
+
+    warn: float | None = setting(
+        None,
+        "Difference from which a step warns.",
+        unit="nats",
+        unset="by model.dtype",
+        more_than=0,
+        at_most=LARGE,
+    )
+    stop: float | None = setting(
+        None,
+        "Difference from which the run stops.",
+        unit="nats",
+        unset="by model.dtype",
+        more_than=0,
+        at_most=LARGE,
+    )
+
+
+@dataclass(frozen=True)
+class AsynchronyConfig:
+    """Let rollout ranks sample ahead of the learner.
+
+    More than 0 steps ahead needs rollout ranks that no other role uses. A response that would become older
+    than ``max_staleness`` is waited for.
+    """
+
+    steps_ahead: int = setting(
+        0,
+        "Updates by which the rollouts of a step are old; 0 is the synchronous order.",
+        unit="steps",
+        at_least=0,
+        at_most=64,
+        advice="1 is one-step-off-policy, 0 the synchronous order",
+    )
+    max_staleness: int | None = setting(
+        None,
+        "Most updates by which a token that is learned from may be old.",
+        unit="steps",
+        unset="steps_ahead, and with rollout.partial two more",
+        at_least=0,
+        at_most=MOST_STEPS,
+        advice="steps_ahead, and with rollout.partial more",
+    )

@@ -1,0 +1,188 @@
+"""One key of a configuration: its meaning, unit, bounds and choices, and what other projects call it.
+
+A field of a configuration's dataclass is written with `setting`, or with `required` where it has no
+default::
+
+    prompts_per_step: int = setting(
+        64,
+        "Prompts that a training step takes.",
+        unit="prompts",
+        at_least=1,
+        at_most=MOST_ROWS,
+        also_called={"verl": "train_batch_size", "slime": "rollout_batch_size"},
+    )
+
+Everything that is said about the key is made from this: parsing and its errors, the check of the value
+(`value_errors`), the reference in the documentation, and the answer to a name of another project. A
+section is a field whose type is such a dataclass: what its fields say holds wherever it stands.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class ForeignName:
+    """Say whose name it is, and how the value differs from ours, if it does."""
+
+    project: str
+    name: str
+    conversion: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Hold what is said about one key.
+
+    ``meaning`` is one sentence, ``unset`` says what None stands for, ``advice`` what to do about a value out
+    of bounds. ``at_least`` and ``at_most`` are allowed values, ``more_than`` and ``less_than`` are not.
+    ``spelled`` maps other spellings of a choice to it; ``refused`` says of values why they are no choice.
+    ``per_task`` marks what a sampling profile may set for one task.
+    """
+
+    meaning: str
+    unit: str = ""
+    unset: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+    more_than: float | None = None
+    less_than: float | None = None
+    choices: tuple[str, ...] = ()
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    advice: str = ""
+    example: str = ""
+    per_task: bool = False
+    foreign_names: tuple[ForeignName, ...] = ()
+    foreign_names_below: tuple[tuple[str, ForeignName], ...] = ()
+
+    def bounds(self) -> str:
+        """Return the bounds of a number in words, empty where there are none."""
+        low = high = ""
+        if self.at_least is not None:
+            low = f"{_number(self.at_least)} or more"
+        elif self.more_than is not None:
+            low = f"more than {_number(self.more_than)}"
+        if self.at_most is not None:
+            high = f"at most {_number(self.at_most)}"
+        elif self.less_than is not None:
+            high = f"less than {_number(self.less_than)}"
+        return " and ".join(filter(None, [low, high]))
+
+    def contains(self, value: float) -> bool:
+        """Return whether a number lies within the bounds."""
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.more_than is None or value > self.more_than)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.less_than is None or value < self.less_than)
+        )
+
+    def error(self, path: str, value: Any) -> UserError | None:
+        """Return the error of a typed value, None for a good one."""
+        if self.choices and isinstance(value, str):
+            return None if value in self.choices else self._choice_error(path, value)
+        if isinstance(value, str) and not value.strip():
+            return UserError(f"`{path}` is empty", where=path, expected="text", got="''", fix="give a value")
+        if isinstance(value, int | float) and not isinstance(value, bool) and not self.contains(value):
+            return UserError(
+                f"`{path}` is out of range",
+                where=path,
+                expected=self.bounds(),
+                got=f"{value}",
+                fix=self.advice or f"give a value that is {self.bounds()}",
+            )
+        return None
+
+    def _choice_error(self, path: str, value: str) -> UserError:
+        close = self.spelled.get(value.lower()) or nearest(value.lower(), self.choices)
+        reason = self.refused.get(value)
+        return UserError(
+            f"`{path}` is {value!r}, which is not a choice" + (f"; did you mean {close!r}?" if close else ""),
+            where=path,
+            expected=f"one of {', '.join(self.choices)}",
+            got=f"{value!r} (text)",
+            fix=f"write {path}={close or self.choices[0]}"
+            + (f"; {value} is not offered: {reason}" if reason else ""),
+        )
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    also_called: Mapping[str, str] | None = None,
+    also_called_below: Mapping[str, Mapping[str, str]] | None = None,
+    conversion: str | Mapping[str, str] = "",
+    **says: Any,
+) -> Any:
+    """Return a dataclass field with a default; ``says`` are further fields of `Setting`.
+
+    ``also_called`` maps a project to its names of the key, separated by commas; ``conversion`` says how the
+    value differs, for all of them or by name. ``also_called_below`` does the same for keys of a section that
+    other projects name by the section: our key below it -> project -> names.
+    """
+    names = tuple(_foreign_names(also_called or {}, conversion))
+    below = tuple(
+        (key, name)
+        for key, projects in (also_called_below or {}).items()
+        for name in _foreign_names(projects, conversion)
+    )
+    says |= {"foreign_names": names, "foreign_names_below": below}
+    metadata = {"setting": Setting(meaning, **says)}
+    if default is dataclasses.MISSING:
+        return field(metadata=metadata)
+    if isinstance(default, dict) or dataclasses.is_dataclass(default):
+        return field(default_factory=functools.partial(copy.deepcopy, default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def required(meaning: str, **says: Any) -> Any:
+    """Return a dataclass field without a default; ``says`` as in `setting`."""
+    return setting(dataclasses.MISSING, meaning, **says)
+
+
+def setting_of(item: dataclasses.Field) -> Setting:
+    """Return what is said about a dataclass field."""
+    return item.metadata["setting"]
+
+
+def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
+    """Yield the path, what is said about it and the value of every key below a section that is present."""
+    for item in dataclasses.fields(section):
+        path = f"{prefix}.{item.name}" if prefix else item.name
+        value = getattr(section, item.name)
+        entries = value.items() if isinstance(value, dict) else ()
+        if dataclasses.is_dataclass(value):
+            yield from settings(value, path)
+        elif entries and all(dataclasses.is_dataclass(entry) for _, entry in entries):
+            for name, entry in entries:
+                yield from settings(entry, f"{path}.{name}")
+        else:
+            yield path, setting_of(item), value
+
+
+def value_errors(section: Any, prefix: str = "") -> list[UserError]:
+    """Return the errors of single values anywhere below a section."""
+    errors = (said.error(path, value) for path, said, value in settings(section, prefix))
+    return [error for error in errors if error is not None]
+
+
+def _foreign_names(projects: Mapping[str, str], conversion: str | Mapping[str, str]) -> Iterator[ForeignName]:
+    for project, names in projects.items():
+        for name in names.split(", "):
+            yield ForeignName(
+                project, name, conversion if isinstance(conversion, str) else conversion.get(name, "")
+            )
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else f"{value:g}"

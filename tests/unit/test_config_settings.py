@@ -1,0 +1,103 @@
+"""What stands on the fields of a configuration: meaning, bounds, choices, and names of other projects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from config_workspace import CONFIG
+
+from megatron_rl.config.field_types import convert, entry_class, hints, options, section_class
+from megatron_rl.config.load import load_text
+from megatron_rl.config.placement import APART
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.setting import Setting, setting_of, value_errors
+
+
+def sections(cls: type = RunConfig) -> Iterator[type]:
+    yield cls
+    for hint in hints(cls).values():
+        section = section_class(hint) or entry_class(hint)
+        if section is not None:
+            yield from sections(section)
+
+
+def keys() -> Iterator[tuple[str, Any, Setting, Any]]:
+    """Yield name, type, what is said and default of every key of every section class."""
+    for cls in dict.fromkeys(sections()):
+        for item in dataclasses.fields(cls):
+            yield f"{cls.__name__}.{item.name}", hints(cls)[item.name], setting_of(item), item.default
+
+
+def test_every_key_has_a_meaning_and_every_unset_key_says_what_that_means() -> None:
+    for name, hint, said, default in keys():
+        assert said.meaning.endswith("."), name
+        assert bool(said.unset) == (default is None), name
+        assert type(None) not in options(hint) or default is None, name
+
+
+def test_every_number_is_bounded_on_both_sides() -> None:
+    for name, hint, said, default in keys():
+        number = int in options(hint) or float in options(hint)
+        low = said.at_least is not None or said.more_than is not None
+        high = said.at_most is not None or said.less_than is not None
+        assert (low, high) == (number, number), name
+        assert not isinstance(default, int | float) or isinstance(default, bool) or said.contains(default)
+
+
+def test_defaults_are_choices() -> None:
+    for name, _, said, default in keys():
+        assert not said.choices or default is None or default in said.choices, name
+        assert set(said.spelled.values()) <= set(said.choices), name
+        assert not set(said.refused) & set(said.choices), name
+
+
+def test_a_name_of_another_project_means_one_key() -> None:
+    names = [name for _, _, said, _ in keys() for name in said.foreign_names]
+    names += [name for _, _, said, _ in keys() for _, name in said.foreign_names_below]
+    twice = [name for name, count in Counter(name.name for name in names).items() if count > 1]
+    assert not twice
+
+
+def test_placements_are_those_that_can_be_chosen() -> None:
+    said = next(setting_of(item) for item in dataclasses.fields(RunConfig) if item.name == "placement")
+    assert {*said.choices} == {"colocate", *APART}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rank_timeout=1e300",
+        "reward.timeout=1e300",
+        "rollout.temperature=1e300",
+        "actor.optimizer.clip_grad=1e300",
+        "reward.weight=-1e300",
+        "steps=9000000000000000000",
+        "reward={models: {judge: {path: a, weight: 1e300}}}",
+        "reward={models: {judge: {path: a, layout: {tensor: 9000000}}}}",
+        "reward={models: {judge: {path: a, training: {data: a, steps: 1, optimizer: {beta1: 1.0}}}}}",
+        "sft={data: a, steps: 1, optimizer: {decay: lineer}}",
+        "reward={models: {judge: {path: ' '}}}",
+    ],
+)
+def test_what_a_section_says_holds_wherever_it_stands(override: str) -> None:
+    loaded = load_text(CONFIG, [override])
+    assert len(value_errors(loaded.valid())) == 1
+
+
+@pytest.mark.parametrize(
+    ("hint", "raw", "typed"),
+    [
+        (int, 1e2, 100),
+        (float, 3, 3.0),
+        (tuple[int, ...], "0-2", (0, 1, 2)),
+        (tuple[str, ...] | None, ["a"], ("a",)),
+        (dict[str, float], {"a": 1}, {"a": 1.0}),
+    ],
+)
+def test_plain_values_are_converted(hint: Any, raw: Any, typed: Any) -> None:
+    accepted, value = convert(hint, raw)
+    assert accepted and value == typed and type(value) is type(typed)
