@@ -1,42 +1,58 @@
-"""The process in which a reward function runs. Started as a file by `megatron_rl.rewards.function`.
+"""The process in which a reward function runs, started by `megatron_rl.rewards.function`.
 
-It imports the standard library alone, so a new worker is ready in some ten milliseconds and has none of the
-trainer's threads and devices. Frames are pickles behind an 8-byte length.
+It needs the standard library alone, so a new worker is ready in some ten milliseconds and has none of the
+trainer's threads and devices. What it is asked arrives on standard input, as pickles of the trainer's own
+making; what it answers is JSON, since the reward function, and programs of the policy's that it may run, are
+not trusted with the trainer: nothing they can write there is ever executed. Frames have an 8-byte length.
+
+Two processes share the work. The first watches over limits and the trainer's life, the second, in namespaces
+of its own where the kernel allows that, loads the function and calls it.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
+import json
 import math
 import os
 import pickle
-import signal
 import struct
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import IO, Any
+
+from megatron_rl.rewards.confinement import allow_processor_seconds, enter, isolate, supervise
 
 HEADER = struct.Struct("<Q")
 
 LOAD_FAILED, READY, SCORED, FAILED = "load_failed", "ready", "scored", "failed"
 EXCEPTION, NOT_FINITE, WRONG_TYPE = "exception", "not_finite", "wrong_type"
+LARGEST_MESSAGE = 4000
+"""Characters of an exception's text that are told."""
+
+_WITHHELD = {
+    errno.EROFS: "reward.limits.write is false",
+    errno.ENETUNREACH: "reward.limits.network is false",
+}
 
 
-def write_frame(stream: BinaryIO, value: Any) -> None:
-    """Write one value as a frame and flush it."""
-    payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+def write_request(stream: IO[bytes], value: Any) -> None:
+    """Write what the trainer asks as a frame and flush it."""
+    _write(stream, pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def _write(stream: IO[bytes], payload: bytes) -> None:
     stream.write(HEADER.pack(len(payload)) + payload)
     stream.flush()
 
 
-def read_frame(stream: BinaryIO) -> Any:
-    """Read one frame; raise EOFError when the other side has closed."""
+def read_request(stream: IO[bytes]) -> Any:
+    """Read what the trainer asks; raise EOFError when it has closed."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         raise EOFError
@@ -48,8 +64,8 @@ def load_function(spec: str) -> Callable[..., Any]:
     place, _, name = spec.rpartition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     function: Any = module
-    for part in name.split("."):
-        function = getattr(function, part)
+    for attribute in name.split("."):
+        function = getattr(function, attribute)
     if not callable(function):
         raise TypeError(f"{name} is not callable but {type(function).__name__}")
     return function
@@ -68,22 +84,32 @@ def _load_file(path: Path) -> ModuleType:
 
 def judge(
     function: Callable[..., Any], item: Mapping[str, Any], arguments: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """Call ``function`` on one sample; return (SCORED, reward, components) or (FAILED, reason, message)."""
+) -> dict[str, Any]:
+    """Call ``function`` on one sample; return reward and components, or the reason why there are none."""
     try:
         value = function(**item, **arguments)
         components = dict(value) if isinstance(value, Mapping) else {"reward": value}
         if "reward" not in components:
-            return FAILED, WRONG_TYPE, f"a mapping without 'reward': {sorted(map(str, components))}"
-        numbers = {str(name): _number(part) for name, part in components.items()}
+            return _failed(WRONG_TYPE, f"a mapping without 'reward': {sorted(map(str, components))}")
+        numbers = {str(name): _number(component) for name, component in components.items()}
     except WrongType as error:
-        return FAILED, WRONG_TYPE, str(error)
+        return _failed(WRONG_TYPE, str(error))
     except BaseException as error:  # a reward function that calls sys.exit must not end the worker
-        return FAILED, EXCEPTION, "".join(traceback.format_exception(error, limit=-3)).strip()
+        return _failed(EXCEPTION, _told(error))
     for name, number in numbers.items():
         if not math.isfinite(number):
-            return FAILED, NOT_FINITE, f"{name} is {number}"
-    return SCORED, numbers.pop("reward"), numbers
+            return _failed(NOT_FINITE, f"{name} is {number}")
+    return {"kind": SCORED, "reward": numbers.pop("reward"), "components": numbers}
+
+
+def _failed(reason: str, message: str) -> dict[str, Any]:
+    return {"kind": FAILED, "reason": reason, "message": message[-LARGEST_MESSAGE:]}
+
+
+def _told(error: BaseException) -> str:
+    text = "".join(traceback.format_exception(error, limit=-3)).strip()
+    number = error.errno if isinstance(error, OSError) else None
+    return f"{text}\n({_WITHHELD[number]})" if number in _WITHHELD else text
 
 
 class WrongType(Exception):
@@ -102,38 +128,54 @@ def _number(value: Any) -> float:
     )
 
 
-def _end_with(parent: int) -> None:
-    """End this process and its children when the trainer is gone, even if it was killed."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+def serve(requests: IO[bytes], replies: IO[bytes], limits: Mapping[str, Any], missing: list[str]) -> None:
+    """Load the function, say so, and answer samples until the trainer closes the requests.
 
+    ``missing`` is what the kernel did not allow. Each answer bears the number of its sample.
+    """
 
-def main() -> None:
-    """Serve until the trainer closes the request pipe: one set-up frame, then frames of samples."""
-    requests, replies = os.fdopen(int(sys.argv[1]), "rb"), os.fdopen(int(sys.argv[2]), "wb")
-    for stream in (requests, replies):
-        os.set_inheritable(stream.fileno(), False)  # programs that a reward function starts
-    threading.Thread(target=_end_with, args=(int(sys.argv[3]),), daemon=True).start()
-    path, spec, arguments = read_frame(requests)
+    def reply(value: Mapping[str, Any]) -> None:
+        _write(replies, json.dumps(value).encode())
+
+    path, spec, arguments = read_request(requests)
     sys.path[:] = path
+    process = os.getpid()
     try:
         function = load_function(spec)
     except BaseException as error:
-        message = "".join(traceback.format_exception(error, limit=-2)).strip()
-        write_frame(replies, (LOAD_FAILED, f"{type(error).__name__}: {error}", message))
+        details = "".join(traceback.format_exception(error, limit=-2)).strip()
+        reply({"kind": LOAD_FAILED, "error": f"{type(error).__name__}: {error}", "details": details})
         return
-    write_frame(replies, (READY,))
+    reply({"kind": READY, "missing": missing})
     while True:
         try:
-            items = read_frame(requests)
+            samples = read_request(requests)
         except EOFError:
             return
-        for item in items:
-            write_frame(replies, judge(function, item, arguments))
+        for number, item in samples:
+            allow_processor_seconds(limits["cpu_seconds"])
+            answer = judge(function, item, arguments)
+            if os.getpid() != process:
+                os._exit(0)  # a child that the function forked and that came back
+            reply({"sample": number, **answer})
 
 
-if __name__ == "__main__":
-    main()
+def main() -> None:
+    """Become the supervisor of a worker that serves standard input; arguments: limits as JSON."""
+    limits, trainer = json.loads(sys.argv[1]), os.getppid()
+    missing = isolate(limits)
+    worker = os.fork()
+    if worker:
+        # Only the worker's ends tell the trainer of its end.
+        os.close(0)
+        os.close(1)
+        os._exit(supervise(worker, trainer, limits))
+    enter(limits)
+    # Descriptors of our own, which programs that the function starts do not inherit; what the function
+    # prints goes where errors go.
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    serve(requests, replies, limits, missing)
     sys.stdout.flush()
     os._exit(0)  # threads that a reward function left running must not keep the process

@@ -10,6 +10,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -18,7 +19,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 
 FUNCTIONS = """
-import os, subprocess, sys, time
+import os, random, subprocess, sys, time
+
+MARK = random.Random().random()
 
 def by_response(*, prompt, response, ground_truth, metadata, scale=1.0):
     if response == "raise":
@@ -43,13 +46,12 @@ def by_response(*, prompt, response, ground_truth, metadata, scale=1.0):
         while True:
             pass
     if response == "child":
-        child = subprocess.Popen(["sleep", "1000"])
-        open(metadata["file"], "w").write(str(child.pid))
+        subprocess.Popen(["sleep", metadata["seconds"]], start_new_session=True)
         time.sleep(1000)
     if response == "slow":
         time.sleep(0.6)
-    if response == "pid":
-        return os.getpid()
+    if response == "mark":
+        return MARK
     if response == "parts":
         return {"reward": 0.5, "format": 1, "length": 2.0}
     return scale * (response == ground_truth)
@@ -127,14 +129,14 @@ def test_the_limit_is_per_sample_not_per_batch(file: str) -> None:
         assert score(reward, ["slow"] * 4).valid.all()
 
 
-def test_a_timeout_kills_what_the_function_started(file: str, tmp_path: Path) -> None:
-    note = tmp_path / "child"
+def test_a_timeout_kills_what_the_function_started(file: str) -> None:
+    seconds = f"1000.{os.getpid()}"
     with make(file, timeout=1.0) as reward:
         started = time.monotonic()
-        result = score(reward, ["child"], metadata={"file": str(note)})
+        result = score(reward, ["child"], metadata={"seconds": seconds})
         assert time.monotonic() - started < 5
     assert [failure.reason for failure in result.failures] == ["timeout"]
-    assert not _alive(int(note.read_text()))
+    assert not [process for process in psutil.process_iter(["cmdline"]) if seconds in str(process.info)]
 
 
 def test_many_trivial_rewards_are_fast(file: str) -> None:
@@ -150,8 +152,7 @@ def test_many_trivial_rewards_are_fast(file: str) -> None:
 
 def test_work_is_shared_by_the_workers(file: str) -> None:
     with make(file, workers=2) as reward:
-        result = score(reward, ["pid"] * 64)
-        assert os.getpid() not in result.rewards.tolist()
+        assert len(set(score(reward, ["mark"] * 64).rewards.tolist())) == 2
         started = time.monotonic()
         assert score(reward, ["slow"] * 4).valid.all()
         assert time.monotonic() - started < 2.2  # one worker needs 2.4 s
@@ -210,8 +211,7 @@ def test_workers_end_with_a_trainer_that_was_killed(file: str, tmp_path: Path) -
         from megatron_rl.config.sections.rewards import RewardConfig
         from megatron_rl.rewards.function import FunctionReward
         reward = FunctionReward(RewardConfig({file + ":by_response"!r}, timeout=500.0))
-        pid = reward.score(["p"], ["pid"], ["t"], [{{}}]).rewards[0]
-        print(int(pid), flush=True)
+        print("ready", flush=True)
         reward.score(["p"], ["spin"], ["t"], [{{}}])
         """)
     )
@@ -220,23 +220,25 @@ def test_workers_end_with_a_trainer_that_was_killed(file: str, tmp_path: Path) -
         [sys.executable, str(program)], stdout=subprocess.PIPE, text=True, env=environment
     )
     assert trainer.stdout is not None
-    worker = int(trainer.stdout.readline())
+    assert trainer.stdout.readline() == "ready\n"
     time.sleep(0.3)
+    workers = psutil.Process(trainer.pid).children(recursive=True)
+    assert workers
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
     trainer.stdout.close()
-    deadline = time.monotonic() + 15
-    while _alive(worker) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _alive(worker)
+    _, alive = psutil.wait_procs(workers, timeout=15)
+    assert not alive
 
 
 def test_close_is_final(file: str) -> None:
+    before = set(psutil.Process().children(recursive=True))
     reward = make(file)
-    pid = int(score(reward, ["pid"]).rewards[0])
+    workers = set(psutil.Process().children(recursive=True)) - before
+    assert workers and score(reward, ["4"]).valid.all()
     reward.close()
     reward.close()
-    assert not _alive(pid)
+    assert not [worker for worker in workers if worker.is_running()]
     with pytest.raises(RuntimeError, match="closed"):
         score(reward, ["4"])
 
@@ -245,10 +247,3 @@ def test_rewards_are_float32_tensors(file: str) -> None:
     with make(file) as reward:
         result = score(reward, ["4", "raise"])
     assert result.rewards.dtype == torch.float32 and result.valid.dtype == torch.bool
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False

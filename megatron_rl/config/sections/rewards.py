@@ -32,6 +32,28 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
+class RewardLimitsConfig:
+    """Bound what a call of the reward function may use, with all that it starts; else the row is invalid.
+
+    A run says at its start which of these the machine's kernel does not enforce.
+    """
+
+    memory_gib: float = setting(8.0, "Memory of a worker.", unit="GiB", more_than=0, at_most=1024)
+    cpu_seconds: float = setting(
+        60.0, "Processor time of a call.", unit="seconds", more_than=0, at_most=MOST_SECONDS
+    )
+    files: int = setting(256, "Files open at once.", unit="files", at_least=16, at_most=2**20)
+    file_gib: float = setting(1.0, "Size of the largest file.", unit="GiB", more_than=0, at_most=1024)
+    processes: int = setting(
+        64, "Processes that a worker may have started.", unit="processes", at_least=0, at_most=4096
+    )
+    network: bool = setting(False, "Let the function reach the network.")
+    write: bool = setting(
+        False, "Let the function write files; without, it has a temporary folder in memory alone."
+    )
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     """Say what judges a response: a function, reward models, or a weighted sum of both.
 
@@ -68,6 +90,7 @@ class RewardConfig:
     workers: int = setting(
         1, "Processes per rank that call the function.", unit="processes", at_least=1, at_most=1024
     )
+    limits: RewardLimitsConfig = setting(RewardLimitsConfig(), "What a call of the function may use.")
     weight: float = setting(
         1.0, "Factor of the function's reward in the sum.", at_least=-LARGE, at_most=LARGE
     )

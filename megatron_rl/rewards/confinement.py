@@ -1,0 +1,207 @@
+"""Confine a process to what judging a response needs: limits, namespaces, a quiet environment.
+
+Like the worker process that it serves it needs the standard library alone. The system calls are those of
+Linux; what a kernel does not allow is reported, not assumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.redaction import is_secret
+
+GIB = 2**30
+TOO_MANY_PROCESSES, TOO_MUCH_MEMORY = 97, 98
+"""Exit codes of a supervisor that ended its worker for going over a limit."""
+LOOKS_SECONDS = 0.1
+SCRATCH = "/dev/shm"
+"""Where a worker may write: a file system of its own, in memory, that goes with it."""
+
+# From linux/sched.h, linux/mount.h and linux/prctl.h.
+_NEW_MOUNTS, _NEW_IPC, _NEW_USER, _NEW_PROCESSES, _NEW_NETWORK = (
+    0x20000,
+    0x8000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
+_MS_NOSUID, _MS_NODEV, _MS_RECURSIVE, _MS_PRIVATE = 2, 4, 0x4000, 1 << 18
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
+_CAPSET_SYSCALL = {"x86_64": 126, "aarch64": 91}
+_CAPABILITY_VERSION_3 = 0x20080522
+
+
+def quiet_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of ``environment`` whose names do not look like secrets."""
+    return {name: value for name, value in environment.items() if not is_secret(name)}
+
+
+def set_limits(limits: Mapping[str, Any]) -> None:
+    """Limit memory, open files and file sizes of this process and of all that it starts."""
+    for kind, value in (
+        # Private writable memory: the address space alone says little of programs that map large files.
+        (resource.RLIMIT_DATA, int(limits["memory_gib"] * GIB)),
+        (resource.RLIMIT_NOFILE, int(limits["files"])),
+        (resource.RLIMIT_FSIZE, int(limits["file_gib"] * GIB)),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(kind)
+        bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (bound, bound))
+
+
+def allow_processor_seconds(seconds: float) -> None:
+    """Let this process use ``seconds`` more of processor time; the kernel ends it after that."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(usage.ru_utime + usage.ru_stime + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def isolate(limits: Mapping[str, Any]) -> list[str]:
+    """Move this process, and its next child as first process, into namespaces of their own.
+
+    Returns what the kernel does not allow, in words; nothing is changed there. The file system is read-only
+    but for `SCRATCH`, and there is no network, unless ``limits`` grant ``write`` and ``network``.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    spaces = _NEW_PROCESSES | _NEW_IPC | (0 if limits["network"] else _NEW_NETWORK)
+    spaces |= 0 if limits["write"] else _NEW_MOUNTS
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(_NEW_USER | spaces) == 0:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    elif libc.unshare(spaces) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        wanted = ["children that leave their session are found by a search"]
+        wanted += [] if limits["network"] else ["the network is reachable"]
+        wanted += [] if limits["write"] else ["files can be written"]
+        return [f"{what} (namespaces: {reason})" for what in wanted]
+    return [] if limits["write"] else _make_read_only(libc)
+
+
+def _make_read_only(libc: Any) -> list[str]:
+    libc.mount(None, b"/", None, _MS_RECURSIVE | _MS_PRIVATE, None)
+    attributes = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
+    status = libc.syscall(
+        _MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes))
+    )
+    if status != 0:
+        return [f"files can be written (mount_setattr: {os.strerror(ctypes.get_errno())})"]
+    if os.path.isdir(SCRATCH):
+        libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"size=50%")
+    return []
+
+
+def enter(limits: Mapping[str, Any]) -> None:
+    """Settle the child of an isolated process: its own /proc, its limits, and no capability to undo them.
+
+    The first process of a namespace stays behind to wait for the others and ends them all with itself; it
+    does not return. Signals that end any other process do not reach it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getpid() == 1:
+        if libc.unshare(_NEW_MOUNTS) == 0:  # the supervisor goes on to see all processes
+            libc.mount(None, b"/", None, _MS_RECURSIVE | _MS_PRIVATE, None)
+            libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV, None)
+        worker = os.fork()
+        if worker:
+            os.closerange(0, 2)
+            os._exit(_reap_until(worker))
+    set_limits(limits)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    for capability in range(64):
+        libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+    number = _CAPSET_SYSCALL.get(os.uname().machine)
+    if number is not None:
+        header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
+        libc.syscall(number, header, bytes(24))
+    if not limits["write"] and os.access(SCRATCH, os.W_OK):
+        os.environ["TMPDIR"] = SCRATCH
+
+
+def _reap_until(worker: int) -> int:
+    """Wait for children until ``worker`` ends; return an exit code that says how it did."""
+    while True:
+        process, status = os.wait()
+        if process == worker:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def supervise(worker: int, trainer: int, limits: Mapping[str, Any]) -> int:
+    """Wait for ``worker``, end it and its descendants when it is time, and return the exit code for that.
+
+    It is time when the process ``trainer`` is gone, when this process is asked to end, and when the
+    descendants are more, or hold more memory, than ``limits`` allow.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    code: int | None = None
+    while code is None:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == worker:
+            code = os.waitstatus_to_exitcode(status)
+        elif asked or os.getppid() != trainer:
+            code = 0
+        elif ended == 0:
+            code = _over_limit(worker, limits)
+            if code is None:
+                time.sleep(LOOKS_SECONDS)
+    _end(worker)
+    return code if code >= 0 else 128 - code
+
+
+def _over_limit(worker: int, limits: Mapping[str, Any]) -> int | None:
+    family = [worker, *_descendants(worker)]
+    if len(family) - 2 > limits["processes"]:  # two are ours
+        return TOO_MANY_PROCESSES
+    if len(family) > 2:  # the limit of one process is the kernel's to keep
+        resident = sum(_resident_bytes(process) for process in family)
+        if resident > limits["memory_gib"] * GIB:
+            return TOO_MUCH_MEMORY
+    return None
+
+
+def _end(worker: int) -> None:
+    """Kill the worker and every descendant, also those that left its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGKILL)  # as first process of a namespace it takes all others along
+    while True:
+        for process in _descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _descendants(process: int) -> Iterator[int]:
+    """Yield the descendants of a process; those whose parents ended are its own children by then."""
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{process}/task"):
+            for child in Path(f"/proc/{process}/task/{task}/children").read_text().split():
+                yield int(child)
+                yield from _descendants(int(child))
+
+
+def _resident_bytes(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return 0
