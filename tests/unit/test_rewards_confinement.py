@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
 from megatron_rl.errors import UserError
 from megatron_rl.redaction import HIDDEN, is_secret, redacted
-from megatron_rl.rewards import function
+from megatron_rl.rewards import process
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 
 HOSTILE = """
@@ -173,7 +173,7 @@ def test_limits_of_processes_memory_and_processor_time(file: str) -> None:
 def test_children_that_leave_their_session_go_too(file: str) -> None:
     seconds = f"1000.{os.getpid()}1"
     assert "timeout" in one(file, "daemon", timeout=1.0, seconds=seconds)
-    assert not [process for process in psutil.process_iter(["cmdline"]) if seconds in str(process.info)]
+    assert not [other for other in psutil.process_iter(["cmdline"]) if seconds in str(other.info)]
 
 
 def test_network_and_files_are_out_of_reach_or_it_is_said(file: str, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_values_that_json_does_not_hold_reach_the_function(file: str) -> None:
 
 
 def test_an_endless_import_is_the_users_error_and_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(function, "LOAD_SECONDS", 1.0)
+    monkeypatch.setattr(process, "LOAD_SECONDS", 1.0)
     path = tmp_path / "endless.py"
     path.write_text("while True:\n    pass\n")
     before = set(psutil.Process().children(recursive=True))
