@@ -1,0 +1,236 @@
+"""Record the golden runs: train each for a few steps and write every number that came out, exactly.
+
+    launch/golden.sh record DIR [--only NAME]
+
+``DIR/NAME.json`` holds a run's metrics, digests of its samples and of its weights, for `compare.py`; the run
+itself lies in ``DIR/work/NAME``, ``DIR/revision`` names the code. A recording reads the configurations, the
+model maker and the package of the checkout it lies in, and no other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+MEASURED = ("time/", "throughput/", "memory/")
+"""Metrics that begin like this are measured on the machine, so they differ between two equal runs."""
+WEIGHTS = ("hf", "warm_up", "reward_models/*")
+"""The folders of a run that hold Hugging Face weights."""
+RUN_SECONDS = 600.0
+PATIENCE = 30.0
+"""Seconds a launcher that was asked to end has to end its ranks."""
+
+
+@dataclass(frozen=True)
+class GoldenRun:
+    """Say on how many ranks a run takes place, and with which configurations one after the other."""
+
+    ranks: int
+    configs: tuple[str, ...]
+
+
+RUNS: Mapping[str, GoldenRun] = {
+    "grpo_tp2pp2": GoldenRun(4, ("grpo_tp2pp2.yaml",)),
+    "ppo_apart": GoldenRun(4, ("ppo_apart.yaml",)),
+    "dapo_ahead": GoldenRun(3, ("dapo_ahead.yaml",)),
+    "dpo": GoldenRun(2, ("dpo.yaml",)),
+    "moe_ep2": GoldenRun(2, ("moe_ep2.yaml",)),
+    "resume_other_layout": GoldenRun(2, ("resume_other_layout.yaml", "resume_other_layout_then.yaml")),
+}
+
+
+class RunFailed(Exception):
+    """Say that a golden run did not end well, and where its output lies."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Record the runs that the command line names; return the exit code."""
+    parser = argparse.ArgumentParser(prog="launch/golden.sh record", description=__doc__)
+    parser.add_argument("directory", type=Path, help="where to write; recordings of the same runs give way")
+    parser.add_argument("--only", choices=sorted(RUNS), metavar="NAME", help="one run: " + ", ".join(RUNS))
+    options = parser.parse_args(words)
+    directory: Path = options.directory.resolve()
+    names = [options.only] if options.only else list(RUNS)
+    for name in names:
+        (directory / f"{name}.json").unlink(missing_ok=True)
+    work = directory / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    (directory / "revision").write_text(revision() + "\n")
+    make_material(work)
+    failed = [name for name in names if not record(name, directory)]
+    if failed:
+        print(f"golden: failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def record(name: str, directory: Path) -> bool:
+    """Train one run and write its recording; return whether that went well."""
+    begun = time.monotonic()
+    work = directory / "work"
+    try:
+        train(name, work)
+    except RunFailed as error:
+        print(f"golden: {name}: {error}", file=sys.stderr)
+        return False
+    text = json.dumps(recording(work / name), indent=1) + "\n"
+    (directory / f"{name}.json").write_text(text)
+    print(f"golden: {name} recorded in {time.monotonic() - begun:.0f} s", flush=True)
+    return True
+
+
+def revision() -> str:
+    """Return the commit of this checkout, with a word about changes that are in no commit."""
+    commit = _git("rev-parse", "HEAD") or "unknown"
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return commit + (" with changes" if changed else "")
+
+
+def _git(*words: str) -> str:
+    result = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    return result.stdout.strip()
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a run: this checkout's package, one thread per rank, no network."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    return inherited | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def make_material(work: Path) -> None:
+    """Write the data and the models that the runs share, and the reward they call."""
+    data = work / "data"
+    shutil.rmtree(data, ignore_errors=True)
+    command = [sys.executable, "-m", "megatron_rl.data.quickstart", str(data)]
+    result = subprocess.run(command, cwd=work, env=environment(), capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"golden: {' '.join(command)} failed:\n{result.stdout}{result.stderr}")
+    make_moe_model(data / "model", data / "model_moe")
+    shutil.copy(HERE / "rewards.py", work / "rewards.py")
+
+
+def make_moe_model(dense: Path, target: Path) -> None:
+    """Write a tiny mixture of experts with the tokenizer of the dense model, of the tests' own making."""
+    from transformers.utils import logging
+
+    sys.path.insert(0, str(ROOT / "tests"))
+    from hf_models import save_model
+
+    logging.disable_progress_bar()
+    special = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    shape = json.loads((dense / "config.json").read_text())
+    save_model("qwen3-moe", target, dtype="float32", **{name: shape[name] for name in special})
+    config = json.loads((target / "config.json").read_text())
+    if "num_local_experts" in config:  # transformers' name for it; published checkpoints have the other
+        config["num_experts"] = config.pop("num_local_experts")
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    for file in dense.glob("*token*"):
+        shutil.copy(file, target)
+
+
+def train(name: str, work: Path) -> None:
+    """Run the configurations of a golden run one after the other, from a fresh run folder."""
+    run = RUNS[name]
+    shutil.rmtree(work / name, ignore_errors=True)
+    for config in run.configs:
+        log = work / f"{Path(config).stem}.log"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(run.ranks), "-m", "megatron_rl", "train", str(HERE / config)]
+        with log.open("wb") as output:
+            launcher = subprocess.Popen(
+                command, cwd=work, env=environment(), stdout=output, stderr=subprocess.STDOUT
+            )
+            code = _wait(launcher)
+        if code:
+            raise RunFailed(f"{'no end' if code < 0 else f'exit code {code}'}; see {log}")
+
+
+def _wait(launcher: subprocess.Popen[bytes]) -> int:
+    """Return the launcher's exit code; it is ended when it takes too long or we are interrupted."""
+    try:
+        return launcher.wait(RUN_SECONDS)
+    except subprocess.TimeoutExpired:
+        return -1
+    finally:
+        if launcher.poll() is None:
+            launcher.terminate()  # it ends its ranks, which are in sessions of their own
+            try:
+                launcher.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+
+
+def recording(run: Path) -> dict[str, Any]:
+    """Return what a finished run left behind: exact metrics, and digests of samples and weights.
+
+    ``metrics``: file, step, name; ``samples``: file, column; ``weights``: folder, tensor.
+    """
+    metrics = {file.name: exact_metrics(file) for file in sorted(run.glob("*.jsonl"))}
+    samples = {file.name: column_digests(file) for file in sorted((run / "rollouts").glob("*.parquet"))}
+    folders = sorted(folder for pattern in WEIGHTS for folder in run.glob(pattern))
+    weights = {folder.relative_to(run).as_posix(): tensor_digests(folder) for folder in folders}
+    return {"metrics": metrics, "samples": samples, "weights": weights}
+
+
+def exact_metrics(file: Path) -> dict[str, dict[str, str | None]]:
+    """Return the metrics of every step that are not measured, as hexadecimal numbers that lose nothing."""
+    steps = {}
+    for line in file.read_text().splitlines():
+        values = json.loads(line)
+        step = str(values.pop("step"))
+        steps[step] = {
+            name: None if value is None else float(value).hex()
+            for name, value in sorted(values.items())
+            if not name.startswith(MEASURED)
+        }
+    return steps
+
+
+def column_digests(file: Path) -> dict[str, str]:
+    """Return a digest of each column of a table by its values, however the file encodes them."""
+    from pyarrow import parquet
+
+    table = parquet.read_table(file)
+    return {
+        name: _digest(json.dumps(table[name].to_pylist(), default=repr).encode())
+        for name in sorted(table.column_names)
+    }
+
+
+def tensor_digests(folder: Path) -> dict[str, str]:
+    """Return a digest of each tensor of a checkpoint, with its type and shape."""
+    import torch
+    from safetensors import safe_open
+
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                tensor = tensors.get_tensor(name).contiguous()
+                head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+                found[name] = _digest(head + tensor.view(-1).view(torch.uint8).numpy().tobytes())
+    return dict(sorted(found.items()))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
