@@ -26,7 +26,7 @@ from megatron_rl.hybrid_engine.layouts import best_rank_order
 from megatron_rl.hybrid_engine.target import MegatronTarget
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.parallel.hf.names import checkpoint_shapes
+from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import live_parameters
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.rollout.vllm.engine import VllmEngine
@@ -83,7 +83,7 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
             rank=device.rank(),
             dtype="float32",
             max_model_len=256,
-            shapes=checkpoint_shapes(config),
+            shapes=pretrained(config).tensor_shapes(),
         )
     methods, hybrid = hybrid_methods(model, engine)
     gatherer = Gatherer(model)

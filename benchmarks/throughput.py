@@ -30,9 +30,10 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.planner.calibrate import observed, read_steps
 from megatron_rl.planner.constants import Constants, load_constants
-from megatron_rl.planner.model_shape import ModelShape, load_model
 from megatron_rl.planner.run_step import PHASES, Observed, RunStep, predict_run, without_sync
 from megatron_rl.shapes.memory import PHASES as MEMORY_PHASES
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.published import load_shape
 
 QUIET = (
     "data.eval=null",
@@ -56,7 +57,7 @@ class Case:
         """Return the shape of a model by its path in the configuration, shipped where it is not here."""
         places = [Path(path), *(folder / Path(path).name for folder in self.shipped)]
         found = next((place for place in places if (place / "config.json").is_file()), None)
-        return load_model(str(found or path))
+        return load_shape(str(found or path))
 
     def predict(self, gpu: str, constants: Constants, observed: Observed | None = None) -> RunStep:
         """Predict one step on a GPU."""

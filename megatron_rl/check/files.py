@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.shapes.model import ModelShape, read_model_shape
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.published import read_trainable
 
 
 @dataclass
@@ -98,11 +99,11 @@ def check_model_files(
             "a directory with config.json, *.safetensors and tokenizer files",
             download,
         )
-        return read_model_shape(shipped, files.errors) if shipped is not None and shipped.is_file() else None
+        return read_trainable(shipped, files.errors) if shipped is not None and shipped.is_file() else None
     config = path / "config.json"
     shape = None
     if config.is_file():
-        shape = read_model_shape(config, files.errors)
+        shape = read_trainable(config, files.errors)
     else:
         files.miss(
             config,

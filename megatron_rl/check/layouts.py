@@ -122,7 +122,7 @@ def _check_experts(layout: ParallelLayout, shape: ModelShape, where: str) -> lis
             UserError(
                 "expert parallelism is set for a model without experts",
                 where=f"{where}.expert",
-                expected=f"1: {shape.architecture} is dense",
+                expected=f"1: {shape.name} is dense",
                 got=str(layout.expert),
                 fix=f"remove {where}.expert",
             )

@@ -10,9 +10,8 @@ import torch
 
 from megatron_rl.hybrid_engine.assignment import assign
 from megatron_rl.parallel.boxes import BoxGroup, regions
-from megatron_rl.parallel.hf.families import expert_count
-from megatron_rl.parallel.hf.names import checkpoint_shapes
-from megatron_rl.parallel.hf.shapes import megatron_layout
+from megatron_rl.parallel.hf.layout_boxes import megatron_layout
+from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TensorBox
 
@@ -20,10 +19,6 @@ VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it cuts it."""
 LARGEST_ISLAND = 64
 """Ranks whose order is optimised together; larger islands keep the order they were given."""
-
-_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj", "w1", "w3")
-_COLUMNS = ("o_proj", "down_proj", "w2")
-_VOCABULARY = ("embed_tokens", "lm_head")
 
 
 def engine_layout(
@@ -48,25 +43,23 @@ def engine_layout(
 def _engine_boxes(
     hf_config: Any, position: int, tensor: int, expert_parallel: bool
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    experts = expert_count(hf_config)
-    for name, shape in checkpoint_shapes(hf_config).items():
-        parts = name.split(".")
-        kind = next((part for part in parts if part in (*_ROWS, *_COLUMNS, *_VOCABULARY)), None)
+    model = pretrained(hf_config)
+    share, heads = math.ceil(model.shape.experts / tensor), model.shape.kv_heads
+    for named in model.tensors():
+        name, shape = named.name, named.shape
         dim, low, high = 0, 0, shape[0]
-        if expert_parallel and "experts" in parts:
-            expert, share = int(parts[parts.index("experts") + 1]), math.ceil(experts / tensor)
-            if expert // share != position:
+        if expert_parallel and named.expert is not None:
+            if named.expert // share != position:
                 continue
-        elif kind in _VOCABULARY:
+        elif named.engine == "vocabulary":
             rows = math.ceil(shape[0] / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // tensor
             low, high = min(position * rows, shape[0]), min((position + 1) * rows, shape[0])
-        elif kind in ("k_proj", "v_proj") and hf_config.num_key_value_heads < tensor:
-            rows = shape[0] // hf_config.num_key_value_heads
-            head = position * hf_config.num_key_value_heads // tensor
+        elif named.engine == "heads" and heads < tensor:
+            rows, head = shape[0] // heads, position * heads // tensor
             low, high = head * rows, (head + 1) * rows
-        elif kind in _ROWS:
+        elif named.engine in ("rows", "heads"):
             low, high = _part(shape[0], position, tensor)
-        elif kind in _COLUMNS and len(shape) > 1:
+        elif named.engine == "columns":
             dim = 1
             low, high = _part(shape[1], position, tensor)
         if low < high:

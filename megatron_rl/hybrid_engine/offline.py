@@ -15,10 +15,10 @@ from transformers import AutoConfig
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.hybrid_engine.layouts import best_rank_order, engine_layout
 from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan, schedule
-from megatron_rl.parallel.hf.shapes import megatron_layout
+from megatron_rl.parallel.hf.layout_boxes import megatron_layout
 from megatron_rl.planner.constants import Cluster, Constants
-from megatron_rl.planner.model_shape import presets
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.published import presets
 from megatron_rl.shapes.stages import FIRST, LAST, stage_ends, stage_layers
 
 _SIZES = {

@@ -15,8 +15,7 @@ from torch import Tensor
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.parallel.hf.config import ModelSpec, model_spec
-from megatron_rl.parallel.hf.families import with_scalar_head
+from megatron_rl.parallel.hf.model_spec import ModelSpec, model_spec, with_scalar_head
 from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, has_transformer_engine
 from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows

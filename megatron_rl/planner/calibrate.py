@@ -18,8 +18,9 @@ from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import Constants
-from megatron_rl.planner.model_shape import ModelShape, load_model
 from megatron_rl.planner.run_step import PHASES, Observed, RunStep, predict_run, without_sync
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.published import load_shape
 
 
 def read_steps(run_dir: str | Path, where: str = "--calibrate") -> list[dict[str, float]]:
@@ -107,7 +108,7 @@ def calibrate(
     lengths, measured = observed(config, steps), measured_phases(steps)
 
     def model_of(name: str) -> ModelShape:
-        return load_model(model or name)
+        return load_shape(model or name)
 
     def predict(with_constants: Constants) -> RunStep:
         return predict_run(config, with_constants, gpu or config.gpu or "h100", model_of, lengths)

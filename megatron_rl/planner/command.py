@@ -14,11 +14,11 @@ from megatron_rl.planner.constants import load_constants
 from megatron_rl.planner.evaluate import evaluate, read_scenarios, table
 from megatron_rl.planner.lengths import response_lengths
 from megatron_rl.planner.memory import OptimizerChoice
-from megatron_rl.planner.model_shape import load_model
 from megatron_rl.planner.placement import Problem
 from megatron_rl.planner.planning import ROLES, search
 from megatron_rl.planner.rl_step import RlBatch
 from megatron_rl.planner.show import plan_record, plans_text
+from megatron_rl.shapes.published import load_shape
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,8 +142,8 @@ def problem_of(args: argparse.Namespace) -> Problem:
         args.network_gigabits_per_gpu,
         args.network_gigabits_per_node,
     )
-    actor = load_model(args.model)
-    critic = load_model(args.critic) if args.critic else actor
+    actor = load_shape(args.model)
+    critic = load_shape(args.critic) if args.critic else actor
     models = {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
     mean = args.response_tokens_mean or args.response_tokens / 3
     batch = RlBatch(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron_rl.planner.communication import all_to_all_seconds, gather_seconds
 from megatron_rl.planner.constants import Cluster, Constants
 from megatron_rl.planner.layout import Layout
-from megatron_rl.planner.model_shape import ModelShape
+from megatron_rl.shapes.model import ModelShape
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def expert_rate(
     cluster: Cluster, constants: Constants, precision: str, model: ModelShape, layout: Layout, tokens: float
 ) -> float:
     """Return achieved FLOP/s of grouped expert products; few rows or narrow experts cost efficiency."""
-    width = model.expert_ffn / layout.expert_tensor
+    width = model.expert_width / layout.expert_tensor
     local = max(1.0, model.experts / layout.expert)
     rows = tokens / layout.tensor * model.experts_per_token / local
     efficiency = constants.efficiency
@@ -61,8 +61,8 @@ def elementwise_bytes(model: ModelShape, layout: Layout) -> float:
     wide_share = layout.tensor if layout.sequence_parallel else 1
     moe_share = model.moe_layers / model.layers
     inner = (
-        model.ffn * (1 - moe_share)
-        + (model.experts_per_token * model.expert_ffn + model.shared_ffn) * moe_share
+        model.mlp_width * (1 - moe_share)
+        + (model.experts_per_token * model.expert_width + model.shared_width) * moe_share
     )
     per_inner = 6.0 if model.gated else 4.0
     sharded = 8.0 * model.heads * model.head_dim + per_inner * inner
@@ -113,7 +113,7 @@ def layer_seconds(
     active_experts = model.moe_layers * model.experts_per_token * model.expert_parameters
     dense_flops = (model.layer_flops - 2.0 * active_experts) / model.layers
     width = min(
-        model.heads * model.head_dim, model.ffn if model.moe_layers < model.layers else model.hidden * 2
+        model.heads * model.head_dim, model.mlp_width if model.moe_layers < model.layers else model.hidden * 2
     )
     dense = (
         tokens * dense_flops / layout.tensor / gemm_rate(cluster, constants, precision, width / layout.tensor)

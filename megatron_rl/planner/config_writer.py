@@ -13,10 +13,10 @@ from megatron_rl.config.placement import APART
 from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import GB
 from megatron_rl.planner.layout import Layout, uneven_split
-from megatron_rl.planner.model_shape import ModelShape
 from megatron_rl.planner.placement import PlacementPlan, Problem
 from megatron_rl.planner.search import TrainPlan
 from megatron_rl.planner.show import plan_record
+from megatron_rl.shapes.model import ModelShape
 
 _TRAIN_DATA = "data/gsm8k/main/train-00000-of-00001.parquet"
 _REWARD = "megatron_rl.rewards.math_answer:marked_number"

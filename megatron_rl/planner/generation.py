@@ -17,7 +17,7 @@ from megatron_rl.planner.constants import Cluster, Constants
 from megatron_rl.planner.layout import Layout, RolloutLayout
 from megatron_rl.planner.lengths import Lengths
 from megatron_rl.planner.memory import PRECISION_BYTES, kv_capacity_bytes
-from megatron_rl.planner.model_shape import ModelShape
+from megatron_rl.shapes.model import ModelShape
 
 _POINTS = 32
 
@@ -69,7 +69,9 @@ def step_cost(
     bandwidth = gpu.hbm * decode.weight_bandwidth
     spread = max(tensor, rollout.expert)
     # The input embedding is looked up, not read.
-    dense = model.total - model.routed_expert_parameters - (0 if model.tied else model.embedding_parameters)
+    dense = (
+        model.parameters - model.routed_expert_parameters - (0 if model.tied else model.embedding_parameters)
+    )
     per_layer = decode.layer_seconds + (decode.layer_seconds_moe if model.experts else 0.0)
     # Norms, activations and permutations of one token in every layer, then sampling.
     moved = model.layers * elementwise_bytes(model, Layout(tensor=tensor))
@@ -114,7 +116,7 @@ def prefill_seconds(
     flops = tokens * (model.layer_flops - active_experts + model.attention_flops(prompt / 2))
     if active_experts:
         # Narrow experts cost efficiency, as in training; without expert parallelism tensor ranks cut them.
-        width = model.expert_ffn * rollout.expert / max(rollout.tensor, rollout.expert)
+        width = model.expert_width * rollout.expert / max(rollout.tensor, rollout.expert)
         flops += tokens * active_experts * (1.0 + constants.efficiency.expert_gemm_width / width)
     rate = (
         cluster.gpu.peak(precision)

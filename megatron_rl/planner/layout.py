@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from megatron_rl.planner.model_shape import ModelShape
+from megatron_rl.shapes.model import ModelShape
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron_rl.planner.constants import GB, Constants
 from megatron_rl.planner.layout import Layout, RolloutLayout
-from megatron_rl.planner.model_shape import ModelShape
+from megatron_rl.shapes.model import ModelShape
 
 PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
 
@@ -86,10 +86,12 @@ def activation_bytes_per_token_layer(model: ModelShape, layout: Layout, recomput
         query = model.heads * model.head_dim * (3 if model.output_gate else 2)
         attention = 2.0 * (query + 2 * model.kv_heads * model.head_dim)
     inner = 6.0 if model.gated else 4.0
-    dense = inner * model.ffn
+    dense = inner * model.mlp_width
     moe = 0.0
     if model.experts:
-        moe = inner * (model.experts_per_token * model.expert_ffn / layout.expert_tensor + model.shared_ffn)
+        moe = inner * (
+            model.experts_per_token * model.expert_width / layout.expert_tensor + model.shared_width
+        )
         moe += 2.0 * model.experts_per_token * model.hidden
     moe_share = model.moe_layers / model.layers
     return wide / wide_share + (attention + dense * (1 - moe_share) + moe * moe_share) / layout.tensor
@@ -159,14 +161,18 @@ def training_memory(
 def rollout_weight_bytes(model: ModelShape, rollout: RolloutLayout, precision: str) -> float:
     """Return weight bytes on one rollout GPU: 2N / (t p), experts over max(t, ep)."""
     size = PRECISION_BYTES.get(precision, 2)
-    dense = model.total - model.routed_expert_parameters
+    dense = model.parameters - model.routed_expert_parameters
     spread = max(rollout.tensor, rollout.expert)
     return size * (dense / rollout.tensor + model.routed_expert_parameters / spread) / rollout.pipeline
 
 
 def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: float) -> float:
     """Return live activation bytes of a prefill over ``tokens`` tokens: 6h + 6f/t each."""
-    inner = model.experts_per_token * model.expert_ffn + model.shared_ffn if model.experts else model.ffn
+    inner = (
+        model.experts_per_token * model.expert_width + model.shared_width
+        if model.experts
+        else model.mlp_width
+    )
     return tokens * (6.0 * model.hidden + 6.0 * inner / rollout.tensor)
 
 

@@ -14,7 +14,6 @@ from math import inf
 from megatron_rl.planner.constants import GB, Cluster, Constants
 from megatron_rl.planner.layout import RolloutLayout
 from megatron_rl.planner.memory import OptimizerChoice
-from megatron_rl.planner.model_shape import ModelShape
 from megatron_rl.planner.rl_step import TRAINED_ROLES, Phases, RlBatch, TrainChoice, step_forward_seconds
 from megatron_rl.planner.search import (
     RolloutPlan,
@@ -26,6 +25,7 @@ from megatron_rl.planner.search import (
     training_front,
 )
 from megatron_rl.planner.weight_sync import sync_seconds
+from megatron_rl.shapes.model import ModelShape
 
 _STATE_SPREADS = (1.0, 1.3, 2.0, 4.0, 1e9)
 

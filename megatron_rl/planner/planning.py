@@ -111,7 +111,7 @@ def search(problem: Problem, one_step_off: bool = False) -> SearchResult:
 def _least_need(problem: Problem) -> str:
     model = problem.models["actor"]
     state = problem.optimizer.gradient_bytes + problem.optimizer.state_bytes + 2
-    need = state * model.total / problem.cluster.num_gpus / GB
+    need = state * model.parameters / problem.cluster.num_gpus / GB
     return f"{need:.0f} GB a GPU of weights, gradients and optimizer even when cut evenly"
 
 

@@ -70,7 +70,7 @@ def _choice(
         f"scenario {scenario.name}: {model.name} does not fit on {gpus} GPUs in any layout",
         where=f"{scenario.name}.layout",
         expected=f"at most {limit / GB:.0f} GB on each of {gpus} GPUs",
-        got=f"{16 * model.total / gpus / GB:.0f} GB of weights, gradients and optimizer when evenly cut",
+        got=f"{16 * model.parameters / gpus / GB:.0f} GB of weights, gradients and optimizer when evenly cut",
         fix="more GPUs, optimizer offload, or a smaller model",
     )
 

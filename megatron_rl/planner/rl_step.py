@@ -17,9 +17,9 @@ from megatron_rl.planner.generation import generate_seconds
 from megatron_rl.planner.layout import Layout, RolloutLayout
 from megatron_rl.planner.lengths import Lengths, attended_context
 from megatron_rl.planner.memory import OptimizerChoice
-from megatron_rl.planner.model_shape import ModelShape
 from megatron_rl.planner.training import forward_seconds, replica_work, train_seconds
 from megatron_rl.planner.weight_sync import sync_seconds
+from megatron_rl.shapes.model import ModelShape
 
 # Roles that run a forward pass over every rollout, by algorithm. ``old`` is the actor before the step.
 FORWARD_ROLES = {"grpo": ("old", "reference"), "ppo": ("old", "reference", "critic", "reward")}

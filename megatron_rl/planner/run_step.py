@@ -18,7 +18,6 @@ from megatron_rl.planner.constants import GB, Cluster, Constants
 from megatron_rl.planner.layout import Layout, RolloutLayout
 from megatron_rl.planner.lengths import response_lengths
 from megatron_rl.planner.memory import OptimizerChoice
-from megatron_rl.planner.model_shape import ModelShape
 from megatron_rl.planner.rl_step import (
     RlBatch,
     TrainChoice,
@@ -29,6 +28,7 @@ from megatron_rl.planner.rl_step import (
 from megatron_rl.planner.search import memory_of
 from megatron_rl.planner.weight_sync import sync_seconds
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
 
 PHASES = ("generate", "reshard", "reward", "score", "learn")
 TYPICAL_SHARE = 1 / 3

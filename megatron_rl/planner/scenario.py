@@ -23,8 +23,9 @@ from megatron_rl.planner.constants import Cluster, Constants
 from megatron_rl.planner.layout import Layout, RolloutLayout
 from megatron_rl.planner.lengths import response_lengths
 from megatron_rl.planner.memory import OptimizerChoice
-from megatron_rl.planner.model_shape import ModelShape, load_model
 from megatron_rl.planner.rl_step import RlBatch
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.published import load_shape
 
 _ANSWERS = ("measured", "tolerance", "compare", "notes", "source")
 _ROLES = ("actor", "critic", "reference", "reward")
@@ -89,7 +90,7 @@ class Scenario:
         reference = self.part("roles").get(role) or self.raw.get("model")
         if reference is None:
             raise self.error("model", "a preset name or an inline configuration", None)
-        return load_model(reference)
+        return load_shape(reference)
 
     @property
     def cluster(self) -> Cluster:

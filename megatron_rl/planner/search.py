@@ -26,7 +26,6 @@ from megatron_rl.planner.memory import (
     rollout_weight_bytes,
     training_memory,
 )
-from megatron_rl.planner.model_shape import ModelShape
 from megatron_rl.planner.rl_step import (
     RlBatch,
     TrainChoice,
@@ -35,6 +34,7 @@ from megatron_rl.planner.rl_step import (
     step_train_seconds,
 )
 from megatron_rl.planner.training import replica_work
+from megatron_rl.shapes.model import ModelShape
 
 RECOMPUTE = ("none", "full")  # with flash attention, selective saves nothing
 _MICRO_BATCHES = (1, 2, 4)

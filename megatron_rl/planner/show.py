@@ -127,7 +127,8 @@ def plans_text(problem: Problem, plans: Sequence[PlacementPlan], layouts: int, e
     """Return the best plans as text."""
     model, batch = problem.models["actor"], problem.batch
     lines = [
-        f"{model.name}: {model.total / GB:.2f} B parameters, {model.active / GB:.2f} B active; "
+        f"{model.name}: {model.parameters / GB:.2f} B parameters, "
+        f"{model.active_parameters / GB:.2f} B active; "
         f"{problem.algorithm} on {problem.cluster.num_gpus} x {problem.cluster.gpu.name}",
         f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
         f"prompt {batch.prompt:.0f}, "

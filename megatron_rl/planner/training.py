@@ -14,7 +14,7 @@ from megatron_rl.planner.compute import LayerSeconds, layer_seconds
 from megatron_rl.planner.constants import Cluster, Constants
 from megatron_rl.planner.layout import Layout
 from megatron_rl.planner.memory import OptimizerChoice, parameters_per_gpu
-from megatron_rl.planner.model_shape import ModelShape
+from megatron_rl.shapes.model import ModelShape
 
 
 @dataclass(frozen=True)

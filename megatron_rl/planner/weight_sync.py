@@ -12,7 +12,7 @@ from megatron_rl.errors import UserError, nearest
 from megatron_rl.planner.constants import GB, Cluster, Constants
 from megatron_rl.planner.layout import Layout, RolloutLayout
 from megatron_rl.planner.memory import PRECISION_BYTES, rollout_weight_bytes
-from megatron_rl.planner.model_shape import ModelShape
+from megatron_rl.shapes.model import ModelShape
 
 METHODS = ("strided_reshard", "gather_and_load", "host_broadcast", "planned_peer_to_peer")
 
@@ -28,7 +28,7 @@ class SyncVolume:
 
 def model_bytes(model: ModelShape, precision: str) -> float:
     """Return the bytes of the weights that move."""
-    return float(PRECISION_BYTES.get(precision, 2) * model.total)
+    return float(PRECISION_BYTES.get(precision, 2) * model.parameters)
 
 
 def volume(

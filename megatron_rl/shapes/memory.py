@@ -56,23 +56,30 @@ def stage_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> t
 
     Layers are cut evenly; a tied embedding has a copy on the last stage of a pipeline.
     """
-    tensor, layers = layout.tensor, -(-shape.layers // layout.pipeline)
-    total = layers * (shape.cut_parameters // tensor + shape.replicated_parameters) // shape.layers
-    experts = layers * shape.expert_parameters // (shape.layers * layout.expert * layout.expert_tensor)
-    vocabulary = shape.padded_vocab(tensor) * shape.hidden // tensor
+    count = -(-shape.layers // layout.pipeline)
+    dense, experts = 0, 0
+    for layer in range(stage * count, min((stage + 1) * count, shape.layers)):
+        for weight in shape.weights(layer):
+            if weight.expert:
+                experts += weight.elements * shape.experts // (layout.expert * layout.expert_tensor)
+            else:
+                dense += weight.elements // (1 if weight.cut in ("whole", "latent") else layout.tensor)
+    vocabulary = shape.padded_vocab(layout.tensor) * shape.hidden // layout.tensor
     first, last = stage == 0, stage == layout.pipeline - 1
-    total += vocabulary if first else 0
-    total += vocabulary if last and not (shape.tied and first) else 0
-    return total + (shape.hidden if last else 0), experts
+    dense += vocabulary if first else 0
+    if last and not (shape.tied and first):
+        dense += shape.hidden if shape.scalar_head else vocabulary
+    return dense + (shape.final_norm_parameters if last else 0), experts
 
 
 def rollout_parameters(shape: ModelShape, tensor: int) -> int:
     """Return the parameters of one rank of an engine that cuts the model ``tensor`` ways."""
     kv_copies = max(1, tensor // shape.kv_heads)
-    copied = shape.layers * shape.key_value_parameters * (kv_copies - 1)
-    cut = (shape.cut_parameters + shape.expert_parameters + copied) // tensor
+    whole = shape.replicated_parameters
+    layers = shape.layer_dense_total - whole + shape.routed_expert_parameters
+    copied = shape.key_value_parameters * (kv_copies - 1)
     vocabulary = shape.padded_vocab(tensor) * shape.hidden // tensor * (1 if shape.tied else 2)
-    return cut + shape.replicated_parameters + vocabulary + shape.hidden
+    return (layers + copied) // tensor + whole + vocabulary + shape.final_norm_parameters
 
 
 def activation_elements(shape: ModelShape, layout: ParallelLayout, recompute: str) -> float:

@@ -1,63 +1,25 @@
-"""The shape of a Hugging Face model, read from its config.json as plain JSON."""
+"""The sizes of a model, and what follows from them: parameters, FLOPs and cache.
+
+FLOPs: Korthikanti et al. 2022 (arXiv 2205.05198) and Narayanan et al. 2021 (arXiv 2104.04473).
+"""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from megatron_rl.errors import UserError, nearest
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Say how one architecture's config.json is read; ``experts`` names its expert-count key.
-
-    ``latent``: multi-head latent attention, shared experts and dense first layers, as DeepSeek has them.
-    """
-
-    model_type: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: str | None = None
-    expert_width: str = "intermediate_size"
-    latent: bool = False
-    router_bias: bool = False
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture("llama"),
-    "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True),
-    "Qwen3ForCausalLM": Architecture("qwen3", qk_norm=True),
-    "MistralForCausalLM": Architecture("mistral"),
-    "MixtralForCausalLM": Architecture("mixtral", experts="num_local_experts"),
-    "Qwen3MoeForCausalLM": Architecture(
-        "qwen3_moe", qk_norm=True, experts="num_experts", expert_width="moe_intermediate_size"
-    ),
-    "DeepseekV2ForCausalLM": Architecture(
-        "deepseek_v2", experts="n_routed_experts", expert_width="moe_intermediate_size", latent=True
-    ),
-    "DeepseekV3ForCausalLM": Architecture(
-        "deepseek_v3",
-        experts="n_routed_experts",
-        expert_width="moe_intermediate_size",
-        latent=True,
-        router_bias=True,
-    ),
-}
-"""The architectures that can be trained; adding one here lets `check` accept it."""
+from megatron_rl.shapes.weights import EngineCut, Weight, layer_weights
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Hold the sizes that decide layout, memory and traffic.
+    """Hold the sizes of a decoder; widths and lengths are in elements, layers are counted from 0.
 
-    ``experts`` is 0 in a dense model; ``expert_width`` is the MLP width of one expert. ``kv_lora`` above 0
-    means latent attention: then ``head_dim`` is not used, the cache holds kv_lora + qk_rope a layer.
+    ``experts`` is 0 in a dense model; the layers without experts of a mixture are ``dense_layers``.
+    ``kv_lora`` above 0 means multi-head latent attention, which does not use ``head_dim``.
     """
 
-    architecture: str
+    name: str
     hidden: int
     layers: int
     heads: int
@@ -65,205 +27,215 @@ class ModelShape:
     head_dim: int
     mlp_width: int
     vocab: int
-    max_positions: int
+    max_positions: int = 1 << 40
     tied: bool = False
+    scalar_head: bool = False
+    """One number per token in the place of the vocabulary: a critic or a reward model."""
+    gated: bool = True
+    """The MLP has three matrices (gate, up, down), not two."""
+    layer_norm: bool = False
+    """Norms are LayerNorm with a bias, not RMSNorm."""
+    sandwich_norms: bool = False
+    """A norm follows attention and MLP too."""
     qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
+    learned_positions: int = 0
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
-    shared_width: int = 0  # of a layer's shared experts together
-    dense_layers: int = 0  # first layers of a mixture-of-experts model that have a plain MLP
+    shared_width: int = 0
+    """The width of a layer's shared experts together."""
+    shared_gate: bool = False
     router_bias: bool = False
-    q_lora: int = 0  # 0 with latent attention: the query comes straight from the hidden state
+    expert_bias: bool = False
+    dense_layers: tuple[int, ...] = ()
+    q_lora: int = 0
+    """0 with latent attention: the query comes straight from the hidden state."""
     kv_lora: int = 0
     qk_nope: int = 0
     qk_rope: int = 0
     v_head_dim: int = 0
+    output_gate: bool = False
+    """Attention's output is gated by a second query-sized projection."""
+    linear_layers: tuple[int, ...] = ()
+    """Layers with a gated delta net instead of attention."""
+    linear_qk: int = 0
+    """Key heads times their size."""
+    linear_v: int = 0
+    linear_v_heads: int = 0
+    linear_v_head_dim: int = 0
+    linear_conv: int = 0
+    sliding_window: int = 0
+    sliding_layers: tuple[int, ...] = ()
+
+    @property
+    def mla(self) -> bool:
+        """Say whether attention is multi-head latent attention."""
+        return self.kv_lora > 0
+
+    @property
+    def qk_dim(self) -> int:
+        """Return the size of one head's query and key."""
+        return self.qk_nope + self.qk_rope if self.mla else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Return the size of one head's value."""
+        return self.v_head_dim if self.mla else self.head_dim
+
+    @property
+    def attention_layers(self) -> int:
+        """Count the layers with softmax attention."""
+        return self.layers - len(self.linear_layers)
+
+    @property
+    def moe_layers(self) -> int:
+        """Count the layers with routed experts."""
+        return self.layers - len(self.dense_layers) if self.experts else 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Say whether a layer has routed experts."""
+        return self.experts > 0 and layer not in self.dense_layers
+
+    def with_scalar_head(self) -> ModelShape:
+        """Return the shape of the same model with a head of one number."""
+        return replace(self, scalar_head=True, tied=False)
 
     def padded_vocab(self, tensor: int) -> int:
         """Return the vocabulary size rounded up so that ``tensor`` ranks hold equal parts."""
         return -(-self.vocab // tensor) * tensor
 
-    @property
-    def moe_layers(self) -> int:
-        """Return the number of layers with routed experts."""
-        return self.layers - self.dense_layers if self.experts else 0
+    def weights(self, layer: int) -> tuple[Weight, ...]:
+        """Return the parameters of a layer, in the order in which checkpoints list their tensors."""
+        return self._weights[layer in self.linear_layers, self.has_experts(layer)]
 
-    @property
-    def attention_parameters(self) -> int:
-        """Return the parameters of one layer's attention that tensor parallelism cuts."""
-        if self.kv_lora:
-            query = (self.q_lora or self.hidden) * self.heads * (self.qk_nope + self.qk_rope)
-            key_value = self.kv_lora * self.heads * (self.qk_nope + self.v_head_dim)
-            return query + key_value + self.heads * self.v_head_dim * self.hidden
-        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
-        bias = qkv if self.qkv_bias else 0
-        return self.hidden * qkv + bias + self.heads * self.head_dim * self.hidden
+    @cached_property
+    def _weights(self) -> dict[tuple[bool, bool], tuple[Weight, ...]]:
+        kinds = [(linear, experts) for linear in (False, True) for experts in (False, True)]
+        return {kind: layer_weights(self, *kind) for kind in kinds}
 
-    @property
-    def key_value_parameters(self) -> int:
-        """Return those of them that an engine with more ranks than key-value heads holds several times."""
-        if self.kv_lora:
-            return 0
-        return 2 * self.kv_heads * self.head_dim * (self.hidden + (1 if self.qkv_bias else 0))
+    @cached_property
+    def _layer_kinds(self) -> dict[tuple[bool, bool], int]:
+        kinds: dict[tuple[bool, bool], int] = {}
+        for layer in range(self.layers):
+            kind = layer in self.linear_layers, self.has_experts(layer)
+            kinds[kind] = kinds.get(kind, 0) + 1
+        return kinds
 
-    @property
-    def cut_parameters(self) -> int:
-        """Return the parameters of all layers that tensor parallelism cuts, without routed experts."""
-        width = (self.layers - self.moe_layers) * self.mlp_width + self.moe_layers * self.shared_width
-        return self.layers * self.attention_parameters + 3 * self.hidden * width
+    def _total(self, expert: bool, *cuts: EngineCut) -> int:
+        """Count the elements of all layers in or outside experts, of all of the engine's cuts or of some."""
+        return sum(
+            count * source.elements
+            for kind, count in self._layer_kinds.items()
+            for weight in self._weights[kind]
+            if weight.expert == expert
+            for source in weight.sources
+            if not cuts or source.engine in cuts
+        )
 
-    @property
+    @cached_property
+    def embedding_parameters(self) -> int:
+        """Count one vocabulary embedding."""
+        return self.vocab * self.hidden
+
+    @cached_property
+    def head_parameters(self) -> int:
+        """Count the output layer's own weights: 0 where it is tied, one row where it gives one number."""
+        return 0 if self.tied else self.hidden if self.scalar_head else self.embedding_parameters
+
+    @cached_property
+    def final_norm_parameters(self) -> int:
+        """Count the norm behind the last layer."""
+        return self.hidden * (2 if self.layer_norm else 1)
+
+    @cached_property
     def expert_parameters(self) -> int:
-        """Return the parameters of all routed experts of all layers."""
-        return self.moe_layers * self.experts * 3 * self.hidden * self.expert_width
+        """Count one routed expert."""
+        return sum(weight.elements for weight in self._weights[False, True] if weight.expert)
 
-    @property
+    @cached_property
+    def routed_expert_parameters(self) -> int:
+        """Count all routed experts of all layers."""
+        return self.experts * self._total(True)
+
+    @cached_property
+    def layer_dense_total(self) -> int:
+        """Count everything in the layers except routed experts."""
+        return self._total(False)
+
+    @cached_property
+    def key_value_parameters(self) -> int:
+        """Count, in all layers, what an engine with more ranks than key-value heads holds several times."""
+        return self._total(False, "heads")
+
+    @cached_property
     def replicated_parameters(self) -> int:
-        """Return the parameters of all layers that every tensor rank holds.
+        """Count, in all layers, what every tensor rank of an engine holds: norms, routers and the like."""
+        return self._total(False, "whole")
 
-        Norms and routers, and the projections into the latent space.
-        """
-        layer = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        if self.kv_lora:
-            layer += self.hidden * (self.q_lora + self.kv_lora + self.qk_rope) + self.q_lora + self.kv_lora
-        router = self.experts * (self.hidden + (1 if self.router_bias else 0))
-        return self.layers * layer + self.moe_layers * router
-
-    @property
+    @cached_property
     def parameters(self) -> int:
-        """Return the number of parameters of the checkpoint."""
-        layers = self.cut_parameters + self.expert_parameters + self.replicated_parameters
-        return layers + self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+        """Count all parameters of the checkpoint."""
+        ends = self.embedding_parameters + self.head_parameters + self.learned_positions * self.hidden
+        return ends + self.final_norm_parameters + self.layer_dense_total + self.routed_expert_parameters
 
-    @property
+    @cached_property
     def active_parameters(self) -> int:
-        """Return the parameters that one token passes through."""
-        idle = (self.experts - self.experts_per_token) * 3 * self.hidden * self.expert_width
-        return self.parameters - self.moe_layers * idle
+        """Count the parameters a token meets: all but the experts it skips."""
+        skipped = self.moe_layers * (self.experts - self.experts_per_token) * self.expert_parameters
+        return self.parameters - skipped
 
-
-def read_model_shape(path: Path, errors: list[UserError]) -> ModelShape | None:
-    """Read config.json; what is wrong with it is added to ``errors`` and None returned."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        errors.append(
-            UserError(
-                "the model's config.json cannot be read",
-                where=str(path),
-                expected="a JSON object",
-                got=str(error),
-                fix="copy the file again from the checkpoint",
-            )
+    @cached_property
+    def tensors(self) -> int:
+        """Count the named tensors of the checkpoint."""
+        layers = sum(
+            count * len(weight.sources) * (self.experts if weight.expert else 1)
+            for kind, count in self._layer_kinds.items()
+            for weight in self._weights[kind]
         )
-        return None
-    if not isinstance(raw, dict):
-        errors.append(
-            UserError(
-                "the model's config.json is not a JSON object",
-                where=str(path),
-                expected='{"architectures": [...], "hidden_size": ...}',
-                got=type(raw).__name__,
-                fix="copy the file again from the checkpoint",
-            )
-        )
-        return None
-    return _shape(raw, str(path), errors)
+        ends = 1 + (2 if self.layer_norm else 1) + (not self.tied) + (self.learned_positions > 0)
+        return layers + ends
 
+    def attention_flops(self, context: float) -> float:
+        """Return the forward FLOPs of one token's attention in all layers at a mean context length.
 
-def _shape(raw: dict[str, Any], where: str, errors: list[UserError]) -> ModelShape | None:
-    name = _architecture_name(raw)
-    architecture = ARCHITECTURES.get(name)
-    if architecture is None:
-        close = nearest(name, ARCHITECTURES)
-        errors.append(
-            UserError(
-                f"the model's architecture {name or '(none named)'} is not supported",
-                where=f"{where}: architectures",
-                expected=f"one of {', '.join(ARCHITECTURES)}",
-                got=name or "no `architectures`",
-                fix=f"use a {close} checkpoint"
-                if close
-                else "use a checkpoint of one of these architectures",
-            )
-        )
-        return None
-    before = len(errors)
-    reader = _Reader(raw, where, errors)
-    hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
-    mlp_width = reader.size("intermediate_size")
-    experts = reader.size(architecture.experts) if architecture.experts else 0
-    fallback = hidden // heads if heads else 0
-    shape = ModelShape(
-        architecture=name,
-        hidden=hidden,
-        layers=reader.size("num_hidden_layers"),
-        heads=heads,
-        kv_heads=reader.size("num_key_value_heads", heads),
-        head_dim=reader.size("head_dim", fallback),
-        mlp_width=mlp_width,
-        vocab=reader.size("vocab_size"),
-        max_positions=reader.size("max_position_embeddings", 1 << 40),
-        tied=raw.get("tie_word_embeddings") is True,
-        qkv_bias=architecture.qkv_bias or raw.get("attention_bias") is True,
-        qk_norm=architecture.qk_norm,
-        experts=experts,
-        experts_per_token=reader.size("num_experts_per_tok") if experts else 0,
-        expert_width=reader.size(architecture.expert_width) if experts else 0,
-        router_bias=architecture.router_bias,
-        **(_latent(reader) if architecture.latent else {}),
-    )
-    return shape if len(errors) == before else None
+        ``context`` is how many keys the token attends to: s for the full convention, s/2 causal. Score and
+        value products: 2 (d_qk + d_v) a key; gated delta nets do a constant amount.
+        """
+        per_key = 2 * self.heads * (self.qk_dim + self.value_dim)
+        sliding = len(self.sliding_layers)
+        window = min(context, self.sliding_window) if sliding else 0
+        linear = len(self.linear_layers) * 6.0 * self.linear_qk * self.linear_v_head_dim
+        return per_key * ((self.attention_layers - sliding) * context + sliding * window) + linear
 
+    @cached_property
+    def layer_flops(self) -> float:
+        """Return the forward FLOPs per token of the layers, two per active parameter."""
+        active_experts = self.moe_layers * self.experts_per_token * self.expert_parameters
+        return 2.0 * (self.layer_dense_total + active_experts)
 
-def _latent(reader: _Reader) -> dict[str, int]:
-    """Read what DeepSeek's config.json has beside the usual sizes; `q_lora_rank` may be null."""
-    return {
-        "shared_width": reader.size("moe_intermediate_size") * reader.count("n_shared_experts"),
-        "dense_layers": reader.count("first_k_dense_replace"),
-        "q_lora": reader.count("q_lora_rank"),
-        "kv_lora": reader.size("kv_lora_rank"),
-        "qk_nope": reader.size("qk_nope_head_dim"),
-        "qk_rope": reader.size("qk_rope_head_dim"),
-        "v_head_dim": reader.size("v_head_dim"),
-    }
+    @cached_property
+    def head_flops(self) -> float:
+        """Return the forward FLOPs per token of the output projection."""
+        return 2.0 * self.embedding_parameters
 
+    def forward_flops(self, context: float) -> float:
+        """Return the forward FLOPs per token: layers, attention at ``context`` keys, output projection."""
+        return self.layer_flops + self.head_flops + self.attention_flops(context)
 
-def _architecture_name(raw: dict[str, Any]) -> str:
-    names = raw.get("architectures")
-    if isinstance(names, list) and names and isinstance(names[0], str):
-        return names[0]
-    for name, architecture in ARCHITECTURES.items():
-        if raw.get("model_type") == architecture.model_type:
-            return name
-    return str(raw.get("model_type") or "")
+    @cached_property
+    def kv_elements(self) -> int:
+        """Count the cache's elements per token: 2 L kv d, or (c_kv + rope) L for latent attention."""
+        if self.mla:
+            return self.attention_layers * (self.kv_lora + self.qk_rope)
+        return self.attention_layers * 2 * self.kv_heads * self.head_dim
 
+    def kv_bytes_per_gpu(self, tensor: int, bytes_per_element: float = 2.0) -> float:
+        """Return the cache's bytes per token on one of ``tensor`` ranks.
 
-@dataclass
-class _Reader:
-    raw: dict[str, Any]
-    where: str
-    errors: list[UserError]
-
-    def count(self, key: str) -> int:
-        """Return a number that may be absent, null or 0."""
-        return self.size(key) if self.raw.get(key) else 0
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.raw.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 40:
-            return value
-        self.errors.append(
-            UserError(
-                f"the model's config.json has no usable `{key}`",
-                where=f"{self.where}: {key}",
-                expected="a positive integer",
-                got="nothing" if value is None else repr(value)[:80],
-                fix="copy config.json again from the checkpoint",
-            )
-        )
-        return 1
+        Key-value heads divide over ranks until each has one; a latent cache has no heads to divide by.
+        """
+        share = 1 if self.mla else min(tensor, self.kv_heads)
+        return self.kv_elements * bytes_per_element / share

@@ -57,11 +57,11 @@ def sync_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: M
 
 def _tensors(shape: ModelShape, tensor: int) -> list[tuple[int, int, str]]:
     """Return (elements, ways the engine cuts them, kind) for each class of weights."""
-    kv = shape.layers * shape.key_value_parameters
+    kv, whole = shape.key_value_parameters, shape.replicated_parameters
     result = [
-        (shape.cut_parameters - kv, tensor, "layers"),
+        (shape.layer_dense_total - whole - kv, tensor, "layers"),
         (kv, min(tensor, shape.kv_heads), "layers"),
-        (shape.expert_parameters, tensor, "experts"),
+        (shape.routed_expert_parameters, tensor, "experts"),
         (shape.replicated_parameters, 1, "whole"),
         (shape.hidden, 1, "final"),
         (shape.vocab * shape.hidden, tensor, "ends" if shape.tied else "first"),

@@ -24,7 +24,8 @@ from megatron_rl.data.quickstart import SIZES
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import PHASES, rollout_parameters, stage_parameters
-from megatron_rl.shapes.model import ModelShape, read_model_shape
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.published import read_trainable
 from megatron_rl.shapes.traffic import sync_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,12 +115,12 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("path", "parameters"), PUBLISHED)
 def test_parameters_equal_published_totals(path: str, parameters: int) -> None:
-    shape = read_model_shape(ROOT / path / "config.json", [])
+    shape = read_trainable(ROOT / path / "config.json", [])
     assert shape is not None and shape.parameters == parameters
 
 
 def test_the_shipped_shape_is_that_of_the_quickstarts_model() -> None:
-    shape = read_model_shape(ROOT / "configs/models/quickstart-data/model/config.json", [])
+    shape = read_trainable(ROOT / "configs/models/quickstart-data/model/config.json", [])
     made = SIZES["small"]
     assert shape is not None
     assert (shape.hidden, shape.layers, shape.heads) == (made.hidden, made.layers, made.heads)

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.parallel.hf.config import model_spec, rotary_frequencies
 from megatron_rl.parallel.hf.files import CheckpointFiles, shard_files
-from megatron_rl.parallel.hf.names import checkpoint_shapes
+from megatron_rl.parallel.hf.model_spec import model_spec, pretrained, rotary_frequencies
 from megatron_rl.parallel.hf.weights import check_tensors
 from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import FAMILIES, config_of, make_model, save_model
@@ -32,7 +31,7 @@ def spec(family, sizes=None, overrides=None, **changes):
 def test_names_and_shapes_are_those_transformers_saves(family, tmp_path):
     save_model(family, tmp_path)
     files = CheckpointFiles(tmp_path)
-    expected = checkpoint_shapes(config_of(family))
+    expected = pretrained(config_of(family)).tensor_shapes()
     assert files.names() == set(expected)
     assert all(files.shape(name) == shape for name, shape in expected.items())
 
@@ -170,7 +169,7 @@ def test_files_are_filled_in_order():
 
 def test_padded_and_duplicated_parts_fill_every_parameter():
     """The importer covers each parameter exactly, for every rank of a layout with padding and experts."""
-    from megatron_rl.parallel.hf.shapes import megatron_layout
+    from megatron_rl.parallel.hf.layout_boxes import megatron_layout
 
     device.initialize()
     assert ParallelGroups(ParallelLayout((0,))).member

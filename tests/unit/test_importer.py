@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.parallel.hf.families import family_of
 from megatron_rl.parallel.hf.importer import Shard, import_parameters
-from megatron_rl.parallel.hf.names import checkpoint_shapes
+from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import trace_import, view_of
 from tests.hf_models import config_of
 
@@ -18,7 +17,7 @@ GROUPED = LAYER + "linear_{name}.weight{expert}"
 
 def checkpoint(config):
     """Return tensors of a whole checkpoint, every number of them different."""
-    shapes, begin, tensors = checkpoint_shapes(config), 0, {}
+    shapes, begin, tensors = pretrained(config).tensor_shapes(), 0, {}
     for name, shape in shapes.items():
         count = torch.Size(shape).numel()
         tensors[name] = torch.arange(begin, begin + count, dtype=torch.float64).view(shape)
@@ -28,8 +27,8 @@ def checkpoint(config):
 
 def storages(config, naming, shard):
     """Return empty parameters of the experts one rank holds, under their Megatron names."""
-    settings = family_of(config).settings(config)
-    experts, width = settings["num_moe_experts"], settings["moe_ffn_hidden_size"] // shard.expert_tensor_size
+    shape = pretrained(config).shape
+    experts, width = shape.experts, shape.expert_width // shard.expert_tensor_size
     parameters = {}
     for expert in range(experts // shard.expert_size):
         fc1 = torch.full((2 * width, config.hidden_size), -1.0, dtype=torch.float64)
@@ -46,16 +45,21 @@ def test_both_kinds_of_expert_storage_hold_the_checkpoint(family, naming):
     tensors = checkpoint(config)
     shard = Shard(expert=1, expert_size=2, expert_tensor=1, expert_tensor_size=2)
     parameters = storages(config, naming, shard)
-    import_parameters(parameters, tensors, config, shard)
-    moe, settings = family_of(config).moe, family_of(config).settings(config)
-    assert moe is not None
-    local, width = settings["num_moe_experts"] // 2, settings["moe_ffn_hidden_size"] // 2
+    import_parameters(parameters, tensors, pretrained(config), shard)
+    shape = pretrained(config).shape
+    local, width = shape.experts // 2, shape.expert_width // 2
+    block, gate, up, down = (
+        ("block_sparse_moe", "w1", "w3", "w2")
+        if family == "mixtral"
+        else ("mlp", "gate_proj", "up_proj", "down_proj")
+    )
     for expert in range(local):
-        prefix = f"model.layers.2.{moe.expert.format(expert=local + expert)}."
-        halves = [tensors[prefix + name][width:] for name in (moe.gate, moe.up)]
+        prefix = f"model.layers.2.{block}.experts.{local + expert}."
+        halves = [tensors[f"{prefix}{name}.weight"][width:] for name in (gate, up)]
         assert torch.equal(parameters[naming.format(expert=expert, name="fc1")], torch.cat(halves))
-        down = tensors[prefix + moe.down][:, width:]
-        assert torch.equal(parameters[naming.format(expert=expert, name="fc2")], down)
+        assert torch.equal(
+            parameters[naming.format(expert=expert, name="fc2")], tensors[f"{prefix}{down}.weight"][:, width:]
+        )
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek-v3"])
@@ -65,9 +69,9 @@ def test_boxes_of_both_kinds_read_the_checkpoint_back(family, naming):
     tensors = checkpoint(config)
     shard = Shard(expert=1, expert_size=2)
     parameters = storages(config, naming, shard)
-    import_parameters(parameters, tensors, config, shard)
+    import_parameters(parameters, tensors, pretrained(config), shard)
     meta = {name: torch.empty_like(value, device="meta") for name, value in parameters.items()}
-    boxes = trace_import(meta, config, shard, rank=0)
+    boxes = trace_import(meta, pretrained(config), shard, rank=0)
     assert boxes
     for box in boxes:
         part = tuple(slice(low, low + size) for low, size in zip(box.start, box.size, strict=True))

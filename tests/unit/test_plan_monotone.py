@@ -13,9 +13,10 @@ from megatron_rl.planner.generation import decode_milliseconds, generate_seconds
 from megatron_rl.planner.layout import Layout, RolloutLayout
 from megatron_rl.planner.lengths import response_lengths
 from megatron_rl.planner.memory import OptimizerChoice, kv_capacity_bytes, training_memory
-from megatron_rl.planner.model_shape import ModelShape, load_model
 from megatron_rl.planner.rl_step import RlBatch, TrainChoice, step_forward_seconds, step_train_seconds
 from megatron_rl.planner.weight_sync import METHODS, sync_seconds
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.published import load_shape
 
 CONSTANTS = load_constants()
 MODELS = ("llama-3.1-8b", "llama-3-70b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "mixtral-8x7b")
@@ -25,7 +26,7 @@ few = settings(max_examples=60, deadline=None)
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
-    model = load_model(draw(st.sampled_from(MODELS)))
+    model = load_shape(draw(st.sampled_from(MODELS)))
     tensor = draw(st.sampled_from((1, 2, 4)))
     pipeline = draw(st.sampled_from((1, 2, 4, 8)))
     data = draw(st.sampled_from((4, 8, 16)))
@@ -120,7 +121,7 @@ def test_memory_shrinks_with_every_cut_and_grows_with_tokens(
 def test_generation_grows_with_rows_lengths_and_less_cache(
     name: str, rows: int, mean: float, kind: str
 ) -> None:
-    model, machine = load_model(name), cluster(8)
+    model, machine = load_shape(name), cluster(8)
     rollout = RolloutLayout(tensor=8, replicas=1, memory_fraction=0.9)
 
     def seconds(rows: float, mean: float, longest: float = 4096.0, fraction: float = 0.9) -> float:
@@ -138,7 +139,7 @@ def test_generation_grows_with_rows_lengths_and_less_cache(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_more_tensor_parallelism_holds_more_cache(name: str) -> None:
-    model, memory = load_model(name), 2000e9
+    model, memory = load_shape(name), 2000e9
     room = [
         kv_capacity_bytes(model, RolloutLayout(tensor=size), memory, "bf16", CONSTANTS)
         for size in (1, 2, 4, 8)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.cli.main import main as command
-from megatron_rl.planner.model_shape import load_model
-from megatron_rl.shapes.model import read_model_shape
+from megatron_rl.shapes.published import load_shape, read_trainable
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = sorted((ROOT / "configs/bench").glob("*.yaml"))
@@ -48,9 +47,9 @@ def run(throughput: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_shipped_shape_has_the_published_total(name: str) -> None:
     path = ROOT / "configs/models" / name / "config.json"
-    shape = read_model_shape(path, [])
-    assert shape is not None and shape.parameters == PUBLISHED[name] == load_model(str(path)).total
-    assert shape.active_parameters == load_model(str(path)).active
+    shape = read_trainable(path, [])
+    assert shape is not None and shape.parameters == PUBLISHED[name] == load_shape(str(path)).parameters
+    assert shape.active_parameters == load_shape(str(path)).active_parameters
 
 
 @pytest.mark.parametrize("path", BENCH, ids=lambda path: path.stem)

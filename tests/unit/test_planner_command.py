@@ -17,9 +17,9 @@ from megatron_rl.planner.calibrate import calibrate
 from megatron_rl.planner.command import add_arguments, problem_of, run
 from megatron_rl.planner.config_writer import Paths, config_text, expressible, preset_of
 from megatron_rl.planner.constants import load_constants
-from megatron_rl.planner.model_shape import load_model, presets
 from megatron_rl.planner.planning import search
 from megatron_rl.planner.run_step import PHASES, Observed, predict_run
+from megatron_rl.shapes.published import load_shape, presets
 
 POINTS = Path(__file__).parent / "data" / "planner_points.json"
 
@@ -184,7 +184,7 @@ def _run_folder(path: Path, slower: dict[str, float]) -> None:
     path.mkdir(exist_ok=True)
     (path / "config.yaml").write_text(CONFIG)
     config = load(path / "config.yaml").valid()
-    expected = predict_run(config, load_constants(), "a100", load_model, Observed(200.0, 400.0)).seconds
+    expected = predict_run(config, load_constants(), "a100", load_shape, Observed(200.0, 400.0)).seconds
     lines = [{"step": 0, "time/generate": 999.0}]
     for step in (1, 2, 3):
         taken = {name: expected[name] * slower[name] for name in PHASES if expected[name]}

@@ -15,7 +15,6 @@ from megatron_rl.planner.memory import (
     layers_in_flight,
     training_memory,
 )
-from megatron_rl.planner.model_shape import load_model
 from megatron_rl.planner.placement import Problem, compositions
 from megatron_rl.planner.planning import ROLES, search
 from megatron_rl.planner.rl_step import RlBatch
@@ -23,13 +22,14 @@ from megatron_rl.planner.search import memory_limit
 from megatron_rl.planner.show import memory_by_phase
 from megatron_rl.planner.training import model_flops_per_token
 from megatron_rl.planner.weight_sync import volume
+from megatron_rl.shapes.published import load_shape
 
 CONSTANTS = load_constants()
 BATCH = RlBatch(128, 8, 2, 512.0, response_lengths(1024.0, 4096.0, "variable"), 4608.0)
 
 
 def problem(model: str, gpus: int, gpu: str = "h100", algorithm: str = "grpo") -> Problem:
-    shape = load_model(model)
+    shape = load_shape(model)
     models = {role: shape for role in ROLES[algorithm]}
     return Problem(models, algorithm, BATCH, CONSTANTS.cluster(gpu, gpus), CONSTANTS, roles_swap=False)
 
@@ -57,13 +57,13 @@ def test_activation_memory_is_linear_in_tokens(model: str, recompute: str) -> No
     layout = Layout(
         tensor=2, pipeline=4, data=2, expert=2 if model == "deepseek-v3" else 1, sequence_parallel=True
     )
-    shape = load_model(model)
+    shape = load_shape(model)
     one, two, four = (activation_bytes(shape, layout, tokens, 8, recompute) for tokens in (1000, 2000, 4000))
     assert two == pytest.approx(2 * one) and four == pytest.approx(4 * one)
 
 
 def test_plain_gpt_activations_equal_the_published_formula() -> None:
-    shape, tokens = load_model("gpt-177b-megatron"), 1
+    shape, tokens = load_shape("gpt-177b-megatron"), 1
     alone, sliced = Layout(), Layout(tensor=8, sequence_parallel=True)
     unsharded = activation_bytes_per_token_layer(shape, alone, "none") * tokens
     # Korthikanti et al. 2022: 34 h without scores, of which 2 h are dropout masks that are not kept here.
@@ -75,7 +75,7 @@ def test_plain_gpt_activations_equal_the_published_formula() -> None:
 
 
 def test_layers_in_flight() -> None:
-    shape = load_model("deepseek-v3")
+    shape = load_shape("deepseek-v3")
     assert layers_in_flight(shape, Layout(pipeline=4), 100) == pytest.approx(61)
     interleaved = Layout(pipeline=4, virtual_pipeline=4)
     assert layers_in_flight(shape, interleaved, 100) == pytest.approx(61 * (1 + 3 / 16))
@@ -83,7 +83,7 @@ def test_layers_in_flight() -> None:
 
 
 def test_expert_optimizer_is_not_sharded_when_experts_have_one_copy() -> None:
-    shape = load_model("qwen3-30b-a3b")
+    shape = load_shape("qwen3-30b-a3b")
     sizes = []
     for expert in (8, 16, 32):
         layout = Layout(data=32, expert=expert)
@@ -132,7 +132,7 @@ def test_search_evaluates_a_bounded_number_of_candidates(
 
 
 def test_generation_runs_to_the_longest_response() -> None:
-    shape, rollout = load_model("llama-3.1-8b"), RolloutLayout(memory_fraction=0.8)
+    shape, rollout = load_shape("llama-3.1-8b"), RolloutLayout(memory_fraction=0.8)
     cluster = CONSTANTS.cluster("h100", 1)
     arguments = (shape, rollout, cluster, CONSTANTS, "bf16", 64, 256.0)
     at_mean = generate_seconds(*arguments, response_lengths(800.0, 800.0, "fixed"))
@@ -166,9 +166,9 @@ def test_length_distribution_has_its_mean(mean: float, longest: float) -> None:
 
 
 def test_sync_volume_equals_hybridflow_table_2() -> None:
-    shape = load_model("llama-2-7b")
+    shape = load_shape("llama-2-7b")
     layout, rollout = Layout(tensor=8, data=16), RolloutLayout(tensor=2, replicas=64)
-    size = 2.0 * shape.total
+    size = 2.0 * shape.parameters
     strided = volume(shape, layout, rollout, "strided_reshard", "bf16")
     assert (strided.received, strided.peak, strided.redundant) == (6 / 16 * size, size / 2, 0.0)
     gathered = volume(shape, layout, rollout, "gather_and_load", "bf16")
@@ -176,7 +176,7 @@ def test_sync_volume_equals_hybridflow_table_2() -> None:
 
 
 def test_flops_convention_equals_narayanan_equation_3() -> None:
-    shape, s, h, layers, v = load_model("gpt-76b-narayanan"), 2048, 10240, 60, 51200
+    shape, s, h, layers, v = load_shape("gpt-76b-narayanan"), 2048, 10240, 60, 51200
     published = 96 * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h)) / s
     assert model_flops_per_token(shape, s, "full", True) == pytest.approx(published, rel=2e-3)
 
@@ -192,11 +192,11 @@ def test_uneven_stages_sum_to_the_layers(layers: int, pipeline: int) -> None:
 
 
 def test_layouts_multiply_out() -> None:
-    found = list(training_layouts(load_model("qwen3-235b-a22b"), 96, 8, 16384, 512))
+    found = list(training_layouts(load_shape("qwen3-235b-a22b"), 96, 8, 16384, 512))
     assert found
     for layout in found:
         assert layout.size == 96
         assert (layout.tensor * layout.context * layout.data) % layout.expert == 0
-        assert load_model("qwen3-235b-a22b").kv_heads % layout.tensor == 0
+        assert load_shape("qwen3-235b-a22b").kv_heads % layout.tensor == 0
     assert {sum(sizes) for sizes in compositions(6, 3)} == {6}
     assert len(list(compositions(6, 3))) == 10

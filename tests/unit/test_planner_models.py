@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_rl.errors import UserError
-from megatron_rl.planner.model_shape import load_model, presets, shape_from_config
+from megatron_rl.shapes.published import load_shape, presets, shape_of
 
 # Totals as the checkpoints themselves have them (safetensors index or model card).
 PUBLISHED = {
@@ -31,48 +31,48 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(("name", "total"), PUBLISHED.items())
 def test_total_equals_the_published_checkpoint(name: str, total: int) -> None:
-    assert load_model(name).total == total
+    assert load_shape(name).parameters == total
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
 def test_preset_states_its_own_totals(name: str) -> None:
-    preset, shape = presets()[name], load_model(name)
-    assert shape.total == preset["parameters_total"]
+    preset, shape = presets()[name], load_shape(name)
+    assert shape.parameters == preset["parameters_total"]
     if "parameters_active" in preset:
-        assert shape.active == preset["parameters_active"]
+        assert shape.active_parameters == preset["parameters_active"]
 
 
 def test_cache_bytes_per_token() -> None:
-    assert load_model("llama-3-70b").kv_bytes_per_gpu(1) == 327_680
-    assert load_model("llama-3-70b").kv_bytes_per_gpu(16) == 327_680 / 8  # eight heads, then copies
-    assert load_model("llama-3.1-8b").kv_bytes_per_gpu(1) == 131_072
-    assert load_model("deepseek-v3").kv_bytes_per_gpu(8) == 70_272  # latent cache does not divide
+    assert load_shape("llama-3-70b").kv_bytes_per_gpu(1) == 327_680
+    assert load_shape("llama-3-70b").kv_bytes_per_gpu(16) == 327_680 / 8  # eight heads, then copies
+    assert load_shape("llama-3.1-8b").kv_bytes_per_gpu(1) == 131_072
+    assert load_shape("deepseek-v3").kv_bytes_per_gpu(8) == 70_272  # latent cache does not divide
 
 
 def test_tensor_count_equals_the_checkpoint_index() -> None:
-    assert load_model("llama-3.1-8b").tensors == 291
-    assert load_model("llama-2-70b").tensors == 723
+    assert load_shape("llama-3.1-8b").tensors == 291
+    assert load_shape("llama-2-70b").tensors == 723
 
 
 def test_config_json_of_a_directory_and_nested_text_config(tmp_path) -> None:
     config = dict(presets()["qwen3-8b"]["config"])
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_model(str(tmp_path)).total == PUBLISHED["qwen3-8b"]
-    assert load_model({"text_config": config}).total == PUBLISHED["qwen3-8b"]
-    assert load_model("Qwen/Qwen3-8B").total == PUBLISHED["qwen3-8b"]
+    assert load_shape(str(tmp_path)).parameters == PUBLISHED["qwen3-8b"]
+    assert load_shape({"text_config": config}).parameters == PUBLISHED["qwen3-8b"]
+    assert load_shape("Qwen/Qwen3-8B").parameters == PUBLISHED["qwen3-8b"]
 
 
 def test_real_config_without_the_presets_additions() -> None:
     config = {key: value for key, value in presets()["qwen2-7b"]["config"].items() if key != "attention_bias"}
-    assert shape_from_config(config).total == PUBLISHED["qwen2-7b"]
+    assert shape_of(config).parameters == PUBLISHED["qwen2-7b"]
     config = {k: v for k, v in presets()["qwen3-30b-a3b"]["config"].items() if k != "qk_norm"}
-    assert shape_from_config(config).total == PUBLISHED["qwen3-30b-a3b"]
+    assert shape_of(config).parameters == PUBLISHED["qwen3-30b-a3b"]
     config = {k: v for k, v in presets()["deepseek-v3"]["config"].items() if k != "router_bias"}
-    assert shape_from_config(config).total == PUBLISHED["deepseek-v3"]
+    assert shape_of(config).parameters == PUBLISHED["deepseek-v3"]
 
 
 def test_unknown_model_and_missing_field() -> None:
     with pytest.raises(UserError, match="did you mean qwen3-32b"):
-        load_model("qwen3-32")
+        load_shape("qwen3-32")
     with pytest.raises(UserError, match="hidden_size"):
-        shape_from_config({"num_hidden_layers": 2})
+        shape_of({"num_hidden_layers": 2})

@@ -11,11 +11,11 @@ import pytest
 from megatron_rl.planner.constants import load_constants
 from megatron_rl.planner.evaluate import evaluate, read_scenarios
 from megatron_rl.planner.layout import Layout
-from megatron_rl.planner.model_shape import load_model
 from megatron_rl.planner.predict import predict
 from megatron_rl.planner.rl_step import routing_imbalance
 from megatron_rl.planner.scenario import KINDS, Scenario, without_answers
 from megatron_rl.planner.tolerance import compared, inside, ratio
+from megatron_rl.shapes.published import load_shape
 
 POINTS = json.loads((Path(__file__).parent / "data" / "planner_points.json").read_text())
 
@@ -182,7 +182,7 @@ def test_published_points_outside_the_calibration_file() -> None:
 
 
 def test_uneven_routing_slows_wide_expert_parallelism_only() -> None:
-    dense, moe = load_model("llama-3.1-8b"), load_model("qwen3-30b-a3b")
+    dense, moe = load_shape("llama-3.1-8b"), load_shape("qwen3-30b-a3b")
     assert routing_imbalance(dense, Layout(), 1.0) == routing_imbalance(moe, Layout(), 1.0) == 1.0
     found = [routing_imbalance(moe, Layout(expert=size, data=size), 1.0) for size in (2, 8, 32, 128)]
     assert found == sorted(found) and found[0] > 1.0

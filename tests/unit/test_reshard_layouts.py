@@ -14,7 +14,7 @@ from megatron_rl.hybrid_engine.layouts import best_rank_order, engine_layout
 from megatron_rl.hybrid_engine.plan import build_plan
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.parallel.hf.shapes import dense_shapes, expert_shapes, megatron_layout, stage_layers
+from megatron_rl.parallel.hf.layout_boxes import dense_shapes, expert_shapes, megatron_layout, stage_layers
 from megatron_rl.parallel.hf.weights import _global_name, live_parameters
 from megatron_rl.parallel.model import build_model
 from megatron_rl.shapes.layout import ParallelLayout
@@ -53,7 +53,7 @@ def test_predicted_parameters_are_those_of_the_built_model(family):
     built = {_global_name(model, name): tuple(value.shape) for name, value in live_parameters(model).items()}
     layers = stage_layers(model.spec, layout, 0)
     predicted = dense_shapes(model.spec, layout, layers, True, True)
-    if model.spec.family.moe is not None:
+    if model.spec.model.shape.experts:
         predicted |= expert_shapes(model.spec, layout, layers)
     assert built == predicted
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import BoxGroup, BoxIndex, Region, regions
 from megatron_rl.parallel.hf.files import SafetensorsWriter, copy_tokenizer, shard_files, write_index
-from megatron_rl.parallel.hf.names import checkpoint_shapes
+from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import live_parameters, source_boxes, view_of
 from megatron_rl.parallel.transfer import Exchange, gather_layout, gather_objects
 from megatron_rl.types import TensorBox
@@ -61,7 +60,7 @@ def export(
     parameters = live_parameters(model)
     own_dtype = next(iter(parameters.values())).dtype
     dtype = dtype or own_dtype
-    shapes = checkpoint_shapes(model.hf_config)
+    shapes = pretrained(model.hf_config).tensor_shapes()
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
     files = shard_files(shapes, dtypes, file_bytes)
     steps = _steps(files, shapes, ranks, dtypes, piece_bytes)
@@ -236,8 +235,11 @@ def _finish(
 ) -> OSError | None:
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
+    family = pretrained(config).family
     if not config.architectures:
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        config.architectures = [family.architecture]
+    for key, value in family.engine_keys.items():
+        setattr(config, key, value)
     try:
         config.save_pretrained(target)
         if len(files) > 1:

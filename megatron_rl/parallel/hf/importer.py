@@ -1,4 +1,4 @@
-"""The one description of where Hugging Face tensors lie in Megatron's parameters.
+"""Fill Megatron's parameters from Hugging Face tensors, as the table of families says they correspond.
 
 `import_parameters` fills parameters with views and ``copy_`` only. Run on meta tensors under the copy
 recorder it becomes a map of boxes, which serves import, export and resharding alike.
@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.parallel.hf.config import head_dim
-from megatron_rl.parallel.hf.families import Family, family_of, has_scalar_head
-from megatron_rl.parallel.hf.names import EMBEDDING, FINAL_NORM, OUTPUT, SCALAR
+from megatron_rl.shapes.pretrained import EMBEDDING, FINAL_NORM, LAYER, OUTPUT, SCALAR, PretrainedModel
+from megatron_rl.shapes.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -42,19 +40,6 @@ class _Cut:
 
 
 Place = Callable[[Tensor, Sequence[Tensor], _Cut], None]
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """Fill parameters whose name below their layer matches ``pattern`` from the named tensors.
-
-    Groups of the pattern are inserted into ``sources`` by name; ``expert`` is counted over all ranks.
-    """
-
-    pattern: str
-    sources: tuple[str, ...]
-    place: Place
-    is_expert: bool = False
 
 
 def _whole(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
@@ -105,96 +90,16 @@ def _vocabulary(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
         target.narrow(0, 0, rows).copy_(source.narrow(0, begin, rows))
 
 
-_DENSE = (
-    _Rule(
-        r"(self_attention\.linear_qkv\.layer_norm_|input_layernorm\.)weight",
-        ("input_layernorm.weight",),
-        _whole,
-    ),
-    _Rule(
-        r"self_attention\.linear_qkv\.(?P<kind>weight|bias)",
-        ("self_attn.q_proj.{kind}", "self_attn.k_proj.{kind}", "self_attn.v_proj.{kind}"),
-        _query_key_value,
-    ),
-    _Rule(r"self_attention\.q_layernorm\.weight", ("self_attn.q_norm.weight",), _whole),
-    _Rule(r"self_attention\.k_layernorm\.weight", ("self_attn.k_norm.weight",), _whole),
-    _Rule(r"self_attention\.linear_proj\.weight", ("self_attn.o_proj.weight",), _columns),
-    _Rule(r"self_attention\.linear_proj\.bias", ("self_attn.o_proj.bias",), _whole),
-    _Rule(
-        r"(mlp\.linear_fc1\.layer_norm_|pre_mlp_layernorm\.)weight",
-        ("post_attention_layernorm.weight",),
-        _whole,
-    ),
-    _Rule(
-        r"mlp\.linear_fc1\.(?P<kind>weight|bias)",
-        ("mlp.gate_proj.{kind}", "mlp.up_proj.{kind}"),
-        _gate_up,
-    ),
-    _Rule(r"mlp\.linear_fc2\.weight", ("mlp.down_proj.weight",), _columns),
-    _Rule(r"mlp\.linear_fc2\.bias", ("mlp.down_proj.bias",), _whole),
-)
-
-
-_SANDWICH = (
-    _Rule(
-        r"self_attention\.linear_proj\.post_layernorm\.weight",
-        ("post_attention_layernorm.weight",),
-        _whole,
-    ),
-    _Rule(r"pre_mlp_layernorm\.weight", ("pre_feedforward_layernorm.weight",), _whole),
-    _Rule(r"mlp\.linear_fc2\.post_layernorm\.weight", ("post_feedforward_layernorm.weight",), _whole),
-)
-
-
-_LATENT = (
-    _Rule(r"self_attention\.linear_q_proj\.weight", ("self_attn.q_proj.weight",), _rows),
-    _Rule(r"self_attention\.linear_q_down_proj\.weight", ("self_attn.q_a_proj.weight",), _rows),
-    _Rule(
-        r"self_attention\.(q_layernorm\.|linear_q_up_proj\.layer_norm_)weight",
-        ("self_attn.q_a_layernorm.weight",),
-        _whole,
-    ),
-    _Rule(r"self_attention\.linear_q_up_proj\.weight", ("self_attn.q_b_proj.weight",), _rows),
-    _Rule(r"self_attention\.linear_kv_down_proj\.weight", ("self_attn.kv_a_proj_with_mqa.weight",), _rows),
-    _Rule(
-        r"self_attention\.(kv_layernorm\.|linear_kv_up_proj\.layer_norm_)weight",
-        ("self_attn.kv_a_layernorm.weight",),
-        _whole,
-    ),
-    _Rule(r"self_attention\.linear_kv_up_proj\.weight", ("self_attn.kv_b_proj.weight",), _rows),
-)
-
-
-def _expert_rules(family: Family) -> tuple[_Rule, ...]:
-    moe = family.moe
-    if moe is None:
-        return ()
-    # One module per expert, or one grouped module with one weight per expert.
-    first = (
-        r"mlp\.experts\."
-        r"(local_experts\.(?P<expert>\d+)\.linear_fc1\.weight|linear_fc1\.weight(?P<grouped>\d+))"
-    )
-    shared = moe.shared or ""
-    bias = moe.router_bias or ""
-    return (
-        _Rule(r"mlp\.router\.weight", (moe.router,), _whole),
-        _Rule(r"mlp\.router\.expert_bias", (bias,), _whole),
-        _Rule(
-            r"mlp\.shared_experts\.linear_fc1\.weight",
-            (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
-            _gate_up,
-        ),
-        _Rule(r"mlp\.shared_experts\.linear_fc2\.weight", (f"{shared}.down_proj.weight",), _columns),
-        _Rule(first, (f"{moe.expert}.{moe.gate}", f"{moe.expert}.{moe.up}"), _gate_up, is_expert=True),
-        _Rule(first.replace("fc1", "fc2"), (f"{moe.expert}.{moe.down}",), _columns, is_expert=True),
-    )
-
-
-_OUTER = {
-    "embedding.word_embeddings.weight": (EMBEDDING, _vocabulary),
-    "decoder.final_layernorm.weight": (FINAL_NORM, _whole),
-    "output_layer.weight": (OUTPUT, _vocabulary),
+_PLACES: Mapping[str, Place] = {
+    "whole": _whole,
+    "rows": _rows,
+    "latent": _rows,
+    "columns": _columns,
+    "gate_up": _gate_up,
+    "query_key_value": _query_key_value,
 }
+_EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
+"""One module per expert, or one grouped module with one weight per expert."""
 
 
 class UnknownParameterError(RuntimeError):
@@ -204,7 +109,7 @@ class UnknownParameterError(RuntimeError):
 def import_parameters(
     parameters: Mapping[str, Tensor],
     sources: Mapping[str, Tensor],
-    hf_config: Any,
+    model: PretrainedModel,
     shard: Shard,
 ) -> None:
     """Fill Megatron parameters from Hugging Face tensors with views and ``copy_`` alone.
@@ -213,38 +118,47 @@ def import_parameters(
     whole tensors (or meta stand-ins) by checkpoint name. Rows that pad the vocabulary are left alone.
     Raises UnknownParameterError for a parameter without a rule.
     """
-    family = family_of(hf_config)
-    special = (*(_LATENT if family.mla else ()), *(_SANDWICH if family.sandwich else ()))
-    rules = (*special, *_DENSE, *_expert_rules(family))
-    heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
-    shape = (groups, heads // groups, head_dim(hf_config))
+    shape = model.shape
+    heads = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+    dense = _Cut(shard.tensor, shard.tensor_size, *heads)
+    sparse = _Cut(shard.expert_tensor, shard.expert_tensor_size, *heads)
+    weights: dict[int, dict[str, Weight]] = {}
     for name, target in parameters.items():
-        layer = re.match(r"decoder\.layers\.(\d+)\.", name)
-        if layer is None:
-            if name not in _OUTER:
-                raise UnknownParameterError(name)
-            source, place = _OUTER[name]
-            if source == OUTPUT and has_scalar_head(hf_config):
-                source, place = SCALAR, _whole
-            elif source == OUTPUT and hf_config.tie_word_embeddings:
-                source = EMBEDDING
-            place(target, [sources[source]], _Cut(shard.tensor, shard.tensor_size, *shape))
+        match = re.match(r"decoder\.layers\.(\d+)\.", name)
+        if match is None:
+            _import_end(name, target, sources, model, dense)
             continue
-        rule, words = _find(rules, name[layer.end() :])
-        if rule.is_expert:
-            local = int(words.get("expert") or words["grouped"])
-            experts = family.settings(hf_config)["num_moe_experts"] // shard.expert_size
-            words["expert"] = str(shard.expert * experts + local)
-            cut = _Cut(shard.expert_tensor, shard.expert_tensor_size, *shape)
-        else:
-            cut = _Cut(shard.tensor, shard.tensor_size, *shape)
-        prefix = f"model.layers.{layer.group(1)}."
-        rule.place(target, [sources[prefix + source.format(**words)] for source in rule.sources], cut)
+        layer = int(match.group(1))
+        if layer not in weights:
+            weights[layer] = _by_name(model.weights(layer))
+        below = name[match.end() :]
+        weight = weights[layer].get(_EXPERT.sub(r"\1{expert}", below))
+        if weight is None:
+            raise UnknownParameterError(name)
+        expert = _EXPERT.search(below)
+        number = shard.expert * (shape.experts // shard.expert_size) + int(expert.group(2)) if expert else 0
+        prefix = LAYER.format(layer=layer)
+        tensors = [sources[prefix + source.name.format(expert=number)] for source in weight.sources]
+        _PLACES[weight.cut](target, tensors, sparse if weight.expert else dense)
 
 
-def _find(rules: Sequence[_Rule], name: str) -> tuple[_Rule, dict[str, Any]]:
-    for rule in rules:
-        match = re.fullmatch(rule.pattern, name)
-        if match:
-            return rule, match.groupdict()
-    raise UnknownParameterError(name)
+def _import_end(
+    name: str, target: Tensor, sources: Mapping[str, Tensor], model: PretrainedModel, cut: _Cut
+) -> None:
+    """Fill a parameter outside the layers: embedding, last norm or output layer."""
+    if name == "decoder.final_layernorm.weight":
+        _whole(target, [sources[FINAL_NORM]], cut)
+    elif name == "embedding.word_embeddings.weight":
+        _vocabulary(target, [sources[EMBEDDING]], cut)
+    elif name == "output_layer.weight" and model.shape.scalar_head:
+        _whole(target, [sources[SCALAR]], cut)
+    elif name == "output_layer.weight":
+        _vocabulary(target, [sources[EMBEDDING if model.shape.tied else OUTPUT]], cut)
+    else:
+        raise UnknownParameterError(name)
+
+
+def _by_name(weights: Sequence[Weight]) -> dict[str, Weight]:
+    """Return a layer's weights by the names of Megatron's own layers and of Transformer Engine's."""
+    fused = {weight.fused: weight for weight in weights if weight.fused}
+    return fused | {weight.name: weight for weight in weights}

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
-from megatron_rl.parallel.hf.families import has_scalar_head
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.importer import Shard, import_parameters
-from megatron_rl.parallel.hf.names import OUTPUT, SCALAR, checkpoint_shapes, is_ignorable
+from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.trace import CopyRecorder, merge_boxes
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.pretrained import OUTPUT, SCALAR, PretrainedModel
 from megatron_rl.types import TensorBox
 
 
@@ -60,7 +61,7 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
     shard = shard_of(model)
     return trace_import(
         {name: stand_ins[storage] for name, storage in canonical.items()},
-        model.hf_config,
+        pretrained(model.hf_config),
         shard,
         device.rank(),
         canonical,
@@ -69,7 +70,7 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
 
 def trace_import(
     parameters: Mapping[str, Tensor],
-    hf_config: Any,
+    model: PretrainedModel,
     shard: Shard,
     rank: int,
     storages: Mapping[str, str] | None = None,
@@ -82,10 +83,10 @@ def trace_import(
     renamed = {(storages or {}).get(name, name): tensor for name, tensor in parameters.items()}
     recorder = CopyRecorder({}, renamed, rank)
     with torch.no_grad(), recorder:
-        sources = _StandIns(shapes or checkpoint_shapes(hf_config), recorder)
-        import_parameters(parameters, sources, hf_config, shard)
+        sources = _StandIns(shapes or model.tensor_shapes(), recorder)
+        import_parameters(parameters, sources, model, shard)
     boxes = merge_boxes(recorder.boxes)
-    _check_coverage(boxes, renamed, hf_config, shard)
+    _check_coverage(boxes, renamed, model.shape, shard)
     return boxes
 
 
@@ -120,9 +121,10 @@ def load_weights(model: Chunked, path: str | Path) -> None:
     check_tensors(files, model)
     parameters = live_parameters(model)
     boxes = source_boxes(model)
+    padded = _vocabulary_names(pretrained(model.hf_config).shape)
     with torch.no_grad():
         for storage, parameter in parameters.items():
-            if storage.endswith(_vocabulary_names(model.hf_config)):
+            if storage.endswith(padded):
                 parameter.zero_()
         for box in boxes:
             if box.name == SCALAR and SCALAR not in files.names():
@@ -132,13 +134,14 @@ def load_weights(model: Chunked, path: str | Path) -> None:
 
 def check_tensors(files: CheckpointFiles, model: Chunked) -> None:
     """Compare a checkpoint's tensors with what the model asks for; raise UserError on a difference."""
-    expected = checkpoint_shapes(model.hf_config)
+    described = pretrained(model.hf_config)
+    expected = described.tensor_shapes()
     found = files.names()
     if SCALAR not in found:
         expected.pop(SCALAR, None)
     missing = sorted(set(expected) - found)
     extra = found - set(expected)
-    unexpected = sorted(name for name in extra if not is_ignorable(name, model.hf_config))
+    unexpected = sorted(name for name in extra if not described.is_ignorable(name))
     if missing or unexpected:
         hint = None
         if missing == [OUTPUT]:
@@ -187,14 +190,14 @@ def _global_name(model: Chunked, storage: str) -> str:
     return f"decoder.layers.{layer}.{name[match.end() :]}"
 
 
-def _vocabulary_names(hf_config: Any) -> tuple[str, ...]:
+def _vocabulary_names(shape: ModelShape) -> tuple[str, ...]:
     """Return how the names of parameters end whose rows are the vocabulary's."""
     names = ("word_embeddings.weight", "output_layer.weight")
-    return names[:1] if has_scalar_head(hf_config) else names
+    return names[:1] if shape.scalar_head else names
 
 
 def _check_coverage(
-    boxes: Sequence[TensorBox], parameters: Mapping[str, Tensor], hf_config: Any, shard: Shard
+    boxes: Sequence[TensorBox], parameters: Mapping[str, Tensor], shape: ModelShape, shard: Shard
 ) -> None:
     filled: dict[str, int] = {}
     for box in boxes:
@@ -202,9 +205,9 @@ def _check_coverage(
     wrong = []
     for storage, parameter in parameters.items():
         expected = parameter.numel()
-        if storage.endswith(_vocabulary_names(hf_config)):
+        if storage.endswith(_vocabulary_names(shape)):
             rows = len(parameter)
-            real = min(max(hf_config.vocab_size - shard.tensor * rows, 0), rows)
+            real = min(max(shape.vocab - shard.tensor * rows, 0), rows)
             expected = real * parameter.shape[1]
         if filled.get(storage, 0) != expected:
             wrong.append(f"{storage}: {filled.get(storage, 0)} of {expected} elements")

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
-import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
+from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.parallel import device, tensor_scope
 from megatron_rl.parallel.experts import prepare_experts
 from megatron_rl.parallel.gemma import both_frequencies, prepare_sandwich_layers
-from megatron_rl.parallel.hf.families import (
-    ACTIVATIONS,
-    Family,
-    check_attention,
-    check_routing,
-    expert_count,
-    family_of,
-    has_scalar_head,
-)
 from megatron_rl.parallel.latent import allow_without_transformer_engine, prepare_latent_attention
+from megatron_rl.shapes.family import ACTIVATIONS, rope_parameters
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.pretrained import PretrainedModel, describe
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = dict(
+    zip(
+        ACTIVATIONS,
+        (functional.silu, functional.gelu, partial(functional.gelu, approximate="tanh")),
+        strict=True,
+    )
+)
 
 _OWN_FIELDS = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
@@ -38,23 +42,53 @@ _OWN_FIELDS = (
 )  # fmt: skip
 
 
+def pretrained(hf_config: Any) -> PretrainedModel:
+    """Return what the table of families says of a transformers config."""
+    return describe(hf_config.to_dict())
+
+
+def with_scalar_head(hf_config: Any) -> Any:
+    """Return the config of the same model with a head of one number, as transformers names it."""
+    config = copy.deepcopy(hf_config)
+    config.architectures = [pretrained(hf_config).family.scalar_architecture]
+    config.num_labels, config.tie_word_embeddings = 1, False
+    return config
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Hold what GPTModel is built from, apart from the layer spec and the pipeline stage.
 
-    ``gpt_kwargs`` are keyword arguments of GPTModel. ``vocab_size`` is the checkpoint's,
-    ``padded_vocab_size`` what the model allocates. ``inverse_frequencies`` [rotary_dim / 2] float32.
+    ``gpt_kwargs`` are keyword arguments of GPTModel. ``padded_vocab_size`` is what the model allocates.
+    ``inverse_frequencies`` [rotary_dim / 2] float32.
     """
 
     transformer_config: TransformerConfig
     gpt_kwargs: Mapping[str, Any]
-    family: Family
+    model: PretrainedModel
     hf_config: Any
-    vocab_size: int
     padded_vocab_size: int
-    tied: bool
     inverse_frequencies: Tensor
-    scalar_head: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the checkpoint's vocabulary size."""
+        return self.model.shape.vocab
+
+    @property
+    def tied(self) -> bool:
+        """Say whether the output layer is the embedding."""
+        return self.model.shape.tied
+
+    @property
+    def scalar_head(self) -> bool:
+        """Say whether the model gives one number per token."""
+        return self.model.shape.scalar_head
+
+    @property
+    def local_layers(self) -> bool:
+        """Say whether the model takes Megatron's plain layers even where Transformer Engine is installed."""
+        return self.model.family.local_layers
 
     @property
     def vocabulary_parameters(self) -> tuple[str, ...]:
@@ -68,26 +102,21 @@ class ModelSpec:
         config: Any = self.transformer_config
         return config.num_query_groups < config.tensor_model_parallel_size
 
-    @property
-    def local_layers(self) -> bool:
-        """Say whether the model takes Megatron's plain layers even where Transformer Engine is installed."""
-        return self.family.sandwich
-
     def finish(self, chunk: Any) -> None:
         """Give a freshly built GPTModel chunk what Megatron's settings do not express.
 
         These are the checkpoint's exact rotary frequencies, since Megatron knows one fixed kind of RoPE
         scaling, the role's own groups where it would ask for global ones, and Gemma's additions to a layer.
         """
-        if self.family.mla:
+        shape = self.model.shape
+        if shape.mla:
             prepare_latent_attention(chunk, self.inverse_frequencies)
             return
         if self.shares_heads:
             for layer in chunk.decoder.layers:
                 tensor_scope.bind(layer.self_attention)
-        if self.family.sandwich:
-            local = tuple(kind == "sliding_attention" for kind in self.hf_config.layer_types)
-            prepare_sandwich_layers(chunk, local)
+        if shape.sandwich_norms:
+            prepare_sandwich_layers(chunk, shape.sliding_layers)
         rotary = getattr(chunk, "rotary_pos_emb", None)
         if rotary is not None:
             rotary.inv_freq = self.inverse_frequencies.to(rotary.inv_freq.device)
@@ -104,22 +133,21 @@ def model_spec(
     ``overrides`` are TransformerConfig fields that win over the derived ones. Raises UserError for an
     unsupported architecture or setting, and where the layout does not divide the model.
     """
-    family = family_of(hf_config)
-    check_attention(hf_config)
-    check_routing(hf_config)
-    _check_layout(hf_config, layout, overrides or {})
-    if family.moe is not None:
+    model = pretrained(hf_config)
+    shape = model.shape
+    _check_layout(shape, layout, overrides or {})
+    if shape.experts:
         prepare_experts()
-    if family.mla:
+    if shape.mla:
         allow_without_transformer_engine()
-    elif hf_config.num_key_value_heads < layout.tensor:
+    elif shape.kv_heads < layout.tensor:
         tensor_scope.allow_shared_heads()
-    settings = _transformer_settings(hf_config, family, layout, dtype)
+    settings = _transformer_settings(hf_config, model, layout, dtype)
     settings.update(_checked_overrides(overrides or {}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about defaults that are set on purpose here
         try:
-            kind = MLATransformerConfig if family.mla else TransformerConfig
+            kind = MLATransformerConfig if shape.mla else TransformerConfig
             transformer_config = kind(**settings)
         except (ValueError, AssertionError) as error:
             raise UserError(
@@ -127,93 +155,72 @@ def model_spec(
                 where="layout and megatron overrides",
                 got=str(error),
             ) from error
-    vocab_size = hf_config.vocab_size
-    padded = math.ceil(vocab_size / layout.tensor) * layout.tensor
-    inverse_frequencies = rotary_frequencies(hf_config)
+    padded = shape.padded_vocab(layout.tensor)
     gpt_kwargs = {
         "vocab_size": padded,
-        "max_sequence_length": hf_config.max_position_embeddings,
-        "share_embeddings_and_output_weights": bool(hf_config.tie_word_embeddings),
+        "max_sequence_length": shape.max_positions,
+        "share_embeddings_and_output_weights": shape.tied,
         "position_embedding_type": "rope",
         "rotary_percent": 1.0,
-        "rotary_base": rope_parameters(hf_config)["rope_theta"],
+        "rotary_base": rope_parameters(model.config)["rope_theta"],
     }
-    return ModelSpec(
-        transformer_config=transformer_config,
-        gpt_kwargs=gpt_kwargs,
-        family=family,
-        hf_config=hf_config,
-        vocab_size=vocab_size,
-        padded_vocab_size=padded,
-        tied=bool(hf_config.tie_word_embeddings),
-        inverse_frequencies=inverse_frequencies,
-        scalar_head=has_scalar_head(hf_config),
-    )
-
-
-def head_dim(hf_config: Any) -> int:
-    """Return the size of one attention head."""
-    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-
-
-def rope_parameters(hf_config: Any, layer_type: str | None = None) -> Mapping[str, Any]:
-    """Return RoPE's parameters, of one kind of layer where kinds differ (None: of whole attention)."""
-    found = hf_config.rope_parameters
-    return found[layer_type or "full_attention"] if "full_attention" in found else found
+    return ModelSpec(transformer_config, gpt_kwargs, model, hf_config, padded, rotary_frequencies(hf_config))
 
 
 def rotary_frequencies(hf_config: Any) -> Tensor:
     """Return RoPE's inverse frequencies [head_dim / 2] float32, scaled as the config says.
 
-    Where local attention has its own they come first, [head_dim]. Raises UserError for scalings that depend
-    on the sequence length or rescale cos and sin.
+    Where local attention has its own they come first, [head_dim]. Raises UserError for scalings that rescale
+    cos and sin.
     """
+    model = pretrained(hf_config)
     if "full_attention" in hf_config.rope_parameters:
-        local, whole = (_frequencies(hf_config, kind) for kind in ("sliding_attention", "full_attention"))
+        local, whole = (
+            _frequencies(hf_config, model, kind) for kind in ("sliding_attention", "full_attention")
+        )
         return both_frequencies(local, whole)
-    return _frequencies(hf_config, None)
+    return _frequencies(hf_config, model, None)
 
 
-def _frequencies(hf_config: Any, layer_type: str | None) -> Tensor:
-    parameters = rope_parameters(hf_config, layer_type)
+def _frequencies(hf_config: Any, model: PretrainedModel, layer_type: str | None) -> Tensor:
+    parameters = rope_parameters(model.config, layer_type or "full_attention")
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        size = head_dim(hf_config)
+        size = model.shape.qk_rope or model.shape.head_dim
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
         return 1.0 / (parameters["rope_theta"] ** exponents)
-    factor = math.nan
-    if kind in ("linear", "llama3", "yarn"):
-        layer = {} if layer_type is None else {"layer_type": layer_type}
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, device.host(), **layer)
-        if factor == 1.0:
-            return frequencies
+    layer = {} if layer_type is None else {"layer_type": layer_type}
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, device.host(), **layer)
+    if factor == 1.0:
+        return frequencies
     raise UserError(
-        f"RoPE scaling of type {kind!r} is not supported for this model.",
+        f"RoPE scaling of type {kind!r} that rescales cos and sin is not supported.",
         where="config.json: rope_parameters",
-        expected="rope_type default, linear or llama3",
+        expected="an attention factor of 1",
         got=f"rope_type={kind}, attention factor {factor}",
     )
 
 
 def _transformer_settings(
-    hf_config: Any, family: Family, layout: ParallelLayout, dtype: torch.dtype
+    hf_config: Any, model: PretrainedModel, layout: ParallelLayout, dtype: torch.dtype
 ) -> dict[str, Any]:
     fused = importlib.util.find_spec("transformer_engine") is not None
-    all_bias = family.all_bias(hf_config)
+    shape = model.shape
+    activation = getattr(hf_config, "hidden_act", None) or hf_config.hidden_activation
     settings: dict[str, Any] = {
-        "num_layers": hf_config.num_hidden_layers,
-        "hidden_size": hf_config.hidden_size,
-        "ffn_hidden_size": hf_config.intermediate_size,
-        "num_attention_heads": hf_config.num_attention_heads,
-        "num_query_groups": hf_config.num_key_value_heads,
-        "kv_channels": head_dim(hf_config),
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.mlp_width,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.heads if shape.mla else shape.kv_heads,
+        "kv_channels": shape.value_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf_config.rms_norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": _activation(hf_config),
-        "add_bias_linear": all_bias,
-        "add_qkv_bias": all_bias or family.qkv_bias(hf_config),
-        "qk_layernorm": family.qk_norm,
+        "gated_linear_unit": shape.gated,
+        "activation_func": _ACTIVATIONS[activation],
+        "add_bias_linear": shape.mlp_bias,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm or shape.mla,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method_std": hf_config.initializer_range,
@@ -222,11 +229,50 @@ def _transformer_settings(
         "fp16": dtype == torch.float16,
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
-        "moe_grouped_gemm": fused and family.moe is not None,
+        "moe_grouped_gemm": fused and shape.experts > 0,
     }
-    settings.update(_window(hf_config))
+    settings.update(_attention_settings(shape))
+    settings.update(_expert_settings(shape))
     settings.update(_layout_settings(layout, dtype))
-    settings.update(family.settings(hf_config))
+    settings.update(model.family.megatron(model.config))
+    return settings
+
+
+def _attention_settings(shape: ModelShape) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if shape.mla:
+        settings |= {
+            "q_lora_rank": shape.q_lora or None,
+            "kv_lora_rank": shape.kv_lora,
+            "qk_head_dim": shape.qk_nope,
+            "qk_pos_emb_head_dim": shape.qk_rope,
+            "v_head_dim": shape.v_head_dim,
+        }
+    if shape.sliding_layers:
+        # A token sees ``sliding_window`` tokens, itself among them.
+        settings["window_size"] = (shape.sliding_window - 1, 0)
+        if len(shape.sliding_layers) < shape.layers:
+            sliding = [int(layer in shape.sliding_layers) for layer in range(shape.layers)]
+            settings["window_attn_skip_freq"] = sliding
+    return settings
+
+
+def _expert_settings(shape: ModelShape) -> dict[str, Any]:
+    if not shape.experts:
+        return {}
+    settings = {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.expert_width,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if shape.dense_layers:
+        # A list names checkpoint keys by layer instead of stacking them: only where layers differ.
+        settings["moe_layer_freq"] = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
+    if shape.shared_width:
+        settings["moe_shared_expert_intermediate_size"] = shape.shared_width
     return settings
 
 
@@ -245,30 +291,6 @@ def _layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, An
         # Megatron's default communication gives silently wrong results for PP2 x VPP2.
         settings["overlap_p2p_comm"] = True
         settings["batch_p2p_comm"] = False
-    return settings
-
-
-def _activation(hf_config: Any) -> Any:
-    name = getattr(hf_config, "hidden_act", None) or getattr(hf_config, "hidden_activation", None)
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise UserError(
-            f"The activation {name!r} is not supported.",
-            where="config.json: hidden_act",
-            expected="one of " + ", ".join(ACTIVATIONS),
-            got=str(name),
-        )
-    return ACTIVATIONS[name]
-
-
-def _window(hf_config: Any) -> dict[str, Any]:
-    """Return the sliding-window fields: a token sees ``sliding_window`` tokens, itself among them."""
-    window = getattr(hf_config, "sliding_window", None)
-    layer_types = getattr(hf_config, "layer_types", None)
-    if window is None or (layer_types is not None and "sliding_attention" not in layer_types):
-        return {}
-    settings: dict[str, Any] = {"window_size": (window - 1, 0)}
-    if layer_types is not None:
-        settings["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in layer_types]
     return settings
 
 
@@ -291,7 +313,7 @@ def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return dict(overrides)
 
 
-def _check_layout(hf_config: Any, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
+def _check_layout(shape: ModelShape, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
     def divides(what: str, value: int, name: str, parts: int, fix: str) -> None:
         if value % parts:
             raise UserError(
@@ -304,35 +326,34 @@ def _check_layout(hf_config: Any, layout: ParallelLayout, overrides: Mapping[str
 
     divides(
         "attention heads",
-        hf_config.num_attention_heads,
+        shape.heads,
         "tensor",
         layout.tensor,
         "lower layout.tensor",
     )
-    groups = hf_config.num_key_value_heads
+    groups = shape.kv_heads
     if layout.tensor % groups or layout.tensor < groups:  # else ranks share a head
         divides("key-value heads", groups, "tensor", layout.tensor, "lower layout.tensor")
     divides(
         "MLP width",
-        hf_config.intermediate_size,
+        shape.mlp_width,
         "tensor",
         layout.tensor,
         "lower layout.tensor",
     )
-    _check_stages(hf_config, layout, overrides)
-    experts = expert_count(hf_config)
-    if layout.expert > 1 and not experts:
+    _check_stages(shape, layout, overrides)
+    if layout.expert > 1 and not shape.experts:
         raise UserError(
             "layout.expert is set for a model without experts.",
             where="layout.expert",
             expected="1",
             got=str(layout.expert),
         )
-    if experts:
-        divides("experts", experts, "expert", layout.expert, "lower layout.expert")
+    if shape.experts:
+        divides("experts", shape.experts, "expert", layout.expert, "lower layout.expert")
 
 
-def _check_stages(hf_config: Any, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
+def _check_stages(shape: ModelShape, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
     """Check that the layers can be cut over the pipeline stages."""
     uneven = {
         "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
@@ -340,20 +361,19 @@ def _check_stages(hf_config: Any, layout: ParallelLayout, overrides: Mapping[str
         "account_for_loss_in_pipeline_split",
     }  # fmt: skip
     ends = [overrides.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
-    if sum(count or 0 for count in ends) > hf_config.num_hidden_layers:
+    if sum(count or 0 for count in ends) > shape.layers:
         raise UserError(
             "The first and last pipeline stage would hold more layers than the model has.",
             where="megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage",
-            expected=f"at most {hf_config.num_hidden_layers} together",
+            expected=f"at most {shape.layers} together",
             got=" + ".join(str(count) for count in ends if count),
         )
     chunks = layout.pipeline * layout.virtual_pipeline
-    if not uneven & set(overrides) and hf_config.num_hidden_layers % chunks:
+    if not uneven & set(overrides) and shape.layers % chunks:
         raise UserError(
-            f"pipeline * virtual_pipeline = {chunks} does not divide the model's layers "
-            f"({hf_config.num_hidden_layers}).",
+            f"pipeline * virtual_pipeline = {chunks} does not divide the model's layers ({shape.layers}).",
             where="layout.pipeline * virtual_pipeline",
-            expected=f"a divisor of {hf_config.num_hidden_layers}",
+            expected=f"a divisor of {shape.layers}",
             got=str(chunks),
             fix="choose other sizes, or give megatron.num_layers_in_first_pipeline_stage "
             "and megatron.num_layers_in_last_pipeline_stage",

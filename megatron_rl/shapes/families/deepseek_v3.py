@@ -1,0 +1,43 @@
+"""DeepSeek V3 and R1 (arXiv 2412.19437)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, deepseek, deepseek_megatron
+
+
+def _structure(reader: ConfigReader) -> Fields:
+    reader.allow("topk_method", "noaux_tc", None)
+    reader.allow("norm_topk_prob", True)
+    return {**deepseek(reader), "router_bias": True}
+
+
+def _megatron(config: Mapping[str, Any]) -> Fields:
+    return {
+        **deepseek_megatron(config),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        # The bias is the checkpoint's: it must not drift away from the generation engine's.
+        "moe_router_bias_update_rate": 0.0,
+    }
+
+
+FAMILY = Family(
+    "DeepSeek V3",
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV3ForSequenceClassification",
+    _structure,
+    _megatron,
+    defaults={
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    # Without these vLLM routes by softmax and leaves the router's bias out.
+    engine_keys={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+)

@@ -1,0 +1,174 @@
+"""A pretrained model by its config.json: its family, its shape and every tensor of its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import UserError, UserErrors, nearest
+from megatron_rl.shapes.families import FAMILIES
+from megatron_rl.shapes.family import ConfigReader, Family
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.weights import EngineCut, Weight
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+OUTPUT = "lm_head.weight"
+SCALAR = "score.weight"
+"""The head of a model that gives one number per token instead of a distribution."""
+LAYER = "model.layers.{layer}."
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """Name a tensor of a checkpoint, with its shape, the engine's cut, its layer and its expert."""
+
+    name: str
+    shape: tuple[int, ...]
+    engine: EngineCut = "whole"
+    layer: int | None = None
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class PretrainedModel:
+    """Hold what a config.json says: ``config`` has every key in one spelling, and defaults."""
+
+    family: Family
+    shape: ModelShape
+    config: Mapping[str, Any]
+
+    def with_scalar_head(self) -> PretrainedModel:
+        """Return the same model with a head of one number in the place of the output layer."""
+        return replace(self, shape=self.shape.with_scalar_head())
+
+    def weights(self, layer: int) -> tuple[Weight, ...]:
+        """Return the parameters of a layer, their sources named as this family's checkpoints do."""
+        return tuple(
+            replace(
+                weight,
+                sources=tuple(
+                    replace(source, name=self.family.tensor_name(source.name)) for source in weight.sources
+                ),
+            )
+            for weight in self.shape.weights(layer)
+        )
+
+    def tensors(self) -> Iterator[CheckpointTensor]:
+        """Yield every tensor of the checkpoint, in the order in which it lists them.
+
+        A tied output layer is not among them: its values are the embedding's.
+        """
+        shape = self.shape
+        vocabulary = (shape.vocab, shape.hidden)
+        yield CheckpointTensor(EMBEDDING, vocabulary, "vocabulary")
+        kinds: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
+        for layer in range(shape.layers):
+            common = shape.weights(layer)
+            if common not in kinds:
+                kinds[common] = self.weights(layer)
+            weights, prefix = kinds[common], LAYER.format(layer=layer)
+            for weight in weights:
+                if not weight.expert:
+                    for source in weight.sources:
+                        yield CheckpointTensor(prefix + source.name, source.shape, source.engine, layer)
+            sources = [source for weight in weights if weight.expert for source in weight.sources]
+            for expert in range(shape.experts if sources else 0):
+                for source in sources:
+                    name = prefix + source.name.format(expert=expert)
+                    yield CheckpointTensor(name, source.shape, source.engine, layer, expert)
+        yield CheckpointTensor(FINAL_NORM, (shape.hidden,))
+        if shape.scalar_head:
+            yield CheckpointTensor(SCALAR, (1, shape.hidden))
+        elif not shape.tied:
+            yield CheckpointTensor(OUTPUT, vocabulary, "vocabulary")
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor of the checkpoint by name, in order."""
+        return {tensor.name: tensor.shape for tensor in self.tensors()}
+
+    def is_ignorable(self, name: str) -> bool:
+        """Say whether a checkpoint tensor that the model does not use may be skipped without a word.
+
+        These are rotary frequencies of old checkpoints, an output layer that is tied or replaced by a head
+        of one number, and layers that predict further tokens, which follow the model's own.
+        """
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer and int(layer.group(1)) >= self.shape.layers:
+            extra = self.config.get("num_nextn_predict_layers") or 0
+            return int(layer.group(1)) < self.shape.layers + extra
+        unused = self.shape.tied or self.shape.scalar_head
+        return name.endswith("rotary_emb.inv_freq") or (name == OUTPUT and unused)
+
+
+def describe(config: Mapping[str, Any], place: str = "config.json") -> PretrainedModel:
+    """Return the model of a config.json, as a checkpoint or ``PretrainedConfig.to_dict()`` has it.
+
+    Raises UserError for a family that is not in the table, and UserErrors for values that are missing or not
+    supported.
+    """
+    family = family_of(config, place)
+    normal = family.normal(config)
+    reader = ConfigReader(normal, place)
+    shape = family.shape(reader)
+    if reader.errors:
+        raise UserErrors(reader.errors) if len(reader.errors) > 1 else reader.errors[0]
+    return PretrainedModel(family, shape, normal)
+
+
+def family_of(config: Mapping[str, Any], place: str = "config.json") -> Family:
+    """Return the family of a config.json, by its ``architectures``, else by its ``model_type``."""
+    names = config.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names else None
+    kind = config.get("model_type")
+    for family in FAMILIES.values():
+        if architecture is None and kind == family.model_type:
+            return family
+        if architecture in (family.architecture, family.scalar_architecture):
+            return family
+    name, known = str(architecture or kind or ""), [family.architecture for family in FAMILIES.values()]
+    close = nearest(name, [*known, *FAMILIES])
+    text = "text_config" in config and nearest(str(config["text_config"].get("model_type")), FAMILIES)
+    if text:
+        fix = f"save the language model alone: {FAMILIES[text].architecture}.from_pretrained(PATH)"
+    else:
+        fix = f"use a {close} checkpoint" if close else "use a checkpoint of one of these architectures"
+    raise UserError(
+        f"the model's architecture {name!r} is not supported",
+        where=f"{place}: architectures",
+        expected="one of " + ", ".join(sorted([*known, *FAMILIES])),
+        got=name or "no `architectures`",
+        fix=fix,
+    )
+
+
+def read_pretrained(path: Path) -> PretrainedModel:
+    """Return the model of a config.json file; raises UserError or UserErrors."""
+    return describe(read_json(path), str(path))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a config.json; raises UserError where there is none."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            "the model's config.json cannot be read",
+            where=str(path),
+            expected="a JSON object",
+            got=str(error),
+            fix="copy the file again from the checkpoint",
+        ) from error
+    if not isinstance(raw, dict):
+        raise UserError(
+            "the model's config.json is not a JSON object",
+            where=str(path),
+            expected='{"architectures": [...], "hidden_size": ...}',
+            got=type(raw).__name__,
+            fix="copy the file again from the checkpoint",
+        )
+    return raw
