@@ -138,7 +138,7 @@ def family_of(config: Mapping[str, Any], place: str = "config.json") -> Family:
     else:
         fix = f"use a {close} checkpoint" if close else "use a checkpoint of one of these architectures"
     raise UserError(
-        f"the model's architecture {name!r} is not supported",
+        f"the model's architecture {name or '(none named)'} is not supported",
         where=f"{place}: architectures",
         expected="one of " + ", ".join(sorted([*known, *FAMILIES])),
         got=name or "no `architectures`",
