@@ -9,8 +9,8 @@ import sys
 from megatron_rl.cli.check_json import report_json
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.cli.common import add_config_arguments, checked
-from megatron_rl.config.failure import launched_world, process_rank
 from megatron_rl.errors import EXIT_BAD_INPUT, UserErrors
+from megatron_rl.launcher import launch, process_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the check; the exit code is 2 where there are errors."""
-    world_size = arguments.world_size if arguments.world_size is not None else launched_world()
+    job = launch()
+    world_size = None if job.alone else job.world_size
+    if arguments.world_size is not None:
+        world_size = arguments.world_size
     try:
         report = checked(arguments, world_size, without_files=arguments.without_files)
     except UserErrors as errors:

@@ -17,7 +17,7 @@ from megatron_rl.cli.environment import (
     packages,
     shared_memory,
 )
-from megatron_rl.config.failure import launched_world, process_rank
+from megatron_rl.launcher import launch, process_rank
 
 _MARKS = {"ok": "ok  ", "note": "note", "warning": "WARN", "error": "FAIL"}
 MAX_CLOCK_SPREAD = 1.0
@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if not arguments.quick:
         sections["imports"] = _imports()
-    world = launched_world()
-    if world is not None and world > 1:
+    world = launch().world_size
+    if world > 1:
         sections["links between ranks"] = _links(world)
     elif not arguments.quick:
         text = "not measured: start with torchrun --nproc-per-node N -m megatron_rl doctor"

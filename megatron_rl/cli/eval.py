@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.cli.common import add_config_arguments, checked
-from megatron_rl.config.failure import launched_world
 from megatron_rl.errors import UserError
+from megatron_rl.launcher import launch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and the checkpoint's directory, then evaluate."""
-    report = checked(arguments, launched_world() or 1, training=True)
+    report = checked(arguments, launch().world_size, training=True)
     config = report.valid()
     checkpoint = Path(arguments.checkpoint)
     require_directory(checkpoint, "--checkpoint")

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from megatron_rl.config.failure import report_errors
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError
+from megatron_rl.launcher import report_errors
 
 COMMANDS = {
     "train": ("megatron_rl.cli.train", "train a configuration; under torchrun for more than one process"),

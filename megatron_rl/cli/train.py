@@ -7,8 +7,8 @@ import sys
 
 from megatron_rl.cli.check_text import summary
 from megatron_rl.cli.common import add_config_arguments, checked
-from megatron_rl.config.failure import launched_world, process_rank
 from megatron_rl.errors import numbered
+from megatron_rl.launcher import launch, process_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, then train. Every rank checks the same input before any of them waits for another."""
-    report = checked(arguments, launched_world() or 1, training=True)
+    report = checked(arguments, launch().world_size, training=True)
     if report.warnings and process_rank() == 0:
         print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
     config = report.valid()

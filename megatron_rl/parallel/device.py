@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from megatron_rl.errors import UserError
+from megatron_rl.launcher import launch
+
 _ON_HOST = not torch.cuda.is_available()
 _installed = False
 _depth = 0
@@ -77,12 +80,12 @@ def peak_memory(reset: bool = False) -> int:
 
 def rank() -> int:
     """Return this process's rank as the launcher gave it."""
-    return int(os.environ.get("RANK", "0"))
+    return launch().rank
 
 
 def world_size() -> int:
     """Return the number of processes as the launcher gave it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return launch().world_size
 
 
 def initialize(timeout: float = 600.0) -> None:
@@ -107,8 +110,22 @@ def initialize(timeout: float = 600.0) -> None:
         alone = "MASTER_PORT" not in os.environ
         store = dist.HashStore() if alone else None
         arguments: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1} if alone else {}
-        dist.init_process_group(backends(), timeout=_timeout, **arguments)
+        try:
+            dist.init_process_group(backends(), timeout=_timeout, **arguments)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise _no_meeting(error, timeout) from error
     prepare_megatron()
+
+
+def _no_meeting(error: Exception, timeout: float) -> UserError:
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return UserError(
+        "the ranks of the job do not meet",
+        where="environment: MASTER_ADDR, MASTER_PORT",
+        expected=f"all {world_size()} ranks at {place} within {timeout:g} s",
+        got=str(error).splitlines()[0],
+        fix="name the host of rank 0 and a port that is free there, and start every rank",
+    )
 
 
 def collective_timeout() -> timedelta | None:

@@ -8,10 +8,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_rl.config.failure import report_errors
 from megatron_rl.config.placement import role_layouts
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError
+from megatron_rl.launcher import report_errors
 from megatron_rl.parallel import device
 from megatron_rl.trainer.phases import Phases
 

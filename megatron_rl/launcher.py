@@ -1,0 +1,158 @@
+"""What the launcher tells a process of its job, and how the process tells the launcher of mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.errors import UserError, UserErrors, each, numbered
+
+PATIENCE = 8.0
+"""Seconds that other ranks leave rank 0 to print before they speak for themselves."""
+_FIX = "start with torchrun --nproc-per-node N, which sets it, or remove it for a single process"
+_OTHER_LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+}
+"""Variable -> launcher that states the number of processes in words that torch.distributed does not read."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Hold a process's place in its job; ``alone`` where no launcher spoke."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    alone: bool = True
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """Return what the launcher's variables say; raise UserErrors for what they cannot mean."""
+    errors: list[UserError] = []
+    stated = [name for name in ("RANK", "WORLD_SIZE") if environment.get(name)]
+    if not stated:
+        for name, launcher in _OTHER_LAUNCHERS.items():
+            if environment.get(name, "1") not in ("", "1"):
+                errors.append(_unknown_launcher(name, launcher, environment[name]))
+        _raise(errors)
+        return Launch()
+    world = _integer(environment, "WORLD_SIZE", 1, None, errors)
+    rank = _integer(environment, "RANK", 0, world, errors)
+    local = _integer(environment, "LOCAL_RANK", 0, None, errors, default=0)
+    if world is not None and world > 1:
+        _integer(environment, "MASTER_PORT", 1, 1 << 16, errors)
+        if not environment.get("MASTER_ADDR"):
+            errors.append(_error("MASTER_ADDR", "the host of rank 0", environment.get("MASTER_ADDR")))
+    _raise(errors)
+    assert world is not None and rank is not None and local is not None
+    return Launch(rank, world, local, alone=False)
+
+
+def launch() -> Launch:
+    """Return this process's place in its job; raise UserErrors for what the variables cannot mean."""
+    return read_launch(os.environ)
+
+
+def process_rank() -> int:
+    """Return this process's rank, 0 where the launcher states none; for messages, so it never raises."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
+
+
+def _integer(
+    environment: Mapping[str, str],
+    name: str,
+    least: int,
+    bound: int | None,
+    errors: list[UserError],
+    default: int | None = None,
+) -> int | None:
+    """Return the variable as a number of at least ``least`` and below ``bound``; None with an error."""
+    text = environment.get(name, "").strip()
+    if not text and default is not None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is not None and value >= least and (bound is None or value < bound):
+        return value
+    words = f"a number of {least} or more" if bound is None else f"a number from {least} to {bound - 1}"
+    errors.append(_error(name, words, environment.get(name)))
+    return None
+
+
+def _error(name: str, expected: str, got: str | None) -> UserError:
+    return UserError(
+        f"the launcher's variable {name} makes no sense",
+        where=f"environment: {name}",
+        expected=expected,
+        got="nothing" if got is None else repr(got),
+        fix=_FIX,
+    )
+
+
+def _unknown_launcher(name: str, launcher: str, size: str) -> UserError:
+    return UserError(
+        f"{launcher} started {size} processes, each of which would run as a job of its own",
+        where=f"environment: {name}={size}",
+        expected="torchrun inside each task, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+        got="none of them",
+        fix=f"use launch/slurm.sbatch as an example, or unset {name} for a single process",
+    )
+
+
+def _raise(errors: list[UserError]) -> None:
+    if errors:
+        raise errors[0] if len(errors) == 1 else UserErrors(errors)
+
+
+def report_errors(error: UserError) -> None:
+    """Print the errors on one rank.
+
+    Every rank finds the same errors in the same input, so rank 0 speaks and the launcher ends the others
+    while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not have,
+    such as a file missing on its machine alone, and prints it itself. No rank waits for another's message.
+    """
+    rank = process_rank()
+    if rank != 0:
+        # A launcher that ends this rank has heard of another's failure: this one adds nothing to it.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        time.sleep(PATIENCE)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"rank {rank} on {socket.gethostname()}:", file=sys.stderr)
+            print(_text(error), file=sys.stderr, flush=True)
+        return
+    text = _text(error)
+    if not _tell_launcher(text):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _text(error: UserError) -> str:
+    return "\n".join(numbered(each(error), "error"))
+
+
+def _tell_launcher(text: str) -> bool:
+    """Leave the text where torchrun looks for it; return whether torchrun will print it.
+
+    Its summary is the last thing that torchrun prints, below everything it says about processes.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    shown = "bad input\n\n" + text + "\n"
+    message = {"message": shown, "extraInfo": {"py_callstack": shown, "timestamp": str(int(time.time()))}}
+    try:
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,105 @@
+"""What a launcher says, and what it cannot mean."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.errors import UserError
+from megatron_rl.launcher import Launch, read_launch
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_the_place_of_a_process_in_its_job() -> None:
+    assert read_launch({}) == Launch(0, 1, 0, alone=True)
+    assert read_launch(GOOD) == Launch(1, 2, 1, alone=False)
+    assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}) == Launch(0, 1, 0, alone=False)
+    assert read_launch({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": ""}).alone
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"WORLD_SIZE": "abc"}, ["WORLD_SIZE"]),
+        ({"WORLD_SIZE": "0"}, ["WORLD_SIZE"]),
+        ({"WORLD_SIZE": "-1"}, ["WORLD_SIZE"]),
+        ({"WORLD_SIZE": ""}, ["WORLD_SIZE"]),
+        ({"RANK": "2"}, ["RANK"]),
+        ({"RANK": "-1"}, ["RANK"]),
+        ({"RANK": ""}, ["RANK"]),
+        ({"LOCAL_RANK": "first"}, ["LOCAL_RANK"]),
+        ({"MASTER_PORT": ""}, ["MASTER_PORT"]),
+        ({"MASTER_PORT": "http"}, ["MASTER_PORT"]),
+        ({"MASTER_PORT": "70000"}, ["MASTER_PORT"]),
+        ({"MASTER_ADDR": "", "MASTER_PORT": "0"}, ["MASTER_ADDR", "MASTER_PORT"]),
+        ({"RANK": "", "WORLD_SIZE": "", "SLURM_STEP_NUM_TASKS": "8"}, ["SLURM_STEP_NUM_TASKS"]),
+        ({"RANK": "", "WORLD_SIZE": "", "OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE"]),
+    ],
+)
+def test_what_a_launcher_cannot_mean_is_named(changes: dict[str, str], named: list[str]) -> None:
+    with pytest.raises(UserError) as refused:
+        read_launch(GOOD | changes)
+    text = str(refused.value)
+    assert all(f"environment: {name}" in text for name in named) and "fix:" in text
+
+
+def train(material: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_rl",
+        "train",
+        "configs/quickstart.yaml",
+        "world_size=2",
+        "sft=null",
+    ]
+    command += ["actor.layout.pipeline=1", "rank_timeout=5", f"run_dir={material / 'run'}"]
+    command += [
+        f"model.path={material / 'model'}",
+        f"data.train={material / 'train.jsonl'}",
+        "data.eval=null",
+    ]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **GOOD, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("material")
+    command = [sys.executable, "-m", "megatron_rl.data.quickstart", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    return folder
+
+
+def test_ranks_that_do_not_meet_say_where_they_waited(material: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        taken = train(material, RANK="0", LOCAL_RANK="0", MASTER_PORT=port)
+    assert taken.returncode == 2, taken.stdout + taken.stderr
+    assert "the ranks of the job do not meet" in taken.stderr and port in taken.stderr
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    alone = train(material, MASTER_PORT=port)
+    assert alone.returncode == 2 and "within 5 s" in alone.stderr and "Traceback" not in alone.stderr
