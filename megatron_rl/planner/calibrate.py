@@ -8,6 +8,7 @@ single run can tell apart.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -18,9 +19,18 @@ from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import Constants
-from megatron_rl.planner.run_step import PHASES, Observed, RunStep, predict_run, without_sync
+from megatron_rl.planner.step import PHASES, Observed, RunStep, predict_run
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
+
+
+def without_sync(step: Mapping[str, float]) -> dict[str, float]:
+    """Return the disjoint seconds per phase of one line of metrics.jsonl; generate there holds the sync."""
+    reshard = step.get("time/reshard", 0.0) + step.get("time/reshard_verify", 0.0)
+    seconds = {name: float(step[f"time/{name}"]) for name in PHASES if f"time/{name}" in step}
+    if "generate" in seconds:
+        seconds["generate"] = max(0.0, seconds["generate"] - reshard)
+    return seconds | ({"reshard": reshard} if reshard else {})
 
 
 def read_steps(run_dir: str | Path, where: str = "--calibrate") -> list[dict[str, float]]:
@@ -67,23 +77,27 @@ def observed(config: RunConfig, steps: list[dict[str, float]]) -> Observed:
 
 def measured_phases(steps: list[dict[str, float]]) -> dict[str, float]:
     """Return median seconds per phase, and of what a step takes beside its phases as ``rest``."""
-    taken = [without_sync(line) for line in steps]
-    found = {
-        name: median(values) for name in PHASES if (values := [seen[name] for seen in taken if name in seen])
+    seconds = [without_sync(line) for line in steps]
+    phases = {
+        name: median(values)
+        for name in PHASES
+        if (values := [step[name] for step in seconds if name in step])
     }
     rests = [
-        line["time/step"] - sum(seen.values())
-        for line, seen in zip(steps, taken, strict=True)
+        line["time/step"] - sum(step.values())
+        for line, step in zip(steps, seconds, strict=True)
         if "time/step" in line
     ]
-    return {**found, "rest": max(0.0, median(rests))} if rests else found
+    return {**phases, "rest": max(0.0, median(rests))} if rests else phases
 
 
 def _with(constants: Constants, **values: float) -> Constants:
     return replace(constants, efficiency=SimpleNamespace(**{**vars(constants.efficiency), **values}))
 
 
-def _train_factor(predict: Any, constants: Constants, predicted: RunStep, seconds: float) -> float:
+def _train_factor(
+    predict: Callable[[Constants], RunStep], constants: Constants, predicted: RunStep, seconds: float
+) -> float:
     """Return rl_train for which training takes ``seconds``: computation scales, the exchange does not."""
     now = constants.efficiency.rl_train
     faster = predict(_with(constants, rl_train=2.0 * now)).seconds["learn"]
@@ -120,7 +134,7 @@ def calibrate(
         if measured.get(name) and predicted.seconds[name]
     }
     if "rest" in measured:
-        phases["rest"] = (predicted.fixed, measured["rest"])
+        phases["rest"] = (predicted.step.fixed, measured["rest"])
     efficiency: dict[str, float] = {}
     if "learn" in phases:
         efficiency["rl_train"] = _train_factor(predict, constants, predicted, measured["learn"])

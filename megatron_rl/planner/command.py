@@ -1,4 +1,4 @@
-"""The ``plan`` command: search placements, evaluate scenarios, or calibrate the constants."""
+"""The ``plan`` command: search placements, or calibrate the constants."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import time
 from pathlib import Path
 
 from megatron_rl.errors import UserError
+from megatron_rl.planner.batch import StepBatch, response_lengths
 from megatron_rl.planner.calibrate import calibrate
-from megatron_rl.planner.config_writer import Paths, config_text, expressible
-from megatron_rl.planner.constants import load_constants
-from megatron_rl.planner.evaluate import evaluate, read_scenarios, table
-from megatron_rl.planner.lengths import response_lengths
-from megatron_rl.planner.memory import OptimizerChoice
-from megatron_rl.planner.placement import Problem
-from megatron_rl.planner.planning import ROLES, search
-from megatron_rl.planner.rl_step import RlBatch
+from megatron_rl.planner.constants import Machine, load_constants
+from megatron_rl.planner.groups import Problem
+from megatron_rl.planner.placement import ROLES, search
 from megatron_rl.planner.show import plan_record, plans_text
+from megatron_rl.planner.writer import Paths, config_text, expressible
 from megatron_rl.shapes.published import load_shape
 
 
@@ -56,9 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     result.add_argument("--data", help="data.train in that configuration")
     result.add_argument("--reward", help="reward.function in that configuration")
     result.add_argument("--reward-model-path", help="path of the reward model in that configuration")
-    result.add_argument("--json", metavar="FILE", help="write plans or scenario outcomes as JSON")
+    result.add_argument("--json", metavar="FILE", help="write plans, or calibrated phases, as JSON")
     other = parser.add_argument_group("instead of a search")
-    other.add_argument("--scenario", metavar="FILE", help="evaluate scenarios against what was measured")
     other.add_argument(
         "--calibrate", metavar="RUN_DIR", help="fit efficiency factors to a run folder (--out FILE)"
     )
@@ -66,27 +62,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``plan``; returns 0, or 1 when a scenario is outside its tolerance; raises UserError."""
-    if args.scenario:
-        return _scenarios(args)
+    """Run ``plan``; returns 0; raises UserError."""
     if args.calibrate:
         return _calibrate(args)
     if not args.model or not args.gpus:
         raise UserError(
             "plan needs a model and a number of GPUs",
             where="command line",
-            expected="plan MODEL --gpus N [--gpu h100], plan --scenario FILE, or plan --calibrate RUN_DIR",
+            expected="plan MODEL --gpus N [--gpu h100], or plan --calibrate RUN_DIR",
             got=f"MODEL {args.model}, --gpus {args.gpus}",
         )
     return _search(args)
-
-
-def _scenarios(args: argparse.Namespace) -> int:
-    outcomes = evaluate(read_scenarios(args.scenario), load_constants(args.constants))
-    print(table(outcomes))
-    if args.json:
-        Path(args.json).write_text(json.dumps([outcome.record() for outcome in outcomes], indent=1) + "\n")
-    return 0 if all(outcome.inside_tolerance for outcome in outcomes) else 1
 
 
 def _calibrate(args: argparse.Namespace) -> int:
@@ -146,7 +132,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
     critic = load_shape(args.critic) if args.critic else actor
     models = {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
     mean = args.response_tokens_mean or args.response_tokens / 3
-    batch = RlBatch(
+    batch = StepBatch(
         prompts=args.prompts,
         samples=args.samples,
         optimizer_steps=args.optimizer_steps,
@@ -159,18 +145,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
         roles.pop("reference")
     if args.no_reward_model:
         roles.pop("reward", None)
-    return Problem(
-        roles,
-        args.algorithm,
-        batch,
-        cluster,
-        constants,
-        args.precision,
-        OptimizerChoice(),
-        roles_swap=False,
-        context_parallel=False,
-        stages_stated_once=True,
-    )
+    return Problem(roles, args.algorithm, batch, Machine(cluster, constants, args.precision))
 
 
 def _search(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_rl.errors import UserError, nearest
 
 GB = 1e9
+PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,6 @@ class Cluster:
     def domain(self) -> int:
         """Return how many GPUs reach each other over NVLink."""
         return max(self.gpus_per_node, self.gpu.nvlink_domain)
-
-    def resized(self, num_gpus: int) -> Cluster:
-        """Return the same machines in another number."""
-        return Cluster(self.gpu, num_gpus, self.gpus_per_node, self.network)
 
 
 @dataclass(frozen=True)
@@ -92,14 +89,43 @@ class Constants:
         gigabits_per_node: float | None = None,
     ) -> Cluster:
         """Build a cluster; absent values are the GPU's usual machine (see constants.json)."""
-        found = self.gpu(gpu)
-        per_node = int(gpus_per_node or found.gpus_per_node)
-        network = found.network
+        kind = self.gpu(gpu)
+        per_node = int(gpus_per_node or kind.gpus_per_node)
+        network = kind.network
         if gigabits_per_node is not None:
             network = float(gigabits_per_node) / 8 * GB / per_node
         elif gigabits_per_gpu is not None:
             network = float(gigabits_per_gpu) / 8 * GB
-        return Cluster(found, int(num_gpus), per_node, network)
+        return Cluster(kind, int(num_gpus), per_node, network)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hold what every prediction reads: GPUs, how efficiently they work, and the precision of weights."""
+
+    cluster: Cluster
+    constants: Constants
+    precision: str = "bf16"
+
+    @property
+    def gpu(self) -> Gpu:
+        """Return the GPU."""
+        return self.cluster.gpu
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of one weight."""
+        return PRECISION_BYTES.get(self.precision, 2)
+
+    @property
+    def usable_memory(self) -> float:
+        """Return the bytes of a GPU that a plan may use."""
+        return self.gpu.memory * self.constants.memory.usable_share
+
+    @property
+    def host_rate(self) -> float:
+        """Return achieved bytes/s between a GPU and host memory."""
+        return self.gpu.host * self.constants.efficiency.host
 
 
 def _gpu(name: str, data: Mapping[str, Any]) -> Gpu:

@@ -8,12 +8,14 @@ gradients: (2 + g)(P_d + P_e) + o (P_d / (dp cp) + P_e / edp).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_rl.planner.constants import GB, Constants
-from megatron_rl.planner.layout import Layout, RolloutLayout
+from megatron_rl.planner.constants import GB, PRECISION_BYTES, Constants
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 
-PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
+if TYPE_CHECKING:
+    from megatron_rl.planner.generate import RolloutLayout
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,6 @@ class OptimizerChoice:
 
     distributed: bool = True
     offload: bool = False
-    parameters_offload: bool = False
-    gradients_offload: bool = False
     gradient_bytes: float = 4
     state_bytes: float = 12
 
@@ -49,7 +49,7 @@ class TrainingMemory:
         return self.states + self.activations + self.logits + self.overhead
 
 
-def parameters_per_gpu(model: ModelShape, layout: Layout) -> tuple[float, float]:
+def parameters_per_gpu(model: ModelShape, layout: ParallelLayout) -> tuple[float, float]:
     """Return (dense, routed expert) parameters on the fullest GPU, before any sharding over data.
 
     dense = layers / (tp pp) plus one embedding V h / tp on the first or last stage (both when pp = 1).
@@ -65,7 +65,7 @@ def parameters_per_gpu(model: ModelShape, layout: Layout) -> tuple[float, float]
     return dense, expert
 
 
-def activation_bytes_per_token_layer(model: ModelShape, layout: Layout, recompute: str) -> float:
+def activation_bytes_per_token_layer(model: ModelShape, layout: ParallelLayout, recompute: str) -> float:
     """Return bytes that one token keeps in an average layer on one GPU for the backward pass.
 
     Full-width tensors: two norm inputs, two norm outputs (8h); sharded: q, k, v, attention output, and
@@ -97,7 +97,7 @@ def activation_bytes_per_token_layer(model: ModelShape, layout: Layout, recomput
     return wide / wide_share + (attention + dense * (1 - moe_share) + moe * moe_share) / layout.tensor
 
 
-def layers_in_flight(model: ModelShape, layout: Layout, micro_batches: int) -> float:
+def layers_in_flight(model: ModelShape, layout: ParallelLayout, micro_batches: int) -> float:
     """Return layers x micro-batches whose activations the first stage holds at once.
 
     1F1B: L/pp x min(m, pp); interleaved: L (1 + (pp-1)/(pp v)) (Narayanan et al. 2021, section 2.2).
@@ -110,7 +110,7 @@ def layers_in_flight(model: ModelShape, layout: Layout, micro_batches: int) -> f
 
 
 def activation_bytes(
-    model: ModelShape, layout: Layout, tokens: float, micro_batches: int, recompute: str
+    model: ModelShape, layout: ParallelLayout, tokens: float, micro_batches: int, recompute: str
 ) -> float:
     """Return activation bytes on the first stage for micro-batches of ``tokens`` tokens."""
     tokens = tokens / layout.context
@@ -123,7 +123,7 @@ def activation_bytes(
 
 def training_memory(
     model: ModelShape,
-    layout: Layout,
+    layout: ParallelLayout,
     optimizer: OptimizerChoice,
     constants: Constants,
     tokens: float,
@@ -133,24 +133,13 @@ def training_memory(
     """Return bytes on the fullest GPU while it trains."""
     dense, expert = parameters_per_gpu(model, layout)
     shards = layout.data * layout.context
-    live = 0.0
-    weight_share = (dense + expert, dense + expert)
-    if layout.fully_sharded:
-        # Two layers are gathered at a time; weights and gradients are otherwise sharded over data.
-        layer = (model.layer_dense_total + model.routed_expert_parameters) / model.layers / layout.tensor
-        live = 2.0 * (2 * layer + model.embedding_parameters / layout.tensor)
-        weight_share = ((dense + expert) / shards,) * 2
-    weights = 0.0 if optimizer.parameters_offload else 2.0 * weight_share[0]
-    gradients = 0.0 if optimizer.gradients_offload else optimizer.gradient_bytes * weight_share[1]
-    spread = optimizer.distributed or layout.fully_sharded
-    state = dense / shards + expert / layout.expert_data if spread else dense + expert
-    if layout.fully_sharded:
-        state = (dense + expert) / shards
+    parameters = dense + expert
+    state = dense / shards + expert / layout.expert_data if optimizer.distributed else parameters
     state = 0.0 if optimizer.offload else optimizer.state_bytes * state
     logits = tokens / layout.context * model.vocab / layout.tensor * constants.memory.logits_bytes_per_element
     activations = activation_bytes(model, layout, tokens, micro_batches, recompute)
     return TrainingMemory(
-        weights_and_gradients=weights + gradients + live,
+        weights_and_gradients=(2.0 + optimizer.gradient_bytes) * parameters,
         optimizer=state,
         activations=activations,
         logits=logits if layout.pipeline == 1 else max(0.0, logits - activations * (1 - 1 / layout.pipeline)),
@@ -182,12 +171,8 @@ def kv_capacity_bytes(
     gpu_memory: float,
     precision: str,
     constants: Constants,
-    resident: float = 0.0,
 ) -> float:
-    """Return bytes that remain for the cache on one rollout GPU (may be negative: it does not fit).
-
-    ``resident`` is training state that stays beside the engine.
-    """
-    share = min(rollout.memory_fraction * gpu_memory, constants.memory.usable_share * gpu_memory - resident)
+    """Return bytes that remain for the cache on one rollout GPU (may be negative: it does not fit)."""
+    share = min(rollout.memory_fraction, constants.memory.usable_share) * gpu_memory
     engine = 0.25 * constants.memory.engine_gigabytes * GB + prefill_workspace_bytes(model, rollout, 8192)
     return share - rollout_weight_bytes(model, rollout, precision) - engine

@@ -1,78 +1,33 @@
-"""Score placements: groups of roles on GPUs of their own, phases overlapped between groups.
+"""Score placements: groups of roles on GPUs of their own, and search all of them for the shortest step.
 
-Within a group roles take turns; groups work at the same time. Step = generate (actor's GPUs) +
-max over groups of their forward passes + max over groups of their training + weight sync
-(HybridFlow, arXiv 2409.19256, section 6 and algorithm 1).
+Within a group roles take turns; groups work at the same time (HybridFlow, arXiv 2409.19256, section 6 and
+algorithm 1). `step.add_up` makes the step of a placement as it makes that of a configuration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import inf
+from dataclasses import dataclass, replace
 
-from megatron_rl.planner.constants import GB, Cluster, Constants
-from megatron_rl.planner.layout import RolloutLayout
-from megatron_rl.planner.memory import OptimizerChoice
-from megatron_rl.planner.rl_step import TRAINED_ROLES, Phases, RlBatch, TrainChoice, step_forward_seconds
-from megatron_rl.planner.search import (
-    RolloutPlan,
-    SearchCount,
-    TrainPlan,
-    forward_memory,
-    memory_limit,
-    rollout_plans,
-    training_front,
-)
-from megatron_rl.planner.weight_sync import sync_seconds
-from megatron_rl.shapes.model import ModelShape
+from megatron_rl.errors import UserError
+from megatron_rl.planner.constants import GB
+from megatron_rl.planner.groups import GroupPlan, Planner, Problem
+from megatron_rl.planner.search import RolloutPlan, TrainPlan
+from megatron_rl.planner.step import Step, add_up
 
-_STATE_SPREADS = (1.0, 1.3, 2.0, 4.0, 1e9)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Hold what a placement must run: models by role, batch, algorithm and machines."""
-
-    models: Mapping[str, ModelShape]
-    algorithm: str
-    batch: RlBatch
-    cluster: Cluster
-    constants: Constants
-    precision: str = "bf16"
-    optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
-    engine: str = "current"
-    sync_method: str = "planned_peer_to_peer"
-    memory_fraction: float | None = None
-    max_sequences: int | None = None
-    rollout_tensor: int | None = None
-    roles_swap: bool = True  # resting roles may wait in host memory; this project's roles do not
-    context_parallel: bool = True  # sequences may be cut over ranks; this project's trainer does not
-    stages_stated_once: bool = False  # uneven pipeline stages hold for every role, as in this project
-
-    def trained(self, role: str) -> bool:
-        """Say whether the algorithm trains a role."""
-        return role in TRAINED_ROLES[self.algorithm]
-
-
-@dataclass(frozen=True)
-class GroupPlan:
-    """Hold one group of roles on its GPUs."""
-
-    roles: tuple[str, ...]
-    gpus: int
-    plans: Mapping[str, TrainPlan]
-    forward: float
-    train: float
-    swap: float  # seconds a step spends on moving states between host and GPU
-    rollout: RolloutPlan | None = None
-    resident: float = 0.0  # training bytes that stay on the GPU during generation
-    offloaded: bool = False  # training state leaves the GPU during generation
-
-    @property
-    def busy(self) -> float:
-        """Return the seconds a step keeps this group's GPUs busy."""
-        return self.forward + self.train + self.swap + (self.rollout.seconds if self.rollout else 0.0)
+ROLES = {"grpo": ("actor", "reference"), "ppo": ("actor", "critic", "reference", "reward")}
+"""Roles that hold a model, by algorithm."""
+# Groupings of roles; within a group roles share GPUs. The PPO ones are those of HybridFlow figure 12
+# and the cuts between them.
+MIXED: Mapping[str, Mapping[str, tuple[tuple[str, ...], ...]]] = {
+    "grpo": {"mixed: reference apart": (("actor",), ("reference",))},
+    "ppo": {
+        "mixed: critic and reward apart": (("actor", "reference"), ("critic", "reward")),
+        "mixed: critic apart": (("actor", "reference", "reward"), ("critic",)),
+        "mixed: reference and reward apart": (("actor", "critic"), ("reference", "reward")),
+        "mixed: every role apart": (("actor",), ("critic",), ("reference",), ("reward",)),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -81,9 +36,8 @@ class PlacementPlan:
 
     name: str
     groups: tuple[GroupPlan, ...]
-    phases: Phases
+    step: Step
     rollout: RolloutPlan
-    overlapped: bool = False  # generation of the next step runs during training (one step off policy)
     rollout_gpus: int = 0  # GPUs that only generate
 
     @property
@@ -104,184 +58,32 @@ class PlacementPlan:
         return None
 
 
-class Planner:
-    """Plan groups of roles for one problem, keeping what was searched for a model on a GPU count."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.counted = SearchCount()
-        self._fronts: dict[tuple[ModelShape, bool, int, bool], list[TrainPlan]] = {}
-        self._rollouts: dict[tuple[int, float], RolloutPlan | None] = {}
-
-    def front(self, role: str, gpus: int, even: bool = False) -> list[TrainPlan]:
-        """Return the undominated ways to run a role on ``gpus`` GPUs, fastest first; ``even`` stages only."""
-        problem = self.problem
-        key = (problem.models[role], problem.trained(role), gpus, even)
-        if key not in self._fronts:
-            self._fronts[key] = training_front(
-                problem.models[role],
-                gpus,
-                problem.cluster.resized(gpus),
-                problem.constants,
-                problem.batch,
-                problem.precision,
-                problem.optimizer,
-                trained=problem.trained(role),
-                context_allowed=problem.context_parallel,
-                even_stages=even,
-                counted=self.counted,
-            )
-        return self._fronts[key]
-
-    def group(self, roles: Sequence[str], gpus: int, generates: bool, alone: bool = True) -> GroupPlan | None:
-        """Plan a group of roles on ``gpus`` GPUs for its least seconds; None when it does not fit.
-
-        A role's limit is what the other roles' resting states leave; when that is too little, resting
-        roles wait in host memory and every step pays for the transfers. ``alone``: no model is elsewhere.
-        """
-        # The lead is the role whose choice decides what the others, and generation, have left.
-        order = sorted(roles, key=lambda name: (not self.problem.trained(name), name != "actor"))
-        best: GroupPlan | None = None
-        even = self.problem.stages_stated_once and not alone
-        for lead in self.front(order[0], gpus, even):
-            for spread in _STATE_SPREADS if len(order) > 1 else _STATE_SPREADS[:1]:
-                bound = best.busy if best is not None else inf
-                found = self._with_lead(order, lead, gpus, generates, spread, bound)
-                if found is not None and found.busy < bound:
-                    best = found
-        return best
-
-    def _with_lead(
-        self, order: Sequence[str], lead: TrainPlan, gpus: int, generates: bool, spread: float, bound: float
-    ) -> GroupPlan | None:
-        """Plan a group around its lead; the others take their fastest way within ``spread`` times their
-        least resting state, so that the set of combinations does not depend on the memory limit. None
-        when it does not fit, or already takes ``bound`` seconds without generating.
-        """
-        problem = self.problem
-        limit = memory_limit(problem.cluster, problem.constants)
-        plans: dict[str, TrainPlan] = {order[0]: lead}
-        uneven = lead.choice.model.layers % lead.choice.layout.pipeline > 0
-        for role in order[1:]:
-            if problem.stages_stated_once and uneven:
-                plan = self._like(role, lead)
-                if plan is None:
-                    return None
-                plans[role] = plan
-                continue
-            front = self.front(role, gpus, problem.stages_stated_once)
-            if not front:
-                return None
-            most = spread * min(plan.memory.states for plan in front)
-            plans[role] = next(plan for plan in front if plan.memory.states <= most)
-        resting = sum(plan.memory.states for plan in plans.values())
-        host = problem.cluster.gpu.host * problem.constants.efficiency.host
-        peak = max(plan.memory.total - plan.memory.states for plan in plans.values()) + resting
-        swap = 0.0
-        if peak > limit:
-            if not problem.roles_swap:
-                return None
-            swap = 2.0 * (resting - min(plan.memory.states for plan in plans.values())) / host
-            resting = max(plan.memory.states for plan in plans.values())
-        forward = sum(plan.forward for plan in plans.values())
-        train = sum(plan.train for plan in plans.values())
-        group = GroupPlan(tuple(order), gpus, plans, forward, train, swap)
-        if group.busy >= bound:
-            return None
-        if not generates:
-            return group
-        frozen = sum(plan.memory.states for role, plan in plans.items() if not problem.trained(role))
-        frozen = 0.0 if problem.roles_swap else frozen
-        chosen = self.rollout(gpus, resting, frozen)
-        if chosen is None:
-            return None
-        rollout, moved, offloaded = chosen
-        kept = frozen if offloaded else resting
-        return replace(group, swap=swap + moved, rollout=rollout, resident=kept, offloaded=offloaded)
-
-    def _like(self, role: str, lead: TrainPlan) -> TrainPlan | None:
-        """Return a role's plan with its lead's layout; None where its model is another."""
-        problem = self.problem
-        if problem.models[role] != lead.choice.model:
-            return None
-        if problem.trained(role):
-            return lead
-        choice = TrainChoice(lead.choice.model, lead.choice.layout)
-        cluster = problem.cluster.resized(choice.layout.size)
-        forward = step_forward_seconds(choice, problem.batch, cluster, problem.constants, problem.precision)
-        memory = forward_memory(choice, problem.batch, problem.constants)
-        return TrainPlan(choice, 0.0, forward, memory)
-
-    def rollout(
-        self, gpus: int, states: float, frozen: float = 0.0
-    ) -> tuple[RolloutPlan, float, bool] | None:
-        """Choose the rollout beside ``states`` training bytes: keep them, or swap them to the host.
-
-        ``frozen`` of these bytes stay on the GPU in any case; without states the rollout is alone.
-        Returns (plan, swap seconds, offloaded), or None when neither fits.
-        """
-        problem, memory = self.problem, self.problem.constants.memory
-        gpu, alone = problem.cluster.gpu, states == 0.0
-        options = []
-        for offloaded in (False,) if alone else (False, True):
-            resident = frozen + memory.after_offload_gigabytes * GB if offloaded else states
-            # The trainer's own context and communicators stay beside the engine.
-            beside = 0.0 if alone else resident + memory.context_gigabytes * GB
-            free = (memory_limit(problem.cluster, problem.constants) - beside) / gpu.memory
-            fraction = min(problem.memory_fraction or 0.9, int(100 * free) / 100)
-            plan = self._rollout_within(gpus, fraction) if fraction > 0.05 else None
-            if plan is not None:
-                host = gpu.host * problem.constants.efficiency.host
-                options.append((plan, 2.0 * (states - frozen) / host if offloaded else 0.0, offloaded))
-        return min(options, key=lambda option: option[0].seconds + option[1], default=None)
-
-    def _rollout_within(self, gpus: int, fraction: float) -> RolloutPlan | None:
-        """Return the fastest rollout that takes ``fraction`` of each GPU's memory."""
-        key = (gpus, fraction)
-        if key not in self._rollouts:
-            problem = self.problem
-            plans = rollout_plans(
-                problem.models["actor"],
-                gpus,
-                problem.cluster.resized(gpus),
-                problem.constants,
-                problem.batch,
-                problem.precision,
-                fraction,
-                problem.engine,
-                max_sequences=problem.max_sequences,
-                counted=self.counted,
-            )
-            if problem.rollout_tensor:
-                plans = [plan for plan in plans if plan.layout.tensor == problem.rollout_tensor]
-            self._rollouts[key] = plans[0] if plans else None
-        return self._rollouts[key]
-
-
-def _sync(problem: Problem, actor: TrainPlan, rollout: RolloutLayout) -> float:
-    return sync_seconds(
-        problem.models["actor"],
-        actor.choice.layout,
-        rollout,
-        problem.cluster,
-        problem.constants,
-        problem.sync_method,
-        problem.precision,
-        rollout.replicas * rollout.gpus,
-        actor.choice.layout.size,
+def _score(
+    name: str,
+    problem: Problem,
+    groups: Sequence[GroupPlan],
+    rollout: RolloutPlan,
+    rollout_gpus: int = 0,
+    ahead: bool = False,
+) -> PlacementPlan:
+    """Return a placement of planned groups with its step."""
+    actor = next(group.plans["actor"] for group in groups if "actor" in group.plans)
+    step = add_up(
+        [work for place, group in enumerate(groups) for work in group.works(place)],
+        generate=rollout.seconds,
+        reshard=problem.sync_seconds(
+            problem.models["actor"], actor.choice.layout, rollout.layout, problem.machine
+        ),
+        fixed=problem.machine.constants.efficiency.rl_fixed_seconds,
+        ahead=ahead,
     )
+    return PlacementPlan(name, tuple(groups), step, rollout, rollout_gpus)
 
 
 def score_groups(name: str, problem: Problem, groups: Sequence[GroupPlan]) -> PlacementPlan:
     """Compose planned groups, one of which generates, into a step."""
-    actor = next(group for group in groups if group.rollout is not None)
-    assert actor.rollout is not None
-    forward = max(group.forward for group in groups)
-    train = max(group.train + group.swap for group in groups)
-    sync = _sync(problem, actor.plans["actor"], actor.rollout.layout)
-    total = actor.rollout.seconds + forward + train + sync + problem.constants.efficiency.rl_fixed_seconds
-    phases = Phases(actor.rollout.seconds, forward, train, sync, total)
-    return PlacementPlan(name, tuple(groups), phases, actor.rollout)
+    rollout = next(group.rollout for group in groups if group.rollout is not None)
+    return _score(name, problem, groups, rollout)
 
 
 def score_split(
@@ -291,21 +93,12 @@ def score_split(
 
     ``one_step_off``: the next step's generation runs during training, so the longer of both counts.
     """
-    problem = planner.problem
     group = planner.group(roles, train_gpus, False)
-    if group is None:
+    rollout = planner.rollout(rollout_gpus) if group is not None else None
+    if group is None or rollout is None:
         return None
-    chosen = planner.rollout(rollout_gpus, 0.0)
-    if chosen is None:
-        return None
-    rollout = chosen[0]
-    sync = _sync(problem, group.plans["actor"], rollout.layout)
-    learn = group.forward + group.train + group.swap
-    both = max(rollout.seconds, learn) if one_step_off else rollout.seconds + learn
-    total = both + sync + problem.constants.efficiency.rl_fixed_seconds
-    phases = Phases(rollout.seconds, group.forward, group.train + group.swap, sync, total)
     name = "split, one step off" if one_step_off else "split"
-    return PlacementPlan(name, (group,), phases, rollout, one_step_off, rollout_gpus)
+    return _score(name, planner.problem, [group], rollout, rollout_gpus, one_step_off)
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -322,25 +115,120 @@ def best_grouping(
     name: str, planner: Planner, groups: Sequence[Sequence[str]], parts: int = 16
 ) -> PlacementPlan | None:
     """Size the groups for the shortest step, in units of 1/``parts`` of the GPUs; None: nothing fits."""
-    gpus = planner.problem.cluster.num_gpus
+    gpus = planner.problem.gpus
     if len(groups) > gpus:
         return None
     unit = max(1, gpus // parts) if len(groups) > 1 else gpus
     planned: dict[tuple[int, int], GroupPlan | None] = {}
     best: PlacementPlan | None = None
     for sizes in compositions(gpus // unit, len(groups)):
-        members = []
+        members: list[GroupPlan] = []
         for index, size in enumerate(sizes):
             key = (index, size * unit)
             if key not in planned:
-                planned[key] = planner.group(
-                    groups[index], size * unit, "actor" in groups[index], len(groups) == 1
-                )
-            members.append(planned[key])
-        found = [member for member in members if member is not None]
-        if len(found) < len(members):
-            continue
-        scored = score_groups(name, planner.problem, found)
-        if best is None or scored.phases.total < best.phases.total:
-            best = scored
+                generates = "actor" in groups[index]
+                planned[key] = planner.group(groups[index], size * unit, generates, len(groups) == 1)
+            group = planned[key]
+            if group is None:
+                break
+            members.append(group)
+        else:
+            best = _faster(best, score_groups(name, planner.problem, members))
     return best
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Hold the best plan of every placement, fastest first, and how many cuts were looked at."""
+
+    plans: tuple[PlacementPlan, ...]
+    layouts: int
+    evaluated: int
+
+
+def job_sizes(gpus: int) -> Iterator[int]:
+    """Yield GPU counts to try, most first: all, then 2^a and 3 x 2^a below (the rest would idle).
+
+    A count with awkward divisors can lose to a smaller one, and a small batch cannot fill a large job.
+    """
+    yield gpus
+    sizes = {base << power for base in (1, 3) for power in range(gpus.bit_length())}
+    yield from sorted((size for size in sizes if size < gpus), reverse=True)
+
+
+def _colocated(planner: Planner, roles: tuple[str, ...]) -> PlacementPlan | None:
+    best: PlacementPlan | None = None
+    for size in job_sizes(planner.problem.gpus):
+        group = planner.group(roles, size, True)
+        if group is None:
+            # Fewer GPUs hold even less; an awkward full count is the exception.
+            if size < planner.problem.gpus:
+                break
+            continue
+        scored = score_groups("colocated", planner.problem, [group])
+        if best is not None and scored.step.total > 1.5 * best.step.total:
+            break
+        best = _faster(best, scored)
+    return best
+
+
+def _split(planner: Planner, roles: tuple[str, ...], one_step_off: bool) -> PlacementPlan | None:
+    gpus = planner.problem.gpus
+    unit = max(1, gpus // 8)
+    best: PlacementPlan | None = None
+    for rollout in range(unit, gpus, unit):
+        best = _faster(best, score_split(planner, roles, gpus - rollout, rollout, one_step_off))
+    return best
+
+
+def _faster(best: PlacementPlan | None, other: PlacementPlan | None) -> PlacementPlan | None:
+    if best is None or other is None:
+        return best or other
+    return other if other.step.total < best.step.total else best
+
+
+def search(problem: Problem, one_step_off: bool = False) -> SearchResult:
+    """Return the best plan of every placement: colocated, split, and mixed; raises UserError if none fits."""
+    planner = Planner(problem)
+    roles = tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
+    placements = [_colocated(planner, roles), _split(planner, roles, one_step_off)]
+    for name, all_groups in MIXED[problem.algorithm].items():
+        kept = (tuple(role for role in group if role in problem.models) for group in all_groups)
+        groups = [group for group in kept if group]
+        if len(groups) < len(all_groups):
+            continue  # the same as a grouping with fewer groups
+        placements.append(best_grouping(name, planner, groups, 8))
+    plans = [plan for plan in placements if plan is not None]
+    if not plans:
+        machine, smallest = problem.machine, _smallest(problem)
+        raise UserError(
+            f"{problem.models['actor'].name} does not fit on {problem.gpus} {machine.gpu.name}",
+            where="--gpus",
+            expected=f"at most {machine.usable_memory / GB:.0f} GB on each GPU",
+            got=_least_need(problem),
+            fix=f"at least {smallest} GPUs should do" if smallest else "use more or larger GPUs",
+        )
+    plans.sort(key=lambda plan: plan.step.total)
+    return SearchResult(tuple(plans), planner.counted.layouts, planner.counted.evaluated)
+
+
+def _least_need(problem: Problem) -> str:
+    model = problem.models["actor"]
+    state = problem.optimizer.gradient_bytes + problem.optimizer.state_bytes + 2
+    need = state * model.parameters / problem.gpus / GB
+    return f"{need:.0f} GB a GPU of weights, gradients and optimizer even when cut evenly"
+
+
+def _smallest(problem: Problem) -> int | None:
+    """Return the smallest job of 2^a GPUs on which everything fits colocated, up to 64 times as many."""
+    roles = tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
+    size = 1
+    while size <= problem.gpus:
+        size *= 2
+    for _ in range(6):
+        cluster = replace(problem.machine.cluster, num_gpus=size)
+        larger = replace(problem, machine=replace(problem.machine, cluster=cluster))
+        if Planner(larger).group(roles, size, True) is not None:
+            return size
+        size *= 2
+    return None

@@ -9,31 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 
-from megatron_rl.planner.constants import Cluster, Constants
-from megatron_rl.planner.layout import (
-    Layout,
-    RolloutLayout,
-    rollout_layouts,
-    training_layouts,
-    virtual_choices,
-)
-from megatron_rl.planner.memory import (
-    OptimizerChoice,
-    TrainingMemory,
-    parameters_per_gpu,
-    rollout_weight_bytes,
-    training_memory,
-)
-from megatron_rl.planner.rl_step import (
-    RlBatch,
+from megatron_rl.planner.batch import StepBatch
+from megatron_rl.planner.constants import Machine
+from megatron_rl.planner.generate import RolloutLayout, generate_seconds
+from megatron_rl.planner.learn import (
     TrainChoice,
-    step_forward_seconds,
-    step_generate_seconds,
-    step_train_seconds,
+    learn_memory,
+    learn_seconds,
+    score_memory,
+    score_seconds,
 )
-from megatron_rl.planner.training import replica_work
+from megatron_rl.planner.memory import OptimizerChoice, TrainingMemory, parameters_per_gpu
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 
 RECOMPUTE = ("none", "full")  # with flash attention, selective saves nothing
@@ -45,18 +34,17 @@ class TrainPlan:
     """Hold one way to train (or only score) a model on its GPUs, with seconds a step and its memory."""
 
     choice: TrainChoice
-    train: float
+    learn: float
     forward: float
     memory: TrainingMemory
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """Hold one way to generate, with seconds a step and bytes on a GPU."""
+    """Hold one way to generate, with seconds a step."""
 
     layout: RolloutLayout
     seconds: float
-    weight_bytes: float
 
 
 @dataclass
@@ -67,43 +55,93 @@ class SearchCount:
     evaluated: int = 0
 
 
-def memory_limit(cluster: Cluster, constants: Constants) -> float:
-    """Return the bytes of a GPU that a plan may use."""
-    return cluster.gpu.memory * constants.memory.usable_share
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number in rising order."""
+    return [value for value in range(1, number + 1) if number % value == 0]
 
 
-def memory_of(choice: TrainChoice, batch: RlBatch, constants: Constants) -> TrainingMemory:
-    """Return the training memory of a choice at a batch."""
-    rows = batch.rows / batch.optimizer_steps
-    work = replica_work(
-        rows,
-        batch.mean_row,
-        batch.longest,
-        batch.context,
-        choice.layout.data,
-        choice.micro_batch,
-        batch.packing,
-    )
-    # The fullest micro-batch holds a whole longest row, whatever the mean fill.
-    tokens = max(work.tokens, choice.micro_batch * batch.longest if batch.packing else batch.longest)
-    micro = max(1, round(work.micro_batches))
-    return training_memory(
-        choice.model, choice.layout, choice.optimizer, constants, tokens, micro, choice.recompute
-    )
+def _tensor_choices(model: ModelShape, gpus: int, most: int) -> list[int]:
+    heads = model.heads if model.mla else model.kv_heads
+    return [t for t in (1, 2, 4, 8, 16, 32) if t <= most and gpus % t == 0 and heads % t == 0]
 
 
-def forward_memory(choice: TrainChoice, batch: RlBatch, constants: Constants) -> TrainingMemory:
-    """Return the memory of a model that only scores: 2-byte weights and one layer's activations."""
-    frozen = OptimizerChoice(gradient_bytes=0, state_bytes=0)
-    one = training_memory(
-        choice.model, choice.layout, frozen, constants, choice.micro_batch * batch.longest, 1, "full"
-    )
-    return replace(one, logits=one.logits * 0.6)
+def uneven_split(layers: int, pipeline: int) -> tuple[int, int] | None:
+    """Return (first, last) stage layers so that the stages between are equal; None when impossible.
+
+    Even splits return equal values. The first and last stage, which hold an embedding, get fewer
+    layers (Megatron's num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage).
+    """
+    if layers % pipeline == 0:
+        return layers // pipeline, layers // pipeline
+    if pipeline == 2:
+        return ceil(layers / 2), layers // 2
+    for middle in (ceil(layers / pipeline), layers // pipeline):
+        rest = layers - middle * (pipeline - 2)
+        if 2 <= rest <= 2 * middle + 2:
+            return ceil(rest / 2), rest // 2
+    return None
+
+
+def _pipeline_choices(model: ModelShape, gpus: int) -> list[int]:
+    most = min(model.layers, 64)
+    return [p for p in divisors(gpus) if p <= most and uneven_split(model.layers, p) is not None]
+
+
+def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:
+    """Return the interleaving degrees to try: those that split every stage into equal chunks."""
+    if pipeline == 1 or model.layers % pipeline:
+        return [1]
+    per_stage = model.layers // pipeline
+    return [v for v in (1, 2, 4, 8) if per_stage % v == 0]
+
+
+def training_layouts(
+    model: ModelShape, gpus: int, node: int, longest: int, rows: int | None = None
+) -> Iterator[ParallelLayout]:
+    """Yield the layouts worth trying on ``gpus`` GPUs; tensor ranks stay inside ``node`` GPUs.
+
+    Context parallelism starts when a sequence is longer than 8,192 tokens. ``rows`` (sequences per
+    optimizer step) bounds data parallelism: a replica without a row would idle.
+    """
+    ranks = tuple(range(gpus))
+    contexts = [c for c in (1, 2, 4, 8, 16, 32) if c == 1 or longest / c >= 4096]
+    experts = [e for e in divisors(model.experts) if e <= 256] if model.experts else [1]
+    for tensor in _tensor_choices(model, gpus, min(node, 8)):
+        for pipeline in _pipeline_choices(model, gpus // tensor):
+            rest = gpus // tensor // pipeline
+            for context in contexts:
+                if rest % context:
+                    continue
+                data = rest // context
+                if rows is not None and data > rows:
+                    continue
+                for expert in experts:
+                    if (tensor * context * data) % expert:
+                        continue
+                    yield ParallelLayout(
+                        ranks, tensor, pipeline, context=context, expert=expert, sequence_parallel=tensor > 1
+                    )
+
+
+def rollout_layouts(
+    model: ModelShape, gpus: int, memory_fraction: float, engine: str, max_sequences: int | None = None
+) -> Iterator[RolloutLayout]:
+    """Yield rollout cuts that use every GPU, by tensor size; key-value heads may be replicated."""
+    for tensor in (1, 2, 4, 8, 16, 32):
+        if tensor > gpus or gpus % tensor or model.heads % tensor:
+            continue
+        yield RolloutLayout(
+            tensor=tensor,
+            replicas=gpus // tensor,
+            memory_fraction=memory_fraction,
+            engine=engine,
+            max_sequences=max_sequences,
+        )
 
 
 def _choices(
     model: ModelShape,
-    layout: Layout,
+    layout: ParallelLayout,
     optimizer: OptimizerChoice,
     recomputes: Iterable[str],
     micro_batches: Iterable[int],
@@ -122,10 +160,8 @@ def _choices(
 def training_front(
     model: ModelShape,
     gpus: int,
-    cluster: Cluster,
-    constants: Constants,
-    batch: RlBatch,
-    precision: str,
+    machine: Machine,
+    batch: StepBatch,
     optimizer: OptimizerChoice,
     *,
     trained: bool = True,
@@ -143,10 +179,11 @@ def training_front(
     state between steps, than every faster one. Empty when nothing fits.
     """
     counted = counted or SearchCount()
-    limit = memory_limit(cluster, constants)
+    constants, limit = machine.constants, machine.usable_memory
     rows = batch.rows // batch.optimizer_steps if trained else batch.rows
-    found: list[tuple[float, TrainPlan]] = []
-    for layout in training_layouts(model, gpus, cluster.gpus_per_node, int(batch.longest), max(1, rows)):
+    node, longest = machine.cluster.gpus_per_node, int(batch.longest)
+    fitting: list[TrainPlan] = []
+    for layout in training_layouts(model, gpus, node, longest, max(1, rows)):
         uneven = model.layers % layout.pipeline > 0
         if (layout.context > 1 and not context_allowed) or (uneven and even_stages):
             continue
@@ -159,20 +196,20 @@ def training_front(
             choices = iter((TrainChoice(model, layout),))
         forwards: dict[tuple[int, int], float] = {}
         for choice in choices:
-            shape = (choice.layout.virtual_pipeline, choice.micro_batch)
-            memory = (memory_of if trained else forward_memory)(choice, batch, constants)
+            memory = (learn_memory if trained else score_memory)(choice, batch, constants)
             if memory.total > limit:
                 continue
             counted.evaluated += 1
-            if shape not in forwards:
-                forwards[shape] = step_forward_seconds(choice, batch, cluster, constants, precision)
-            forward = forwards[shape]
-            train = step_train_seconds(choice, batch, cluster, constants, precision) if trained else 0.0
-            found.append((train + forward, TrainPlan(choice, train, forward, memory)))
-    found.sort(key=lambda entry: entry[0])
+            # Recompute and optimizer offload leave the forward pass as it is.
+            key = (choice.layout.virtual_pipeline, choice.micro_batch)
+            if key not in forwards:
+                forwards[key] = score_seconds(choice, batch, machine)
+            learn = learn_seconds(choice, batch, machine) if trained else 0.0
+            fitting.append(TrainPlan(choice, learn, forwards[key], memory))
+    fitting.sort(key=lambda plan: plan.learn + plan.forward)
     front: list[TrainPlan] = []
     least_total = least_states = inf
-    for _, plan in found:
+    for plan in fitting:
         if plan.memory.total < least_total or plan.memory.states < least_states:
             front.append(plan)
             least_total = min(least_total, plan.memory.total)
@@ -183,27 +220,23 @@ def training_front(
 def rollout_plans(
     model: ModelShape,
     gpus: int,
-    cluster: Cluster,
-    constants: Constants,
-    batch: RlBatch,
-    precision: str,
+    machine: Machine,
+    batch: StepBatch,
     memory_fraction: float,
     engine: str,
     *,
-    resident: float = 0.0,
     max_sequences: int | None = None,
-    most: int = 32,
     counted: SearchCount | None = None,
 ) -> list[RolloutPlan]:
-    """Return the rollout cuts of ``gpus`` GPUs that fit beside ``resident`` bytes, fastest first."""
+    """Return the rollout cuts of ``gpus`` GPUs that hold the model and a row, fastest first."""
     plans = []
-    for layout in rollout_layouts(model, gpus, memory_fraction, engine, most, max_sequences):
+    for layout in rollout_layouts(model, gpus, memory_fraction, engine, max_sequences):
         if layout.replicas > batch.rows:
             continue
         if counted:
             counted.layouts += 1
             counted.evaluated += 1
-        seconds = step_generate_seconds(model, layout, batch, cluster, constants, precision, resident)
+        seconds = generate_seconds(model, layout, batch, machine)
         if isfinite(seconds):
-            plans.append(RolloutPlan(layout, seconds, rollout_weight_bytes(model, layout, precision)))
+            plans.append(RolloutPlan(layout, seconds))
     return sorted(plans, key=lambda plan: plan.seconds)

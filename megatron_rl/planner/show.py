@@ -6,38 +6,40 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.planner.constants import GB
-from megatron_rl.planner.layout import Layout
-from megatron_rl.planner.placement import PlacementPlan, Problem
-from megatron_rl.planner.search import forward_memory, memory_limit
+from megatron_rl.planner.groups import Problem
+from megatron_rl.planner.learn import score_memory
+from megatron_rl.planner.placement import PlacementPlan
+from megatron_rl.planner.step import TRAINED
+from megatron_rl.shapes.layout import ParallelLayout
 
 
 def memory_by_phase(problem: Problem, plan: PlacementPlan) -> dict[str, float]:
     """Return bytes on the fullest GPU in each phase: generate, log_probs, train."""
-    context = problem.constants.memory.context_gigabytes * GB
-    generate = plan.rollout.layout.memory_fraction * problem.cluster.gpu.memory
+    context = problem.machine.constants.memory.context_gigabytes * GB
+    generate = plan.rollout.layout.memory_fraction * problem.machine.gpu.memory
     for group in plan.groups:
         if group.rollout is not None:
             generate += group.resident + context
     if any(group.offloaded for group in plan.groups):
-        generate += problem.constants.memory.after_offload_gigabytes * GB
+        generate += problem.machine.constants.memory.after_offload_gigabytes * GB
     log_probs = train = 0.0
     for group in plan.groups:
         resting = sum(entry.memory.states for entry in group.plans.values())
         for role, entry in group.plans.items():
             others = resting - entry.memory.states
-            if group.swap and entry.memory.total + others > memory_limit(problem.cluster, problem.constants):
+            if group.swap and entry.memory.total + others > problem.machine.usable_memory:
                 others = 0.0  # they wait in host memory
-            scoring = forward_memory(entry.choice, problem.batch, problem.constants)
+            scoring = score_memory(entry.choice, problem.batch, problem.machine.constants)
             # A trained role scores with its optimizer state beside it.
-            held = entry.memory.states if problem.trained(role) else scoring.weights_and_gradients
+            held = entry.memory.states if role in TRAINED else scoring.weights_and_gradients
             work = scoring.total - scoring.weights_and_gradients
             log_probs = max(log_probs, held + work + others)
-            if problem.trained(role):
+            if role in TRAINED:
                 train = max(train, entry.memory.total + others)
     return {"generate": generate, "log_probs": log_probs or context, "train": train}
 
 
-def layout_words(layout: Layout) -> str:
+def layout_words(layout: ParallelLayout) -> str:
     """Return a layout in short, leaving out what is 1."""
     names = (
         ("TP", layout.tensor),
@@ -68,19 +70,18 @@ def plan_record(problem: Problem, plan: PlacementPlan) -> dict[str, Any]:
                 "micro_batch": choice.micro_batch,
                 "optimizer_offload": choice.optimizer.offload,
             }
-    rollout = plan.rollout.layout
-    phases = plan.phases
+    rollout, phases = plan.rollout.layout, plan.step.seconds
     return {
         "placement": plan.name,
         "gpus": plan.gpus,
         "seconds": {
-            "total": phases.total,
-            "generate": phases.generate,
-            "log_probs": phases.log_probs,
-            "train": phases.train,
-            "weight_sync": phases.weight_sync,
+            "total": plan.step.total,
+            "generate": phases["generate"],
+            "log_probs": phases["reward"] + phases["score"],
+            "train": phases["learn"],
+            "weight_sync": phases["reshard"],
         },
-        "tokens_per_second_per_gpu": problem.batch.tokens / phases.total / problem.cluster.num_gpus,
+        "tokens_per_second_per_gpu": problem.batch.tokens / plan.step.total / problem.gpus,
         "gigabytes": {name: value / GB for name, value in memory_by_phase(problem, plan).items()},
         "roles": roles,
         "rollout": {
@@ -90,7 +91,7 @@ def plan_record(problem: Problem, plan: PlacementPlan) -> dict[str, Any]:
             "memory_fraction": rollout.memory_fraction,
         },
         "training_state_offloaded": any(group.offloaded for group in plan.groups),
-        "one_step_off_policy": plan.overlapped,
+        "one_step_off_policy": plan.step.ahead,
     }
 
 
@@ -103,16 +104,16 @@ def _plan_lines(problem: Problem, number: int, plan: PlacementPlan) -> list[str]
         f"     seconds    generate {seconds['generate']:.1f}   log-probs {seconds['log_probs']:.1f}   "
         f"train {seconds['train']:.1f}   weight sync {seconds['weight_sync']:.2f}",
         f"     GB per GPU generate {memory['generate']:.0f}   log-probs {memory['log_probs']:.0f}   "
-        f"train {memory['train']:.0f}   (of {problem.cluster.gpu.memory / GB:.0f})",
+        f"train {memory['train']:.0f}   (of {problem.machine.gpu.memory / GB:.0f})",
     ]
     for group in plan.groups:
         for role, entry in group.plans.items():
             words = layout_words(entry.choice.layout)
-            extra = f", recompute {entry.choice.recompute}" if problem.trained(role) else ""
+            extra = f", recompute {entry.choice.recompute}" if role in TRAINED else ""
             extra += ", optimizer on the host" if entry.choice.optimizer.offload else ""
             rows = f", micro-batch {entry.choice.micro_batch} x {problem.batch.longest:.0f} tokens"
             lines.append(
-                f"     {role:10} {group.gpus:5} GPUs  {words}{extra}{rows if problem.trained(role) else ''}"
+                f"     {role:10} {group.gpus:5} GPUs  {words}{extra}{rows if role in TRAINED else ''}"
             )
     rollout, count = plan.rollout.layout, plan.rollout.layout.replicas * plan.rollout.layout.gpus
     state = ", training state waits on the host" if record["training_state_offloaded"] else ""
@@ -127,9 +128,8 @@ def plans_text(problem: Problem, plans: Sequence[PlacementPlan], layouts: int, e
     """Return the best plans as text."""
     model, batch = problem.models["actor"], problem.batch
     lines = [
-        f"{model.name}: {model.parameters / GB:.2f} B parameters, "
-        f"{model.active_parameters / GB:.2f} B active; "
-        f"{problem.algorithm} on {problem.cluster.num_gpus} x {problem.cluster.gpu.name}",
+        f"{model.name}: {model.parameters / GB:.2f} B parameters, {model.active_parameters / GB:.2f} B active; "
+        f"{problem.algorithm} on {problem.gpus} x {problem.machine.gpu.name}",
         f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
         f"prompt {batch.prompt:.0f}, "
         f"response {batch.lengths.mean:.0f} on average, {batch.lengths.longest:.0f} at most",

@@ -1,4 +1,4 @@
-"""The plan command: search, written configuration, scenarios, calibration, errors."""
+"""The plan command: search, written configuration, calibration, errors."""
 
 import argparse
 import json
@@ -15,13 +15,11 @@ from megatron_rl.config.load import load
 from megatron_rl.errors import UserError
 from megatron_rl.planner.calibrate import calibrate
 from megatron_rl.planner.command import add_arguments, problem_of, run
-from megatron_rl.planner.config_writer import Paths, config_text, expressible, preset_of
 from megatron_rl.planner.constants import load_constants
-from megatron_rl.planner.planning import search
-from megatron_rl.planner.run_step import PHASES, Observed, predict_run
+from megatron_rl.planner.placement import search
+from megatron_rl.planner.step import PHASES, Observed, predict_run
+from megatron_rl.planner.writer import Paths, config_text, expressible, preset_of
 from megatron_rl.shapes.published import load_shape, presets
-
-POINTS = Path(__file__).parent / "data" / "planner_points.json"
 
 
 def plan(*words: str) -> int:
@@ -77,7 +75,7 @@ def test_every_written_plan_passes_check(tmp_path, words) -> None:
                 role.choice.layout.size if role else found.rollout.layout.replicas * size
             )
         ahead = report.config.asynchrony.steps_ahead
-        assert ahead == (1 if found.overlapped else 0)
+        assert ahead == (1 if found.step.ahead else 0)
     assert written >= 2 or "deepseek" in words[0]
 
 
@@ -147,24 +145,6 @@ def test_written_configuration_takes_the_users_own_data(tmp_path) -> None:
     assert config["world_size"] == 16 and "prepare" not in config
 
 
-def test_scenarios_are_written_as_json(tmp_path, capsys) -> None:
-    out = tmp_path / "out.json"
-    assert plan("--scenario", str(POINTS), "--json", str(out)) == 0
-    records = json.loads(out.read_text())
-    assert len(records) == 21
-    assert {"id", "kind", "predicted", "measured", "ratio", "inside_tolerance"} <= set(records[0])
-    assert all(record["inside_tolerance"] is True for record in records)
-    assert "21 of 21 scenarios inside tolerance" in capsys.readouterr().out
-
-
-def test_a_scenario_outside_its_tolerance_gives_exit_code_1(tmp_path) -> None:
-    point = json.loads(POINTS.read_text())[0]
-    point["measured"] = {"tflops_per_gpu": 900.0}
-    path = tmp_path / "bad.json"
-    path.write_text(json.dumps([point]))
-    assert plan("--scenario", str(path)) == 1
-
-
 CONFIG = """
 model: {path: llama-3.1-8b}
 data: {train: train.jsonl}
@@ -229,7 +209,6 @@ def test_calibration_without_phase_times(tmp_path) -> None:
         (("llama-3.1-8b", "--gpus", "8", "--optimizer-steps", "1000"), "more optimizer steps than prompts"),
         (("llama-3.1-8b", "--gpus", "8", "--response-tokens-mean", "9000"), "mean response"),
         (("deepseek-v3", "--gpus", "8"), "does not fit on 8 H100-80GB"),
-        (("--scenario", "nowhere.json"), "no scenario file"),
         (("--calibrate", "nowhere"), "no metrics in nowhere"),
     ],
 )

@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from peers import model_flops_per_token, volume
 
-from megatron_rl.planner.constants import Cluster, load_constants
-from megatron_rl.planner.generation import experts_read, generate_seconds
-from megatron_rl.planner.layout import Layout, RolloutLayout, training_layouts, uneven_split
-from megatron_rl.planner.lengths import attended_context, response_lengths
+from megatron_rl.planner.batch import StepBatch, attended_context, response_lengths
+from megatron_rl.planner.constants import Cluster, Machine, load_constants
+from megatron_rl.planner.generate import RolloutLayout, experts_read, replica_seconds
+from megatron_rl.planner.groups import Problem
 from megatron_rl.planner.memory import (
     OptimizerChoice,
     activation_bytes,
@@ -15,28 +16,33 @@ from megatron_rl.planner.memory import (
     layers_in_flight,
     training_memory,
 )
-from megatron_rl.planner.placement import Problem, compositions
-from megatron_rl.planner.planning import ROLES, search
-from megatron_rl.planner.rl_step import RlBatch
-from megatron_rl.planner.search import memory_limit
+from megatron_rl.planner.placement import ROLES, compositions, search
+from megatron_rl.planner.search import training_layouts, uneven_split
 from megatron_rl.planner.show import memory_by_phase
-from megatron_rl.planner.training import model_flops_per_token
-from megatron_rl.planner.weight_sync import volume
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.published import load_shape
 
 CONSTANTS = load_constants()
-BATCH = RlBatch(128, 8, 2, 512.0, response_lengths(1024.0, 4096.0, "variable"), 4608.0)
+BATCH = StepBatch(128, 8, 2, 512.0, response_lengths(1024.0, 4096.0, "variable"), 4608.0)
 
 
 def problem(model: str, gpus: int, gpu: str = "h100", algorithm: str = "grpo") -> Problem:
     shape = load_shape(model)
     models = {role: shape for role in ROLES[algorithm]}
-    return Problem(models, algorithm, BATCH, CONSTANTS.cluster(gpu, gpus), CONSTANTS, roles_swap=False)
+    machine = Machine(CONSTANTS.cluster(gpu, gpus), CONSTANTS)
+    return Problem(models, algorithm, BATCH, machine, context_parallel=True, stages_stated_once=False)
+
+
+def cut(data: int = 1, **sizes: int) -> ParallelLayout:
+    """Return a layout of ``data`` copies of a model cut by ``sizes``."""
+    ranks = data * sizes.get("tensor", 1) * sizes.get("pipeline", 1)
+    layout = ParallelLayout(tuple(range(ranks)), sequence_parallel=sizes.get("tensor", 1) > 1)
+    return replace(layout, **sizes)
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "qwen3-32b"])
 def test_more_gpus_are_never_slower_at_the_optimum(model: str) -> None:
-    totals = [search(problem(model, gpus)).plans[0].phases.total for gpus in (16, 64, 256)]
+    totals = [search(problem(model, gpus)).plans[0].step.total for gpus in (16, 64, 256)]
     assert totals == sorted(totals, reverse=True)
 
 
@@ -45,18 +51,17 @@ def test_more_memory_is_never_worse(algorithm: str) -> None:
     base = problem("qwen3-32b", 32, algorithm=algorithm)
     totals = []
     for factor in (1.0, 1.1, 1.25, 1.5, 2.0, 4.0):
-        gpu = replace(base.cluster.gpu, memory=base.cluster.gpu.memory * factor)
-        cluster = Cluster(gpu, 32, 8, base.cluster.network)
-        totals.append(search(replace(base, cluster=cluster)).plans[0].phases.total)
+        gpu = replace(base.machine.gpu, memory=base.machine.gpu.memory * factor)
+        cluster = Cluster(gpu, 32, 8, base.machine.cluster.network)
+        larger = replace(base, machine=replace(base.machine, cluster=cluster))
+        totals.append(search(larger).plans[0].step.total)
     assert totals == sorted(totals, reverse=True)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("model", ["llama-3-70b", "deepseek-v3"])
 def test_activation_memory_is_linear_in_tokens(model: str, recompute: str) -> None:
-    layout = Layout(
-        tensor=2, pipeline=4, data=2, expert=2 if model == "deepseek-v3" else 1, sequence_parallel=True
-    )
+    layout = cut(tensor=2, pipeline=4, data=2, expert=2 if model == "deepseek-v3" else 1)
     shape = load_shape(model)
     one, two, four = (activation_bytes(shape, layout, tokens, 8, recompute) for tokens in (1000, 2000, 4000))
     assert two == pytest.approx(2 * one) and four == pytest.approx(4 * one)
@@ -64,29 +69,31 @@ def test_activation_memory_is_linear_in_tokens(model: str, recompute: str) -> No
 
 def test_plain_gpt_activations_equal_the_published_formula() -> None:
     shape, tokens = load_shape("gpt-177b-megatron"), 1
-    alone, sliced = Layout(), Layout(tensor=8, sequence_parallel=True)
+    alone, sliced = cut(), cut(tensor=8)
     unsharded = activation_bytes_per_token_layer(shape, alone, "none") * tokens
     # Korthikanti et al. 2022: 34 h without scores, of which 2 h are dropout masks that are not kept here.
     assert unsharded == pytest.approx(32 * shape.hidden)
     assert activation_bytes_per_token_layer(shape, sliced, "none") == pytest.approx(unsharded / 8)
-    without_sequence = activation_bytes_per_token_layer(shape, Layout(tensor=8), "none")
+    without_sequence = activation_bytes_per_token_layer(
+        shape, replace(sliced, sequence_parallel=False), "none"
+    )
     assert without_sequence == pytest.approx((8 + 24 / 8) * shape.hidden)
     assert activation_bytes_per_token_layer(shape, alone, "full") == 2 * shape.hidden
 
 
 def test_layers_in_flight() -> None:
     shape = load_shape("deepseek-v3")
-    assert layers_in_flight(shape, Layout(pipeline=4), 100) == pytest.approx(61)
-    interleaved = Layout(pipeline=4, virtual_pipeline=4)
+    assert layers_in_flight(shape, cut(pipeline=4), 100) == pytest.approx(61)
+    interleaved = cut(pipeline=4, virtual_pipeline=4)
     assert layers_in_flight(shape, interleaved, 100) == pytest.approx(61 * (1 + 3 / 16))
-    assert layers_in_flight(shape, Layout(pipeline=4), 1) == pytest.approx(61 / 4)
+    assert layers_in_flight(shape, cut(pipeline=4), 1) == pytest.approx(61 / 4)
 
 
 def test_expert_optimizer_is_not_sharded_when_experts_have_one_copy() -> None:
     shape = load_shape("qwen3-30b-a3b")
     sizes = []
     for expert in (8, 16, 32):
-        layout = Layout(data=32, expert=expert)
+        layout = cut(data=32, expert=expert)
         memory = training_memory(shape, layout, OptimizerChoice(), CONSTANTS, 4096, 1, "none")
         sizes.append(memory.optimizer)
     assert sizes[0] == pytest.approx(sizes[1]) == pytest.approx(sizes[2])
@@ -97,10 +104,10 @@ def test_expert_optimizer_is_not_sharded_when_experts_have_one_copy() -> None:
 def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
     asked = problem("qwen3-32b", 64, gpu, algorithm)
     for plan in search(asked).plans:
-        limit = memory_limit(asked.cluster, CONSTANTS)
+        limit = asked.machine.usable_memory
         for phase, used in memory_by_phase(asked, plan).items():
             assert used <= limit * 1.001, (plan.name, phase)
-        assert plan.gpus <= asked.cluster.num_gpus
+        assert plan.gpus <= asked.gpus
         for group in plan.groups:
             for entry in group.plans.values():
                 assert entry.choice.layout.size == group.gpus
@@ -110,8 +117,8 @@ def test_every_placement_is_searched() -> None:
     names = {plan.name for plan in search(problem("llama-3.1-8b", 32, algorithm="ppo")).plans}
     assert {"colocated", "split", "mixed: critic and reward apart", "mixed: every role apart"} <= names
     plans = search(problem("llama-3.1-8b", 32), one_step_off=True).plans
-    split = next(plan for plan in plans if plan.overlapped)
-    assert split.phases.total < split.phases.generate + split.phases.train + split.phases.log_probs
+    split = next(plan for plan in plans if plan.step.ahead)
+    assert split.step.total < sum(split.step.seconds.values())
 
 
 @pytest.mark.parametrize(
@@ -133,10 +140,9 @@ def test_search_evaluates_a_bounded_number_of_candidates(
 
 def test_generation_runs_to_the_longest_response() -> None:
     shape, rollout = load_shape("llama-3.1-8b"), RolloutLayout(memory_fraction=0.8)
-    cluster = CONSTANTS.cluster("h100", 1)
-    arguments = (shape, rollout, cluster, CONSTANTS, "bf16", 64, 256.0)
-    at_mean = generate_seconds(*arguments, response_lengths(800.0, 800.0, "fixed"))
-    to_end = generate_seconds(*arguments, response_lengths(800.0, 4000.0, "variable"))
+    arguments = (shape, rollout, Machine(CONSTANTS.cluster("h100", 1), CONSTANTS), 64, 256.0)
+    at_mean = replica_seconds(*arguments, response_lengths(800.0, 800.0, "fixed"))
+    to_end = replica_seconds(*arguments, response_lengths(800.0, 4000.0, "variable"))
     assert to_end > 2.5 * at_mean
 
 
@@ -150,9 +156,9 @@ def test_uneven_loads_leave_experts_unread() -> None:
 
 
 def test_compute_poor_gpu_trains_slower_and_decodes_as_fast() -> None:
-    plans = {gpu: search(problem("qwen3-32b", 64, gpu)).plans[0].phases for gpu in ("h100", "h20")}
-    assert plans["h20"].train > 3 * plans["h100"].train
-    assert plans["h20"].generate < 1.3 * plans["h100"].generate
+    plans = {gpu: search(problem("qwen3-32b", 64, gpu)).plans[0].step.seconds for gpu in ("h100", "h20")}
+    assert plans["h20"]["learn"] > 3 * plans["h100"]["learn"]
+    assert plans["h20"]["generate"] < 1.3 * plans["h100"]["generate"]
 
 
 @pytest.mark.parametrize(("mean", "longest"), [(795.0, 3876.0), (3283.0, 3876.0), (20.0, 40.0)])
@@ -167,11 +173,12 @@ def test_length_distribution_has_its_mean(mean: float, longest: float) -> None:
 
 def test_sync_volume_equals_hybridflow_table_2() -> None:
     shape = load_shape("llama-2-7b")
-    layout, rollout = Layout(tensor=8, data=16), RolloutLayout(tensor=2, replicas=64)
+    layout, rollout = cut(tensor=8, data=16), RolloutLayout(tensor=2, replicas=64)
+    machine = Machine(CONSTANTS.cluster("a100", 128), CONSTANTS)
     size = 2.0 * shape.parameters
-    strided = volume(shape, layout, rollout, "strided_reshard", "bf16")
+    strided = volume(shape, layout, rollout, "strided_reshard", machine)
     assert (strided.received, strided.peak, strided.redundant) == (6 / 16 * size, size / 2, 0.0)
-    gathered = volume(shape, layout, rollout, "gather_and_load", "bf16")
+    gathered = volume(shape, layout, rollout, "gather_and_load", machine)
     assert (gathered.received, gathered.peak, gathered.redundant) == (7 / 8 * size, size, size / 8)
 
 

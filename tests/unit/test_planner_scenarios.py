@@ -7,17 +7,19 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from grade import evaluate, main, read_scenarios
+from predict import PREDICTORS, predict
+from scenario import KINDS, Scenario, without_answers
+from tolerance import compared, inside, ratio
 
+from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import load_constants
-from megatron_rl.planner.evaluate import evaluate, read_scenarios
-from megatron_rl.planner.layout import Layout
-from megatron_rl.planner.predict import predict
-from megatron_rl.planner.rl_step import routing_imbalance
-from megatron_rl.planner.scenario import KINDS, Scenario, without_answers
-from megatron_rl.planner.tolerance import compared, inside, ratio
+from megatron_rl.planner.learn import routing_imbalance
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.published import load_shape
 
-POINTS = json.loads((Path(__file__).parent / "data" / "planner_points.json").read_text())
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks/planner"
+POINTS = json.loads((FOLDER / "points.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +89,12 @@ def test_errors_are_recorded_and_name_the_scenario() -> None:
         good | {"id": "size", "model": "deepseek-v3", "kind": "rl_step"},
         good,
     ]
-    found = {outcome.id: outcome for outcome in evaluate(cases, load_constants())}
-    assert "unknown GPU" in found["gpu"].error and "H100-80GB" in found["gpu"].error
-    assert "did you mean weight_sync" in found["kind"].error
-    assert "unknown model" in found["model"].error
-    assert "does not fit" in found["size"].error
-    assert found["good"].error is None and not found["size"].inside_tolerance
+    outcomes = {outcome.id: outcome for outcome in evaluate(cases, load_constants())}
+    assert "unknown GPU" in outcomes["gpu"].error and "H100-80GB" in outcomes["gpu"].error
+    assert "did you mean weight_sync" in outcomes["kind"].error
+    assert "unknown model" in outcomes["model"].error
+    assert "does not fit" in outcomes["size"].error
+    assert outcomes["good"].error is None and not outcomes["size"].inside_tolerance
 
 
 def test_inline_model_and_absent_layout() -> None:
@@ -161,29 +163,60 @@ def test_scenarios_are_compared_with_one_another() -> None:
     first, second = copy.deepcopy(POINTS[3]), copy.deepcopy(POINTS[4])
     first["compare"] = [{"key": "milliseconds_per_token", "other": second["id"], "ratio": [1.2, 2.0]}]
     second["compare"] = {"key": "milliseconds_per_token", "other": first["id"], "difference": [0, 1]}
-    found = evaluate([first, second], load_constants())
-    assert found[0].inside_tolerance and not found[1].inside_tolerance
+    graded = evaluate([first, second], load_constants())
+    assert graded[0].inside_tolerance and not graded[1].inside_tolerance
 
 
 def test_reading_a_scenario_file(tmp_path) -> None:
     path = tmp_path / "one.json"
     path.write_text(json.dumps(POINTS[0]))
     assert read_scenarios(str(path))[0]["id"] == POINTS[0]["id"]
+    with pytest.raises(UserError, match="no scenario file"):
+        read_scenarios("nowhere.json")
+
+
+def test_every_kind_has_a_prediction_and_its_line_in_the_readme() -> None:
+    assert set(PREDICTORS) == set(KINDS)
+    lines = (FOLDER / "README.md").read_text().splitlines()
+    assert all(any(line.startswith(f"| `{kind}` |") for line in lines) for kind in KINDS)
+
+
+def test_the_command_grades_the_published_points(tmp_path, capsys) -> None:
+    out = tmp_path / "out.json"
+    assert main(["--json", str(out)]) == 0
+    records = json.loads(out.read_text())
+    assert len(records) == 21
+    assert {"id", "kind", "predicted", "measured", "ratio", "inside_tolerance"} <= set(records[0])
+    assert all(record["inside_tolerance"] is True for record in records)
+    assert "21 of 21 scenarios inside tolerance" in capsys.readouterr().out
+
+
+def test_a_scenario_outside_its_tolerance_gives_exit_code_1(tmp_path, capsys) -> None:
+    point = {**POINTS[0], "measured": {"tflops_per_gpu": 900.0}}
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps([point]))
+    assert main([str(path)]) == 1
+    assert main(["nowhere.json"]) == 2
+    assert "no scenario file" in capsys.readouterr().err
 
 
 def test_published_points_outside_the_calibration_file() -> None:
     """Other models, GPUs, layouts and frameworks: most predictions hold, none has a constant of its own."""
-    more = read_scenarios(str(Path(__file__).parent / "data" / "planner_more_points.json"))
-    found = evaluate(more, load_constants())
-    assert all(outcome.error is None for outcome in found)
-    ratios = [abs(log(value)) for outcome in found for value in outcome.ratio.values() if value]
+    more = read_scenarios(str(FOLDER / "more_points.json"))
+    graded = evaluate(more, load_constants())
+    assert all(outcome.error is None for outcome in graded)
+    ratios = [abs(log(value)) for outcome in graded for value in outcome.ratio.values() if value]
     assert median(ratios) < log(1.15)
-    assert sum(outcome.inside_tolerance for outcome in found) >= 0.65 * len(found)
+    assert sum(outcome.inside_tolerance for outcome in graded) >= 0.65 * len(graded)
 
 
 def test_uneven_routing_slows_wide_expert_parallelism_only() -> None:
     dense, moe = load_shape("llama-3.1-8b"), load_shape("qwen3-30b-a3b")
-    assert routing_imbalance(dense, Layout(), 1.0) == routing_imbalance(moe, Layout(), 1.0) == 1.0
-    found = [routing_imbalance(moe, Layout(expert=size, data=size), 1.0) for size in (2, 8, 32, 128)]
-    assert found == sorted(found) and found[0] > 1.0
-    assert routing_imbalance(moe, Layout(expert=8, data=8), 0.0) == 1.0
+
+    def spread_over(ranks: int) -> ParallelLayout:
+        return ParallelLayout(tuple(range(ranks)), expert=ranks)
+
+    assert routing_imbalance(dense, spread_over(1), 1.0) == routing_imbalance(moe, spread_over(1), 1.0) == 1.0
+    loads = [routing_imbalance(moe, spread_over(size), 1.0) for size in (2, 8, 32, 128)]
+    assert loads == sorted(loads) and loads[0] > 1.0
+    assert routing_imbalance(moe, spread_over(8), 0.0) == 1.0

@@ -7,47 +7,55 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from megatron_rl.errors import UserError
-from megatron_rl.planner.constants import GB
-from megatron_rl.planner.generation import decode_milliseconds, serving_tokens_per_second
-from megatron_rl.planner.layout import Layout, RolloutLayout
-from megatron_rl.planner.lengths import response_lengths
-from megatron_rl.planner.memory import prefill_workspace_bytes, rollout_weight_bytes, training_memory
-from megatron_rl.planner.placement import Planner, Problem, best_grouping
-from megatron_rl.planner.rl_step import RlBatch, TrainChoice, rl_step, step_generate_seconds
-from megatron_rl.planner.scenario import Scenario
-from megatron_rl.planner.search import (
-    RECOMPUTE,
-    forward_memory,
-    memory_limit,
-    memory_of,
-    rollout_plans,
-    training_front,
+from peers import (
+    decode_milliseconds,
+    gathering_seconds,
+    model_flops_per_token,
+    serving_tokens_per_second,
+    sync_of,
+    volume,
 )
-from megatron_rl.planner.training import model_flops_per_token, replica_work, train_seconds
-from megatron_rl.planner.weight_sync import sync_seconds, volume
+from scenario import Scenario
+
+from megatron_rl.errors import UserError
+from megatron_rl.planner.batch import StepBatch, response_lengths
+from megatron_rl.planner.constants import GB
+from megatron_rl.planner.generate import RolloutLayout, generate_seconds
+from megatron_rl.planner.groups import Planner, Problem
+from megatron_rl.planner.learn import (
+    TrainChoice,
+    learn_memory,
+    learn_seconds,
+    optimizer_step,
+    replica_work,
+    score_memory,
+    score_seconds,
+)
+from megatron_rl.planner.memory import prefill_workspace_bytes, rollout_weight_bytes, training_memory
+from megatron_rl.planner.placement import best_grouping
+from megatron_rl.planner.search import RECOMPUTE, rollout_plans, training_front
+from megatron_rl.planner.step import TRAINED, RoleSeconds, add_up
+from megatron_rl.shapes.layout import ParallelLayout
 
 Prediction = dict[str, Any]
 
 
-def _pretraining_batch(scenario: Scenario) -> RlBatch:
+def _pretraining_batch(scenario: Scenario) -> StepBatch:
     given, sequence = scenario.part("batch"), scenario.sequence
     rows = int(given.get("global_batch") or (scenario.layout.data if scenario.layout else 256))
     lengths = response_lengths(sequence, sequence, "fixed")
-    micro = int(given.get("micro_batch") or 1)
-    return RlBatch(rows, 1, 1, 0.0, lengths, sequence, micro, bool(given.get("packing", False)))
+    return StepBatch(rows, 1, 1, 0.0, lengths, sequence, bool(given.get("packing", False)))
 
 
 def _choice(
-    scenario: Scenario, role: str, batch: RlBatch, gpus: int, offload_allowed: bool = True
+    scenario: Scenario, role: str, batch: StepBatch, gpus: int, offload_allowed: bool = True
 ) -> TrainChoice:
     """Return the stated training cut of a role, or the planner's own."""
-    model, cluster = scenario.model(role), scenario.cluster.resized(gpus)
+    model, machine = scenario.model(role), scenario.machine
     recompute = scenario.raw.get("recompute")
     micro = scenario.part("batch").get("micro_batch")
     if scenario.layout is not None:
         return TrainChoice(model, scenario.layout, recompute or "none", scenario.optimizer, int(micro or 1))
-    limit = memory_limit(cluster, scenario.constants)
     # A stated recompute may not fit any cut; a heavier one, then offload, are the only ways to run.
     stages = [((recompute,), False)] if recompute else []
     stages += [(RECOMPUTE, False)] + ([(RECOMPUTE, True)] if offload_allowed else [])
@@ -55,10 +63,8 @@ def _choice(
         plans = training_front(
             model,
             gpus,
-            cluster,
-            scenario.constants,
+            machine,
             batch,
-            scenario.precision,
             scenario.optimizer,
             recomputes=stated,
             micro_batches=(int(micro),) if micro else (1, 2, 4),
@@ -69,25 +75,23 @@ def _choice(
     raise UserError(
         f"scenario {scenario.name}: {model.name} does not fit on {gpus} GPUs in any layout",
         where=f"{scenario.name}.layout",
-        expected=f"at most {limit / GB:.0f} GB on each of {gpus} GPUs",
+        expected=f"at most {machine.usable_memory / GB:.0f} GB on each of {gpus} GPUs",
         got=f"{16 * model.parameters / gpus / GB:.0f} GB of weights, gradients and optimizer when evenly cut",
         fix="more GPUs, optimizer offload, or a smaller model",
     )
 
 
-def _rollout(scenario: Scenario, batch: RlBatch) -> RolloutLayout:
+def _rollout(scenario: Scenario, batch: StepBatch) -> RolloutLayout:
     """Return the stated rollout cut, or the fastest one."""
     stated = scenario.rollout(scenario.rollout_gpus)
     if stated is not None:
         return stated
-    cluster = scenario.cluster.resized(scenario.rollout_gpus)
+    machine = scenario.machine
     plans = rollout_plans(
         scenario.model(),
         scenario.rollout_gpus,
-        cluster,
-        scenario.constants,
+        machine,
         batch,
-        scenario.precision,
         scenario.memory_fraction,
         scenario.engine,
         max_sequences=scenario.part("rollout").get("max_sequences"),
@@ -96,7 +100,7 @@ def _rollout(scenario: Scenario, batch: RlBatch) -> RolloutLayout:
         raise UserError(
             f"scenario {scenario.name}: no rollout cut of {scenario.model().name} fits",
             where=f"{scenario.name}.rollout",
-            expected=f"weights and cache within {scenario.memory_fraction:.0%} of {cluster.gpu.name}",
+            expected=f"weights and cache within {scenario.memory_fraction:.0%} of {machine.gpu.name}",
             fix="more GPUs or a larger rollout.memory_fraction",
         )
     return plans[0].layout
@@ -104,22 +108,13 @@ def _rollout(scenario: Scenario, batch: RlBatch) -> RolloutLayout:
 
 def pretrain_throughput(scenario: Scenario) -> Prediction:
     """Predict TFLOP/s per GPU, model FLOPs utilization and tokens per second per GPU."""
-    batch, cluster = _pretraining_batch(scenario), scenario.cluster
-    choice = _choice(scenario, "actor", batch, cluster.num_gpus)
-    sequence, layout = scenario.sequence, choice.layout
-    work = replica_work(
-        batch.rows, sequence, sequence, sequence / 2, layout.data, choice.micro_batch, batch.packing
-    )
-    seconds = train_seconds(
-        choice.model,
-        layout,
-        cluster,
-        scenario.constants,
-        scenario.precision,
-        work,
-        choice.recompute,
-        choice.optimizer,
-    )
+    batch, machine, sequence = _pretraining_batch(scenario), scenario.machine, scenario.sequence
+    choice = _choice(scenario, "actor", batch, scenario.gpus)
+    work = replica_work(choice, batch, batch.rows)
+    step = optimizer_step(choice, machine, work)
+    seconds = step.total
+    if scenario.fully_sharded:
+        seconds += gathering_seconds(choice, machine, work, step.compute)
     convention = scenario.part("flops_convention")
     per_token = model_flops_per_token(
         choice.model,
@@ -127,10 +122,10 @@ def pretrain_throughput(scenario: Scenario) -> Prediction:
         str(convention.get("attention", "full")),
         bool(convention.get("recompute_counted", False)) and choice.recompute == "full",
     )
-    rate = batch.rows * sequence / seconds / cluster.num_gpus
+    rate = batch.rows * sequence / seconds / scenario.gpus
     return {
         "tflops_per_gpu": rate * per_token / 1e12,
-        "model_flops_utilization": rate * per_token / cluster.gpu.peak(scenario.precision),
+        "model_flops_utilization": rate * per_token / machine.gpu.peak(machine.precision),
         "tokens_per_second_per_gpu": rate,
         "seconds_total": seconds,
     }
@@ -161,7 +156,7 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
     }
 
 
-def _decode_inputs(scenario: Scenario) -> tuple[RolloutLayout, RlBatch, float]:
+def _decode_inputs(scenario: Scenario) -> tuple[RolloutLayout, StepBatch, float]:
     batch = scenario.batch
     rollout = _rollout(scenario, batch)
     given = scenario.part("batch").get("concurrent_sequences")
@@ -175,16 +170,14 @@ def _decode_inputs(scenario: Scenario) -> tuple[RolloutLayout, RlBatch, float]:
 def decode_latency(scenario: Scenario) -> Prediction:
     """Predict milliseconds between tokens and peak memory of sequences that decode together."""
     rollout, batch, rows = _decode_inputs(scenario)
-    model, constants = scenario.model(), scenario.constants
+    model, machine, constants = scenario.model(), scenario.machine, scenario.constants
     rows = min(rows, rollout.max_sequences or rows)
-    milliseconds = decode_milliseconds(
-        model, rollout, scenario.cluster, constants, scenario.precision, rows, batch.prompt, batch.lengths
-    )
+    milliseconds = decode_milliseconds(model, rollout, machine, rows, batch.prompt, batch.lengths)
     cached = rows * (batch.prompt + batch.lengths.longest) * model.kv_bytes_per_gpu(rollout.tensor)
     static = scenario.engine == "static_batch"
     # A static batch prefills every prompt at once, a continuous one in pieces of 8,192 tokens.
     prefilled = rows * batch.prompt if static else min(rows * batch.prompt, 8192)
-    peak = rollout_weight_bytes(model, rollout, scenario.precision) + cached
+    peak = rollout_weight_bytes(model, rollout, machine.precision) + cached
     peak += prefill_workspace_bytes(model, rollout, prefilled) + constants.memory.engine_gigabytes * GB
     return {"milliseconds_per_token": milliseconds, "gigabytes_memory_peak": peak / GB}
 
@@ -192,47 +185,43 @@ def decode_latency(scenario: Scenario) -> Prediction:
 def serving_throughput(scenario: Scenario) -> Prediction:
     """Predict response tokens per second of all replicas, kept full or over a finite batch."""
     rollout, batch, rows = _decode_inputs(scenario)
-    model, cluster, constants = scenario.model(), scenario.cluster, scenario.constants
+    model, machine, constants = scenario.model(), scenario.machine, scenario.constants
     given = scenario.part("batch")
     if "prompts" in given and "concurrent_sequences" not in given:
-        seconds = step_generate_seconds(model, rollout, batch, cluster, constants, scenario.precision)
+        seconds = generate_seconds(model, rollout, batch, machine)
         share = constants.decode.rl_generate * constants.engines[rollout.engine].rl_share
         seconds = (seconds - constants.decode.rl_fixed_seconds) * share
         return {"tokens_per_second_total": batch.rows * batch.lengths.mean / seconds}
     if "concurrent_sequences" not in given:
         rows = float(rollout.max_sequences or constants.engines[rollout.engine].max_sequences)
-    each = serving_tokens_per_second(
-        model, rollout, cluster, constants, scenario.precision, rows, batch.prompt, batch.lengths
-    )
+    each = serving_tokens_per_second(model, rollout, machine, rows, batch.prompt, batch.lengths)
     return {"tokens_per_second_total": rollout.replicas * each}
 
 
 def rl_step_seconds(scenario: Scenario) -> Prediction:
-    """Predict a step's phases and token rates."""
-    batch = scenario.batch
-    gpus = scenario.train_gpus
-    roles = {role: _choice(scenario, role, batch, gpus) for role in scenario.roles}
-    micro = scenario.part("batch").get("micro_batch") or roles["actor"].micro_batch
-    phases = rl_step(
-        scenario.algorithm,
-        roles,
-        _rollout(scenario, batch),
-        replace(batch, micro_batch=int(micro)),
-        scenario.cluster.resized(gpus),
-        scenario.cluster.resized(scenario.rollout_gpus),
-        scenario.constants,
-        scenario.precision,
-        scenario.sync_method,
-        scenario.disaggregated,
+    """Predict a step's phases and token rates; disaggregated, the next step is sampled ahead."""
+    batch, machine, gpus = scenario.batch, scenario.machine, scenario.train_gpus
+    works, actor = [], _choice(scenario, "actor", batch, gpus)
+    for role in scenario.roles:
+        choice = _choice(scenario, role, batch, gpus)
+        learn = learn_seconds(choice, batch, machine) if role in TRAINED else 0.0
+        works.append(RoleSeconds(role, (0,), score_seconds(choice, batch, machine), learn))
+    rollout = _rollout(scenario, batch)
+    step = add_up(
+        works,
+        generate=generate_seconds(actor.model, rollout, batch, machine),
+        reshard=sync_of(scenario.sync_method)(actor.model, actor.layout, rollout, machine),
+        fixed=scenario.constants.efficiency.rl_fixed_seconds,
+        ahead=scenario.disaggregated,
     )
-    rate = batch.tokens / phases.total
+    rate = batch.tokens / step.total
     return {
-        "seconds_total": phases.total,
-        "seconds_train": phases.train,
-        "seconds_generate": phases.generate,
-        "seconds_log_probs": phases.log_probs,
-        "seconds_weight_sync": phases.weight_sync,
-        "tokens_per_second_per_gpu": rate / scenario.cluster.num_gpus,
+        "seconds_total": step.total,
+        "seconds_train": step.seconds["learn"],
+        "seconds_generate": step.seconds["generate"],
+        "seconds_log_probs": step.seconds["score"] + step.seconds["reward"],
+        "seconds_weight_sync": step.seconds["reshard"],
+        "tokens_per_second_per_gpu": rate / scenario.gpus,
         "tokens_per_second_total": rate,
     }
 
@@ -245,26 +234,15 @@ def weight_sync(scenario: Scenario) -> Prediction:
     layout = scenario.layout
     if layout is None and scenario.sync_method in ("strided_reshard", "gather_and_load"):
         layout = _choice(scenario, "actor", scenario.batch, scenario.train_gpus).layout
-    seconds = sync_seconds(
-        scenario.model(),
-        layout,
-        rollout,
-        scenario.cluster,
-        scenario.constants,
-        scenario.sync_method,
-        scenario.precision,
-        scenario.rollout_gpus,
-        scenario.train_gpus if scenario.layout else None,
-    )
+    seconds = sync_of(scenario.sync_method)(scenario.model(), layout, rollout, scenario.machine)
     return {"seconds_weight_sync": seconds}
 
 
 def weight_sync_volume(scenario: Scenario) -> Prediction:
     """Predict bytes per GPU of a synchronisation in place."""
     rollout = scenario.rollout(scenario.rollout_gpus) or RolloutLayout()
-    moved = volume(
-        scenario.model(), scenario.layout or Layout(), rollout, scenario.sync_method, scenario.precision
-    )
+    layout = scenario.layout or ParallelLayout((0,))
+    moved = volume(scenario.model(), layout, rollout, scenario.sync_method, scenario.machine)
     return {
         "gigabytes_per_gpu": moved.received / GB,
         "gigabytes_parameters_peak": moved.peak / GB,
@@ -282,26 +260,27 @@ def placement_choice(scenario: Scenario) -> Prediction:
         models={role: scenario.model(role) for role in scenario.roles},
         algorithm=scenario.algorithm,
         batch=scenario.batch,
-        cluster=scenario.cluster,
-        constants=scenario.constants,
-        precision=scenario.precision,
+        machine=scenario.machine,
         optimizer=scenario.optimizer,
         engine=scenario.engine,
-        sync_method=scenario.sync_method,
+        sync_seconds=sync_of(scenario.sync_method),
         memory_fraction=rollout.get("memory_fraction"),
         max_sequences=rollout.get("max_sequences"),
         rollout_tensor=rollout.get("tensor"),
+        roles_swap=True,
+        context_parallel=True,
+        stages_stated_once=False,
     )
     planner = Planner(problem)
     scored = {name: best_grouping(name, planner, groups) for name, groups in candidates.items()}
     fitting = {name: plan for name, plan in scored.items() if plan is not None}
     if not fitting:
         return {"best": None, "gpus_per_group": None, "seconds_by_candidate": {}}
-    best = min(fitting, key=lambda name: fitting[name].phases.total)
+    best = min(fitting, key=lambda name: fitting[name].step.total)
     return {
         "best": best,
         "gpus_per_group": fitting[best].gpus_per_group,
-        "seconds_by_candidate": {name: plan.phases.total for name, plan in fitting.items()},
+        "seconds_by_candidate": {name: plan.step.total for name, plan in fitting.items()},
     }
 
 
@@ -312,9 +291,7 @@ def rollout_tensor_choice(scenario: Scenario) -> Prediction:
     seconds = {}
     for tensor in given:
         layout = scenario.rollout_with(int(tensor), gpus)
-        seconds[int(tensor)] = step_generate_seconds(
-            scenario.model(), layout, batch, scenario.cluster, scenario.constants, scenario.precision
-        )
+        seconds[int(tensor)] = generate_seconds(scenario.model(), layout, batch, scenario.machine)
     fitting = {tensor: value for tensor, value in seconds.items() if isfinite(value)}
     best = min(fitting, key=fitting.__getitem__) if fitting else None
     ratio = seconds[8] / seconds[best] if best is not None and 8 in fitting else None
@@ -325,7 +302,7 @@ def rollout_tensor_choice(scenario: Scenario) -> Prediction:
     }
 
 
-def _training_fits(scenario: Scenario, batch: RlBatch, limit: float) -> bool:
+def _training_fits(scenario: Scenario, batch: StepBatch, limit: float) -> bool:
     gpus = scenario.train_gpus
     if scenario.layout is None:
         try:
@@ -334,15 +311,15 @@ def _training_fits(scenario: Scenario, batch: RlBatch, limit: float) -> bool:
             return False
         return True
     choice = _choice(scenario, "actor", batch, gpus)
-    if memory_of(choice, batch, scenario.constants).total > limit:
+    if learn_memory(choice, batch, scenario.constants).total > limit:
         return False
     scored = replace(choice, model=scenario.model("reference"))
-    return forward_memory(scored, batch, scenario.constants).total <= limit
+    return score_memory(scored, batch, scenario.constants).total <= limit
 
 
 def fits_in_memory(scenario: Scenario) -> Prediction:
     """Predict whether training and generation fit; training state waits on the host while it can."""
-    limit = memory_limit(scenario.cluster, scenario.constants)
+    limit = scenario.machine.usable_memory
     rl = scenario.raw.get("algorithm") in ("grpo", "ppo") or bool(scenario.part("rollout"))
     batch = scenario.batch if rl else _pretraining_batch(scenario)
     fits = not (scenario.layout or scenario.raw.get("optimizer") or rl) or _training_fits(
@@ -353,10 +330,7 @@ def fits_in_memory(scenario: Scenario) -> Prediction:
             rollout = _rollout(scenario, batch)
         except UserError:
             return {"fits": False}
-        seconds = step_generate_seconds(
-            scenario.model(), rollout, batch, scenario.cluster, scenario.constants, scenario.precision
-        )
-        fits = isfinite(seconds)
+        fits = isfinite(generate_seconds(scenario.model(), rollout, batch, scenario.machine))
     return {"fits": bool(fits)}
 
 

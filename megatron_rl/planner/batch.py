@@ -1,15 +1,18 @@
-"""The distribution of response lengths: an exponential of the stated mean, cut at the token limit."""
+"""The rows of a step: how many, and the distribution of their lengths.
+
+Response lengths are an exponential of the stated mean, cut at the token limit.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import exp, expm1
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Describe response lengths in tokens: ``scale`` is the exponential's, infinite when fixed."""
+    """Describe response lengths in tokens: ``scale`` is the exponential's, None when they are fixed."""
 
     mean: float
     longest: float
@@ -52,3 +55,40 @@ def attended_context(prompt: float, lengths: Lengths) -> float:
     """Return the mean number of keys a token of a whole sequence attends to: E[l^2] / (2 E[l])."""
     square = prompt**2 + 2.0 * prompt * lengths.mean + lengths.mean_square()
     return square / (2.0 * (prompt + lengths.mean))
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Hold one step's rows: prompts x samples, in ``optimizer_steps`` mini-batches, ``epochs`` times over.
+
+    Lengths are in tokens. With ``packing``, micro-batches are counted in tokens.
+    """
+
+    prompts: int
+    samples: int
+    optimizer_steps: int
+    prompt: float
+    lengths: Lengths
+    longest: float  # cap on prompt plus response
+    packing: bool = True
+    epochs: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Count responses of a step."""
+        return self.prompts * self.samples
+
+    @property
+    def mean_row(self) -> float:
+        """Return mean tokens of a row, prompt included."""
+        return self.prompt + self.lengths.mean
+
+    @property
+    def tokens(self) -> float:
+        """Return tokens of all rows, prompt included."""
+        return self.rows * self.mean_row
+
+    @cached_property
+    def context(self) -> float:
+        """Return the mean keys a token attends to."""
+        return attended_context(self.prompt, self.lengths)

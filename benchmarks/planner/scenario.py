@@ -15,20 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.planner.constants import Cluster, Constants
-from megatron_rl.planner.layout import Layout, RolloutLayout
-from megatron_rl.planner.lengths import response_lengths
+from megatron_rl.planner.batch import StepBatch, response_lengths
+from megatron_rl.planner.constants import Constants, Machine
+from megatron_rl.planner.generate import RolloutLayout
 from megatron_rl.planner.memory import OptimizerChoice
-from megatron_rl.planner.rl_step import RlBatch
+from megatron_rl.planner.placement import ROLES
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 
 _ANSWERS = ("measured", "tolerance", "compare", "notes", "source")
-_ROLES = ("actor", "critic", "reference", "reward")
 KINDS = (
     "pretrain_throughput",
     "training_memory",
@@ -93,23 +93,29 @@ class Scenario:
         return load_shape(reference)
 
     @property
-    def cluster(self) -> Cluster:
+    def machine(self) -> Machine:
         """Return the whole cluster; num_gpus absent: what layout and rollout use together."""
         given = self.part("cluster")
         gpu = given.get("gpu")
         if gpu is None:
             raise self.error("cluster.gpu", "a GPU name", None)
-        count = given.get("num_gpus") or sum(given.get(part, 0) for part in ("train_gpus", "rollout_gpus"))
+        count = given.get("num_gpus") or sum(given.get(side, 0) for side in ("train_gpus", "rollout_gpus"))
         if not count:
             layout, rollout = self.layout, self.rollout(1)
             count = layout.size if layout else rollout.replicas * rollout.gpus if rollout else 1
-        return self.constants.cluster(
+        cluster = self.constants.cluster(
             gpu,
             count,
             given.get("gpus_per_node"),
             given.get("network_gigabits_per_gpu"),
             given.get("network_gigabits_per_node"),
         )
+        return Machine(cluster, self.constants, str(self.raw.get("precision") or "bf16"))
+
+    @property
+    def gpus(self) -> int:
+        """Count the GPUs of the whole cluster."""
+        return self.machine.cluster.num_gpus
 
     @property
     def disaggregated(self) -> bool:
@@ -122,8 +128,8 @@ class Scenario:
     def train_gpus(self) -> int:
         """Count the training GPUs."""
         if not self.disaggregated:
-            return self.cluster.num_gpus
-        given, total = self.part("cluster"), self.cluster.num_gpus
+            return self.gpus
+        given, total = self.part("cluster"), self.gpus
         if given.get("train_gpus"):
             return int(given["train_gpus"])
         if self.layout is not None:
@@ -134,32 +140,32 @@ class Scenario:
     def rollout_gpus(self) -> int:
         """Count the rollout GPUs."""
         if not self.disaggregated:
-            return self.cluster.num_gpus
+            return self.gpus
         given = self.part("cluster")
-        return int(given.get("rollout_gpus") or max(1, self.cluster.num_gpus - self.train_gpus))
+        return int(given.get("rollout_gpus") or max(1, self.gpus - self.train_gpus))
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> ParallelLayout | None:
         """Return the stated training layout, or None; an absent ``data`` is what remains."""
         given = self.raw.get("layout")
         if not given:
             return None
-        sizes = {
-            name: int(given.get(name) or 1)
-            for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
-        }
+        names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+        sizes = {name: int(given.get(name) or 1) for name in names}
+        copy = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
         data = given.get("data")
         if data is None:
             cluster = self.part("cluster")
-            gpus = int(cluster.get("train_gpus") or cluster.get("num_gpus") or 1)
-            data = max(1, gpus // (sizes["tensor"] * sizes["pipeline"] * sizes["context"]))
-        return Layout(
-            **sizes,
-            data=int(data),
-            # The flag came with Megatron-LM in 2022; the older scenarios leave it out because it was off.
-            sequence_parallel=bool(given.get("sequence_parallel", False)),
-            fully_sharded=bool(given.get("fully_sharded", False)),
-        )
+            data = max(1, int(cluster.get("train_gpus") or cluster.get("num_gpus") or 1) // copy)
+        # Sequence parallelism came with Megatron-LM in 2022; older scenarios leave it out: it was off.
+        sequence_parallel = bool(given.get("sequence_parallel", False))
+        layout = ParallelLayout(tuple(range(copy * int(data))), sequence_parallel=sequence_parallel)
+        return replace(layout, **sizes)
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Say whether weights, gradients and optimizer are sharded over data (FSDP)."""
+        return bool(self.part("layout").get("fully_sharded"))
 
     def rollout(self, gpus: int) -> RolloutLayout | None:
         """Return the stated rollout layout on ``gpus`` GPUs, or None when no tensor size is stated."""
@@ -207,16 +213,9 @@ class Scenario:
         return OptimizerChoice(
             distributed=bool(given.get("distributed", True)),
             offload=bool(given.get("offload", False)),
-            parameters_offload=bool(given.get("parameters_offload", False)),
-            gradients_offload=bool(given.get("gradients_offload", False)),
             gradient_bytes=float(given.get("gradient_bytes_per_parameter", 4)),
             state_bytes=float(given.get("state_bytes_per_parameter", 12)),
         )
-
-    @property
-    def precision(self) -> str:
-        """Return the precision of training and generation."""
-        return str(self.raw.get("precision") or "bf16")
 
     @property
     def algorithm(self) -> str:
@@ -231,7 +230,7 @@ class Scenario:
         return str(self.part("weight_sync").get("method") or default)
 
     @property
-    def batch(self) -> RlBatch:
+    def batch(self) -> StepBatch:
         """Return a step's rows."""
         given = self.part("batch")
         prompt = float(given.get("prompt_tokens") or 256)
@@ -250,14 +249,13 @@ class Scenario:
             steps = (
                 max(1, round(prompts * samples / given["global_batch"])) if given.get("global_batch") else 1
             )
-        return RlBatch(
+        return StepBatch(
             prompts=prompts,
             samples=samples,
             optimizer_steps=int(steps),
             prompt=prompt,
             lengths=lengths,
             longest=float(given.get("sequence_length") or prompt + longest),
-            micro_batch=int(given.get("micro_batch") or 1),
             packing=bool(given.get("packing", self.kind != "pretrain_throughput")),
         )
 
@@ -273,4 +271,4 @@ class Scenario:
     @property
     def roles(self) -> tuple[str, ...]:
         """Name the roles of the algorithm that hold a model."""
-        return _ROLES if self.algorithm == "ppo" else ("actor", "reference")
+        return ROLES[self.algorithm]

@@ -12,10 +12,12 @@ import yaml
 from megatron_rl.config.placement import APART
 from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import GB
-from megatron_rl.planner.layout import Layout, uneven_split
-from megatron_rl.planner.placement import PlacementPlan, Problem
-from megatron_rl.planner.search import TrainPlan
+from megatron_rl.planner.groups import Problem
+from megatron_rl.planner.placement import PlacementPlan
+from megatron_rl.planner.search import TrainPlan, uneven_split
 from megatron_rl.planner.show import plan_record
+from megatron_rl.planner.step import TRAINED
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 
 _TRAIN_DATA = "data/gsm8k/main/train-00000-of-00001.parquet"
@@ -41,11 +43,11 @@ def _ranks(first: int, count: int) -> str:
     return f"{first}-{first + count - 1}" if count > 1 else str(first)
 
 
-def _even(model: ModelShape, layout: Layout) -> bool:
+def _even(model: ModelShape, layout: ParallelLayout) -> bool:
     return model.layers % (layout.pipeline * layout.virtual_pipeline) == 0
 
 
-def _layout(layout: Layout) -> dict[str, Any]:
+def _layout(layout: ParallelLayout) -> dict[str, Any]:
     names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
     values = {name: getattr(layout, name) for name in names if getattr(layout, name) > 1}
     if layout.expert > 1:
@@ -71,7 +73,7 @@ def expressible(plan: PlacementPlan) -> str | None:
     return None
 
 
-def _stages(model: ModelShape, layout: Layout) -> dict[str, int]:
+def _stages(model: ModelShape, layout: ParallelLayout) -> dict[str, int]:
     """Return Megatron's settings of an uneven pipeline, empty for an even one."""
     if model.layers % layout.pipeline == 0:
         return {}
@@ -112,7 +114,7 @@ class _Writer:
         self.places = group_ranks(plan)
         self.placement = preset_of(self.places, plan.gpus)
 
-    def layout(self, role: str, layout: Layout) -> dict[str, Any]:
+    def layout(self, role: str, layout: ParallelLayout) -> dict[str, Any]:
         named = {} if self.placement else {"ranks": _ranks(*self.places[role])}
         return named | _layout(layout)
 
@@ -151,7 +153,7 @@ class _Writer:
             entry.choice.micro_batch
             for group in self.plan.groups
             for role, entry in group.plans.items()
-            if self.problem.trained(role)
+            if role in TRAINED
         )
         return {
             "prompts_per_step": batch.prompts,
@@ -185,13 +187,13 @@ class _Writer:
         }
         if not self.placement:
             found["rollout"]["ranks"] = _ranks(*self.places["rollout"])
-        if self.plan.overlapped:
+        if self.plan.step.ahead:
             found["asynchrony"] = {"steps_ahead": 1}
         return found
 
     def config(self) -> dict[str, Any]:
         """Return the whole configuration."""
-        problem, cluster, world = self.problem, self.problem.cluster, self.plan.gpus
+        problem, cluster, world = self.problem, self.problem.machine.cluster, self.plan.gpus
         algorithm: dict[str, Any] = {"name": problem.algorithm}
         if self.plan.plan_of("reference") is not None:
             # What the reference is for: a penalty in the loss, or in the reward as PPO has it.
@@ -256,7 +258,7 @@ def config_text(problem: Problem, plan: PlacementPlan, paths: Paths) -> str:
     seconds = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in record["seconds"].items())
     memory = ", ".join(f"{name.replace('_', ' ')} {value:.0f}" for name, value in record["gigabytes"].items())
     head = [
-        f"# {problem.algorithm} of {name} on {plan.gpus} x {problem.cluster.gpu.name}, {plan.name}.",
+        f"# {problem.algorithm} of {name} on {plan.gpus} x {problem.machine.gpu.name}, {plan.name}.",
         f"# Predicted seconds a step: {seconds}.",
         f"# Predicted GB per GPU: {memory}.",
     ]

@@ -1,19 +1,28 @@
-"""Evaluate a file of scenarios: predict from inputs alone, then compare with what was measured."""
+"""Grade the planner on published measurements: predict from inputs alone, then compare.
+
+    python benchmarks/planner/grade.py                  # the 21 points the constants are calibrated on
+    python benchmarks/planner/grade.py FILE [--json FILE] [--constants FILE]    # scenarios of your own
+
+README.md beside this file is the format. The exit code is 1 when a scenario is outside its tolerance.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from predict import predict
+from scenario import Scenario, without_answers
+from tolerance import compared, inside, ratio
+
 from megatron_rl.errors import UserError
-from megatron_rl.planner.constants import Constants
-from megatron_rl.planner.predict import predict
-from megatron_rl.planner.scenario import Scenario, without_answers
-from megatron_rl.planner.tolerance import compared, inside, ratio
+from megatron_rl.planner.constants import Constants, load_constants
 
 
 @dataclass
@@ -59,7 +68,7 @@ def read_scenarios(path: str) -> list[dict[str, Any]]:
     """Read a JSON list of scenarios (or one scenario); raises UserError on anything else."""
     file = Path(path)
     if not file.is_file():
-        raise UserError(f"no scenario file {path}", where="--scenario", fix="give an existing JSON file")
+        raise UserError(f"no scenario file {path}", where="command line", fix="give an existing JSON file")
     try:
         data = json.loads(file.read_text())
     except json.JSONDecodeError as error:
@@ -109,19 +118,19 @@ def evaluate(entries: Sequence[Mapping[str, Any]], constants: Constants) -> list
 def _across(entries: Sequence[Mapping[str, Any]], by_id: Mapping[str, Outcome]) -> None:
     """Check the rules that relate one scenario to another of the same file."""
     for raw in entries:
-        own = by_id[str(raw.get("id", "?"))]
+        outcome = by_id[str(raw.get("id", "?"))]
         rules = raw.get("compare") or []
         for rule in [rules] if isinstance(rules, Mapping) else rules:
             other = by_id.get(str(rule["other"]))
             label = f"{rule['key']} against {rule['other']}"
-            mine = own.predicted.get(rule["key"])
+            mine = outcome.predicted.get(rule["key"])
             theirs = other.predicted.get(rule["key"]) if other else None
             if mine is None or theirs is None:
-                own.inside_by_key[label] = False
+                outcome.inside_by_key[label] = False
                 continue
             value, good = compared(mine, theirs, rule)
-            own.ratio[label] = value
-            own.inside_by_key[label] = good
+            outcome.ratio[label] = value
+            outcome.inside_by_key[label] = good
 
 
 def _number(value: Any) -> str:
@@ -139,13 +148,37 @@ def table(outcomes: Sequence[Outcome]) -> str:
         keys = list(outcome.measured) or list(outcome.predicted)
         keys += [key for key in outcome.inside_by_key if key not in keys]
         for key in keys:
-            found = outcome.ratio.get(key)
+            ratio_to_measured = outcome.ratio.get(key)
             verdict = {True: "inside", False: "OUTSIDE", None: ""}[outcome.inside_by_key.get(key)]
             predicted, measured = outcome.predicted.get(key, ""), outcome.measured.get(key, "")
             lines.append(
                 f"{outcome.id:8} {key:36} {_number(predicted):>14} {_number(measured):>16} "
-                f"{'' if found is None else format(found, '.3f'):>7}  {verdict}"
+                f"{'' if ratio_to_measured is None else format(ratio_to_measured, '.3f'):>7}  {verdict}"
             )
     good = sum(outcome.inside_tolerance for outcome in outcomes)
     lines.append(f"{good} of {len(outcomes)} scenarios inside tolerance")
     return "\n".join(lines)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print predictions beside measurements; return 1 when a scenario is outside its tolerance."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", nargs="?", default=str(Path(__file__).with_name("points.json")))
+    parser.add_argument("--json", metavar="FILE", help="write the outcomes as JSON")
+    parser.add_argument("--constants", metavar="FILE", help="constants to lay over the packaged ones")
+    options = parser.parse_args(words)
+    try:
+        outcomes = evaluate(read_scenarios(options.file), load_constants(options.constants))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(table(outcomes))
+    if options.json:
+        Path(options.json).write_text(json.dumps([outcome.record() for outcome in outcomes], indent=1) + "\n")
+    return 0 if all(outcome.inside_tolerance for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""What published points measure and this project does not do: other syncs, serving, fully sharded training.
+
+Sync volumes: HybridFlow (arXiv 2409.19256) table 2. Seconds: a fixed part per sync plus bytes over the
+slowest link of the method; the constants' sources are in constants.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_rl.errors import UserError, nearest
+from megatron_rl.planner.batch import Lengths
+from megatron_rl.planner.constants import GB, Machine
+from megatron_rl.planner.generate import POINTS, RolloutLayout, cache_tokens, decode_cost, prefill_seconds
+from megatron_rl.planner.layer import gather_seconds
+from megatron_rl.planner.learn import TrainChoice, Work
+from megatron_rl.planner.memory import parameters_per_gpu
+from megatron_rl.planner.sync import sync_seconds
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
+
+Sync = Callable[[ModelShape, ParallelLayout | None, RolloutLayout, Machine], float]
+
+
+@dataclass(frozen=True)
+class SyncVolume:
+    """Hold bytes per GPU: received, parameter peak, and kept twice."""
+
+    received: float
+    peak: float
+    redundant: float
+
+
+def volume(
+    model: ModelShape, layout: ParallelLayout, rollout: RolloutLayout, method: str, machine: Machine
+) -> SyncVolume:
+    """Return bytes per GPU of one sync in place (HybridFlow table 2).
+
+    strided: (tp - t_g p_g) / (t_g p_g t p) M received, peak M / (t_g p_g), nothing twice; every other
+    method gathers the model: (tp - 1) / tp M received, peak M, M / tp twice.
+    """
+    total = float(machine.weight_bytes * model.parameters)
+    train = layout.tensor * layout.pipeline
+    shard = rollout.tensor * rollout.pipeline
+    if method == "strided_reshard":
+        return SyncVolume(max(0.0, (train - shard) / (shard * train)) * total, total / shard, 0.0)
+    if method == "planned_peer_to_peer":
+        return SyncVolume(total / shard, total / shard, 0.0)
+    return SyncVolume((train - 1) / train * total, total, total / train)
+
+
+def strided_seconds(
+    model: ModelShape, layout: ParallelLayout | None, rollout: RolloutLayout, machine: Machine
+) -> float:
+    """Return seconds of HybridFlow's sync in place: each rank gathers the slices its shard lacks."""
+    if layout is None:
+        raise UserError("strided_reshard needs the training layout", where="layout", fix="state layout")
+    cluster, constants = machine.cluster, machine.constants
+    train = layout.tensor * layout.pipeline
+    moved = volume(model, layout, rollout, "strided_reshard", machine).received
+    # A stage's tensor slices sit in one node (consecutive ranks); other stages sit on other nodes
+    # unless the whole job fits one.
+    slices = max(1.0, layout.tensor / rollout.tensor)
+    stages = layout.pipeline if layout.size <= cluster.domain else 1
+    inside = min(moved, (slices * stages - 1) / train * machine.weight_bytes * model.parameters)
+    seconds = inside / (cluster.gpu.nvlink * constants.efficiency.nvlink)
+    seconds += (moved - inside) / (cluster.network * constants.weight_sync.strided_network)
+    return constants.weight_sync.strided_fixed_seconds + seconds
+
+
+def gathered_seconds(
+    model: ModelShape, layout: ParallelLayout | None, rollout: RolloutLayout, machine: Machine
+) -> float:
+    """Return seconds of gathering every tensor whole and letting the engine load it."""
+    cluster, sync = machine.cluster, machine.constants.weight_sync
+    total = machine.weight_bytes * model.parameters
+    seconds = sync.gather_fixed_seconds + model.tensors * sync.gather_seconds_per_tensor
+    seconds += total / (sync.gather_copy_gigabytes_per_second * GB)
+    span = layout.tensor * layout.pipeline * max(1, layout.expert // layout.tensor) if layout else 1
+    if span > cluster.domain:
+        outside = total * (1 - cluster.domain / span)
+        # Every node receives what it lacks over all of its cards, then spreads it inside.
+        seconds += outside / (cluster.network * min(cluster.gpus_per_node, 8) * sync.gather_network)
+    return seconds
+
+
+def broadcast_seconds(
+    model: ModelShape, layout: ParallelLayout | None, rollout: RolloutLayout, machine: Machine
+) -> float:
+    """Return seconds of a sync that starts in host memory: pipelined copy and broadcast.
+
+    The rate depends on whether one node or several receive, hardly on their number.
+    """
+    sync = machine.constants.weight_sync
+    one_node = rollout.replicas * rollout.gpus <= machine.cluster.gpus_per_node
+    rate = sync.host_node_gigabytes_per_second if one_node else sync.host_network_gigabytes_per_second
+    return sync.host_fixed_seconds + machine.weight_bytes * model.parameters / (rate * GB)
+
+
+METHODS: dict[str, Sync] = {
+    "strided_reshard": strided_seconds,
+    "gather_and_load": gathered_seconds,
+    "host_broadcast": broadcast_seconds,
+    "planned_peer_to_peer": sync_seconds,
+}
+
+
+def sync_of(method: str) -> Sync:
+    """Return a method's seconds as a function; raises UserError on an unknown one."""
+    if method in METHODS:
+        return METHODS[method]
+    guess = nearest(method, METHODS)
+    raise UserError(
+        f"unknown weight sync method {method!r}",
+        where="weight_sync.method",
+        expected="one of " + ", ".join(METHODS),
+        got=method,
+        fix=f"did you mean {guess}?" if guess else None,
+    )
+
+
+def decode_milliseconds(
+    model: ModelShape, rollout: RolloutLayout, machine: Machine, rows: float, prompt: float, lengths: Lengths
+) -> float:
+    """Return the mean milliseconds between tokens when ``rows`` sequences decode together."""
+    cost = decode_cost(model, rollout, machine)
+    width = lengths.longest / POINTS
+    total = weight = 0.0
+    for point in range(POINTS):
+        length = (point + 0.5) * width
+        alive = rows * lengths.alive(length)
+        total += alive * cost.seconds(max(1.0, alive), prompt + length)
+        weight += alive
+    return 1e3 * total / weight
+
+
+def serving_tokens_per_second(
+    model: ModelShape,
+    rollout: RolloutLayout,
+    machine: Machine,
+    concurrent: float,
+    prompt: float,
+    lengths: Lengths,
+) -> float:
+    """Return response tokens per second of one replica that is kept full by a queue.
+
+    Running sequences are mid-response on average, and each response's prefill takes its turn.
+    """
+    engine = machine.constants.engines[rollout.engine]
+    middle = lengths.mean_square() / (2.0 * lengths.mean)
+    capacity = cache_tokens(model, rollout, machine)
+    running = min(concurrent, rollout.max_sequences or engine.max_sequences, capacity / (prompt + middle))
+    if running < 1.0:
+        return 0.0
+    cost = decode_cost(model, rollout, machine)
+    prefill = prefill_seconds(model, rollout, machine, prompt, prompt)
+    per_token = cost.seconds(running, prompt + middle) + running * prefill / lengths.mean
+    return running / per_token
+
+
+def gathering_seconds(choice: TrainChoice, machine: Machine, work: Work, compute: float) -> float:
+    """Return what gathering fully sharded weights adds to ``compute`` seconds of an optimizer step.
+
+    Weights are gathered for the forward and the backward of every micro-batch; most of it overlaps.
+    """
+    layout = choice.layout
+    weights = 2.0 * sum(parameters_per_gpu(choice.model, layout))
+    once = gather_seconds(machine, layout.data * layout.context, layout.tensor, weights)
+    traffic = 2 * once * work.micro_batches
+    return max(0.0, traffic - 0.8 * compute) + 0.1 * min(traffic, compute)
+
+
+def model_flops_per_token(
+    model: ModelShape, sequence: float, attention: str, recompute_counted: bool
+) -> float:
+    """Return training FLOPs per token by a paper's convention.
+
+    3 x forward; ``attention`` full counts s keys per token, causal s / 2. With recompute counted the
+    layers' forward is counted once more, the output projection is not (Narayanan et al. 2021, eq. 3:
+    96 B s l h^2 (1 + s/6h + V/16lh)).
+    """
+    context = sequence if attention == "full" else sequence / 2
+    layers = model.layer_flops + model.attention_flops(context)
+    return layers * (4.0 if recompute_counted else 3.0) + 3.0 * model.head_flops

@@ -1,0 +1,223 @@
+"""Seconds and bytes of a role's two phases, scoring (a forward pass) and learning.
+
+Schedule: t_mb (m + (p - 1) / v) with the slowest stage's t_mb (Narayanan et al. 2021, section 2.2).
+Data parallelism: reduce-scatter of gradients and all-gather of 2-byte parameters, partly overlapped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import ceil, log, sqrt
+
+from megatron_rl.planner.batch import StepBatch
+from megatron_rl.planner.constants import Constants, Machine
+from megatron_rl.planner.layer import gather_seconds, layer_seconds
+from megatron_rl.planner.memory import (
+    OptimizerChoice,
+    TrainingMemory,
+    parameters_per_gpu,
+    training_memory,
+)
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
+
+
+@dataclass(frozen=True)
+class TrainChoice:
+    """Say how one trained or scored model runs on its GPUs."""
+
+    model: ModelShape
+    layout: ParallelLayout
+    recompute: str = "none"
+    optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
+    micro_batch: int = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """Say what one pass over rows holds, for one data-parallel replica.
+
+    ``tokens`` per micro-batch, ``micro_batches`` per replica, ``context`` mean attended keys.
+    """
+
+    tokens: float
+    micro_batches: float
+    context: float
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """Hold seconds of one optimizer step: forward and backward, exposed gradient exchange, update."""
+
+    compute: float
+    exchange: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        """Return all seconds."""
+        return self.compute + self.exchange + self.update
+
+
+def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> Work:
+    """Split ``rows`` sequences over the data-parallel replicas into micro-batches.
+
+    With packing a micro-batch holds up to ``micro_batch * longest`` tokens, never less than a row;
+    without, ``micro_batch`` rows padded to the longest of them. A replica gets at least one row.
+    """
+    mean, longest = batch.mean_row, batch.longest
+    of_replica = max(1.0, rows / choice.layout.data)
+    if batch.packing:
+        rows_each = min(max(1.0, choice.micro_batch * longest / mean - 0.5), of_replica)
+        tokens = rows_each * mean
+    else:
+        rows_each = min(float(choice.micro_batch), of_replica)
+        padded = mean if rows_each <= 1 else mean + (longest - mean) * (1 - 1 / rows_each)
+        tokens = rows_each * padded
+    return Work(tokens, max(1.0, of_replica / rows_each), batch.context)
+
+
+def _stage_seconds(
+    model: ModelShape, layout: ParallelLayout, per_layer: float, head: float
+) -> tuple[float, float]:
+    """Return (slowest, mean) stage seconds; the head rides on the last stage."""
+    pipeline = layout.pipeline
+    mean = (model.layers * per_layer + head) / pipeline
+    if pipeline == 1:
+        return mean, mean
+    if model.layers % pipeline == 0 and layout.virtual_pipeline == 1:
+        slowest = model.layers // pipeline * per_layer + head
+        # An uneven split that gives the head's stage fewer layers bounds the loss.
+        return min(slowest, max(mean, ceil(mean / per_layer) * per_layer)), mean
+    chunk = per_layer if layout.virtual_pipeline == 1 else head * 0.5
+    return min(max(mean, ceil(mean / per_layer) * per_layer), mean + chunk), mean
+
+
+def _pipeline_seconds(
+    choice: TrainChoice, machine: Machine, work: Work, per_layer: float, head: float
+) -> float:
+    """Return seconds of all micro-batches whose layers take ``per_layer`` seconds each."""
+    model, layout = choice.model, choice.layout
+    slow, mean = _stage_seconds(model, layout, per_layer, head)
+    total = slow * work.micro_batches + mean * (layout.pipeline - 1) / layout.virtual_pipeline
+    if layout.pipeline > 1:
+        cluster, efficiency = machine.cluster, machine.constants.efficiency
+        share = layout.tensor if layout.sequence_parallel else 1
+        sent = 2.0 * model.hidden * work.tokens / layout.context / share
+        stride = layout.tensor * layout.context * layout.data
+        inside = stride * 2 <= cluster.domain
+        rate = (cluster.gpu.nvlink if inside else cluster.network) * efficiency.network
+        hops = work.micro_batches * layout.virtual_pipeline + layout.pipeline - 1
+        total += efficiency.pipeline_exposed * 2.0 * hops * sent / rate
+    return total
+
+
+def _gradient_exchange_seconds(choice: TrainChoice, machine: Machine) -> float:
+    layout = choice.layout
+    dense, expert = parameters_per_gpu(choice.model, layout)
+    bytes_each = choice.optimizer.gradient_bytes + 2.0
+    total = gather_seconds(machine, layout.data * layout.context, layout.tensor, dense * bytes_each)
+    if expert:
+        stride = layout.expert * layout.expert_tensor
+        total += gather_seconds(machine, layout.expert_data, stride, expert * bytes_each)
+    return total
+
+
+def _update_seconds(choice: TrainChoice, machine: Machine) -> float:
+    layout, optimizer, efficiency = choice.layout, choice.optimizer, machine.constants.efficiency
+    dense, expert = parameters_per_gpu(choice.model, layout)
+    parameters = dense + expert
+    if optimizer.distributed:
+        parameters = dense / (layout.data * layout.context) + expert / layout.expert_data
+    moved = parameters * efficiency.optimizer_bytes_per_parameter
+    seconds = moved / (machine.gpu.hbm * efficiency.hbm)
+    if optimizer.offload:
+        # Gradients go to the host and parameters come back; the update itself runs at host memory rate.
+        moved = parameters * (optimizer.gradient_bytes + 2.0 + 2.0 * optimizer.state_bytes)
+        seconds += moved / machine.host_rate
+    return seconds
+
+
+def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: float = 1.0) -> OptimizerStep:
+    """Return seconds of one optimizer step (forward, backward, gradient exchange, update).
+
+    ``share`` is the part of the kernels' pace that the surrounding loop keeps; it slows computation,
+    not the gradient exchange.
+    """
+    layer = layer_seconds(choice.model, choice.layout, machine, work.tokens, work.context)
+    per_layer, head = layer.forward + layer.backward, layer.head_forward + layer.head_backward
+    if choice.recompute == "full":
+        per_layer += layer.forward
+    elif choice.recompute == "selective":
+        per_layer += layer.attention
+    return OptimizerStep(
+        compute=_pipeline_seconds(choice, machine, work, per_layer, head) / share,
+        exchange=machine.constants.efficiency.data_exposed * _gradient_exchange_seconds(choice, machine),
+        update=_update_seconds(choice, machine),
+    )
+
+
+def routing_imbalance(model: ModelShape, layout: ParallelLayout, spread: float) -> float:
+    """Return the tokens of the fullest expert-parallel rank over the mean, which every layer waits for.
+
+    Pretraining benchmarks force an even load; what is trained on in reinforcement learning does not have
+    one. With ``spread`` the standard deviation of an expert's load over its mean, a rank of E / ep experts
+    has spread / sqrt(E / ep), and the largest of ep such loads lies sqrt(2 ln ep) deviations above the
+    mean (expected maximum of normal variables).
+    """
+    if not model.experts or layout.expert == 1:
+        return 1.0
+    deviation = spread * sqrt(layout.expert / model.experts)
+    return 1.0 + deviation * sqrt(2.0 * log(layout.expert))
+
+
+def _loop_share(choice: TrainChoice, batch: StepBatch, constants: Constants) -> float:
+    """Return the share of a pretraining pace that a reinforcement-learning loop keeps.
+
+    Uneven rows unbalance replicas and leave packed micro-batches partly empty; routing is uneven; the rest
+    is fp32 logits, loading and offloading.
+    """
+    share = constants.efficiency.rl_loop
+    if batch.lengths.scale is not None or batch.packing:
+        share *= constants.efficiency.rl_uneven_rows
+    return share / routing_imbalance(choice.model, choice.layout, constants.efficiency.routing_spread)
+
+
+def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
+    """Return seconds of all optimizer steps of one role, every epoch of them."""
+    work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
+    share = machine.constants.efficiency.rl_train * _loop_share(choice, batch, machine.constants)
+    return batch.epochs * batch.optimizer_steps * optimizer_step(choice, machine, work, share).total
+
+
+def score_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
+    """Return seconds of one forward pass of one role over a step's rows."""
+    work = replica_work(choice, batch, batch.rows)
+    layer = layer_seconds(choice.model, choice.layout, machine, work.tokens, work.context)
+    once = _pipeline_seconds(choice, machine, work, layer.forward, layer.head_forward)
+    return once / (machine.constants.efficiency.rl_log_probs * _loop_share(choice, batch, machine.constants))
+
+
+def learn_memory(choice: TrainChoice, batch: StepBatch, constants: Constants) -> TrainingMemory:
+    """Return the bytes of a role while it learns from a batch."""
+    work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
+    # The fullest micro-batch holds a whole longest row, whatever the mean fill.
+    longest = choice.micro_batch * batch.longest if batch.packing else batch.longest
+    return training_memory(
+        choice.model,
+        choice.layout,
+        choice.optimizer,
+        constants,
+        max(work.tokens, longest),
+        max(1, round(work.micro_batches)),
+        choice.recompute,
+    )
+
+
+def score_memory(choice: TrainChoice, batch: StepBatch, constants: Constants) -> TrainingMemory:
+    """Return the bytes of a model that only scores: 2-byte weights and one layer's activations."""
+    frozen = OptimizerChoice(gradient_bytes=0, state_bytes=0)
+    memory = training_memory(
+        choice.model, choice.layout, frozen, constants, choice.micro_batch * batch.longest, 1, "full"
+    )
+    return replace(memory, logits=memory.logits * 0.6)

@@ -1,0 +1,248 @@
+"""Seconds of a step: what each role does in each phase, added up in one place.
+
+Phase names are the trainer's: generate (without the weight sync), reshard, reward (reward models), score
+(log-probs and values), learn. Roles on shared ranks take turns and roles on ranks of their own work at the
+same time, as in the trainer, so a phase lasts as long as its busiest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from megatron_rl.config.derive import token_budget
+from megatron_rl.config.placement import role_layouts
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.models import CriticConfig
+from megatron_rl.planner.batch import StepBatch, response_lengths
+from megatron_rl.planner.constants import Constants, Machine
+from megatron_rl.planner.generate import RolloutLayout, generate_seconds
+from megatron_rl.planner.learn import (
+    TrainChoice,
+    learn_memory,
+    learn_seconds,
+    score_memory,
+    score_seconds,
+)
+from megatron_rl.planner.memory import OptimizerChoice
+from megatron_rl.planner.sync import sync_seconds
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
+
+PHASES = ("generate", "reshard", "reward", "score", "learn")
+TRAINED = ("actor", "critic")
+"""Roles that learn; every role that holds a model makes one forward pass over a step's rows."""
+TYPICAL_SHARE = 1 / 3
+"""Mean response length over the longest, where nothing is known of it."""
+
+
+@dataclass(frozen=True)
+class RoleSeconds:
+    """Hold the seconds a role works in a step: one forward pass, learning, and ``moving`` each time it works.
+
+    ``moving`` brings its state from host memory and back. ``ranks`` says whom it keeps busy: roles with a
+    rank in common take turns.
+    """
+
+    role: str
+    ranks: Iterable[int]
+    forward: float
+    learn: float = 0.0
+    moving: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold the seconds of each phase; ``fixed`` seconds belong to none.
+
+    With ``ahead`` the rollout samples the next step's rows while the other roles work.
+    """
+
+    seconds: Mapping[str, float]
+    fixed: float
+    ahead: bool = False
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of the step."""
+        generate = self.seconds["generate"]
+        train = self.seconds["reward"] + self.seconds["score"] + self.seconds["learn"]
+        both = max(generate, train) if self.ahead else generate + train
+        return both + self.seconds["reshard"] + self.fixed
+
+
+def add_up(
+    roles: Iterable[RoleSeconds], generate: float, reshard: float, fixed: float, ahead: bool = False
+) -> Step:
+    """Return the step that these roles make, each phase as long as its busiest rank."""
+    busy: dict[str, dict[int, float]] = {"reward": {}, "score": {}, "learn": {}}
+    for work in roles:
+        phase = "reward" if work.role.startswith("reward") else "score"
+        for rank in work.ranks:
+            busy[phase][rank] = busy[phase].get(rank, 0.0) + work.forward + work.moving
+            if work.learn:
+                busy["learn"][rank] = busy["learn"].get(rank, 0.0) + work.learn + work.moving
+    longest = {phase: max(seconds.values(), default=0.0) for phase, seconds in busy.items()}
+    return Step({"generate": generate, "reshard": reshard, **longest}, fixed, ahead)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Hold mean lengths in tokens that the configuration cannot know; None: see `run_batch`."""
+
+    prompt: float | None = None
+    response: float | None = None
+
+
+@dataclass(frozen=True)
+class RunStep:
+    """Hold one step of a run, and the FLOPs of the whole job per phase to judge it by.
+
+    ``response_tokens`` are sampled, ``tokens`` are those and the prompts'.
+    """
+
+    step: Step
+    flops: Mapping[str, float]
+    tokens: float
+    response_tokens: float
+    world: int
+    peak_flops: float
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Return the seconds of each phase."""
+        return self.step.seconds
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of the step."""
+        return self.step.total
+
+    def rates(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """Return tokens per second and GPU of each phase that took ``seconds``; generate counts responses."""
+        counted = {"generate": self.response_tokens}
+        return {
+            name: counted.get(name, self.tokens) / seconds[name] / self.world
+            for name in ("generate", "reward", "score", "learn")
+            if seconds.get(name)
+        }
+
+    def utilization(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """Return model FLOPs over what the GPUs could do in ``seconds``, by phase (causal attention)."""
+        could = self.world * self.peak_flops
+        return {
+            name: flops / seconds[name] / could
+            for name, flops in self.flops.items()
+            if flops and seconds.get(name)
+        }
+
+
+def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], observed: Observed) -> StepBatch:
+    """Return a step's rows.
+
+    What is not observed: prompts are taken at their limit, responses at `TYPICAL_SHARE` of theirs.
+    """
+    longest = float(config.rollout.max_response_tokens)
+    mean = min(observed.response or TYPICAL_SHARE * longest, longest)
+    budget = config.batch.tokens_per_microbatch or token_budget(config, layouts["actor"])[0]
+    return StepBatch(
+        prompts=config.batch.prompts_per_step,
+        samples=config.batch.samples_per_prompt,
+        optimizer_steps=config.batch.optimizer_steps,
+        prompt=observed.prompt or float(config.data.max_prompt_tokens),
+        lengths=response_lengths(max(1.0, mean), longest, "variable"),
+        longest=float(budget),
+        epochs=config.batch.epochs,
+    )
+
+
+def _choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelShape) -> TrainChoice:
+    section = (config.critic or CriticConfig()) if role == "critic" else config.actor
+    optimizer = OptimizerChoice(distributed=section.optimizer.distributed, offload=section.optimizer.offload)
+    return TrainChoice(model, layout, section.recompute, optimizer)
+
+
+def _model_path(config: RunConfig, role: str) -> str:
+    section = {"critic": config.critic, "reference": config.reference}.get(role)
+    if role.startswith("reward."):
+        section = config.reward.models[role.removeprefix("reward.")]
+    path = getattr(section, "path", None) if section is not None else None
+    # A model that the run itself makes (after a warm-up) has the shape of the one it starts from.
+    return config.model.path if path is None or path.startswith(config.run_dir) else path
+
+
+def _moving_seconds(
+    config: RunConfig, role: str, choice: TrainChoice, batch: StepBatch, machine: Machine
+) -> float:
+    """Return seconds to bring a role's state from host memory and back, 0 where it stays on the GPU."""
+    section = {"actor": config.actor, "critic": config.critic, "reference": config.reference}.get(role)
+    if section is None or not section.offload:
+        return 0.0
+    memory_of = learn_memory if role in TRAINED else score_memory
+    return 2.0 * memory_of(choice, batch, machine.constants).states / machine.host_rate
+
+
+def _rollout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
+    limit = config.rollout.vllm.get("max_num_seqs")
+    return RolloutLayout(
+        tensor=layout.tensor,
+        expert=layout.tensor if config.rollout.vllm.get("enable_expert_parallel") else 1,
+        replicas=max(1, layout.data),
+        max_sequences=int(limit) if isinstance(limit, int) else None,
+        memory_fraction=config.rollout.memory_fraction,
+    )
+
+
+def predict_run(
+    config: RunConfig,
+    constants: Constants,
+    gpu: str,
+    model_of: Callable[[str], ModelShape],
+    observed: Observed | None = None,
+) -> RunStep:
+    """Predict one step of a configuration whose ``world_size`` is stated.
+
+    ``model_of`` returns the shape of the model at a path of the configuration. Raises UserError on an
+    unknown GPU.
+    """
+    world = config.world_size or 1
+    layouts = role_layouts(config, world)
+    cluster = constants.cluster(gpu, world, config.gpus_per_node, config.network_gigabits_per_gpu)
+    machine = Machine(cluster, constants)
+    batch = run_batch(config, layouts, observed or Observed())
+    flops: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    works = []
+    for role, layout in layouts.items():
+        if role == "rollout":
+            continue
+        choice = _choice(config, role, layout, model_of(_model_path(config, role)))
+        trained = role in TRAINED
+        works.append(
+            RoleSeconds(
+                role,
+                layout.ranks,
+                forward=score_seconds(choice, batch, machine),
+                learn=learn_seconds(choice, batch, machine) if trained else 0.0,
+                moving=_moving_seconds(config, role, choice, batch, machine),
+            )
+        )
+        forward_flops = choice.model.forward_flops(batch.context) * batch.tokens
+        flops["reward" if role.startswith("reward") else "score"] += forward_flops
+        flops["learn"] += 3.0 * batch.epochs * forward_flops if trained else 0.0
+    actor, rollout = model_of(config.model.path), _rollout(config, layouts["rollout"])
+    flops["generate"] = actor.forward_flops(batch.context) * batch.tokens
+    step = add_up(
+        works,
+        generate=generate_seconds(actor, rollout, batch, machine),
+        reshard=sync_seconds(actor, layouts["actor"], rollout, machine),
+        fixed=constants.efficiency.rl_fixed_seconds,
+        ahead=config.asynchrony.steps_ahead > 0,
+    )
+    return RunStep(
+        step=step,
+        flops=flops,
+        tokens=batch.tokens,
+        response_tokens=batch.rows * batch.lengths.mean,
+        world=world,
+        peak_flops=cluster.gpu.bf16_flops,
+    )
