@@ -129,7 +129,8 @@ def plans_text(problem: Problem, plans: Sequence[PlacementPlan], layouts: int, e
     model, batch = problem.models["actor"], problem.batch
     lines = [
         f"{model.name}: {model.parameters / GB:.2f} B parameters, "
-        f"{model.active_parameters / GB:.2f} B active; {problem.algorithm} on {problem.gpus} x {problem.machine.gpu.name}",
+        f"{model.active_parameters / GB:.2f} B active; "
+        f"{problem.algorithm} on {problem.gpus} x {problem.machine.gpu.name}",
         f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
         f"prompt {batch.prompt:.0f}, "
         f"response {batch.lengths.mean:.0f} on average, {batch.lengths.longest:.0f} at most",
