@@ -35,8 +35,11 @@ class Launch:
     alone: bool = True
 
 
-def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Return what the launcher's variables say; raise UserErrors for what they cannot mean."""
+def read_launch(environment: Mapping[str, str], *, joins: bool = False) -> Launch:
+    """Return what the launcher's variables say; raise UserErrors for what they cannot mean.
+
+    A process that ``joins`` the others of its job also needs to be told where they meet.
+    """
     errors: list[UserError] = []
     stated = [name for name in ("RANK", "WORLD_SIZE") if environment.get(name)]
     if not stated:
@@ -48,7 +51,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     world = _integer(environment, "WORLD_SIZE", 1, None, errors)
     rank = _integer(environment, "RANK", 0, world, errors)
     local = _integer(environment, "LOCAL_RANK", 0, None, errors, default=0)
-    if world is not None and world > 1:
+    if joins and world is not None and world > 1:
         _integer(environment, "MASTER_PORT", 1, 1 << 16, errors)
         if not environment.get("MASTER_ADDR"):
             errors.append(_error("MASTER_ADDR", "the host of rank 0", environment.get("MASTER_ADDR")))
@@ -57,9 +60,9 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     return Launch(rank, world, local, alone=False)
 
 
-def launch() -> Launch:
-    """Return this process's place in its job; raise UserErrors for what the variables cannot mean."""
-    return read_launch(os.environ)
+def launch(*, joins: bool = False) -> Launch:
+    """Return this process's place in its job; see `read_launch`."""
+    return read_launch(os.environ, joins=joins)
 
 
 def process_rank() -> int:

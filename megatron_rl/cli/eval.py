@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and the checkpoint's directory, then evaluate."""
-    report = checked(arguments, launch().world_size, training=True)
+    report = checked(arguments, launch(joins=True).world_size, training=True)
     config = report.valid()
     checkpoint = Path(arguments.checkpoint)
     require_directory(checkpoint, "--checkpoint")

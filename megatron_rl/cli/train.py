@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, then train. Every rank checks the same input before any of them waits for another."""
-    report = checked(arguments, launch().world_size, training=True)
+    report = checked(arguments, launch(joins=True).world_size, training=True)
     if report.warnings and process_rank() == 0:
         print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
     config = report.valid()

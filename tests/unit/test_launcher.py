@@ -25,7 +25,7 @@ GOOD = {
 
 def test_the_place_of_a_process_in_its_job() -> None:
     assert read_launch({}) == Launch(0, 1, 0, alone=True)
-    assert read_launch(GOOD) == Launch(1, 2, 1, alone=False)
+    assert read_launch(GOOD, joins=True) == Launch(1, 2, 1, alone=False)
     assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}) == Launch(0, 1, 0, alone=False)
     assert read_launch({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": ""}).alone
 
@@ -51,27 +51,16 @@ def test_the_place_of_a_process_in_its_job() -> None:
 )
 def test_what_a_launcher_cannot_mean_is_named(changes: dict[str, str], named: list[str]) -> None:
     with pytest.raises(UserError) as refused:
-        read_launch(GOOD | changes)
+        read_launch(GOOD | changes, joins=True)
     text = str(refused.value)
     assert all(f"environment: {name}" in text for name in named) and "fix:" in text
 
 
 def train(material: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_rl",
-        "train",
-        "configs/quickstart.yaml",
-        "world_size=2",
-        "sft=null",
-    ]
-    command += ["actor.layout.pipeline=1", "rank_timeout=5", f"run_dir={material / 'run'}"]
-    command += [
-        f"model.path={material / 'model'}",
-        f"data.train={material / 'train.jsonl'}",
-        "data.eval=null",
-    ]
+    words = ["world_size=2", "sft=null", "data.eval=null", "actor.layout.pipeline=1", "rank_timeout=5"]
+    words += [f"run_dir={material / 'run'}", f"model.path={material / 'model'}"]
+    words += [f"data.train={material / 'train.jsonl'}"]
+    command = [sys.executable, "-m", "megatron_rl", "train", "configs/quickstart.yaml", *words]
     return subprocess.run(
         command,
         cwd=ROOT,
@@ -101,5 +90,5 @@ def test_ranks_that_do_not_meet_say_where_they_waited(material: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    alone = train(material, MASTER_PORT=port)
+    alone = train(material, LOCAL_RANK="0", MASTER_PORT=port)
     assert alone.returncode == 2 and "within 5 s" in alone.stderr and "Traceback" not in alone.stderr
