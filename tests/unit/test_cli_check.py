@@ -137,7 +137,7 @@ def test_train_stops_before_anything_heavy(workspace: Path) -> None:
 def test_one_rank_speaks(workspace: Path) -> None:
     """Rank 0 writes where torchrun reads the root cause; other ranks wait to be ended."""
     told = workspace / "error.json"
-    world = {"WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    world = {"WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     first = run(
         "train", "config.yaml", "steps=0", cwd=workspace, RANK="0", TORCHELASTIC_ERROR_FILE=str(told), **world
     )
