@@ -123,14 +123,12 @@ def _across(entries: Sequence[Mapping[str, Any]], by_id: Mapping[str, Outcome]) 
         for rule in [rules] if isinstance(rules, Mapping) else rules:
             other = by_id.get(str(rule["other"]))
             label = f"{rule['key']} against {rule['other']}"
-            mine = outcome.predicted.get(rule["key"])
-            theirs = other.predicted.get(rule["key"]) if other else None
-            if mine is None or theirs is None:
+            value = outcome.predicted.get(rule["key"])
+            other_value = other.predicted.get(rule["key"]) if other else None
+            if value is None or other_value is None:
                 outcome.inside_by_key[label] = False
                 continue
-            value, good = compared(mine, theirs, rule)
-            outcome.ratio[label] = value
-            outcome.inside_by_key[label] = good
+            outcome.ratio[label], outcome.inside_by_key[label] = compared(value, other_value, rule)
 
 
 def _number(value: Any) -> str:

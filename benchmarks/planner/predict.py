@@ -41,7 +41,7 @@ Prediction = dict[str, Any]
 
 
 def _pretraining_batch(scenario: Scenario) -> StepBatch:
-    given, sequence = scenario.part("batch"), scenario.sequence
+    given, sequence = scenario.section("batch"), scenario.sequence
     rows = int(given.get("global_batch") or (scenario.layout.data if scenario.layout else 256))
     lengths = response_lengths(sequence, sequence, "fixed")
     return StepBatch(rows, 1, 1, 0.0, lengths, sequence, bool(given.get("packing", False)))
@@ -53,7 +53,7 @@ def _choice(
     """Return the stated training cut of a role, or the planner's own."""
     model, machine = scenario.model(role), scenario.machine
     recompute = scenario.raw.get("recompute")
-    micro = scenario.part("batch").get("micro_batch")
+    micro = scenario.section("batch").get("micro_batch")
     if scenario.layout is not None:
         return TrainChoice(model, scenario.layout, recompute or "none", scenario.optimizer, int(micro or 1))
     # A stated recompute may not fit any cut; a heavier one, then offload, are the only ways to run.
@@ -94,7 +94,7 @@ def _rollout(scenario: Scenario, batch: StepBatch) -> RolloutLayout:
         batch,
         scenario.memory_fraction,
         scenario.engine,
-        max_sequences=scenario.part("rollout").get("max_sequences"),
+        max_sequences=scenario.section("rollout").get("max_sequences"),
     )
     if not plans:
         raise UserError(
@@ -115,7 +115,7 @@ def pretrain_throughput(scenario: Scenario) -> Prediction:
     seconds = step.total
     if scenario.fully_sharded:
         seconds += gathering_seconds(choice, machine, work, step.compute)
-    convention = scenario.part("flops_convention")
+    convention = scenario.section("flops_convention")
     per_token = model_flops_per_token(
         choice.model,
         sequence,
@@ -136,7 +136,7 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
     batch = _pretraining_batch(scenario)
     choice = _choice(scenario, "actor", batch, scenario.train_gpus)
     layout = choice.layout
-    stated = scenario.part("batch").get("global_batch")
+    stated = scenario.section("batch").get("global_batch")
     micro = stated / layout.data / choice.micro_batch if stated else 4 * layout.pipeline
     memory = training_memory(
         choice.model,
@@ -159,9 +159,11 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
 def _decode_inputs(scenario: Scenario) -> tuple[RolloutLayout, StepBatch, float]:
     batch = scenario.batch
     rollout = _rollout(scenario, batch)
-    given = scenario.part("batch").get("concurrent_sequences")
+    given = scenario.section("batch").get("concurrent_sequences")
     default = (
-        batch.rows if "prompts" in scenario.part("batch") else (rollout.max_sequences or 1) * rollout.replicas
+        batch.rows
+        if "prompts" in scenario.section("batch")
+        else (rollout.max_sequences or 1) * rollout.replicas
     )
     rows = float(given or default) / rollout.replicas
     return rollout, batch, rows
@@ -186,7 +188,7 @@ def serving_throughput(scenario: Scenario) -> Prediction:
     """Predict response tokens per second of all replicas, kept full or over a finite batch."""
     rollout, batch, rows = _decode_inputs(scenario)
     model, machine, constants = scenario.model(), scenario.machine, scenario.constants
-    given = scenario.part("batch")
+    given = scenario.section("batch")
     if "prompts" in given and "concurrent_sequences" not in given:
         seconds = generate_seconds(model, rollout, batch, machine)
         share = constants.decode.rl_generate * constants.engines[rollout.engine].rl_share
@@ -252,10 +254,10 @@ def weight_sync_volume(scenario: Scenario) -> Prediction:
 
 def placement_choice(scenario: Scenario) -> Prediction:
     """Predict which candidate placement has the shortest step, and its group sizes."""
-    candidates = scenario.part("candidates")
+    candidates = scenario.section("candidates")
     if not candidates:
         raise scenario.error("candidates", "placement name to list of groups of roles", None)
-    rollout = scenario.part("rollout")
+    rollout = scenario.section("rollout")
     problem = Problem(
         models={role: scenario.model(role) for role in scenario.roles},
         algorithm=scenario.algorithm,
@@ -286,7 +288,7 @@ def placement_choice(scenario: Scenario) -> Prediction:
 
 def rollout_tensor_choice(scenario: Scenario) -> Prediction:
     """Predict the rollout tensor size with the shortest generation, and seconds by size."""
-    given = scenario.part("rollout").get("candidates_tensor") or [1, 2, 4, 8]
+    given = scenario.section("rollout").get("candidates_tensor") or [1, 2, 4, 8]
     gpus, batch = scenario.rollout_gpus, scenario.batch
     seconds = {}
     for tensor in given:
@@ -320,7 +322,7 @@ def _training_fits(scenario: Scenario, batch: StepBatch, limit: float) -> bool:
 def fits_in_memory(scenario: Scenario) -> Prediction:
     """Predict whether training and generation fit; training state waits on the host while it can."""
     limit = scenario.machine.usable_memory
-    rl = scenario.raw.get("algorithm") in ("grpo", "ppo") or bool(scenario.part("rollout"))
+    rl = scenario.raw.get("algorithm") in ("grpo", "ppo") or bool(scenario.section("rollout"))
     batch = scenario.batch if rl else _pretraining_batch(scenario)
     fits = not (scenario.layout or scenario.raw.get("optimizer") or rl) or _training_fits(
         scenario, batch, limit

@@ -78,7 +78,7 @@ class Scenario:
             fix=f"did you mean {guess}?" if guess else None,
         )
 
-    def part(self, name: str) -> Mapping[str, Any]:
+    def section(self, name: str) -> Mapping[str, Any]:
         """Return a nested mapping, empty when absent."""
         value = self.raw.get(name) or {}
         if not isinstance(value, Mapping):
@@ -87,7 +87,7 @@ class Scenario:
 
     def model(self, role: str = "actor") -> ModelShape:
         """Return a role's model."""
-        reference = self.part("roles").get(role) or self.raw.get("model")
+        reference = self.section("roles").get(role) or self.raw.get("model")
         if reference is None:
             raise self.error("model", "a preset name or an inline configuration", None)
         return load_shape(reference)
@@ -95,7 +95,7 @@ class Scenario:
     @property
     def machine(self) -> Machine:
         """Return the whole cluster; num_gpus absent: what layout and rollout use together."""
-        given = self.part("cluster")
+        given = self.section("cluster")
         gpu = given.get("gpu")
         if gpu is None:
             raise self.error("cluster.gpu", "a GPU name", None)
@@ -120,7 +120,7 @@ class Scenario:
     @property
     def disaggregated(self) -> bool:
         """Say whether training and rollout have GPUs of their own."""
-        cluster = self.part("cluster")
+        cluster = self.section("cluster")
         default = "disaggregated" if {"train_gpus", "rollout_gpus"} <= set(cluster) else "colocated"
         return self.raw.get("placement", default) == "disaggregated"
 
@@ -129,7 +129,7 @@ class Scenario:
         """Count the training GPUs."""
         if not self.disaggregated:
             return self.gpus
-        given, total = self.part("cluster"), self.gpus
+        given, total = self.section("cluster"), self.gpus
         if given.get("train_gpus"):
             return int(given["train_gpus"])
         if self.layout is not None:
@@ -141,7 +141,7 @@ class Scenario:
         """Count the rollout GPUs."""
         if not self.disaggregated:
             return self.gpus
-        given = self.part("cluster")
+        given = self.section("cluster")
         return int(given.get("rollout_gpus") or max(1, self.gpus - self.train_gpus))
 
     @property
@@ -155,7 +155,7 @@ class Scenario:
         copy = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
         data = given.get("data")
         if data is None:
-            cluster = self.part("cluster")
+            cluster = self.section("cluster")
             data = max(1, int(cluster.get("train_gpus") or cluster.get("num_gpus") or 1) // copy)
         # Sequence parallelism came with Megatron-LM in 2022; older scenarios leave it out: it was off.
         sequence_parallel = bool(given.get("sequence_parallel", False))
@@ -165,18 +165,18 @@ class Scenario:
     @property
     def fully_sharded(self) -> bool:
         """Say whether weights, gradients and optimizer are sharded over data (FSDP)."""
-        return bool(self.part("layout").get("fully_sharded"))
+        return bool(self.section("layout").get("fully_sharded"))
 
     def rollout(self, gpus: int) -> RolloutLayout | None:
         """Return the stated rollout layout on ``gpus`` GPUs, or None when no tensor size is stated."""
-        given = self.part("rollout")
+        given = self.section("rollout")
         if given.get("tensor") is None:
             return None
         return self.rollout_with(int(given["tensor"]), gpus)
 
     def rollout_with(self, tensor: int, gpus: int) -> RolloutLayout:
         """Return the scenario's rollout layout at a tensor size."""
-        given = self.part("rollout")
+        given = self.section("rollout")
         pipeline = int(given.get("pipeline") or 1)
         stated = given.get("replicas") if given.get("tensor") == tensor else None
         limit = given.get("max_sequences")
@@ -193,7 +193,7 @@ class Scenario:
     @property
     def engine(self) -> str:
         """Return the rollout engine's constant set."""
-        engine = str(self.part("rollout").get("engine") or "current")
+        engine = str(self.section("rollout").get("engine") or "current")
         if engine not in self.constants.engines:
             known = list(self.constants.engines)
             raise self.error("rollout.engine", "one of " + ", ".join(known), engine, nearest(engine, known))
@@ -204,12 +204,12 @@ class Scenario:
         """Return the share of GPU memory that the engine may use."""
         serving = self.kind in ("decode_latency", "serving_throughput")
         default = 0.9 if self.disaggregated or serving else 0.6
-        return float(self.part("rollout").get("memory_fraction") or default)
+        return float(self.section("rollout").get("memory_fraction") or default)
 
     @property
     def optimizer(self) -> OptimizerChoice:
         """Return the optimizer."""
-        given = self.part("optimizer")
+        given = self.section("optimizer")
         return OptimizerChoice(
             distributed=bool(given.get("distributed", True)),
             offload=bool(given.get("offload", False)),
@@ -227,12 +227,12 @@ class Scenario:
     def sync_method(self) -> str:
         """Return the weight sync method."""
         default = "planned_peer_to_peer" if self.disaggregated else "gather_and_load"
-        return str(self.part("weight_sync").get("method") or default)
+        return str(self.section("weight_sync").get("method") or default)
 
     @property
     def batch(self) -> StepBatch:
         """Return a step's rows."""
-        given = self.part("batch")
+        given = self.section("batch")
         prompt = float(given.get("prompt_tokens") or 256)
         longest = given.get("response_tokens_max")
         if longest is None:
@@ -262,7 +262,7 @@ class Scenario:
     @property
     def sequence(self) -> float:
         """Return tokens per training row (pretraining and memory)."""
-        given = self.part("batch")
+        given = self.section("batch")
         if given.get("sequence_length"):
             return float(given["sequence_length"])
         batch = self.batch

@@ -81,10 +81,10 @@ def inside(predicted: Any, measured: Any, tolerance: Any, choices: Sequence[Any]
     )
 
 
-def compared(own: float, other: float, rule: Mapping[str, Any]) -> tuple[float, bool]:
-    """Return (ratio or difference, inside) of a scenario's value against another scenario's."""
+def compared(value: float, other: float, rule: Mapping[str, Any]) -> tuple[float, bool]:
+    """Return (ratio or difference, inside) of a scenario's value against another's."""
     if "ratio" in rule:
-        value, (low, high) = own / other, rule["ratio"]
+        relation, (low, high) = value / other, rule["ratio"]
     else:
-        value, (low, high) = own - other, rule["difference"]
-    return value, low <= value <= high
+        relation, (low, high) = value - other, rule["difference"]
+    return relation, low <= relation <= high

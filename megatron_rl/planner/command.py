@@ -12,9 +12,9 @@ from megatron_rl.planner.batch import StepBatch, response_lengths
 from megatron_rl.planner.calibrate import calibrate
 from megatron_rl.planner.constants import Machine, load_constants
 from megatron_rl.planner.groups import Problem
-from megatron_rl.planner.placement import ROLES, search
+from megatron_rl.planner.placement import ROLES, PlacementPlan, search
 from megatron_rl.planner.show import plan_record, plans_text
-from megatron_rl.planner.writer import Paths, config_text, expressible
+from megatron_rl.planner.writer import Paths, config_text
 from megatron_rl.shapes.published import load_shape
 
 
@@ -160,7 +160,7 @@ def _search(args: argparse.Namespace) -> int:
             json.dumps([plan_record(problem, plan) for plan in plans], indent=1) + "\n"
         )
     if args.out:
-        _write(args, problem, result.plans)
+        _write(args, problem, plans[0])
     return 0
 
 
@@ -170,10 +170,7 @@ def _path(model: str) -> str:
     return str(Path(path).parent) if path.endswith("config.json") else path
 
 
-def _write(args: argparse.Namespace, problem: Problem, plans: tuple) -> None:
-    # The fastest plan that the configuration can state; a faster one that it cannot is named.
-    writable = [plan for plan in plans if expressible(plan) is None]
-    chosen = writable[0] if writable else plans[0]
+def _write(args: argparse.Namespace, problem: Problem, plan: PlacementPlan) -> None:
     paths = Paths(
         model=args.model_path or _path(args.model),
         data=args.data,
@@ -181,8 +178,5 @@ def _write(args: argparse.Namespace, problem: Problem, plans: tuple) -> None:
         reward_model=args.reward_model_path,
         critic=_path(args.critic) if args.critic else None,
     )
-    text = config_text(problem, chosen, paths)
-    Path(args.out).write_text(text)
-    print(f"wrote {args.out}: {chosen.name}")
-    if chosen is not plans[0]:
-        print(f"the faster plan {plans[0].name!r} is not written: {expressible(plans[0])}")
+    Path(args.out).write_text(config_text(problem, plan, paths))
+    print(f"wrote {args.out}: {plan.name}")

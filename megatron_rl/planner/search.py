@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil, inf, isfinite
+from math import inf, isfinite
 
 from megatron_rl.planner.batch import StepBatch
 from megatron_rl.planner.constants import Machine
@@ -24,6 +24,7 @@ from megatron_rl.planner.learn import (
 from megatron_rl.planner.memory import OptimizerChoice, TrainingMemory, parameters_per_gpu
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.stages import stage_ends
 
 RECOMPUTE = ("none", "full")  # with flash attention, selective saves nothing
 _MICRO_BATCHES = (1, 2, 4)
@@ -65,26 +66,9 @@ def _tensor_choices(model: ModelShape, gpus: int, most: int) -> list[int]:
     return [t for t in (1, 2, 4, 8, 16, 32) if t <= most and gpus % t == 0 and heads % t == 0]
 
 
-def uneven_split(layers: int, pipeline: int) -> tuple[int, int] | None:
-    """Return (first, last) stage layers so that the stages between are equal; None when impossible.
-
-    Even splits return equal values. The first and last stage, which hold an embedding, get fewer
-    layers (Megatron's num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage).
-    """
-    if layers % pipeline == 0:
-        return layers // pipeline, layers // pipeline
-    if pipeline == 2:
-        return ceil(layers / 2), layers // 2
-    for middle in (ceil(layers / pipeline), layers // pipeline):
-        rest = layers - middle * (pipeline - 2)
-        if 2 <= rest <= 2 * middle + 2:
-            return ceil(rest / 2), rest // 2
-    return None
-
-
 def _pipeline_choices(model: ModelShape, gpus: int) -> list[int]:
     most = min(model.layers, 64)
-    return [p for p in divisors(gpus) if p <= most and uneven_split(model.layers, p) is not None]
+    return [p for p in divisors(gpus) if p <= most and stage_ends(model.layers, p) is not None]
 
 
 def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:

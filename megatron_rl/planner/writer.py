@@ -10,15 +10,15 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.placement import APART
-from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import GB
 from megatron_rl.planner.groups import Problem
 from megatron_rl.planner.placement import PlacementPlan
-from megatron_rl.planner.search import TrainPlan, uneven_split
+from megatron_rl.planner.search import TrainPlan
 from megatron_rl.planner.show import plan_record
 from megatron_rl.planner.step import TRAINED
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.stages import FIRST, LAST, stage_ends
 
 _TRAIN_DATA = "data/gsm8k/main/train-00000-of-00001.parquet"
 _REWARD = "megatron_rl.rewards.math_answer:marked_number"
@@ -43,10 +43,6 @@ def _ranks(first: int, count: int) -> str:
     return f"{first}-{first + count - 1}" if count > 1 else str(first)
 
 
-def _even(model: ModelShape, layout: ParallelLayout) -> bool:
-    return model.layers % (layout.pipeline * layout.virtual_pipeline) == 0
-
-
 def _layout(layout: ParallelLayout) -> dict[str, Any]:
     names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
     values = {name: getattr(layout, name) for name in names if getattr(layout, name) > 1}
@@ -55,42 +51,24 @@ def _layout(layout: ParallelLayout) -> dict[str, Any]:
     return values
 
 
-def expressible(plan: PlacementPlan) -> str | None:
-    """Return why the configuration cannot state a plan, or None when it can."""
-    actor = plan.plan_of("actor")
-    assert actor is not None
-    for group in plan.groups:
-        for role, chosen in group.plans.items():
-            choice = chosen.choice
-            if choice.layout.context > 1:
-                return "the trainer cannot cut sequences over ranks (context parallelism) yet"
-            same = choice.layout == actor.choice.layout and choice.model == actor.choice.model
-            even = _even(choice.model, choice.layout) and _even(actor.choice.model, actor.choice.layout)
-            if not same and not even:
-                return (
-                    f"uneven pipeline stages are stated once, and the {role} has other stages than the actor"
-                )
-    return None
-
-
 def _stages(model: ModelShape, layout: ParallelLayout) -> dict[str, int]:
     """Return Megatron's settings of an uneven pipeline, empty for an even one."""
     if model.layers % layout.pipeline == 0:
         return {}
-    split = uneven_split(model.layers, layout.pipeline)
-    assert split is not None, "the search yields only pipelines with a split"
-    return {"num_layers_in_first_pipeline_stage": split[0], "num_layers_in_last_pipeline_stage": split[1]}
+    ends = stage_ends(model.layers, layout.pipeline)
+    assert ends is not None, "the search yields only pipelines with a split"
+    return {FIRST: ends[0], LAST: ends[1]}
 
 
 def group_ranks(plan: PlacementPlan) -> dict[str, tuple[int, int]]:
     """Return (first rank, number of ranks) of every role and the rollout; the actor's group comes first."""
     groups = sorted(plan.groups, key=lambda group: "actor" not in group.plans)
-    found, first = {}, 0
+    places, first = {}, 0
     for group in groups:
-        found |= {role: (first, group.gpus) for role in group.plans}
+        places |= {role: (first, group.gpus) for role in group.plans}
         first += group.gpus
-    found["rollout"] = (first, plan.rollout_gpus) if plan.rollout_gpus else (0, groups[0].gpus)
-    return found
+    places["rollout"] = (first, plan.rollout_gpus) if plan.rollout_gpus else (0, groups[0].gpus)
+    return places
 
 
 def preset_of(places: Mapping[str, tuple[int, int]], world: int) -> str | None:
@@ -115,8 +93,8 @@ class _Writer:
         self.placement = preset_of(self.places, plan.gpus)
 
     def layout(self, role: str, layout: ParallelLayout) -> dict[str, Any]:
-        named = {} if self.placement else {"ranks": _ranks(*self.places[role])}
-        return named | _layout(layout)
+        ranks = {} if self.placement else {"ranks": _ranks(*self.places[role])}
+        return ranks | _layout(layout)
 
     def trained(self, role: str) -> dict[str, Any]:
         """Return the section of the actor or the critic."""
@@ -172,24 +150,24 @@ class _Writer:
 
     def roles(self) -> dict[str, Any]:
         """Return the sections of critic, reference and rollout, and what makes the reference needed."""
-        found: dict[str, Any] = {}
+        sections: dict[str, Any] = {}
         if self.plan.plan_of("critic") is not None:
-            found["critic"] = ({"path": self.paths.critic} if self.paths.critic else {}) | self.trained(
+            sections["critic"] = ({"path": self.paths.critic} if self.paths.critic else {}) | self.trained(
                 "critic"
             )
         if self.plan.plan_of("reference") is not None:
-            found["reference"] = self.frozen("reference")
+            sections["reference"] = self.frozen("reference")
         rollout = self.plan.rollout.layout
-        found["rollout"] = {
+        sections["rollout"] = {
             "tensor": rollout.tensor,
             "max_response_tokens": int(self.problem.batch.lengths.longest),
             "memory_fraction": rollout.memory_fraction,
         }
         if not self.placement:
-            found["rollout"]["ranks"] = _ranks(*self.places["rollout"])
+            sections["rollout"]["ranks"] = _ranks(*self.places["rollout"])
         if self.plan.step.ahead:
-            found["asynchrony"] = {"steps_ahead": 1}
-        return found
+            sections["asynchrony"] = {"steps_ahead": 1}
+        return sections
 
     def config(self) -> dict[str, Any]:
         """Return the whole configuration."""
@@ -221,36 +199,24 @@ class _Writer:
         return config
 
 
-def run_config(problem: Problem, plan: PlacementPlan, paths: Paths) -> dict[str, Any]:
-    """Return the configuration of a plan as a plain mapping; raises UserError if it cannot be stated."""
-    reason = expressible(plan)
-    if reason:
-        raise UserError(
-            f"plan {plan.name!r} cannot be written: {reason}",
-            where="--out",
-            fix="plan for another number of GPUs, or leave --out",
-        )
-    return _Writer(problem, plan, paths).config()
-
-
 def _prepare(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the commands that fetch what the configuration names and this machine may not have."""
     models = [paths.model, paths.critic]
     models += [model["path"] for model in config["reward"].get("models", {}).values()]
     wanted = dict.fromkeys(path for path in models if path and not path.startswith(("/", ".")))
-    found = {
+    commands = {
         path: f"hf download ORGANISATION/{path.rsplit('/', 1)[-1]} --local-dir {path}"
         for path in wanted
         if not Path(path).exists()
     }
     if paths.data is None:
-        found["data/gsm8k"] = "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k"
-    return found
+        commands["data/gsm8k"] = "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k"
+    return commands
 
 
 def config_text(problem: Problem, plan: PlacementPlan, paths: Paths) -> str:
     """Return the configuration of a plan as YAML, its prediction in comments."""
-    config = run_config(problem, plan, paths)
+    config = _Writer(problem, plan, paths).config()
     name = problem.models["actor"].name
     if prepare := _prepare(paths, config):
         config["prepare"] = prepare

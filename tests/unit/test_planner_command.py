@@ -18,7 +18,7 @@ from megatron_rl.planner.command import add_arguments, problem_of, run
 from megatron_rl.planner.constants import load_constants
 from megatron_rl.planner.placement import search
 from megatron_rl.planner.step import PHASES, Observed, predict_run
-from megatron_rl.planner.writer import Paths, config_text, expressible, preset_of
+from megatron_rl.planner.writer import Paths, config_text, preset_of
 from megatron_rl.shapes.published import load_shape, presets
 
 
@@ -54,29 +54,24 @@ def test_every_written_plan_passes_check(tmp_path, words) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     problem = problem_of(parser.parse_args(words))
-    written = 0
-    for found in search(problem, "--one-step-off" in words).plans:
-        if expressible(found) is not None:
-            continue
-        written += 1
+    for plan in search(problem, "--one-step-off" in words).plans:
         model = tmp_path / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(_hf_config(words[0])))
-        out.write_text(config_text(problem, found, Paths(str(model), critic=_critic(words, tmp_path))))
+        out.write_text(config_text(problem, plan, Paths(str(model), critic=_critic(words, tmp_path))))
         report = checked(out)
-        assert not report.errors, (found.name, [str(error) for error in report.errors])
+        assert not report.errors, (plan.name, [str(error) for error in report.errors])
         assert report.shape is not None and report.layouts is not None
         assert set(problem.models) <= {role.split(".")[0] for role in report.layouts}
         for name, layout in report.layouts.items():
-            role = found.plan_of(name.split(".")[0])
-            size = found.rollout.layout.tensor if role is None else role.choice.layout.tensor
+            role = plan.plan_of(name.split(".")[0])
+            size = plan.rollout.layout.tensor if role is None else role.choice.layout.tensor
             assert layout.tensor == size, name
             assert len(layout.ranks) == (
-                role.choice.layout.size if role else found.rollout.layout.replicas * size
+                role.choice.layout.size if role else plan.rollout.layout.replicas * size
             )
         ahead = report.config.asynchrony.steps_ahead
-        assert ahead == (1 if found.step.ahead else 0)
-    assert written >= 2 or "deepseek" in words[0]
+        assert ahead == (1 if plan.step.ahead else 0)
 
 
 def test_plan_prints_and_writes(tmp_path, capsys) -> None:

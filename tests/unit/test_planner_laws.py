@@ -17,7 +17,7 @@ from megatron_rl.planner.memory import (
     training_memory,
 )
 from megatron_rl.planner.placement import ROLES, compositions, search
-from megatron_rl.planner.search import training_layouts, uneven_split
+from megatron_rl.planner.search import training_layouts
 from megatron_rl.planner.show import memory_by_phase
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.published import load_shape
@@ -188,20 +188,10 @@ def test_flops_convention_equals_narayanan_equation_3() -> None:
     assert model_flops_per_token(shape, s, "full", True) == pytest.approx(published, rel=2e-3)
 
 
-@pytest.mark.parametrize(("layers", "pipeline"), [(61, 4), (61, 16), (61, 12), (94, 8), (80, 4), (63, 2)])
-def test_uneven_stages_sum_to_the_layers(layers: int, pipeline: int) -> None:
-    split = uneven_split(layers, pipeline)
-    assert split is not None
-    first, last = split
-    rest = layers - first - last
-    assert first >= 1 and last >= 1
-    assert rest == 0 if pipeline == 2 else rest % (pipeline - 2) == 0
-
-
 def test_layouts_multiply_out() -> None:
-    found = list(training_layouts(load_shape("qwen3-235b-a22b"), 96, 8, 16384, 512))
-    assert found
-    for layout in found:
+    layouts = list(training_layouts(load_shape("qwen3-235b-a22b"), 96, 8, 16384, 512))
+    assert layouts
+    for layout in layouts:
         assert layout.size == 96
         assert (layout.tensor * layout.context * layout.data) % layout.expert == 0
         assert load_shape("qwen3-235b-a22b").kv_heads % layout.tensor == 0
