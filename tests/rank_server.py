@@ -19,7 +19,7 @@ import time
 import traceback
 
 IMPORTED = (
-    "megatron_rl.trainer.train",
+    "megatron_rl.trainer.run",
     "megatron_rl.cli.train",
     "megatron_rl.rollout.vllm.engine",
     "transformers.models.auto.modeling_auto",

@@ -12,8 +12,9 @@ from megatron_rl.check.data import DataPreview, check_data
 from megatron_rl.check.files import Files, check_model_files, has_chat_template
 from megatron_rl.check.rewards import check_reward
 from megatron_rl.config.checkpoint_meta import check_same_model, latest, read_meta
-from megatron_rl.config.derive import warm_up_path
+from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.stage_plan import starting_model
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape
 
@@ -75,12 +76,12 @@ def check_inputs(check: Inputs) -> None:
 
 def _resume(config: RunConfig) -> list[UserError]:
     """Return the error of a checkpoint that is missing, broken or of another model."""
-    resume = config.checkpoint.resume
-    path = latest(config.run_dir) if resume == "auto" else Path(resume)
-    if resume == "never" or path is None:
+    resume, folder = config.checkpoint.resume, RunFolder(config.run_dir)
+    path = folder.resumed_checkpoint(resume)
+    if path is None:
         return []
     if not path.is_dir():
-        near = latest(config.run_dir)
+        near = latest(folder.checkpoints)
         return [
             UserError(
                 "the checkpoint to resume from does not exist",
@@ -125,7 +126,7 @@ def _shipped(folder: Path | None, path: Path) -> Path | None:
 
 def _same_vocabulary(check: Inputs, path: str | None, where: str) -> None:
     """Check the files of another role's model, which reads the actor's tokens."""
-    if path is None or path == warm_up_path(check.config):
+    if path is None or path == starting_model(check.config):
         return  # the actor's own model, or what the run makes of it
     shape, actor = _model(check, path, where), check.shape
     if shape is not None:

@@ -9,6 +9,7 @@ from megatron_rl.check.configuration import CheckReport
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.source import one_line
+from megatron_rl.config.stage_plan import StagePlan, stage_plans
 from megatron_rl.errors import numbered
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import PHASES, RankMemory
@@ -128,26 +129,21 @@ def batch_lines(report: CheckReport) -> list[str]:
         ),
         (f"{config.steps:,} steps x {batch.prompts:,} prompts", _passes(config.steps, batch, report.records)),
     ]
-    if config.sft is not None:
-        total = config.sft.steps * config.sft.rows_per_step
-        rows.insert(
-            0,
-            (
-                f"warm-up: {config.sft.steps:,} steps x {config.sft.rows_per_step:,} rows",
-                f"{total:,} supervised rows before the first RL step",
-            ),
-        )
-    if config.preference is not None:
-        steps, pairs = config.preference.steps, config.preference.pairs_per_step
-        rows.insert(
-            0 if config.sft is None else 1,
-            (
-                f"preferences: {steps:,} steps x {pairs:,} pairs",
-                f"{steps * pairs:,} pairs before the first RL step",
-            ),
-        )
+    rows = [*(_stage_line(plan) for plan in stage_plans(config)), *rows]
     width = max(len(left) for left, _ in rows)
     return [f"{left:<{width}}  =  {right}" for left, right in rows]
+
+
+def _stage_line(plan: StagePlan) -> tuple[str, str]:
+    settings = plan.settings
+    if settings.epochs is not None:
+        return (
+            f"{plan.where}: {settings.epochs:g} epochs x {settings.data}",
+            f"{settings.per_step:,} per step",
+        )
+    steps, records = settings.steps or 0, f"{settings.UNIT}s"
+    total = f"{steps * settings.per_step:,} {records} before the first RL step"
+    return f"{plan.where}: {steps:,} steps x {settings.per_step:,} {records}", total
 
 
 def _passes(steps: int, batch: BatchPlan, records: int | None) -> str:

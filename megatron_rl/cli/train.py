@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = report.valid()
     if process_rank() == 0:
         print(summary(report), flush=True)
-    from megatron_rl.trainer import train
+    from megatron_rl.trainer.run import run as train
 
-    train.run(config)
+    train(config)
     return 0

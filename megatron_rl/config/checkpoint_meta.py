@@ -1,7 +1,7 @@
-"""What a training checkpoint says of itself in meta.json, and which one of a run to resume; without torch.
+"""What a training checkpoint says of itself in meta.json, and which ones a folder holds; without torch.
 
-A checkpoint is a folder ``run_dir/checkpoints/step_N``. It is written under another name and renamed when it
-is complete, so a folder of that name with a meta.json is a whole checkpoint.
+A checkpoint is a directory ``step_N`` in a folder of a run or of one of its stages. It is written under
+another name and renamed when it is complete, so a directory of that name with a meta.json is whole.
 """
 
 from __future__ import annotations
@@ -25,39 +25,42 @@ _IDENTITY = (
 )  # fmt: skip
 
 
-def checkpoint_path(run_dir: str | Path, step: int) -> Path:
-    """Return the folder of the checkpoint after ``step`` steps."""
-    return Path(run_dir) / "checkpoints" / f"step_{step}"
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the place in ``folder`` of the checkpoint after ``step`` steps."""
+    return folder / f"step_{step}"
 
 
-def checkpoints(run_dir: str | Path) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first."""
-    folder = Path(run_dir) / "checkpoints"
-    found = []
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a directory is a complete training checkpoint."""
+    return (path / META).is_file()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, oldest first."""
+    complete = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _STEP.fullmatch(path.name)
-        if match and (path / META).is_file():
-            found.append((int(match.group(1)), path))
-    return [path for _, path in sorted(found)]
+        if match and is_checkpoint(path):
+            complete.append((int(match.group(1)), path))
+    return [path for _, path in sorted(complete)]
 
 
-def latest(run_dir: str | Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None."""
-    found = checkpoints(run_dir)
-    return found[-1] if found else None
+def latest(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in a folder, or None."""
+    complete = checkpoints(folder)
+    return complete[-1] if complete else None
 
 
-def prune(run_dir: str | Path, keep: int) -> list[Path]:
+def prune(folder: Path, keep: int) -> list[Path]:
     """Delete all but the ``keep`` newest complete checkpoints and what broken saves left; return the deleted.
 
     Call on one rank, while no save is under way.
     """
-    folder = Path(run_dir) / "checkpoints"
     doomed = [path for path in sorted(folder.glob("step_*")) if path.suffix in (".partial", ".old")]
     for path in doomed:
         shutil.rmtree(path)
-    found = checkpoints(run_dir)
-    for path in found[: max(len(found) - max(keep, 1), 0)]:
+    complete = checkpoints(folder)
+    for path in complete[: max(len(complete) - max(keep, 1), 0)]:
         doomed.append(path)
         # Renamed first: a deletion that is cut off must not leave half a checkpoint under its name.
         shutil.rmtree(path.rename(path.with_name(path.name + ".old")))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.placement import APART, layout_sections, placed, role_layout
@@ -14,6 +13,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import CriticConfig, LayoutConfig, ReferenceConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import AsynchronyConfig, MismatchConfig, RolloutConfig
+from megatron_rl.config.stage_plan import starting_model
 from megatron_rl.shapes.layout import ParallelLayout
 
 MICROBATCHES_PER_STAGE = 4
@@ -210,21 +210,13 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
     return Resolved(filled, world_size, reasons)
 
 
-def warm_up_path(config: RunConfig) -> str:
-    """Return where a run leaves the model after its warm-up, for roles that start from it.
-
-    The warm-up is what the sections ``sft`` and ``preference`` say.
-    """
-    return str(Path(config.run_dir) / "warm_up")
-
-
 def _start(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
     """Let roles without a model of their own start from what reinforcement learning starts from."""
-    path, what = config.model.path, "model.path"
-    if config.sft is not None or config.preference is not None:
-        path, what = warm_up_path(config), "model.path after the supervised warm-up (sft)"
-        if config.preference is not None:
-            what = "model.path after the training on preferences (preference)"
+    path, what = starting_model(config), "model.path"
+    if config.preference is not None:
+        what = "model.path after the training on preferences (preference)"
+    elif config.sft is not None:
+        what = "model.path after the supervised warm-up (sft)"
 
     def start(section: Any, where: str, more: str = "") -> Any:
         if section is None or section.path is not None:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.order import ShuffledOrder
-from megatron_rl.data.records import Record, require_fields
+from megatron_rl.data.records import Record, load_records, require_fields
 from megatron_rl.data.tokenizing import PromptEncoder, drop_over_long, end_token_ids, sampling_by_task
 from megatron_rl.types import PromptBatch
 
@@ -109,6 +110,21 @@ class PromptSource:
     def _metadata(self, record: Record) -> Mapping[str, Any]:
         own = {self._data.prompt_field, self._data.ground_truth_field, self._data.task_field}
         return {name: value for name, value in record.values.items() if name not in own}
+
+
+def load_prompts(config: RunConfig, setting: str, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
+    """Return the prompts of ``data.train`` or ``data.eval``, whichever ``setting`` names."""
+    path = {"data.train": config.data.train, "data.eval": config.data.eval}[setting]
+    assert path is not None
+    return PromptSource(
+        load_records(path, setting=setting),
+        tokenizer,
+        config.data,
+        config.rollout,
+        seed=config.seed,
+        model_path=config.model.path,
+        setting=setting,
+    )
 
 
 def ragged(parts: Sequence[numpy.ndarray]) -> torch.Tensor:

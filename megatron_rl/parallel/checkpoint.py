@@ -21,8 +21,6 @@ import torch.distributed as dist
 
 from megatron_rl.config.checkpoint_meta import (
     check_same_model,
-    checkpoint_path,
-    latest,
     model_identity,
     prune,
     read_meta,
@@ -33,8 +31,6 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_tensors import load_tensors, save_tensors
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
-
-__all__ = ["Part", "checkpoint_path", "latest", "load", "load_model", "prune", "read_meta", "save"]
 
 
 class Part(NamedTuple):
@@ -49,18 +45,18 @@ def save(
 ) -> None:
     """Write a checkpoint to ``directory``, complete or not at all, and prune older ones beyond ``keep``.
 
-    ``parts`` are the learning roles by name, the same on every rank, with the actor. ``state`` is equal on
-    all ranks: plain values and host tensors, with at least ``step`` and ``seed``. Files go into ``directory``
-    + ``.partial``, which is renamed at the end. Collective over the world; the folder is on a file system
-    that all ranks share.
+    ``parts`` are the learning roles by name, the same on every rank; the first has the actor's place in
+    meta.json. ``state`` is equal on all ranks: plain values and host tensors, with at least ``step`` and
+    ``seed``. Files go into ``directory`` + ``.partial``, which is renamed at the end. Collective over the
+    world; the folder is on a file system that all ranks share.
     """
-    final = Path(directory)
+    final, first = Path(directory), next(iter(parts))
     partial = final.with_name(final.name + ".partial")
     schedules = {
         name: _from_member(part.optimizer.scheduler.num_steps if part.optimizer else None, part.model)
         for name, part in parts.items()
     }
-    content = {"state": _from_member(dict(state), parts["actor"].model), "schedules": schedules}
+    content = {"state": _from_member(dict(state), parts[first].model), "schedules": schedules}
 
     def prepare() -> None:
         if device.rank() == 0:
@@ -78,13 +74,13 @@ def save(
             write_meta(partial, meta)
             _replace(partial, final)
             if keep is not None:
-                prune(final.parent.parent, keep)
+                prune(final.parent, keep)
 
     described = {
         name: _from_member(_describe(*part) if part.model else None, part.model)
         for name, part in parts.items()
     }
-    meta = {**described["actor"], **_facts(state), "roles": described}
+    meta = {**described[first], **_facts(state), "roles": described}
     _everywhere(prepare, "prepare the checkpoint's folder")
     _everywhere(write_own, "write the state of the run")
     for name, part in parts.items():
@@ -121,10 +117,13 @@ def load(directory: str | Path, parts: Mapping[str, Part]) -> dict[str, Any]:
         own = folder / "rng" / f"rank_{device.rank()}.pt"
         _set_generator_states(torch.load(own, weights_only=False))
     else:
-        actor = parts["actor"].model
-        tensor = actor.groups.coordinates.tensor if actor else 0
-        _seed_generators(int(meta["seed"]), int(meta["step"]), tensor)
+        seed_generators(int(meta["seed"]), int(meta["step"]), next(iter(parts.values())).model)
     return content["state"]
+
+
+def read_state(directory: str | Path) -> dict[str, Any]:
+    """Return the saved ``state`` of a checkpoint alone."""
+    return torch.load(Path(directory) / "state.pt", weights_only=False)["state"]
 
 
 def load_model(directory: str | Path, model: ParallelModel | None) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "step": int(state["step"]),
         "seed": int(state["seed"]),
-        "versions": {name: found for name in names if (found := _version(name)) is not None},
+        "versions": {name: installed for name in names if (installed := _version(name)) is not None},
     }
 
 
@@ -231,11 +230,12 @@ def _set_generator_states(states: Mapping[str, Any]) -> None:
     device.set_generator_states(states["torch"])
 
 
-def _seed_generators(seed: int, step: int, tensor_rank: int) -> None:
+def seed_generators(seed: int, step: int, model: ParallelModel | None) -> None:
+    """Seed every random generator of this rank from the run's seed and a step, for a model on its layout."""
     value = int(np.random.SeedSequence([seed, step]).generate_state(1)[0]) >> 1
     random.seed(value)
     np.random.seed(value)
-    device.seed_generators(value, tensor_rank)
+    device.seed_generators(value, model.groups.coordinates.tensor if model is not None else 0)
 
 
 def _replace(partial: Path, final: Path) -> None:
@@ -250,9 +250,9 @@ def _replace(partial: Path, final: Path) -> None:
 def _from_member(value: Any, model: ParallelModel | None) -> Any:
     """Return the value that the first rank of the model's layout holds. Collective over the world."""
     first = model is not None and model.groups.layout.ranks[0] == device.rank()
-    found: list[Any] = [None] * device.world_size()
-    dist.all_gather_object(found, (value,) if first else None)
-    return next((item[0] for item in found if item is not None), value)
+    values: list[Any] = [None] * device.world_size()
+    dist.all_gather_object(values, (value,) if first else None)
+    return next((item[0] for item in values if item is not None), value)
 
 
 def _everywhere(action: Callable[[], None], words: str) -> None:

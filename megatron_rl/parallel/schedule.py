@@ -145,15 +145,44 @@ def learn(
     and its ``padding/fraction``. Collective over the model's ranks.
     """
     micros, padding = microbatches(model, batch, tokens_per_microbatch, select, before, unit)
+    for chunk in model.wrapped:
+        chunk.train()
+    metrics = _run(model, micros, _loss_of(batch, objective), forward_only=False)
+    return merge_metrics(metrics), padding
+
+
+def measure(
+    model: ParallelModel,
+    batch: Any,
+    tokens_per_microbatch: int,
+    select: Tensor,
+    objective: Callable[..., tuple[Tensor, Metrics]],
+    *,
+    before: bool = True,
+    unit: int = 1,
+) -> Metrics:
+    """Return this rank's metrics of an objective as `learn` does, without a gradient.
+
+    Collective over the model's ranks.
+    """
+    micros, _ = microbatches(model, batch, tokens_per_microbatch, select, before, unit)
+    for chunk in model.wrapped:
+        chunk.eval()
+    with torch.no_grad():
+        return merge_metrics(_run(model, micros, _loss_of(batch, objective), forward_only=True))
+
+
+def _loss_of(
+    batch: Any, objective: Callable[..., tuple[Tensor, Metrics]]
+) -> Callable[..., tuple[Tensor, Metrics]]:
+    """Return what makes the loss and the metrics of a micro-batch of ``batch`` from the head's outputs."""
 
     def loss(micro: _MicroBatch, *outputs: Tensor) -> tuple[Tensor, Metrics]:
         rows = batch.rows(micro.rows).to(outputs[0].device)
         value, metrics = objective(rows, *outputs)
         return value, metrics if micro.rows else Metrics()
 
-    for chunk in model.wrapped:
-        chunk.train()
-    return merge_metrics(_run(model, micros, loss, forward_only=False)), padding
+    return loss
 
 
 def _run(

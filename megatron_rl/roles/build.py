@@ -12,10 +12,11 @@ import torch
 from transformers import AutoConfig
 
 from megatron_rl.algorithms import Algorithm
-from megatron_rl.config.derive import longest_row, warm_up_path
+from megatron_rl.config.derive import longest_row
 from megatron_rl.config.placement import role_layout, rollout_layout
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans, starting_model
 from megatron_rl.hybrid_engine.engine import HybridEngine
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
@@ -84,7 +85,7 @@ def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any) -> Role
     """
     reward = RewardRole(config.reward, tokenizer)
     rollout = _build_rollout(config)
-    actor = build_actor(config)
+    actor = build_actor(config, updates=_updates(config))
     critic = build_critic(config) if algorithm.needs_critic else None
     reference = _build_reference(config) if algorithm.needs_reference else None
     models = tuple(_build_reward_model(config, name) for name in config.reward.models)
@@ -138,11 +139,23 @@ def _build_rollout(config: RunConfig) -> RolloutRole:
     return RolloutRole(layout, engine, device.rank())
 
 
-def build_actor(config: RunConfig) -> ModelRole:
-    """Build the actor with its optimizer, from the Hugging Face checkpoint. Collective over the world."""
+def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:
+    """Build the role that a stage trains, without an optimizer. Collective over the world."""
+    if plan.role == "actor":
+        return build_actor(config, updates=None)
+    return _build_reward_model(config, plan.role.removeprefix("reward.models.")).role
+
+
+def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
+    """Build the actor with an optimizer for ``updates`` steps, without one where it is None.
+
+    It starts from the Hugging Face checkpoint of the model, or of its last stage that has ended. Collective
+    over the world.
+    """
     layout = role_layout(config.actor.layout, "actor.layout")
-    model = build_policy(config, layout, recompute=config.actor.recompute, trainable=True)
-    optimizer = _optimizer(model, config.actor.optimizer, _updates(config))
+    recompute = config.actor.recompute
+    model = build_policy(config, layout, path=present_model(config), recompute=recompute, trainable=True)
+    optimizer = None if updates is None else _optimizer(model, config.actor.optimizer, updates)
     return ModelRole(
         "actor",
         layout,
@@ -179,8 +192,11 @@ def _build_reward_model(config: RunConfig, name: str) -> RewardModel:
     assert section.layout is not None
     where = f"reward.models.{name}"
     layout = role_layout(section.layout, f"{where}.layout")
-    path = str(trained_reward_model(config.run_dir, name)) if trained_here(config, name) else section.path
-    model = build_policy(config, layout, path=path, head="value", trainable=section.training is not None)
+    path, trainable = section.path, section.training is not None
+    for plan in stage_plans(config):
+        if plan.role == where and plan.ended:
+            path, trainable = str(plan.model), False
+    model = build_policy(config, layout, path=path, head="value", trainable=trainable)
     budget = _token_budget(config)
     role = ModelRole(
         where,
@@ -192,17 +208,6 @@ def _build_reward_model(config: RunConfig, name: str) -> RewardModel:
         offload=section.offload,
     )
     return RewardModel(name, section.weight, role)
-
-
-def trained_reward_model(run_dir: str | Path, name: str) -> Path:
-    """Return the directory of the Hugging Face checkpoint that a reward model's training leaves in a run."""
-    return Path(run_dir) / "reward_models" / name
-
-
-def trained_here(config: RunConfig, name: str) -> bool:
-    """Say whether the run has trained its reward model ``name``, now or before it was started again."""
-    section = config.reward.models[name]
-    return section.training is not None and trained_reward_model(config.run_dir, name).is_dir()
 
 
 def _optimizer(model: ParallelModel | None, config: OptimizerConfig, updates: int) -> Optimizer | None:
@@ -243,8 +248,8 @@ def build_policy(
 
     ``head`` is ``lm`` for a policy, ``value`` for a critic or a reward model. Collective over the world.
     """
-    if path is None or (path == warm_up_path(config) and not Path(path).is_dir()):
-        path = config.model.path  # and the warm-up's weights when it is done
+    if path is None or (path == starting_model(config) and not Path(path).is_dir()):
+        path = config.model.path  # and the trained weights when the actor's stages have ended
     groups = ParallelGroups(layout)
     if not groups.member:
         return None

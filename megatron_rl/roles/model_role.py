@@ -13,7 +13,7 @@ from megatron_rl.parallel.exchange import RowShard, sum_over_outputs
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.parallel.residency import Residency
-from megatron_rl.parallel.schedule import learn, score
+from megatron_rl.parallel.schedule import learn, measure, score
 from megatron_rl.types import TrainBatch
 
 Objective = Callable[..., tuple[torch.Tensor, Metrics]]
@@ -99,3 +99,21 @@ class ModelRole:
         if self.model.groups.rank == self.layout.ranks[0]:
             metrics += Metrics({f"{self.prefix}/{name}": value for name, value in stepped.sums.items()})
         return metrics
+
+    def measure(self, batch: TrainBatch, objective: Objective, **how: Any) -> Metrics:
+        """Return the metrics of ``objective`` on rows that are not learned from.
+
+        ``how`` as in `update`. Collective over the role's ranks.
+        """
+        if self.model is None:
+            return Metrics()
+        with self.resident():
+            metrics = measure(
+                self.model, batch, self.tokens_per_microbatch, batch.response_mask, objective, **how
+            )
+        return sum_over_outputs(metrics, self.layout)
+
+    def freeze(self) -> None:
+        """End the role's training: it only scores from now on."""
+        if self.model is not None:
+            self.model.freeze()

@@ -7,16 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.preference import reward_model_objective
-from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import RowShard
 from megatron_rl.parallel.schedule import score
 from megatron_rl.roles.model_role import ModelRole
-from megatron_rl.types import TrainBatch
 
 
 class RewardModel:
-    """Score rows with a frozen model; ``role`` holds it and, while it trains, its optimizer.
+    """Score rows with a frozen model, which ``role`` holds.
 
     A score is the head's value at the row's last token, as transformers' ``*ForSequenceClassification``
     classes take it.
@@ -48,13 +45,6 @@ class RewardModel:
         index = torch.tensor(rows, dtype=torch.long)
         found = torch.where(found.isfinite(), found, float("nan"))
         return RowShard(index, torch.zeros_like(index), {}, {self.name: found})
-
-    def update(self, pairs: TrainBatch) -> Metrics:
-        """Take one optimizer step down the Bradley-Terry loss of rows that come in pairs, chosen first.
-
-        Collective over the role's ranks.
-        """
-        return self.role.update(pairs, reward_model_objective, before=False, unit=2)
 
 
 def last_tokens(lengths: Tensor) -> Tensor:

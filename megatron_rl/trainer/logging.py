@@ -1,4 +1,4 @@
-"""Where a run writes: its folder, its metrics, its samples and what a person sees on the console."""
+"""What a run writes down: its metrics, its samples and what a person sees on the console."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
+
+from megatron_rl.config.run_folder import RunFolder, replace_file, set_aside
 
 PLAIN_SECONDS = 10.0
 """Shortest time between two progress lines where the console is no terminal."""
@@ -33,70 +35,35 @@ COLUMNS = (
 """What the console line of a step shows, in order: label, metric, format; absent metrics are left out."""
 
 
-class RunFolder:
-    """Name and create the places of one run below ``path``."""
+def write_rollouts(
+    folder: RunFolder,
+    step: int,
+    columns: Mapping[str, Sequence[Any]],
+    limit: int | None = None,
+    kind: str = "step",
+) -> Path:
+    """Store the first ``limit`` rows of equally long columns as ``rollouts/<kind>_<step>.parquet``.
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.config = self.path / "config.yaml"
-        self.metrics = self.path / "metrics.jsonl"
-        self.warm_up = self.path / "sft.jsonl"
-        self.tensorboard = self.path / "tensorboard"
-        self.rollouts = self.path / "rollouts"
-        self.checkpoints = self.path / "checkpoints"
-        self.rank_logs = self.path / "rank_logs"
-        self.curve = self.path / "learning_curve.png"
-        self.report = self.path / "report.html"
+    A column of values that Parquet has no common type for is stored as JSON text.
+    """
+    import pyarrow
+    import pyarrow.parquet
 
-    def create(self) -> RunFolder:
-        """Create the folder and its directories; what exists stays."""
-        for directory in (self.path, self.tensorboard, self.rollouts, self.checkpoints, self.rank_logs):
-            directory.mkdir(parents=True, exist_ok=True)
-        return self
-
-    def start_over(self) -> None:
-        """Rename checkpoints and models of an earlier run, so that none is taken for this run's."""
-        for name in ("reward_models", "warm_up"):
-            if (self.path / name).exists():
-                _set_aside(self.path / name)
-        if any(self.checkpoints.iterdir()):
-            _set_aside(self.checkpoints)
-            self.checkpoints.mkdir()
-
-    def rank_log(self, rank: int) -> Path:
-        """Return the file that takes what the process of ``rank`` prints."""
-        return self.rank_logs / f"rank_{rank}.log"
-
-    def write_config(self, text: str) -> None:
-        """Store the resolved configuration."""
-        _replace(self.config, lambda path: path.write_text(text))
-
-    def write_rollouts(
-        self, step: int, columns: Mapping[str, Sequence[Any]], limit: int | None = None, kind: str = "step"
-    ) -> Path:
-        """Store the first ``limit`` rows of equally long columns as ``rollouts/<kind>_<step>.parquet``.
-
-        A column of values that Parquet has no common type for is stored as JSON text.
-        """
-        import pyarrow
-        import pyarrow.parquet
-
-        count = {len(values) for values in columns.values()}
-        if len(count) != 1:
-            raise ValueError(f"columns of different lengths: { {k: len(v) for k, v in columns.items()} }")
-        arrays: dict[str, Any] = {
-            "step": pyarrow.array([step] * len(range(count.pop())[:limit]), pyarrow.int64())
-        }
-        for name, values in columns.items():
-            rows = list(values[:limit])
-            try:
-                arrays[name] = pyarrow.array(rows)
-            except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
-                arrays[name] = pyarrow.array([json.dumps(row, default=str) for row in rows])
-        table = pyarrow.table(arrays)
-        target = self.rollouts / f"{kind}_{step}.parquet"
-        _replace(target, lambda path: pyarrow.parquet.write_table(table, path))
-        return target
+    lengths = {len(values) for values in columns.values()}
+    if len(lengths) != 1:
+        raise ValueError(f"columns of different lengths: { {k: len(v) for k, v in columns.items()} }")
+    count = len(range(lengths.pop())[:limit])
+    arrays: dict[str, Any] = {"step": pyarrow.array([step] * count, pyarrow.int64())}
+    for name, values in columns.items():
+        rows = list(values[:limit])
+        try:
+            arrays[name] = pyarrow.array(rows)
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+            arrays[name] = pyarrow.array([json.dumps(row, default=str) for row in rows])
+    table = pyarrow.table(arrays)
+    target = folder.rollouts / f"{kind}_{step}.parquet"
+    replace_file(target, lambda path: pyarrow.parquet.write_table(table, path))
+    return target
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -134,11 +101,11 @@ class MetricsLog:
 
         self.total_steps, self.phase = total_steps, phase
         self.console = console if console is not None else sys.stdout
-        self.path = folder.metrics if phase == "train" else folder.path / f"{phase}.jsonl"
+        self.path = folder.metrics if phase == "train" else folder.stage_metrics(phase)
         events = folder.tensorboard / phase
         if resumed_step is None:
-            _set_aside(self.path)
-            _set_aside(events)
+            set_aside(self.path)
+            set_aside(events)
         else:
             _cut_after(self.path, resumed_step)
         self._file = self.path.open("a")
@@ -278,22 +245,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def _replace(target: Path, write: Callable[[Path], Any]) -> None:
-    temporary = target.with_name(target.name + ".part")
-    write(temporary)
-    temporary.replace(target)
-
-
-def _set_aside(path: Path) -> None:
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return
-    number = 1
-    while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(other)
-
-
 def _cut_after(path: Path, step: int) -> None:
     kept = [line for line in read_metrics(path) if line["step"] <= step]
     text = "".join(json.dumps(line) + "\n" for line in kept)
-    _replace(path, lambda temporary: temporary.write_text(text))
+    replace_file(path, lambda temporary: temporary.write_text(text))

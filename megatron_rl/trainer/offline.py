@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_rl.algorithms import get_algorithm
+from megatron_rl.config.checkpoint_meta import is_checkpoint
 from megatron_rl.config.derive import resolve
 from megatron_rl.config.load import load_config
 from megatron_rl.config.placement import role_layout
+from megatron_rl.config.run_folder import folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
-from megatron_rl.data.prompts import PromptSource
-from megatron_rl.data.records import load_records
+from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint, device
@@ -30,19 +31,14 @@ def evaluate_checkpoint(config: RunConfig, path: Path) -> dict[str, float]:
     """
     phases = Phases()
     with report_failure(config, phases):
-        assert config.data.eval is not None
         tokenizer = load_tokenizer(config.model.path)
         with phases("data"):
-            records = load_records(config.data.eval, setting="data.eval")
-            source = PromptSource(
-                records, tokenizer, config.data, config.rollout,
-                seed=config.seed, model_path=config.model.path, setting="data.eval",
-            )  # fmt: skip
+            source = load_prompts(config, "data.eval", tokenizer)
         device.initialize(config.rank_timeout)
         with phases("build"):
-            ours = (path / "meta.json").is_file()
-            roles = build_frozen_roles(config, tokenizer, path=None if ours else str(path))
-            if ours:
+            training = is_checkpoint(path)
+            roles = build_frozen_roles(config, tokenizer, path=None if training else str(path))
+            if training:
                 checkpoint.load_model(path, roles.actor.model)
         with phases("evaluate"):
             prompts = source.everything(config.evaluation.max_prompts, config.evaluation.temperature)
@@ -61,19 +57,19 @@ def export_checkpoint(path: Path, out: Path) -> None:
     Under torchrun with as many processes as the run had the run's own layout is used; else the layers are
     cut over the processes. Collective over the world.
     """
-    source = path.resolve().parent.parent / "config.yaml"
-    if not source.is_file():
+    folder = folder_of_checkpoint(path)
+    if folder is None:
         raise UserError(
             "the checkpoint's run has no config.yaml, which names its model and tokenizer",
             where=str(path),
-            expected=f"the file {source}",
+            expected="the file config.yaml in a folder above the checkpoint",
             got="nothing there",
             fix="name a checkpoint inside its run folder: RUN/checkpoints/step_N",
         )
     world = device.world_size()
-    config = load_config(source)
+    config = load_config(folder.config)
     if config.world_size != world:
-        config = load_config(source, ["world_size=null", "rollout.ranks=null"])
+        config = load_config(folder.config, ["world_size=null", "rollout.ranks=null"])
         layout = LayoutConfig(ranks=tuple(range(world)), pipeline=world)
     else:
         layout = resolve(config, world, get_algorithm(config.algorithm.name, {})).config.actor.layout

@@ -11,8 +11,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO
 
+from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import UserError
-from megatron_rl.trainer.logging import RunFolder, clock, read_metrics
+from megatron_rl.trainer.logging import clock, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +61,7 @@ def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
             got="no such file" if not folder.metrics.exists() else "an empty file",
             fix="name the run folder, such as runs/quickstart",
         )
-    rows, phases = summary(lines, read_metrics(folder.warm_up)), phase_times(lines)
+    rows, phases = summary(lines, read_metrics(folder.stage_metrics("sft"))), phase_times(lines)
     picture = io.BytesIO()
     draw(lines).savefig(picture, format="png", dpi=130)
     folder.curve.write_bytes(picture.getvalue())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import AlgorithmState
+from megatron_rl.config.checkpoint_meta import checkpoint_path
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.parallel import checkpoint
 from megatron_rl.roles.build import Roles
@@ -28,12 +29,10 @@ class TrainerState:
     queue: list[Sampled] = field(default_factory=list)
     step: int = 0
 
-    def save(self, run_dir: str | Path, roles: Roles, keep: int) -> Path:
-        """Write ``checkpoints/step_N`` and drop old ones beyond ``keep``. Collective over the world."""
-        path = checkpoint.checkpoint_path(run_dir, self.step)
+    def save(self, folder: Path, roles: Roles, keep: int) -> None:
+        """Write ``step_N`` into a folder and drop old ones beyond ``keep``. Collective over the world."""
         with roles.learners_resident():
-            checkpoint.save(path, _parts(roles), self.state_dict(roles), keep)
-        return path
+            checkpoint.save(checkpoint_path(folder, self.step), _parts(roles), self.state_dict(roles), keep)
 
     def restore(self, path: Path, roles: Roles) -> None:
         """Continue from a checkpoint of any layout. Collective over the world."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.config.sections.bounds import LARGE, MOST_SECONDS
 from megatron_rl.config.sections.models import LayoutConfig
-from megatron_rl.config.sections.stages import RewardTrainingConfig
+from megatron_rl.config.sections.stages import PairsConfig
 from megatron_rl.config.setting import setting
 
 
@@ -26,7 +26,7 @@ class RewardModelConfig:
         None, "Ranks and parallelism of the reward model.", unset="the actor's"
     )
     offload: bool = setting(False, "Move the model to host memory while other roles work.")
-    training: RewardTrainingConfig | None = setting(
+    training: PairsConfig | None = setting(
         None, "Training of the reward model before the first step.", unset="none"
     )
 

@@ -3,61 +3,109 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron_rl.config.sections.bounds import LARGE, MOST_ROWS, MOST_STEPS
+from megatron_rl.config.sections.bounds import LARGE, MOST_ROWS, MOST_STEPS, MOST_TOKENS
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import required, setting
 
 
 @dataclass(frozen=True)
-class RewardTrainingConfig:
-    """Train a reward model on preferences (Bradley-Terry) before the run's first step."""
+class StageConfig:
+    """Set what every stage has: its data, how long it takes, what it is measured on, and its optimizer."""
 
     data: str = required(
-        "Preferences: the prompt field, a chosen and a rejected response.", example="data/preferences.jsonl"
+        "Records to learn from: the prompt field and one for each response.", example="data/responses.jsonl"
     )
-    steps: int = required(
-        "Optimizer steps of the training.",
+    steps: int | None = setting(
+        None,
+        "Optimizer steps of the stage.",
         unit="steps",
+        unset="as many as `epochs` take",
         at_least=1,
         at_most=MOST_STEPS,
-        example="200",
         advice="give 1 or more, or remove the section for a run without that training",
     )
+    epochs: float | None = setting(
+        None,
+        "Passes over the data, in place of `steps`; the last step may have fewer records.",
+        unset="as many as `steps` take",
+        more_than=0,
+        at_most=MOST_STEPS,
+    )
+    held_out: str | None = setting(
+        None,
+        "Records that the loss is only measured on: before the first step and after the last.",
+        unset="nothing is measured on other data",
+    )
+    evaluate_every: int | None = setting(
+        None,
+        "Steps between further measurements on `held_out`.",
+        unit="steps",
+        unset="none",
+        at_least=1,
+        at_most=MOST_STEPS,
+    )
+    checkpoint_every: int | None = setting(
+        None,
+        "Steps between checkpoints, from which a stage that was interrupted goes on.",
+        unit="steps",
+        unset="checkpoint.every",
+        at_least=1,
+        at_most=MOST_STEPS,
+    )
+    max_row_tokens: int | None = setting(
+        None,
+        "Longest prompt and response together; data.over_long says what happens to longer ones.",
+        unit="tokens",
+        unset="data.max_prompt_tokens + rollout.max_response_tokens",
+        at_least=2,
+        at_most=MOST_TOKENS,
+    )
+    optimizer: OptimizerConfig = setting(
+        OptimizerConfig(learning_rate=1e-5), "Optimizer of the stage, started afresh."
+    )
+
+    UNIT: ClassVar[str]
+    """What a record is called."""
+    RESPONSES: ClassVar[tuple[str, ...]]
+    """The settings that name the fields of responses; a record has a row for each."""
+
+    @property
+    def per_step(self) -> int:
+        """Return the number of records that a step learns from."""
+        return getattr(self, f"{self.UNIT}s_per_step")
+
+
+@dataclass(frozen=True)
+class SftConfig(StageConfig):
+    """Train the actor on given responses before reinforcement learning; the loss is on their tokens."""
+
+    rows_per_step: int = setting(
+        64, "Rows that an optimizer step takes.", unit="rows", at_least=1, at_most=MOST_ROWS
+    )
+    response_field: str = setting("response", "Field of the response.")
+
+    UNIT = "row"
+    RESPONSES = ("response_field",)
+
+
+@dataclass(frozen=True)
+class PairsConfig(StageConfig):
+    """Train a reward model on preferences (Bradley-Terry) before reinforcement learning."""
+
     pairs_per_step: int = setting(
         32, "Pairs that an optimizer step takes.", unit="pairs", at_least=1, at_most=MOST_ROWS
     )
     chosen_field: str = setting("chosen", "Field of the preferred response.")
     rejected_field: str = setting("rejected", "Field of the other response.")
-    optimizer: OptimizerConfig = setting(
-        OptimizerConfig(learning_rate=1e-5), "Optimizer of the training, started afresh."
-    )
+
+    UNIT = "pair"
+    RESPONSES = ("chosen_field", "rejected_field")
 
 
 @dataclass(frozen=True)
-class SftConfig:
-    """Warm the actor up by supervised training before reinforcement learning; the loss is on responses."""
-
-    data: str = required("Prompts and responses to imitate.", example="data/sft.jsonl")
-    steps: int = required(
-        "Optimizer steps of the training.",
-        unit="steps",
-        at_least=1,
-        at_most=MOST_STEPS,
-        example="200",
-        advice="remove the sft section, or sft=null, for a run without warm-up",
-    )
-    rows_per_step: int = setting(
-        64, "Rows that an optimizer step takes.", unit="rows", at_least=1, at_most=MOST_ROWS
-    )
-    response_field: str = setting("response", "Field of the response.")
-    optimizer: OptimizerConfig = setting(
-        OptimizerConfig(learning_rate=1e-5), "Optimizer of the training, started afresh."
-    )
-
-
-@dataclass(frozen=True)
-class PreferenceConfig(RewardTrainingConfig):
+class PreferenceConfig(PairsConfig):
     """Train the actor on preferences (DPO) before reinforcement learning, after ``sft`` where there is one.
 
     The reference is the policy that this training starts from.

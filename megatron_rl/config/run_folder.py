@@ -1,0 +1,95 @@
+"""The places of a run below its folder, and what a restart goes on from; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.checkpoint_meta import latest
+
+
+class RunFolder:
+    """Name and create the places of one run below ``path``.
+
+    A model's directory is there once it is complete: that a stage has ended is the existence of its result.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.rollouts = self.path / "rollouts"
+        self.checkpoints = self.path / "checkpoints"
+        self.stages = self.path / "stages"
+        self.reward_models = self.path / "reward_models"
+        self.model = self.path / "hf"
+        self.rank_logs = self.path / "rank_logs"
+        self.curve = self.path / "learning_curve.png"
+        self.report = self.path / "report.html"
+
+    def stage_metrics(self, stage: str) -> Path:
+        """Return the metrics of a stage, a line per step."""
+        return self.path / f"{stage}.jsonl"
+
+    def stage_checkpoints(self, stage: str) -> Path:
+        """Return the directory of the checkpoints in the middle of a stage."""
+        return self.stages / stage / "checkpoints"
+
+    def stage_model(self, stage: str) -> Path:
+        """Return the Hugging Face checkpoint that a stage of the actor leaves."""
+        return self.stages / stage / "hf"
+
+    def reward_model(self, name: str) -> Path:
+        """Return the Hugging Face checkpoint that the training of a reward model leaves."""
+        return self.reward_models / name
+
+    def rank_log(self, rank: int) -> Path:
+        """Return the file that takes what the process of ``rank`` prints."""
+        return self.rank_logs / f"rank_{rank}.log"
+
+    def create(self) -> RunFolder:
+        """Create the folder and its directories; what exists stays."""
+        for directory in (self.path, self.tensorboard, self.rollouts, self.checkpoints, self.rank_logs):
+            directory.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def start_over(self) -> None:
+        """Rename checkpoints and models of an earlier run, so that none is taken for this run's."""
+        for directory in (self.stages, self.reward_models, self.checkpoints):
+            set_aside(directory)
+        self.checkpoints.mkdir(exist_ok=True)
+
+    def resumed_checkpoint(self, resume: str) -> Path | None:
+        """Return the checkpoint that ``checkpoint.resume`` names: ``auto``, ``never`` or a path."""
+        if resume == "auto":
+            return latest(self.checkpoints)
+        return None if resume == "never" else Path(resume)
+
+    def write_config(self, text: str) -> None:
+        """Store the resolved configuration."""
+        replace_file(self.config, lambda path: path.write_text(text))
+
+
+def folder_of_checkpoint(checkpoint: Path) -> RunFolder | None:
+    """Return the run folder that a checkpoint lies in, None where no folder above it has a config.yaml."""
+    folders = [RunFolder(parent) for parent in checkpoint.resolve().parents]
+    return next((folder for folder in folders if folder.config.is_file()), None)
+
+
+def replace_file(target: Path, write: Callable[[Path], Any]) -> None:
+    """Let ``write`` make a file under another name and give it ``target``'s: complete or as it was."""
+    temporary = target.with_name(target.name + ".part")
+    write(temporary)
+    temporary.replace(target)
+
+
+def set_aside(path: Path) -> None:
+    """Give a file or a directory that is not empty another name: ``NAME.1``, ``NAME.2`` …"""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    number = 1
+    while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(other)

@@ -1,0 +1,68 @@
+"""The stages before reinforcement learning: which there are, in which order, and what each leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.stages import StageConfig
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Hold what the configuration says of one stage.
+
+    ``name`` names its metrics, its log and its folder, ``where`` is the configuration path of its settings,
+    ``role`` the role that learns. ``model`` is the Hugging Face checkpoint that it leaves.
+    """
+
+    name: str
+    where: str
+    role: str
+    settings: StageConfig
+    model: Path
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the stage has left its model, which it writes whole or not at all."""
+        return self.model.is_dir()
+
+
+def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
+    """Return the stages that a configuration asks for, in the order in which they run."""
+    folder = RunFolder(config.run_dir)
+    plans = [
+        StagePlan(name, where, "actor", settings, folder.stage_model(name))
+        for name, where, settings in (("sft", "sft", config.sft), ("dpo", "preference", config.preference))
+        if settings is not None
+    ]
+    for name, model in config.reward.models.items():
+        if model.training is not None:
+            role = f"reward.models.{name}"
+            place = folder.reward_model(name)
+            plans.append(StagePlan(f"reward_{name}", f"{role}.training", role, model.training, place))
+    return tuple(plans)
+
+
+def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:
+    """Return the stages that are still to run: of the actor's, those after the last that has ended."""
+    plans = stage_plans(config)
+    ended = [index for index, plan in enumerate(plans) if plan.role == "actor" and plan.ended]
+    begin = ended[-1] + 1 if ended else 0
+    return tuple(plan for plan in plans[begin:] if not plan.ended)
+
+
+def starting_model(config: RunConfig) -> str:
+    """Return the model that reinforcement learning starts from, once all stages of the actor have ended."""
+    return _last_model(config, [plan for plan in stage_plans(config) if plan.role == "actor"])
+
+
+def present_model(config: RunConfig) -> str:
+    """Return the model that the actor starts from now: what its last stage that has ended has left."""
+    return _last_model(config, [plan for plan in stage_plans(config) if plan.role == "actor" and plan.ended])
+
+
+def _last_model(config: RunConfig, plans: list[StagePlan]) -> str:
+    return str(plans[-1].model) if plans else config.model.path

@@ -1,0 +1,74 @@
+"""A job on this rank: its folder, its console, where it is, and how it ends when something fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TextIO
+
+from megatron_rl.config.load import dump
+from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import barrier, leave
+from megatron_rl.trainer.failure import describe_rank, report_failure
+from megatron_rl.trainer.logging import output_to
+from megatron_rl.trainer.phases import Phases
+from megatron_rl.trainer.run_lock import only_job_in
+from megatron_rl.trainer.stop import leave_with_launcher, report_stop
+
+
+@dataclass(frozen=True)
+class Job:
+    """Hold what every part of a job needs: the settings, where it writes and where it is.
+
+    ``main`` is true on the one rank that writes the run folder and speaks on the console.
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    console: TextIO
+    phases: Phases
+    main: bool
+
+    def say(self, text: str) -> None:
+        """Print a line on the console, on the main rank."""
+        if self.main:
+            self.console.write(text + "\n")
+            self.console.flush()
+
+    def join(self) -> None:
+        """Start communication between the ranks, then write the folder's first files.
+
+        Collective over the world.
+        """
+        device.initialize(self.config.rank_timeout)
+        if self.main:
+            self.folder.write_config(dump(self.config))
+            if self.config.checkpoint.resume == "never":
+                self.folder.start_over()
+        barrier()
+
+
+@contextmanager
+def job(config: RunConfig) -> Iterator[Job]:
+    """Hold the run folder inside the block, send output to the rank's log, and leave the job at the end.
+
+    A failure of any rank is reported with its rank, role and phase and ends the process, and with it the job.
+    Collective over the world.
+    """
+    leave_with_launcher()
+    phases = Phases()
+    folder = RunFolder(config.run_dir).create()
+    main = device.rank() == 0
+    with (
+        # Outermost: a rank may be stopped while it reports the failure that a lost peer caused it.
+        report_stop(describe_rank(config, device.rank()), phases),
+        report_failure(config, phases),
+        only_job_in(folder.path, sys.stdout) if main else nullcontext(),
+        output_to(folder.rank_log(device.rank()), main) as console,
+    ):
+        yield Job(config, folder, console, phases, main)
+        leave()

@@ -1,0 +1,222 @@
+"""A whole run: build, resume or run the stages, take the steps, evaluate, save, export and report."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.algorithms import Algorithm, get_algorithm, initial_state
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
+from megatron_rl.data.prompts import PromptSource, load_prompts
+from megatron_rl.data.tokenizing import load_tokenizer
+from megatron_rl.metrics import Metrics
+from megatron_rl.parallel import checkpoint, device
+from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects, traffic_metrics
+from megatron_rl.parallel.hf.export import export
+from megatron_rl.roles.build import Roles, build_roles
+from megatron_rl.trainer.asynchrony import AheadTrainer
+from megatron_rl.trainer.evaluation import evaluate
+from megatron_rl.trainer.job import Job, job
+from megatron_rl.trainer.logging import MetricsLog, Progress, write_rollouts
+from megatron_rl.trainer.loop import StepResult, train_step
+from megatron_rl.trainer.report import write as write_report
+from megatron_rl.trainer.sampler import Sampler
+from megatron_rl.trainer.stages import end_of, load_stage_data, require_stages, run_stage, stage_of
+from megatron_rl.trainer.state import TrainerState
+from megatron_rl.types import PromptBatch
+
+
+def run(config: RunConfig) -> None:
+    """Train as a resolved and checked configuration says; results lie in ``config.run_dir``.
+
+    Collective over the world.
+    """
+    with job(config) as current:
+        Run(current).run()
+
+
+class Run:
+    """Hold the parts of one run on this rank."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.config, self.folder, self.phases = job, job.config, job.folder, job.phases
+        config = self.config
+        settings = {"max_response_tokens": config.rollout.max_response_tokens, **config.algorithm.settings}
+        self.algorithm: Algorithm = get_algorithm(config.algorithm.name, settings)
+        self.tokenizer: Any = load_tokenizer(config.model.path)
+        with self.phases("data"):
+            self.prompts = self._prompts("data.train")
+            self.held_out = self._held_out()
+        job.join()
+        self.checkpoint, self.stages = self._left_to_do()
+        with self.phases("data"):
+            self.stage_data = [load_stage_data(config, plan, self.tokenizer) for plan in self.stages]
+        with self.phases("build"), self._progress("build models and engine"):
+            self.roles: Roles = build_roles(config, self.algorithm, self.tokenizer)
+        self.sampler = Sampler(config, self.roles, self.algorithm, self.prompts.next)
+        self.ahead = None
+        if config.asynchrony.steps_ahead:
+            self.ahead = AheadTrainer(config, self.roles, self.algorithm, self.sampler)
+        queue = [] if self.ahead is None else self.ahead.queue
+        state = initial_state(self.algorithm)
+        self.state = TrainerState(self.prompts, state, config.seed, self.sampler, queue)
+
+    def run(self) -> None:
+        """Resume or train the stages before, take the remaining steps, and leave the results behind."""
+        config = self.config
+        if self.checkpoint is not None:
+            self._resume(self.checkpoint)
+        else:
+            self._run_stages()
+        log = None
+        if self.job.main:
+            resumed_step = None if self.checkpoint is None else self.state.step
+            log = MetricsLog(self.folder, config.steps, resumed_step=resumed_step, console=self.job.console)
+        self.phases.metrics()  # what came before belongs to no step
+        if self.checkpoint is None and self.held_out is not None and config.evaluation.at_start:
+            self._record(log, 0, self._evaluate(0, self.held_out))
+        while self.state.step < config.steps:
+            self._step(log)
+        if log is not None:
+            log.close()
+        self._finish()
+
+    def _left_to_do(self) -> tuple[Path | None, tuple[StagePlan, ...]]:
+        """Return the checkpoint to resume from, or the stages still to run. Collective over the world."""
+        newest = self.folder.resumed_checkpoint(self.config.checkpoint.resume)
+        stages = () if newest is not None else pending_stages(self.config)
+        # What the first rank sees: a shared file system may tell the ranks different things for a while.
+        newest, stages = gather_objects((newest, stages))[0]
+        if newest is not None:
+            require_stages(self.config)
+        return newest, stages
+
+    def _prompts(self, setting: str) -> PromptSource:
+        source = load_prompts(self.config, setting, self.tokenizer)
+        self.job.say(f"{setting}: {source.length_report.line()}")
+        return source
+
+    def _held_out(self) -> PromptBatch | None:
+        if self.config.data.eval is None:
+            return None
+        evaluation = self.config.evaluation
+        return self._prompts("data.eval").everything(evaluation.max_prompts, evaluation.temperature)
+
+    def _progress(self, title: str) -> Progress:
+        return Progress(title, shown=self.job.main, console=self.job.console)
+
+    def _resume(self, path: Path) -> None:
+        with self.phases("resume"):
+            self.state.restore(path, self.roles)
+        self.job.say(f"resumed from {path} at step {self.state.step}")
+
+    def _run_stages(self) -> None:
+        """Run the stages that have not ended; the engine counts the weights of each as a version."""
+        plans = stage_plans(self.config)
+        data = dict(zip(self.stages, self.stage_data, strict=True))
+        roles = {role.name: role for role in self.roles.models}
+        for plan in plans:
+            if plan in data:
+                at_end = end_of(plan, self.roles, self.config)
+                run_stage(stage_of(plan, roles[plan.role], data[plan], at_end), self.job)
+            else:
+                self.job.say(f"{plan.where}: has ended before, and left {plan.model}")
+            if plan.role == "actor":
+                self.roles.hybrid_engine.mark_updated()
+        if plans:
+            # As after a restart that finds every stage ended.
+            checkpoint.seed_generators(self.config.seed, 0, self.roles.actor.model)
+
+    def _step(self, log: MetricsLog | None) -> None:
+        config, step = self.config, self.state.step + 1
+        self.phases.step = step
+        traffic_metrics()  # what an evaluation moved belongs to no step
+        begun = time.perf_counter()
+        result = self._take(step)
+        self.state.step = step
+        seconds = time.perf_counter() - begun
+        measured = Metrics({}, {"time/step": seconds}) + self.phases.metrics() + traffic_metrics()
+        for role in self.roles.models:
+            measured += role.residency.metrics()
+        metrics = gather_metrics(measured)
+        if result is not None:
+            self.state.algorithm = result.algorithm_state
+            metrics += result.metrics + _throughput(result, metrics.values()["time/step"])
+            metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
+            if result.warning:
+                self.job.say(f"step {step}: warning: {result.warning}")
+        self._keep_rollouts(step, result)
+        if self.held_out is not None and (step % config.evaluation.every == 0 or step == config.steps):
+            metrics += self._evaluate(step, self.held_out)
+        self._record(log, step, metrics)
+        if step % config.checkpoint.every == 0 or step == config.steps:
+            with self.phases("checkpoint"):
+                self.state.save(self.folder.checkpoints, self.roles, config.checkpoint.keep)
+
+    def _take(self, step: int) -> StepResult | None:
+        """Take one step; None on a rank that only samples, ahead of the others."""
+        state = self.state.algorithm
+        if self.ahead is not None:
+            return self.ahead.step(state, step, self.phases)
+        return train_step(self.sampler, self.roles, self.algorithm, state, self.config, step, self.phases)
+
+    def _evaluate(self, step: int, held_out: PromptBatch) -> Metrics:
+        with self.phases("evaluate"):
+            result = evaluate(self.roles, held_out, self.config)
+        if self.job.main:
+            columns = self._columns(result.prompts, result.rollouts)
+            columns["reward"] = result.rewards.tolist()
+            write_rollouts(self.folder, step, columns, kind="eval")
+        return result.metrics + gather_metrics(self.phases.metrics())
+
+    def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
+        if log is not None:
+            log.write(step, metrics.values())
+
+    def _keep_rollouts(self, step: int, result: StepResult | None) -> None:
+        """Store the step's samples with their judgement, and say why rewards failed."""
+        failures = [failure for part in gather_objects(self.roles.reward.failures[:4]) for failure in part]
+        if not self.job.main or result is None:
+            return
+        for failure in failures[:4]:
+            self.job.say(f"step {step}: a reward failed ({failure.reason}): {failure.message.strip()[-300:]}")
+        graded, rollouts = result.graded, result.graded.rollouts
+        columns = self._columns(graded.prompts, rollouts)
+        columns["group"] = rollouts.group.tolist()
+        columns["reward"] = graded.rewards.tolist()
+        columns["valid"] = graded.valid.tolist()
+        columns["policy_version"] = rollouts.policy_version.tolist()
+        columns["finish_reason"] = rollouts.finish_reason.tolist()
+        write_rollouts(self.folder, step, columns)
+
+    def _columns(self, prompts: Any, rollouts: Any) -> dict[str, Any]:
+        return {
+            "prompt": list(prompts.prompts),
+            "response": self.roles.reward.responses(rollouts),
+            "ground_truth": [str(truth) for truth in prompts.ground_truths],
+        }
+
+    def _finish(self) -> None:
+        config, model = self.config, self.roles.actor.model
+        if config.checkpoint.export:
+            if self.job.main:
+                shutil.rmtree(self.folder.model, ignore_errors=True)  # of this run, before it went on
+            barrier()
+            if model is not None:
+                with self.phases("export"), self.roles.actor.resident():
+                    export(model, self.folder.model, config.model.path)
+        barrier()
+        self.roles.close()
+        if self.job.main:
+            write_report(self.folder.path, console=self.job.console)
+
+
+def _throughput(result: StepResult, seconds: float) -> Metrics:
+    tokens = float(result.graded.rollouts.lengths.sum())
+    return Metrics.of({
+        "throughput/tokens_per_second": tokens / seconds,
+        "throughput/tokens_per_second_per_gpu": tokens / seconds / device.world_size(),
+    })  # fmt: skip

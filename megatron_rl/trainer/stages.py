@@ -1,0 +1,300 @@
+"""Supervised training, preferences and reward models: one loop, with what differs passed in."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_model_objective, sft_objective
+from megatron_rl.config.checkpoint_meta import checkpoint_path, latest
+from megatron_rl.config.derive import longest_row
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
+from megatron_rl.config.stage_plan import StagePlan, stage_plans
+from megatron_rl.data.records import load_records
+from megatron_rl.data.responses import ResponseSource
+from megatron_rl.errors import UserError
+from megatron_rl.metrics import Metrics
+from megatron_rl.parallel import checkpoint
+from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects, gather_rows
+from megatron_rl.parallel.hf.export import export
+from megatron_rl.parallel.hf.weights import load_weights
+from megatron_rl.parallel.optimizer import Optimizer, wrap
+from megatron_rl.roles.build import Roles
+from megatron_rl.roles.model_role import ModelRole, Objective
+from megatron_rl.trainer.job import Job
+from megatron_rl.trainer.logging import MetricsLog, Progress
+from megatron_rl.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class StageData:
+    """Hold the records that a stage learns from and those that its loss is only measured on.
+
+    ``per_step`` records make a step; ``records`` is how many the whole stage takes, so that the last step of
+    a whole number of epochs may have fewer.
+    """
+
+    train: ResponseSource
+    held_out: ResponseSource | None
+    per_step: int
+    records: int
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps."""
+        return -(-self.records // self.per_step)
+
+    def size(self, step: int) -> int:
+        """Return the number of records of a step, counted from 1."""
+        return min(self.per_step, self.records - (step - 1) * self.per_step)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Hold what one stage is: who learns, from what, down which objective, and what happens at its end.
+
+    ``how`` are the arguments of `ModelRole.update` beside the objective. With ``needs_reference`` the batches
+    hold the log-probs of the policy that the stage starts from. ``at_end`` is called when the model of the
+    stage is written. Collective over the world.
+    """
+
+    plan: StagePlan
+    title: str
+    role: ModelRole
+    data: StageData
+    objective: Objective
+    how: Mapping[str, Any] = field(default_factory=dict)
+    needs_reference: bool = False
+    at_end: Callable[[], None] = lambda: None
+
+
+def load_stage_data(config: RunConfig, plan: StagePlan, tokenizer: Any) -> StageData:
+    """Read and tokenise what a stage learns from; raises UserError for records that do not fit."""
+    settings, where = plan.settings, plan.where
+
+    def source(path: str, name: str) -> ResponseSource:
+        return ResponseSource(
+            load_records(path, setting=f"{where}.{name}"),
+            tokenizer,
+            config.data,
+            {getattr(settings, field): f"{where}.{field}" for field in settings.RESPONSES},
+            seed=config.seed,
+            max_tokens=settings.max_row_tokens or longest_row(config),
+            setting=f"{where}.{name}",
+            model_path=config.model.path,
+        )
+
+    train = source(settings.data, "data")
+    held_out = None if settings.held_out is None else source(settings.held_out, "held_out")
+    records = (settings.steps or 0) * settings.per_step
+    if settings.epochs is not None:
+        records = max(1, round(settings.epochs * len(train)))
+    return StageData(train, held_out, settings.per_step, records)
+
+
+def stage_of(plan: StagePlan, role: ModelRole, data: StageData, at_end: Callable[[], None]) -> Stage:
+    """Return the stage that a plan describes."""
+    settings = plan.settings
+    if isinstance(settings, SftConfig):
+        return Stage(plan, "supervised warm-up", role, data, _supervised, at_end=at_end)
+    if isinstance(settings, PreferenceConfig):
+        loss = PreferenceSettings(
+            settings.loss, settings.beta, settings.label_smoothing, settings.margin, settings.sft_coef
+        )
+        return Stage(
+            plan, "training on preferences", role, data, partial(_preferred, loss),
+            how={"unit": 2}, needs_reference=settings.loss != "simpo", at_end=at_end,
+        )  # fmt: skip
+    title = f"reward model {plan.name.removeprefix('reward_')}"
+    how = {"unit": 2, "before": False}
+    return Stage(plan, title, role, data, reward_model_objective, how=how, at_end=at_end)
+
+
+def _supervised(rows: TrainBatch, log_probs: Any, entropy: Any) -> Any:
+    return sft_objective(rows, log_probs)
+
+
+def _preferred(settings: PreferenceSettings, rows: TrainBatch, log_probs: Any, entropy: Any) -> Any:
+    return dpo_objective(settings, rows, log_probs)
+
+
+def end_of(plan: StagePlan, roles: Roles, config: RunConfig) -> Callable[[], None]:
+    """Return what the end of a stage means to the roles of a run.
+
+    Roles that start from the actor's model get its weights; a trained reward model learns no more.
+    """
+    if plan.role == "actor":
+        return partial(_hand_on, plan, roles, config)
+    return next(model.role.freeze for model in roles.reward_models if model.role.name == plan.role)
+
+
+def _hand_on(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
+    """Load the model of the actor's stage into the roles that start from it. Collective over the world."""
+    starts = {"reference": config.reference, "critic": config.critic}
+    starts |= {f"reward.models.{name}": section for name, section in config.reward.models.items()}
+    trained = {other.role for other in stage_plans(config) if other.ended and other.role != "actor"}
+    for role in roles.models:
+        section = starts.get(role.name)
+        if section is None or section.path != str(plan.model) or role.name in trained:
+            continue
+        with role.resident():
+            if role.model is not None:
+                load_weights(role.model, section.path)
+            if role.optimizer is not None:
+                role.optimizer.reload_parameters()
+
+
+def require_stages(config: RunConfig) -> None:
+    """Raise UserError where a run that resumes lacks a model that one of its stages leaves.
+
+    A checkpoint holds the actor and the critic; the reference and trained reward models lie beside it.
+    """
+    for plan in stage_plans(config):
+        where = "reference.path" if plan.role == "actor" else f"{plan.role}.path"
+        reference = config.reference is not None and config.reference.path == str(plan.model)
+        if plan.ended or (plan.role == "actor" and not reference):
+            continue
+        raise UserError(
+            f"the model that {plan.where} has left in the run that is resumed is not in the run folder",
+            where=where,
+            expected=f"a Hugging Face checkpoint in {plan.model}",
+            got="no such directory",
+            fix=f"copy it there from the folder of the run that is resumed, or set {where} to it"
+            + ("" if plan.role == "actor" else f" and remove {plan.where}"),
+        )
+
+
+def run_stage(stage: Stage, job: Job) -> None:
+    """Train a role as its stage says, from the stage's newest checkpoint where it has one.
+
+    Leaves the stage's model as a Hugging Face checkpoint, complete or not at all; from then on the stage has
+    ended. The role's own optimizer, where it has one, goes on from the trained weights. Collective over the
+    world.
+    """
+    role, plan = stage.role, stage.plan
+    own_optimizer = role.optimizer
+    with role.resident():
+        # A stage that a restart begins with draws what it would have drawn after the stage before.
+        checkpoint.seed_generators(job.config.seed, 0, role.model)
+        if role.model is not None:
+            if own_optimizer is None:
+                wrap(role.model, plan.settings.optimizer.distributed)
+            role.optimizer = Optimizer(role.model, plan.settings.optimizer, stage.data.steps)
+        _take_steps(stage, job)
+        role.optimizer = own_optimizer
+        if own_optimizer is not None:
+            own_optimizer.reload_parameters()
+        with job.phases("export"):
+            if role.model is not None:
+                export(role.model, plan.model, job.config.model.path)
+            barrier()
+        stage.at_end()
+    if job.main:
+        shutil.rmtree(job.folder.stage_checkpoints(plan.name), ignore_errors=True)
+
+
+def _take_steps(stage: Stage, job: Job) -> None:
+    """Take the steps that are left, write their metrics, and save the state now and then."""
+    role, plan, data = stage.role, stage.plan, stage.data
+    parts = {role.name: checkpoint.Part(role.model, role.optimizer)}
+    folder = job.folder.stage_checkpoints(plan.name)
+    newest = gather_objects(latest(folder))[0]
+    done = 0
+    if newest is not None:
+        state = checkpoint.read_state(newest)
+        done = int(state["step"])
+        data.train.load_state_dict(state["data"])
+    # The reference is the policy before the stage: it scores before the checkpoint is read.
+    batches, held_out = _batches(stage, job, done)
+    if newest is not None:
+        checkpoint.load(newest, parts)
+        job.say(f"{stage.title}: resumed from {newest} at step {done}")
+    save_every = plan.settings.checkpoint_every or job.config.checkpoint.every
+    with (
+        _Record(stage, job, None if newest is None else done) as record,
+        Progress(stage.title, data.steps, shown=job.main, console=job.console) as progress,
+    ):
+        progress.advance(done)
+        if held_out is not None and newest is None:
+            record.write(0, _held_out_metrics(stage, held_out, job))
+        for step, (batch, position) in enumerate(batches, start=done + 1):
+            job.phases.step = step
+            with job.phases(plan.name):
+                metrics = role.update(batch, stage.objective, **stage.how)
+            if held_out is not None and _is_due(step, plan.settings.evaluate_every, data.steps):
+                metrics += _held_out_metrics(stage, held_out, job)
+            values = record.write(step, metrics)
+            progress.advance(note=f"loss {values[f'{plan.name}/loss']:.3f}")
+            if step % save_every == 0 and step < data.steps:
+                with job.phases("checkpoint"):
+                    state = {"step": step, "seed": job.config.seed, "data": position}
+                    checkpoint.save(checkpoint_path(folder, step), parts, state, keep=1)
+
+
+def _is_due(step: int, every: int | None, last: int) -> bool:
+    return step == last or (every is not None and step % every == 0)
+
+
+def _batches(
+    stage: Stage, job: Job, done: int
+) -> tuple[Iterator[tuple[TrainBatch, Mapping[str, Any]]], TrainBatch | None]:
+    """Return the batches after ``done`` steps, each with the data's position after it, and held-out rows.
+
+    Where the stage needs a reference all are scored now, before the policy learns from the first.
+    """
+    data = stage.data
+
+    def drawn() -> Iterator[tuple[TrainBatch, Mapping[str, Any]]]:
+        for step in range(done + 1, data.steps + 1):
+            batch = data.train.next(data.size(step))
+            yield batch, data.train.state_dict()
+
+    def scored(batch: TrainBatch) -> TrainBatch:
+        log_probs = gather_rows(stage.role.infer(batch)).tokens["old_log_probs"]
+        return replace(batch, ref_log_probs=log_probs)
+
+    held_out = None if data.held_out is None else data.held_out.everything()
+    if not stage.needs_reference:
+        return drawn(), held_out
+    with job.phases("score"):
+        batches = [(scored(batch), position) for batch, position in drawn()]
+        return iter(batches), held_out and scored(held_out)
+
+
+def _held_out_metrics(stage: Stage, held_out: TrainBatch, job: Job) -> Metrics:
+    """Return the objective's metrics on held-out rows, named ``held_out_`` in their group."""
+    with job.phases("evaluate"):
+        metrics = stage.role.measure(held_out, stage.objective, **stage.how)
+    return Metrics({name.replace("/", "/held_out_", 1): value for name, value in metrics.sums.items()})
+
+
+class _Record:
+    """Write a line per step of a stage, the same values on every rank; a context manager."""
+
+    def __init__(self, stage: Stage, job: Job, resumed_step: int | None) -> None:
+        self._name, self._prefix = stage.plan.name, f"{stage.role.prefix}/"
+        self._phases = job.phases
+        self._log = None
+        if job.main:
+            self._log = MetricsLog(
+                job.folder, stage.data.steps, resumed_step=resumed_step, phase=self._name, console=job.console
+            )
+
+    def write(self, step: int, metrics: Metrics) -> dict[str, float]:
+        """Return the values of all ranks under the stage's name. Collective over the world."""
+        values = gather_metrics(metrics + self._phases.metrics()).values()
+        values = {name.replace(self._prefix, f"{self._name}/"): value for name, value in values.items()}
+        if self._log is not None:
+            self._log.write(step, values, shown=False)
+        return values
+
+    def __enter__(self) -> _Record:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._log is not None:
+            self._log.close()
