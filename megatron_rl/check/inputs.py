@@ -14,7 +14,7 @@ from megatron_rl.check.rewards import check_reward
 from megatron_rl.config.checkpoint_meta import check_same_model, latest, read_meta
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.stage_plan import starting_model
+from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape
 
@@ -45,33 +45,31 @@ def check_inputs(check: Inputs) -> None:
     fields = {config.data.prompt_field: "data.prompt_field"}
     for name, model in config.reward.models.items():
         where = f"reward.models.{name}"
-        if not check.fine(where):
-            continue
-        _same_vocabulary(check, model.path, f"{where}.path")
-        if model.training is not None:
-            both = {model.training.chosen_field: f"{where}.training.chosen_field"}
-            both |= {model.training.rejected_field: f"{where}.training.rejected_field"}
-            check_data(Path(model.training.data), f"{where}.training.data", {**fields, **both}, files)
+        if check.fine(where):
+            _same_vocabulary(check, model.path, f"{where}.path")
     if check.fine("data.train", "data.prompt_field"):
         check.preview = check_data(Path(config.data.train), "data.train", fields, files)
         _check_prompts(check)
     if config.data.eval is not None and check.fine("data.eval", "data.prompt_field"):
         check_data(Path(config.data.eval), "data.eval", fields, files)
-    if config.sft is not None and check.fine("sft.data", "sft.response_field", "data.prompt_field"):
-        both = {**fields, config.sft.response_field: "sft.response_field"}
-        check_data(Path(config.sft.data), "sft.data", both, files)
-    pairs = config.preference
-    names = ("data", "chosen_field", "rejected_field")
-    if pairs is not None and check.fine("data.prompt_field", *(f"preference.{name}" for name in names)):
-        both = {pairs.chosen_field: "preference.chosen_field"}
-        both |= {pairs.rejected_field: "preference.rejected_field"}
-        check_data(Path(pairs.data), "preference.data", {**fields, **both}, files)
+    for plan in stage_plans(config):
+        _check_stage_data(check, plan, fields)
     if check.fine("reward"):
         check.errors.extend(check_reward(config.reward))
     if check.fine("run_dir"):
         check.errors.extend(_run_dir(Path(config.run_dir)))
     if check.fine("checkpoint.resume", "run_dir", "model.path"):
         check.errors.extend(_resume(config))
+
+
+def _check_stage_data(check: Inputs, plan: StagePlan, fields: dict[str, str]) -> None:
+    """Check the data sets of a stage, whose records hold the prompt and each response."""
+    settings = {name: f"{plan.where}.{name}" for name in plan.settings.RESPONSES}
+    responses = {getattr(plan.settings, name): where for name, where in settings.items()}
+    for name in ("data", "held_out"):
+        path, where = getattr(plan.settings, name), f"{plan.where}.{name}"
+        if path is not None and check.fine("data.prompt_field", where, *settings.values()):
+            check_data(Path(path), where, {**fields, **responses}, check.files)
 
 
 def _resume(config: RunConfig) -> list[UserError]:

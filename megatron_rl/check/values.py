@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -11,12 +12,37 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.config.setting import setting_of, value_errors
 from megatron_rl.config.source import describe
+from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError, nearest
 
 
 def check_values(config: RunConfig) -> list[UserError]:
     """Return what is wrong with single values and with pairs of values."""
-    return [*value_errors(config), *_profiles(config), *_reward_models(config), *_pairs(config)]
+    return [
+        *value_errors(config),
+        *_profiles(config),
+        *_reward_models(config),
+        *_stages(config),
+        *_pairs(config),
+    ]
+
+
+def _stages(config: RunConfig) -> list[UserError]:
+    """Return the errors of stages that do not say how long they take, or say it twice."""
+    errors = []
+    for plan in stage_plans(config):
+        steps, epochs = plan.settings.steps, plan.settings.epochs
+        if (steps is None) == (epochs is None):
+            errors.append(
+                UserError(
+                    "a stage takes a number of steps or a number of epochs",
+                    where=f"{plan.where}.steps",
+                    expected=f"one of {plan.where}.steps and {plan.where}.epochs",
+                    got="neither" if steps is None else f"steps {steps} and epochs {epochs:g}",
+                    fix=f"set {plan.where}.steps=200" if steps is None else "remove one of them",
+                )
+            )
+    return errors
 
 
 def _reward_models(config: RunConfig) -> list[UserError]:
@@ -101,9 +127,8 @@ def _pairs(config: RunConfig) -> list[UserError]:
         ("actor.optimizer", config.actor.optimizer, None),
         ("critic.optimizer", config.critic and config.critic.optimizer, None),
         *(
-            (f"{name}.optimizer", section.optimizer, section.steps)
-            for name, section in (("sft", config.sft), ("preference", config.preference))
-            if section is not None
+            (f"{plan.where}.optimizer", plan.settings.optimizer, plan.settings.steps or math.inf)
+            for plan in stage_plans(config)
         ),
     ):
         if optimizer is None:
@@ -114,7 +139,7 @@ def _pairs(config: RunConfig) -> list[UserError]:
         total = steps or config.steps * config.batch.optimizer_steps * config.batch.epochs
         if optimizer.warmup_steps > total > 0:
             rules.append(
-                (True, lambda path=path, a=optimizer.warmup_steps, b=total: _warmup_error(path, a, b))
+                (True, lambda path=path, a=optimizer.warmup_steps, b=int(total): _warmup_error(path, a, b))
             )
     warn, stop = config.mismatch.warn, config.mismatch.stop
     rules.append((warn is not None and stop is not None and stop < warn, lambda: _mismatch_error(warn, stop)))

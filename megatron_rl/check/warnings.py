@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import PHASES, RankMemory
@@ -135,10 +136,7 @@ def _batch(config: RunConfig, batch: BatchPlan, records: int | None, warnings: _
 
 def _schedule(config: RunConfig, warnings: _Warnings) -> None:
     optimizers = [("actor.optimizer", config.actor.optimizer)]
-    if config.sft is not None:
-        optimizers.append(("sft.optimizer", config.sft.optimizer))
-    if config.preference is not None:
-        optimizers.append(("preference.optimizer", config.preference.optimizer))
+    optimizers += [(f"{plan.where}.optimizer", plan.settings.optimizer) for plan in stage_plans(config)]
     for path, optimizer in optimizers:
         if optimizer.decay != "constant" and optimizer.minimum_learning_rate in (
             None,

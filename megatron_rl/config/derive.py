@@ -176,13 +176,6 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
     if critic is not None:
         optimizer = _optimizer(critic.optimizer, "critic.optimizer", reasons)
         critic = replace(critic, optimizer=optimizer)
-    sft = config.sft and replace(
-        config.sft, optimizer=_optimizer(config.sft.optimizer, "sft.optimizer", reasons)
-    )
-    preference = config.preference and replace(
-        config.preference,
-        optimizer=_optimizer(config.preference.optimizer, "preference.optimizer", reasons),
-    )
     model = config.model
     if model.attention is None:
         model = replace(model, attention=_attention(config, reasons))
@@ -199,9 +192,9 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
         model=model,
         actor=actor,
         critic=critic,
-        reward=_reward(config.reward, reasons),
-        sft=sft,
-        preference=preference,
+        reward=_reward(config, reasons),
+        sft=_stage(config.sft, "sft", config, reasons),
+        preference=_stage(config.preference, "preference", config, reasons),
         batch=batch,
         mismatch=mismatch,
         rollout=rollout,
@@ -284,15 +277,27 @@ def _layout(stated: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict
     )
 
 
-def _reward(reward: RewardConfig, reasons: dict[str, str]) -> RewardConfig:
-    models = {}
-    for name, model in reward.models.items():
-        if model.training is not None:
-            path = f"reward.models.{name}.training.optimizer"
-            training = replace(model.training, optimizer=_optimizer(model.training.optimizer, path, reasons))
-            model = replace(model, training=training)
-        models[name] = model
-    return replace(reward, models=models)
+def _reward(config: RunConfig, reasons: dict[str, str]) -> RewardConfig:
+    models = {
+        name: replace(
+            model, training=_stage(model.training, f"reward.models.{name}.training", config, reasons)
+        )
+        for name, model in config.reward.models.items()
+    }
+    return replace(config.reward, models=models)
+
+
+def _stage(settings: Any, where: str, config: RunConfig, reasons: dict[str, str]) -> Any:
+    """Fill in what a stage takes over from the run; None stays None."""
+    if settings is None:
+        return None
+    if settings.checkpoint_every is None:
+        reasons[f"{where}.checkpoint_every"] = "checkpoint.every"
+        settings = replace(settings, checkpoint_every=config.checkpoint.every)
+    if settings.max_row_tokens is None:
+        reasons[f"{where}.max_row_tokens"] = "data.max_prompt_tokens + rollout.max_response_tokens"
+        settings = replace(settings, max_row_tokens=longest_row(config))
+    return replace(settings, optimizer=_optimizer(settings.optimizer, f"{where}.optimizer", reasons))
 
 
 def _optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_model_objective, sft_objective
 from megatron_rl.config.checkpoint_meta import checkpoint_path, latest
-from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans
@@ -74,7 +73,8 @@ class Stage:
 
 def load_stage_data(config: RunConfig, plan: StagePlan, tokenizer: Any) -> StageData:
     """Read and tokenise what a stage learns from; raises UserError for records that do not fit."""
-    settings, where = plan.settings, plan.where
+    settings, where, longest = plan.settings, plan.where, plan.settings.max_row_tokens
+    assert longest is not None
 
     def source(path: str, name: str) -> ResponseSource:
         return ResponseSource(
@@ -83,7 +83,7 @@ def load_stage_data(config: RunConfig, plan: StagePlan, tokenizer: Any) -> Stage
             config.data,
             {getattr(settings, field): f"{where}.{field}" for field in settings.RESPONSES},
             seed=config.seed,
-            max_tokens=settings.max_row_tokens or longest_row(config),
+            max_tokens=longest,
             setting=f"{where}.{name}",
             model_path=config.model.path,
         )
@@ -213,7 +213,8 @@ def _take_steps(stage: Stage, job: Job) -> None:
     if newest is not None:
         checkpoint.load(newest, parts)
         job.say(f"{stage.title}: resumed from {newest} at step {done}")
-    save_every = plan.settings.checkpoint_every or job.config.checkpoint.every
+    save_every = plan.settings.checkpoint_every
+    assert save_every is not None
     with (
         _Record(stage, job, None if newest is None else done) as record,
         Progress(stage.title, data.steps, shown=job.main, console=job.console) as progress,

@@ -166,8 +166,8 @@ def test_a_broken_save_leaves_nothing_to_resume(folder: Path) -> None:
 
 
 def test_meta_says_what_the_checkpoint_is(folder: Path) -> None:
-    found = latest(folder / "run")
-    assert found == checkpoint_path(folder / "run", 3)
+    found = latest(folder / "run/checkpoints")
+    assert found == checkpoint_path(folder / "run/checkpoints", 3)
     meta = read_meta(found)
     assert meta["step"] == 3 and meta["seed"] == 7 and meta["dtype"] == "float32"
     assert (
@@ -182,13 +182,13 @@ def test_meta_says_what_the_checkpoint_is(folder: Path) -> None:
 
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    assert latest(tmp_path) is None
+    assert latest(folder) is None
     for name in ("step_2", "step_10", "step_30.partial", "step_20", "step_2.old", "notes"):
         (folder / name / "model").mkdir(parents=True)
     for name in ("step_2", "step_10", "step_30.partial", "step_2.old"):
         (folder / name / "meta.json").write_text("{}")
-    assert latest(tmp_path) == folder / "step_10"  # step_20 has no meta.json, step_30 was cut off
-    prune(tmp_path, keep=1)
+    assert latest(folder) == folder / "step_10"  # step_20 has no meta.json, step_30 was cut off
+    prune(folder, keep=1)
     assert sorted(path.name for path in folder.iterdir()) == ["notes", "step_10", "step_20"]
     with pytest.raises(UserError, match="not a complete training checkpoint"):
         read_meta(folder / "step_20")

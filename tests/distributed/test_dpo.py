@@ -73,4 +73,4 @@ def test_dpo_learns_the_same_in_every_layout(fork, material, tmp_path):
     for folder in ("alone", "spread"):
         (step,) = lines(tmp_path / folder, "metrics")
         assert abs(step["kl/ref"]) < 1e-5
-        assert (tmp_path / folder / "run/warm_up/config.json").is_file()
+        assert (tmp_path / folder / "run/stages/dpo/hf/config.json").is_file()

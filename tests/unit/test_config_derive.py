@@ -91,7 +91,7 @@ def test_every_value_has_an_origin_and_derived_ones_a_reason() -> None:
         "data.chat_template", "actor.layout.expert_tensor",
     }  # fmt: skip
     assert expected <= derived.keys()
-    assert values["reference.path"] == f"{values['run_dir']}/warm_up", "what the learning starts from"
+    assert values["reference.path"] == f"{values['run_dir']}/stages/sft/hf", "what the learning starts from"
     assert check("algorithm.settings.kl_in=loss").config.reference.path == "model"
     assert values["actor.layout.ranks"] == (0, 1, 2, 3)
 

@@ -34,7 +34,7 @@ def test_other_roles_start_from_the_trained_policy(workspace, monkeypatch):
     report = check(workspace, monkeypatch, GOOD, "algorithm.settings.kl_in=loss")
     assert report.errors == ()
     config = report.config
-    assert config.reference.path.endswith("/warm_up")
+    assert config.reference.path.endswith("/stages/dpo/hf")
     assert config.preference.optimizer.minimum_learning_rate == config.preference.optimizer.learning_rate
     assert (config.preference.loss, config.preference.beta) == ("sigmoid", 0.1)
     assert "preferences" in report.origins["reference.path"].detail

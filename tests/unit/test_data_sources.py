@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.config.sections.stages import SftConfig
 from megatron_rl.data import quickstart
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.records import Record, load_records
-from megatron_rl.data.sft import SftSource
+from megatron_rl.data.responses import ResponseSource
 from megatron_rl.data.tokenizing import end_token_ids, load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.types import PromptBatch, SamplingParameters, split_rows
@@ -48,6 +47,13 @@ def source(
 ) -> PromptSource:
     seed = data.pop("seed", 3)
     return PromptSource(items, tokenizer, DataConfig("train", **data), rollout or RolloutConfig(), seed=seed)
+
+
+def responses(
+    items: Sequence[Record], tokenizer: Any, max_tokens: int = 64, shuffle: bool = True
+) -> ResponseSource:
+    data, fields = DataConfig("train", shuffle=shuffle), {"response": "sft.response_field"}
+    return ResponseSource(items, tokenizer, data, fields, seed=1, max_tokens=max_tokens, setting="sft.data")
 
 
 def same(left: PromptBatch, right: PromptBatch) -> bool:
@@ -201,26 +207,25 @@ def test_a_prompt_without_tokens_is_an_error(tokenizer: Any) -> None:
 
 def test_supervised_rows(tokenizer: Any) -> None:
     items = records([{"prompt": "1+1=", "response": "2"}, {"prompt": "6+6=", "response": "12"}])
-    data, sft = DataConfig("train", shuffle=False), SftConfig("sft", steps=1)
-    rows = SftSource(items, tokenizer, data, sft, seed=1, max_tokens=64)
+    rows = responses(items, tokenizer, shuffle=False)
     batch = rows.next(2)
     assert tokenizer.decode(batch.tokens) == "<bos>1+1=2<eos><bos>6+6=12<eos>"
     assert batch.lengths.tolist() == [7, 8]
     assert batch.response_mask.tolist() == [False] * 5 + [True] * 2 + [False] * 5 + [True] * 3
     assert torch.allclose(batch.loss_weights, batch.response_mask / 5)
     assert batch.temperature.tolist() == [1.0, 1.0]
+    assert torch.equal(rows.everything().tokens, batch.tokens), "in the order of the data"
     with pytest.raises(UserError, match="no field 'response'"):
-        SftSource(records([{"prompt": "1"}]), tokenizer, data, sft, seed=1, max_tokens=64)
+        responses(records([{"prompt": "1"}]), tokenizer)
     with pytest.raises(UserError, match="not text"):
-        SftSource(records([{"prompt": "1", "response": 2}]), tokenizer, data, sft, seed=1, max_tokens=64)
-    long = SftSource(items, tokenizer, data, sft, seed=1, max_tokens=7)
+        responses(records([{"prompt": "1", "response": 2}]), tokenizer)
+    long = responses(items, tokenizer, max_tokens=7)
     assert len(long) == 1 and long.length_report.over_long == 1
 
 
 def test_a_resumed_supervised_source_goes_on_exactly(material: Path, tokenizer: Any) -> None:
     items = load_records(material / "sft.jsonl")[:50]
-    data, sft = DataConfig("train"), SftConfig("sft", steps=1)
-    first, second = (SftSource(items, tokenizer, data, sft, seed=1, max_tokens=64) for _ in range(2))
+    first, second = (responses(items, tokenizer) for _ in range(2))
     first.next(70)
     second.load_state_dict(first.state_dict())
     assert torch.equal(first.next(64).tokens, second.next(64).tokens)

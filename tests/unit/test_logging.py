@@ -16,8 +16,9 @@ import pyarrow.parquet
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.trainer import logging
-from megatron_rl.trainer.logging import MetricsLog, Progress, RunFolder, clock, output_to, read_metrics
+from megatron_rl.trainer.logging import MetricsLog, Progress, clock, output_to, read_metrics, write_rollouts
 
 
 @pytest.fixture
@@ -91,21 +92,21 @@ def test_values_that_are_not_finite_are_null(folder: RunFolder) -> None:
 def test_the_warm_up_has_a_file_of_its_own(folder: RunFolder) -> None:
     with MetricsLog(folder, 5, phase="sft", console=io.StringIO()) as log:
         log.write(1, {"sft/loss": 2.0}, shown=False)
-    assert read_metrics(folder.warm_up) == [{"step": 1, "sft/loss": 2.0}]
+    assert read_metrics(folder.stage_metrics("sft")) == [{"step": 1, "sft/loss": 2.0}]
     assert not folder.metrics.exists()
     assert scalars(folder, "sft/loss", "sft") == [(1, 2.0)]
 
 
 def test_rollouts_are_parquet_and_odd_columns_become_json(folder: RunFolder) -> None:
     columns = {"prompt": ["1+1=", "2+2="], "reward": [1.0, float("nan")], "truth": [{"a": 1}, "4"]}
-    path = folder.write_rollouts(7, columns)
+    path = write_rollouts(folder, 7, columns)
     table = pyarrow.parquet.read_table(path).to_pylist()
     assert [row["prompt"] for row in table] == ["1+1=", "2+2="] and table[0]["step"] == 7
     assert [json.loads(row["truth"]) for row in table] == [{"a": 1}, "4"]
-    assert len(pyarrow.parquet.read_table(folder.write_rollouts(8, columns, limit=1))) == 1
+    assert len(pyarrow.parquet.read_table(write_rollouts(folder, 8, columns, limit=1))) == 1
     assert [file.name for file in sorted(folder.rollouts.iterdir())] == ["step_7.parquet", "step_8.parquet"]
     with pytest.raises(ValueError, match="different lengths"):
-        folder.write_rollouts(9, {"a": [1], "b": []})
+        write_rollouts(folder, 9, {"a": [1], "b": []})
 
 
 def test_config_is_replaced_whole(folder: RunFolder) -> None:

@@ -8,27 +8,24 @@ import pytest
 import torch
 
 from megatron_rl.config.sections.data import DataConfig
-from megatron_rl.config.sections.stages import RewardTrainingConfig
 from megatron_rl.data import quickstart
-from megatron_rl.data.preference import PreferenceSource
 from megatron_rl.data.records import load_records
+from megatron_rl.data.responses import ResponseSource
 from megatron_rl.errors import UserError
 from megatron_rl.types import split_rows
 
-TRAINING = RewardTrainingConfig(data="", steps=1)
 
-
-def source(path, tokenizer, max_tokens=16, **data) -> PreferenceSource:
+def source(path, tokenizer, max_tokens=16, **data) -> ResponseSource:
     records = load_records(str(path), setting="pairs")
     config = DataConfig(train="", **data)
-    return PreferenceSource(
+    return ResponseSource(
         records,
         tokenizer,
         config,
-        TRAINING,
+        {"chosen": "preference.chosen_field", "rejected": "preference.rejected_field"},
         seed=1,
         max_tokens=max_tokens,
-        setting="reward.models.a.training",
+        setting="preference.data",
     )
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import UserError
 from megatron_rl.trainer import report
-from megatron_rl.trainer.logging import MetricsLog, RunFolder, read_metrics
+from megatron_rl.trainer.logging import MetricsLog, read_metrics, write_rollouts
 
 
 def run(path: Path, steps: int = 30, optional: bool = True) -> RunFolder:
@@ -38,8 +39,8 @@ def run(path: Path, steps: int = 30, optional: bool = True) -> RunFolder:
 def test_the_table_and_the_files(tmp_path: Path) -> None:
     folder = run(tmp_path / "addition")
     folder.write_config("seed: 1 # <&>\n")
-    folder.write_rollouts(3, {"prompt": ["old"], "response": ["old"], "reward": [0.0]})
-    folder.write_rollouts(30, {"prompt": ["1+1="], "response": ["<b>2</b>"], "reward": [1.0]})
+    write_rollouts(folder, 3, {"prompt": ["old"], "response": ["old"], "reward": [0.0]})
+    write_rollouts(folder, 30, {"prompt": ["1+1="], "response": ["<b>2</b>"], "reward": [1.0]})
     console = io.StringIO()
     page = report.write(folder.path, console).read_text()
     shown = console.getvalue()

@@ -1,0 +1,120 @@
+"""Stages before reinforcement learning: killed anywhere and started again they give the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors import safe_open
+
+WORKER = Path(__file__).parent / "workers" / "killed_train.py"
+STAGES = "megatron_rl.trainer.stages"
+UPDATE = "megatron_rl.roles.model_role:ModelRole.update"
+MEASURED = ("time/", "throughput/", "memory/", "reshard/", "rows/")
+OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 2, "decay": "cosine", "minimum_learning_rate": 1e-5}
+SFT, DPO, REWARD = 6, 5, 4
+"""Steps of the three stages."""
+
+
+def write(folder: Path, material: Path, **changes: Any) -> Path:
+    """Write a run with all three stages, the parts of each in the middle of an epoch, and two more steps."""
+    folder.mkdir(parents=True)
+    for name, count in (("sft", 40), ("pairs", 30)):
+        lines = (material / f"{name}.jsonl").read_text().splitlines()
+        (folder / f"{name}.jsonl").write_text("\n".join(lines[:count]) + "\n")
+        (folder / f"{name}_held_out.jsonl").write_text("\n".join(lines[count : count + 10]) + "\n")
+
+    def stage(name: str, **settings: Any) -> dict[str, Any]:
+        data = {"data": str(folder / f"{name}.jsonl"), "held_out": str(folder / f"{name}_held_out.jsonl")}
+        return {**data, "optimizer": OPTIMIZER, "checkpoint_every": 2, **settings}
+
+    config = {
+        "run_dir": str(folder / "run"),
+        "steps": 2,
+        "model": {"path": str(material / "model"), "dtype": "bfloat16"},
+        "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
+        "sft": stage("sft", epochs=2.25, rows_per_step=16, evaluate_every=2),
+        "preference": stage("pairs", steps=DPO, pairs_per_step=8, beta=0.5),
+        "reward": {"models": {"judge": {"training": stage("pairs", steps=REWARD, pairs_per_step=8)}}},
+        "algorithm": {"name": "grpo", "settings": {"kl_in": "loss", "kl_coef": 0.1}},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "tokens_per_microbatch": 64},
+        "actor": {"optimizer": OPTIMIZER, "layout": {"pipeline": 2}},
+        "rollout": {"engine": "torch", "max_response_tokens": 6},
+        "evaluation": {"at_start": False, "every": 100},
+        "checkpoint": {"every": 100},
+        **changes,
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def lines(run: Path, name: str) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.startswith(MEASURED)}
+        for line in (run / f"{name}.jsonl").read_text().splitlines()
+    ]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as content:
+            for name in content.keys():  # noqa: SIM118 - not a mapping
+                tensors[name] = content.get_tensor(name).float().numpy().tobytes()
+    assert tensors, folder
+    return tensors
+
+
+def assert_same_runs(run: Path, expected: Path, names: dict[str, int]) -> None:
+    """Compare logs and models; ``names`` has the stages and the number of their last step."""
+    for name, last in names.items():
+        found = lines(run, name)
+        assert [line["step"] for line in found] == list(range(0 if name != "metrics" else 1, last + 1))
+        assert found == lines(expected, name), name
+    models = [path.parent.relative_to(expected) for path in expected.rglob("config.json")]
+    assert models
+    for model in models:
+        assert weights(run / model) == weights(expected / model), model
+
+
+KILLS = [
+    ("in the first step", UPDATE, 1, 1, False),
+    ("in the middle of sft", UPDATE, 4, 0, False),
+    ("while a checkpoint of sft is written", "megatron_rl.parallel.checkpoint:save_tensors", 1, 1, False),
+    ("before sft has left its model", f"{STAGES}:export", 1, 0, False),
+    ("when sft has left its model", f"{STAGES}:export", 1, 1, True),
+    ("in the middle of preference", UPDATE, 4, 1, False),
+    ("when a checkpoint of preference is there", f"{STAGES}:checkpoint.save", 2, 0, True),
+    ("when preference has left its model", f"{STAGES}:export", 1, 0, True),
+    ("in the middle of reward-model training", UPDATE, 4, 0, False),
+    ("before the reward model is left", f"{STAGES}:export", 1, 1, False),
+    ("when the reward model is left", f"{STAGES}:export", 1, 0, True),
+    ("in the first step of reinforcement learning", UPDATE, 1, 0, False),
+]
+
+
+def test_a_run_killed_anywhere_in_its_stages_gives_the_same_bits(fork, material, tmp_path):
+    whole = write(tmp_path / "whole", material)
+    fork("megatron_rl", 2, "train", whole, module=True)
+    killed = write(tmp_path / "killed", material)
+    for words, place, call, rank, after in KILLS:
+        env = {"KILL_AT": place, "KILL_CALL": str(call), "KILL_RANK": str(rank)}
+        env |= {"KILL_AFTER": "1"} if after else {}
+        launch = fork(WORKER, 2, "train", killed, env=env, check=False)
+        assert launch.returncode, f"not killed {words}"
+        assert not (tmp_path / "killed/run/hf").exists(), words
+    fork("megatron_rl", 2, "train", killed, module=True)
+    steps = {"sft": SFT, "dpo": DPO, "reward_judge": REWARD, "metrics": 2}
+    assert_same_runs(tmp_path / "killed/run", tmp_path / "whole/run", steps)
+
+    sft = lines(tmp_path / "whole/run", "sft")
+    measured = [line["step"] for line in sft if "sft/held_out_loss" in line]
+    assert measured == [0, 2, 4, 6] and sft[0]["sft/held_out_loss"] > sft[-1]["sft/held_out_loss"]
+    assert not list((tmp_path / "whole/run/stages").glob("*/checkpoints"))
+    # A folder that has ended repeats nothing.
+    again = fork("megatron_rl", 2, "train", killed, "steps=3", module=True)
+    assert "resumed from" in again.output and "supervised warm-up" not in again.output
