@@ -88,7 +88,7 @@ KILLS = [
     ("before sft has left its model", f"{STAGES}:export", 1, 0, False),
     ("when sft has left its model", f"{STAGES}:export", 1, 1, True),
     ("in the middle of preference", UPDATE, 4, 1, False),
-    ("when a checkpoint of preference is there", f"{STAGES}:checkpoint.save", 2, 0, True),
+    ("when a checkpoint of preference is there", f"{STAGES}:checkpoint.save", 1, 0, True),
     ("when preference has left its model", f"{STAGES}:export", 1, 0, True),
     ("in the middle of reward-model training", UPDATE, 4, 0, False),
     ("before the reward model is left", f"{STAGES}:export", 1, 1, False),

@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MEASURED = ("time/", "throughput/", "memory/")
 """Metrics that begin like this are measured on the machine, so they differ between two equal runs."""
-WEIGHTS = ("hf", "warm_up", "reward_models/*")
+WEIGHTS = ("hf", "stages/*/hf", "reward_models/*")
 """The folders of a run that hold Hugging Face weights."""
 RUN_SECONDS = 600.0
 PATIENCE = 30.0
