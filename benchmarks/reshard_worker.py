@@ -21,8 +21,8 @@ from reshard_peers import Gatherer, bucketed, gather_all, per_tensor
 from transformers import Qwen2Config
 
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.hybrid_engine.engine import HybridEngine
 from megatron_rl.hybrid_engine.layouts import best_rank_order
+from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.hybrid_engine.target import MegatronTarget
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups

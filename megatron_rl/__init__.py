@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from megatron_rl.check.configuration import check_config as check_config
     from megatron_rl.config.load import load_config as load_config
     from megatron_rl.config.schema import RunConfig as RunConfig
-    from megatron_rl.hybrid_engine.engine import HybridEngine as HybridEngine
+    from megatron_rl.hybrid_engine.sync import HybridEngine as HybridEngine
     from megatron_rl.metrics import Metrics as Metrics
     from megatron_rl.parallel.groups import ParallelGroups as ParallelGroups
     from megatron_rl.parallel.model import ParallelModel as ParallelModel
     from megatron_rl.parallel.model import build_model as build_model
-    from megatron_rl.rollout.engine import GenerationEngine as GenerationEngine
+    from megatron_rl.rollout.engine import Sampler as Sampler
+    from megatron_rl.rollout.engine import WeightStore as WeightStore
     from megatron_rl.shapes.layout import ParallelLayout as ParallelLayout
     from megatron_rl.types import PromptBatch as PromptBatch
     from megatron_rl.types import Rollouts as Rollouts
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 # Each public name and the module that defines it; tests/unit/test_architecture.py keeps both lists equal.
 PUBLIC = {
     "Algorithm": "megatron_rl.algorithms",
-    "GenerationEngine": "megatron_rl.rollout.engine",
-    "HybridEngine": "megatron_rl.hybrid_engine.engine",
+    "HybridEngine": "megatron_rl.hybrid_engine.sync",
     "Metrics": "megatron_rl.metrics",
     "ParallelGroups": "megatron_rl.parallel.groups",
     "ParallelLayout": "megatron_rl.shapes.layout",
@@ -41,8 +41,10 @@ PUBLIC = {
     "PromptBatch": "megatron_rl.types",
     "Rollouts": "megatron_rl.types",
     "RunConfig": "megatron_rl.config.schema",
+    "Sampler": "megatron_rl.rollout.engine",
     "Scores": "megatron_rl.types",
     "TrainBatch": "megatron_rl.types",
+    "WeightStore": "megatron_rl.rollout.engine",
     "build_model": "megatron_rl.parallel.model",
     "check_config": "megatron_rl.check.configuration",
     "get_algorithm": "megatron_rl.algorithms",

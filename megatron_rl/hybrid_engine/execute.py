@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron_rl.hybrid_engine.checksum import BoxSum
 from megatron_rl.hybrid_engine.plan import ReshardPlan, Schedule, schedule
 from megatron_rl.parallel.boxes import Region
-from megatron_rl.parallel.transfer import Exchange, gather_objects, sum_over_ranks
+from megatron_rl.parallel.exchange import gather_objects, sum_over_ranks
+from megatron_rl.parallel.transfer import Exchange
 from megatron_rl.types import TensorBox
 
 SAMPLE = 8

@@ -11,7 +11,7 @@
     llm.reset_prefix_cache(reset_running_requests=True)
 
 In one job this runs on every rank; ranks without an engine call `HybridEngine.sync` instead. Trainers and
-engines of two jobs meet at an address: see `rollout.vllm.transfer.Meeting` and launch/examples.
+engines of two jobs meet at an address: see `rollout.vllm.backend.Meeting` and launch/examples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.hybrid_engine.engine import HybridEngine
+from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.parallel import span
 from megatron_rl.rollout.vllm.setup import keep_weights_writable, prepare_vllm
 
@@ -56,9 +56,9 @@ def register() -> None:
 def register_in_worker() -> None:
     """Make backend ``megatron_rl`` known in a process of vLLM's own."""
     keep_weights_writable()
-    from megatron_rl.rollout.vllm import transfer
+    from megatron_rl.rollout.vllm import backend
 
-    transfer.register(_connect)
+    backend.register(_connect)
 
 
 def _connect(meeting: Any, live: Any, rank: int) -> tuple[HybridEngine, Callable[[], None]]:

@@ -1,14 +1,14 @@
 """Make the answers that roles computed for their own rows the same value on every rank.
 
 Only four things cross ranks here: rows, metrics, small objects, and the question whether all is well.
-They cross all ranks of the job, or inside `among` the ranks it names.
+They cross all ranks of the job, or those of a group that the caller names.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import communicator
-from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import token_index
 
 
@@ -39,75 +38,86 @@ class RowShard:
     values: Mapping[str, Tensor]
 
 
-_scopes: list[tuple[int, ...]] = []
-
-
-@contextmanager
-def among(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Let the gathers of the block be over ``ranks`` alone; other ranks do not enter the block.
-
-    The communicator must exist: `communicator` makes it, on all ranks of the job.
+@dataclass
+class RowTraffic:
+    """Count what gathering rows cost this rank: bytes received, and seconds, the wait for the slowest rank
+    among them.
     """
-    _scopes.append(ranks)
-    try:
-        yield
-    finally:
-        _scopes.pop()
+
+    bytes: int = 0
+    seconds: float = 0.0
 
 
-def members() -> tuple[int, ...]:
-    """Return the ranks that gathers are over."""
-    return _scopes[-1] if _scopes else tuple(range(dist.get_world_size()))
+class Members:
+    """The ranks that hold one batch together: what each computes for its rows, all of them get to know.
 
-
-def _group() -> Any:
-    return communicator(_scopes[-1]) if _scopes else None
-
-
-_traffic = {"bytes": 0, "seconds": 0.0}
-
-
-def traffic_metrics() -> Metrics:
-    """Return bytes received and seconds spent in `gather_rows` on this rank since the last call.
-
-    The seconds hold the wait for the slowest rank.
+    ``ranks`` None is the whole job. The communicator of other ranks must exist: `communicator` makes it, on
+    all ranks of the job. ``traffic`` counts what `gather_rows` moves.
     """
-    found = Metrics(
-        {}, {"rows/bytes_received_max": float(_traffic["bytes"]), "time/rows": _traffic["seconds"]}
-    )
-    _traffic.update(bytes=0, seconds=0.0)
-    return found
 
+    def __init__(self, ranks: tuple[int, ...] | None = None, traffic: RowTraffic | None = None) -> None:
+        self.group = None if ranks is None else communicator(ranks)
+        self.ranks = tuple(range(dist.get_world_size())) if ranks is None else ranks
+        self._traffic = RowTraffic() if traffic is None else traffic
 
-def gather_rows(shard: RowShard) -> RowShard:
-    """Return the rows of all ranks in the order of ``rows``, equal on every rank.
+    def gather_rows(self, shard: RowShard) -> RowShard:
+        """Return the rows of all members in the order of ``rows``, equal on every member.
 
-    Each row must come from exactly one rank. Every rank receives each byte once: rows travel as one
-    broadcast from each rank that has some, unpadded. Collective over `members`.
-    """
-    begun = time.perf_counter()
-    gathered = _gather_rows(shard)
-    _traffic["seconds"] += time.perf_counter() - begun
-    return gathered
+        Each row must come from exactly one rank. Every rank receives each byte once: rows travel as one
+        broadcast from each rank that has some, unpadded. Collective over the members.
+        """
+        begun = time.perf_counter()
+        sizes = self._sizes(shard)
+        received = [
+            self._broadcast(shard, rank, rows, tokens)
+            for rank, (rows, tokens) in zip(self.ranks, sizes, strict=True)
+            if rows
+        ]
+        gathered = _in_order(received) if received else shard
+        self._traffic.seconds += time.perf_counter() - begun
+        return gathered
 
+    def gather_metrics(self, metrics: Metrics) -> Metrics:
+        """Return the sum of all members' metrics, equal on every member. Collective over the members."""
+        return merge_metrics(gather_objects(metrics, self.group))
 
-def _gather_rows(shard: RowShard) -> RowShard:
-    mine = torch.tensor(
-        [len(shard.rows), int(shard.lengths.sum())], dtype=torch.int64, device=device.device()
-    )
-    ranks = members()
-    sizes = torch.empty((len(ranks), 2), dtype=torch.int64, device=device.device())
-    dist.all_gather_into_tensor(sizes.view(-1), mine, group=_group())
-    parts = []
-    for rank, (rows, tokens) in zip(ranks, sizes.tolist(), strict=True):
-        if rows:
-            parts.append(_broadcast(shard, rank, rows, tokens))
-    if not parts:
-        return shard
-    order = torch.cat([part.rows for part in parts])
-    if not torch.equal(order.sort().values, torch.arange(len(order))):
-        raise RuntimeError(f"rows were answered twice or not at all: {order.sort().values.tolist()[:20]}")
-    return _reorder(parts, order.argsort())
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every member's small picklable ``value``, by rank. Collective over the members."""
+        return gather_objects(value, self.group)
+
+    def _sizes(self, shard: RowShard) -> list[list[int]]:
+        """Return each member's numbers of rows and of tokens."""
+        mine = torch.tensor(
+            [len(shard.rows), int(shard.lengths.sum())], dtype=torch.int64, device=device.device()
+        )
+        sizes = torch.empty((len(self.ranks), 2), dtype=torch.int64, device=device.device())
+        dist.all_gather_into_tensor(sizes.view(-1), mine, group=self.group)
+        return sizes.tolist()
+
+    def _broadcast(self, shard: RowShard, source: int, rows: int, tokens: int) -> RowShard:
+        fields = _fields(shard)
+        sizes = [
+            (tokens if per_token else rows) * math.prod(tensor.shape[1:]) * tensor.element_size()
+            for _, tensor, per_token in fields
+        ]
+        if device.rank() == source:
+            buffer = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor, _ in fields])
+            buffer = buffer.to(device.device())
+        else:
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
+            self._traffic.bytes += sum(sizes)
+        dist.broadcast(buffer, source, group=self.group)
+        received: dict[str, Tensor] = {}
+        for (name, tensor, per_token), raw in zip(fields, buffer.cpu().split(sizes), strict=True):
+            # A copy starts at an aligned address; a slice of the buffer may not.
+            shape = (tokens if per_token else rows, *tensor.shape[1:])
+            received[name] = raw.clone().view(tensor.dtype).view(shape)
+        return RowShard(
+            received["rows"],
+            received["lengths"],
+            {name: received[name] for name in shard.tokens},
+            {name: received[name] for name in shard.values},
+        )
 
 
 def _fields(shard: RowShard) -> list[tuple[str, Tensor, bool]]:
@@ -117,72 +127,46 @@ def _fields(shard: RowShard) -> list[tuple[str, Tensor, bool]]:
     return [*fixed, *ragged, *((name, tensor, False) for name, tensor in shard.values.items())]
 
 
-def _broadcast(shard: RowShard, source: int, rows: int, tokens: int) -> RowShard:
-    fields = _fields(shard)
-    sizes = [
-        (tokens if per_token else rows) * _item(tensor) * tensor.element_size()
-        for _, tensor, per_token in fields
-    ]
-    if device.rank() == source:
-        buffer = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor, _ in fields])
-        buffer = buffer.to(device.device())
-    else:
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
-        _traffic["bytes"] += sum(sizes)
-    dist.broadcast(buffer, source, group=_group())
-    found: dict[str, Tensor] = {}
-    for (name, tensor, per_token), part in zip(fields, buffer.cpu().split(sizes), strict=True):
-        # A copy starts at an aligned address; a slice of the buffer may not.
-        found[name] = part.clone().view(tensor.dtype).view(tokens if per_token else rows, *tensor.shape[1:])
-    return RowShard(
-        found["rows"],
-        found["lengths"],
-        {name: found[name] for name in shard.tokens},
-        {name: found[name] for name in shard.values},
-    )
-
-
-def _item(tensor: Tensor) -> int:
-    """Return the number of elements per row or token."""
-    count = 1
-    for size in tensor.shape[1:]:
-        count *= size
-    return count
-
-
-def _reorder(parts: Sequence[RowShard], order: Tensor) -> RowShard:
-    lengths = torch.cat([part.lengths for part in parts])
+def _in_order(shards: Sequence[RowShard]) -> RowShard:
+    """Return the rows of all shards sorted by their numbers, which must be 0, 1, 2 …"""
+    rows = torch.cat([shard.rows for shard in shards])
+    if not torch.equal(rows.sort().values, torch.arange(len(rows))):
+        raise RuntimeError(f"rows were answered twice or not at all: {rows.sort().values.tolist()[:20]}")
+    order = rows.argsort()
+    lengths = torch.cat([shard.lengths for shard in shards])
     index = token_index(lengths, order)
     return RowShard(
-        torch.cat([part.rows for part in parts])[order],
+        rows[order],
         lengths[order],
-        {name: torch.cat([part.tokens[name] for part in parts])[index] for name in parts[0].tokens},
-        {name: torch.cat([part.values[name] for part in parts])[order] for name in parts[0].values},
+        {name: torch.cat([shard.tokens[name] for shard in shards])[index] for name in shards[0].tokens},
+        {name: torch.cat([shard.values[name] for shard in shards])[order] for name in shards[0].values},
     )
 
 
 def gather_metrics(metrics: Metrics) -> Metrics:
-    """Return the sum of all ranks' metrics, equal on every rank. Collective over `members`."""
+    """Return the sum of all ranks' metrics, equal on every rank. Collective over the world."""
     return merge_metrics(gather_objects(metrics))
 
 
-def sum_over_outputs(metrics: Metrics, layout: ParallelLayout) -> Metrics:
-    """Keep a role's metrics on the one rank per data-parallel replica that speaks for it."""
-    return metrics if device.rank() in layout.outputs() else Metrics()
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """Return every rank's small picklable ``value``, in the order of ``group``, None being the world.
 
-
-def gather_objects(value: Any) -> list[Any]:
-    """Return every rank's small picklable ``value``, by rank. Collective over `members`."""
-    values: list[Any] = [None] * len(members())
-    dist.all_gather_object(values, value, group=_group())
+    Collective over the group.
+    """
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def broadcast_object(value: Any, source: int = 0) -> Any:
-    """Return the ``source`` rank's small picklable ``value`` on every rank. Collective over the world."""
-    box = [value]
-    dist.broadcast_object_list(box, source)
-    return box[0]
+def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
+    """Return the element-wise sum over the group, in place; integers wrap. Collective over the group."""
+    dist.all_reduce(values, group=group)
+    return values
+
+
+def rank_in(group: Any = None) -> int:
+    """Return this process's global rank, by which the members of ``group`` know it."""
+    return dist.get_rank() if group is None else dist.get_global_rank(group, group.rank())
 
 
 def barrier() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.parallel.boxes import BoxGroup
+from megatron_rl.parallel.exchange import gather_objects, rank_in
 from megatron_rl.types import TensorBox
 
 ALIGNMENT = 16
@@ -192,24 +193,6 @@ def slot_bytes(staging_bytes: int, streams: int) -> int:
     if slot < ALIGNMENT:
         raise ValueError(f"{staging_bytes} bytes of staging are too few for {streams} streams")
     return slot
-
-
-def rank_in(group: Any = None) -> int:
-    """Return this process's global rank, by which the members of ``group`` know it."""
-    return dist.get_rank() if group is None else dist.get_global_rank(group, group.rank())
-
-
-def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """Return every rank's picklable value, in group order. Collective over the group."""
-    result: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(result, value, group=group)
-    return result
-
-
-def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
-    """Return the element-wise sum over the group, in place; integers wrap. Collective over the group."""
-    dist.all_reduce(values, group=group)
-    return values
 
 
 def gather_layout(

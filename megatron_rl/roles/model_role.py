@@ -7,16 +7,19 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.exchange import RowShard, sum_over_outputs
+from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import RowShard
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.parallel.residency import Residency
-from megatron_rl.parallel.schedule import learn, measure, score
+from megatron_rl.parallel.schedule import TokenScores, learn, measure, score
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 
-Objective = Callable[..., tuple[torch.Tensor, Metrics]]
+Objective = Callable[..., tuple[Tensor, Metrics]]
 
 
 class ModelRole:
@@ -25,13 +28,13 @@ class ModelRole:
     ``outputs`` names the per-token fields of `infer`, one for each output of the model's head, so that
     several roles' answers can stand in one batch. ``prefix`` groups the metrics of `update`. ``model`` is
     None on ranks outside the role's ``layout``. With ``offload`` the model is in host memory except while
-    the role works.
+    the role works. ``answers`` says whether this rank holds the outputs of its data-parallel replica.
     """
 
     def __init__(
         self,
         name: str,
-        layout: Any,
+        layout: ParallelLayout,
         model: ParallelModel | None,
         *,
         tokens_per_microbatch: int,
@@ -42,6 +45,7 @@ class ModelRole:
     ) -> None:
         self.name = name
         self.layout = layout
+        self.answers = device.rank() in layout.outputs()
         self.model = model
         self.tokens_per_microbatch = tokens_per_microbatch
         self.outputs = outputs
@@ -68,18 +72,24 @@ class ModelRole:
         ``batch`` has ``tokens``, ``lengths``, ``response_mask`` and ``temperature``. Only one rank per
         data-parallel replica answers. Collective over the role's ranks.
         """
-        found = [torch.zeros(0) for _ in self.outputs]
-        rows: list[int] = []
-        if self.model is not None:
-            with self.resident():
-                scores = score(self.model, batch, self.tokens_per_microbatch, batch.response_mask)
-            if scores and self.model.groups.rank in self.layout.outputs():
-                rows = [row for part in scores for row in part.rows]
-                parts = zip(*(part.outputs for part in scores), strict=True)
-                found = [torch.cat(part).float().cpu() for part in parts]
-        index = torch.tensor(rows, dtype=torch.long)
-        names = dict(zip(self.outputs, found, strict=True))
-        return RowShard(index, batch.lengths[index], names, {})
+        scored = self.score(batch, batch.response_mask)
+        rows = torch.tensor([row for micro in scored for row in micro.rows], dtype=torch.long)
+        outputs = [torch.zeros(0) for _ in self.outputs]
+        if scored:
+            by_output = zip(*(micro.outputs for micro in scored), strict=True)
+            outputs = [torch.cat(values).float().cpu() for values in by_output]
+        return RowShard(rows, batch.lengths[rows], dict(zip(self.outputs, outputs, strict=True)), {})
+
+    def score(self, batch: Any, select: Tensor, *, before: bool = True) -> list[TokenScores]:
+        """Return what the head says of the ``select``-ed tokens of the rows that this rank answers for.
+
+        ``before`` as in `parallel.schedule.microbatches`. Collective over the role's ranks.
+        """
+        if self.model is None:
+            return []
+        with self.resident():
+            scored = score(self.model, batch, self.tokens_per_microbatch, select, before=before)
+        return scored if self.answers else []
 
     def update(self, minibatch: TrainBatch, objective: Objective, **how: Any) -> Metrics:
         """Take one optimizer step down ``objective``, whose loss weights are global.
@@ -95,7 +105,8 @@ class ModelRole:
                 self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, objective, **how
             )
             stepped = self.optimizer.step()
-        metrics = sum_over_outputs(metrics + padding, self.layout)
+        # One rank of each data-parallel replica speaks for it.
+        metrics = metrics + padding if self.answers else Metrics()
         if self.model.groups.rank == self.layout.ranks[0]:
             metrics += Metrics({f"{self.prefix}/{name}": value for name, value in stepped.sums.items()})
         return metrics
@@ -111,7 +122,7 @@ class ModelRole:
             metrics = measure(
                 self.model, batch, self.tokens_per_microbatch, batch.response_mask, objective, **how
             )
-        return sum_over_outputs(metrics, self.layout)
+        return metrics if self.answers else Metrics()
 
     def freeze(self) -> None:
         """End the role's training: it only scores from now on."""

@@ -6,54 +6,54 @@ from typing import Any
 
 import torch
 
+<<<<<<< HEAD
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.metrics import Metrics
+=======
+from megatron_rl.config.schema import RewardConfig
+>>>>>>> 85d3783 (The step shows its five phases, rows and failures are returned, samplers and weight stores are apart)
 from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import RowShard, gather_objects, members
-from megatron_rl.rewards.function import Failure, FunctionReward, RewardResult
+from megatron_rl.parallel.exchange import Members, RowShard
+from megatron_rl.rewards.function import FunctionReward, RewardResult
 from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts
 
 COMPONENT = "component/"
 
 
 class RewardRole:
-    """Score each rank's share of the rows outside the training process.
-
-    ``failures`` and ``metrics`` hold what the last call says of this rank's share.
-    """
+    """Score each rank's share of the rows outside the training process."""
 
     def __init__(self, config: RewardConfig, tokenizer: Any) -> None:
         self.weight = config.weight
         self._function = None if config.function is None else FunctionReward(config)
         self._tokenizer = tokenizer
-        self.failures: tuple[Failure, ...] = ()
-        self.metrics = Metrics()
 
-    def infer(self, prompts: PromptBatch, rollouts: Rollouts) -> RowShard:
+    def infer(
+        self, prompts: PromptBatch, rollouts: Rollouts, members: Members
+    ) -> tuple[RowShard, RewardResult]:
         """Return ``rewards`` (NaN where failed) and ``valid`` of this rank's share of the rows.
 
         A named component stands beside them as ``component/NAME``, NaN where a row has none, so that no name
-        that a function chooses is taken for another field. ``prompts`` has one entry per row.
-        Rows that the engine failed on are invalid without being scored. Collective over `members`.
+        that a function chooses is taken for another field. ``prompts`` has one entry per row. Rows that the
+        engine failed on are invalid without being scored; the result holds what was said of the others.
+        Collective over the members.
         """
-        ranks = members()
-        rows = range(ranks.index(device.rank()), len(rollouts), len(ranks))
-        alive = [row for row in rows if int(rollouts.finish_reason[row]) != FINISH_FAILED]
-        result = self._score(prompts, rollouts, alive)
-        self.failures, self.metrics = result.failures, result.metrics()
+        rows = range(members.ranks.index(device.rank()), len(rollouts), len(members.ranks))
+        scored = [row for row in rows if int(rollouts.finish_reason[row]) != FINISH_FAILED]
+        result = self._score(prompts, rollouts, scored)
+        index = torch.tensor([rows.index(row) for row in scored], dtype=torch.long)
         rewards = torch.full((len(rows),), float("nan"))
         valid = torch.zeros(len(rows), dtype=torch.bool)
-        place = torch.tensor([rows.index(row) for row in alive], dtype=torch.long)
-        rewards[place], valid[place] = result.rewards, result.valid
+        rewards[index], valid[index] = result.rewards, result.valid
         values = {"rewards": rewards, "valid": valid}
         # Every rank must name the same fields, whatever its own samples returned.
-        for name in sorted(set().union(*gather_objects(list(result.components)))):
+        for name in sorted(set().union(*members.gather_objects(list(result.components)))):
             component = torch.full((len(rows),), float("nan"))
             if name in result.components:
-                component[place] = result.components[name]
+                component[index] = result.components[name]
             values[COMPONENT + name] = component
-        none = torch.zeros(len(rows), dtype=torch.long)
-        return RowShard(torch.tensor(list(rows), dtype=torch.long), none, {}, values)
+        no_tokens = torch.zeros(len(rows), dtype=torch.long)
+        return RowShard(torch.tensor(list(rows), dtype=torch.long), no_tokens, {}, values), result
 
     def _score(self, prompts: PromptBatch, rollouts: Rollouts, rows: list[int]) -> RewardResult:
         if self._function is None:  # reward models alone judge

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.parallel.exchange import RowShard
-from megatron_rl.parallel.schedule import score
 from megatron_rl.roles.model_role import ModelRole
 
 
@@ -29,22 +28,17 @@ class RewardModel:
 
         ``batch`` as for `ModelRole.infer`. Collective over the role's ranks.
         """
-        role, rows, found = self.role, [], torch.zeros(0)
-        if role.model is not None:
-            last = last_tokens(batch.lengths)
-            select = torch.zeros(len(batch.tokens), dtype=torch.bool)
-            select[last] = True
-            with role.resident():
-                scores = score(role.model, batch, role.tokens_per_microbatch, select, before=False)
-            if scores and role.model.groups.rank in role.layout.outputs():
-                rows = [row for part in scores for row in part.rows]
-                # Every other token of a row is 0 here.
-                values = torch.cat([part.outputs[0] for part in scores]).float().cpu()
-                lengths = batch.lengths[torch.tensor(rows, dtype=torch.long)]
-                found = values[last_tokens(lengths)]
-        index = torch.tensor(rows, dtype=torch.long)
-        found = torch.where(found.isfinite(), found, float("nan"))
-        return RowShard(index, torch.zeros_like(index), {}, {self.name: found})
+        select = torch.zeros(len(batch.tokens), dtype=torch.bool)
+        select[last_tokens(batch.lengths)] = True
+        scored = self.role.score(batch, select, before=False)
+        rows = torch.tensor([row for micro in scored for row in micro.rows], dtype=torch.long)
+        scores = torch.zeros(0)
+        if scored:
+            # Every other token of a row is 0 here.
+            values = torch.cat([micro.outputs[0] for micro in scored]).float().cpu()
+            scores = values[last_tokens(batch.lengths[rows])]
+        scores = torch.where(scores.isfinite(), scores, float("nan"))
+        return RowShard(rows, torch.zeros_like(rows), {}, {self.name: scores})
 
 
 def last_tokens(lengths: Tensor) -> Tensor:

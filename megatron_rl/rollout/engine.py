@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.sampling import Response
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import PromptBatch, Rollouts, TensorBox
 
+ENGINES = ("vllm", "torch")
 
-class GenerationEngine(Protocol):
-    """Sample responses from weights that somebody else writes into its storage.
 
-    An engine starts without weights (``needs_weights`` true): copy every box into ``parameters()``, then
-    call ``finish_update``. ``weights_version`` is the version of the last finished update, -1 before it.
-    """
-
-    weights_version: int
-    needs_weights: bool
+class Sampler(Protocol):
+    """Sample responses from the weights that are there."""
 
     def generate(self, prompts: PromptBatch, *, seed: int, rows: Sequence[int] | None = None) -> Rollouts:
         """Sample one response per prompt, in the order given.
@@ -45,6 +45,17 @@ class GenerationEngine(Protocol):
         """
         ...
 
+
+class WeightStore(Protocol):
+    """Say where weights lie that somebody else writes, and take them into use.
+
+    A store may start without weights (``needs_weights`` true): copy every box into ``parameters()``, then
+    call ``finish_update``. ``weights_version`` is the version of the last finished update, -1 before it.
+    """
+
+    weights_version: int
+    needs_weights: bool
+
     def boxes(self) -> list[TensorBox]:
         """Return where each box of a Hugging Face tensor lies in this rank's ``parameters()``."""
         ...
@@ -68,6 +79,53 @@ class GenerationEngine(Protocol):
         """Make ``parameters()`` writable again; ``needs_weights`` says whether they were lost."""
         ...
 
+
+class Engine(Sampler, WeightStore, Protocol):
+    """Sample from weights that somebody else writes into this process's storage."""
+
     def close(self) -> None:
         """Release the engine; the job's process groups stay as they are. May be called twice."""
         ...
+
+
+def make_engine(
+    model_path: str | Path,
+    config: RolloutConfig,
+    *,
+    layout: ParallelLayout,
+    rank: int,
+    dtype: str,
+    seed: int,
+    max_model_len: int,
+) -> Engine | None:
+    """Build ``config.engine`` for the rank, without weights; None on ranks outside ``layout``.
+
+    Collective over the world.
+    """
+    # Each engine is imported where it is chosen: vLLM must not be imported before it is prepared.
+    if config.engine == "vllm":
+        from megatron_rl.rollout.vllm.engine import VllmEngine
+        from megatron_rl.rollout.vllm.setup import join_groups, prepare_vllm
+
+        prepare_vllm()
+        join_groups(layout)
+        if rank not in layout.ranks:
+            return None
+        return VllmEngine(
+            model_path, config, layout=layout, rank=rank, dtype=dtype, seed=seed, max_model_len=max_model_len
+        )
+    if config.engine == "torch":
+        from megatron_rl.rollout.torch import TorchEngine
+
+        if rank not in layout.ranks:
+            return None
+        return TorchEngine.from_hf(
+            model_path, rank=rank, dtype=getattr(torch, dtype), max_model_len=max_model_len
+        )
+    raise UserError(
+        "unknown rollout engine",
+        where="rollout.engine",
+        expected=" or ".join(ENGINES),
+        got=config.engine,
+        fix="set rollout.engine to vllm",
+    )

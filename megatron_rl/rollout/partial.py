@@ -1,6 +1,8 @@
-"""Responses in flight, as pure functions: begin them, add tokens of newer weights, choose whole groups.
+"""Responses in flight: begin them, add tokens of newer weights in rounds, choose whole groups.
 
-Letters: P prompts, G samples of each, B = P*G rows; a prompt's G rows are a *group*, complete when all ended.
+A step makes a `Sweep` of what is in flight, has `sample_rounds` add tokens on the rollout's ranks, and calls
+`settle` with what they answered. Letters: P prompts, G samples of each, B = P*G rows; a prompt's G rows are a
+*group*, complete when all ended.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_rl.parallel.exchange import Members, RowShard
+from megatron_rl.rollout.engine import Sampler
 from megatron_rl.rollout.sampling import NOTHING, Response, row_seeds, to_rollouts
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import UNFINISHED, PromptBatch, Rollouts, row_counts, row_index, split_rows
 
 
@@ -48,13 +53,12 @@ class InFlight:
         chosen = self.rollouts.rows(rows)
         mask = chosen.response_mask
         counts = row_counts(mask, chosen.lengths)
-        tokens, values = (
-            split_rows(chosen.tokens[mask], counts),
-            split_rows(chosen.rollout_log_probs[mask], counts),
-        )
+        tokens = split_rows(chosen.tokens[mask], counts)
+        log_probs = split_rows(chosen.rollout_log_probs[mask], counts)
+        reasons = chosen.finish_reason.tolist()
         return [
-            Response(part.tolist(), value.tolist(), reason)
-            for part, value, reason in zip(tokens, values, chosen.finish_reason.tolist(), strict=True)
+            Response(row_tokens.tolist(), row_log_probs.tolist(), reason)
+            for row_tokens, row_log_probs, reason in zip(tokens, log_probs, reasons, strict=True)
         ]
 
     def response_tokens(self) -> int:
@@ -146,6 +150,19 @@ def must_end(flight: InFlight, version: int, *, ahead: int, bound: int) -> tuple
     return tuple(age + ahead + 1 > bound for age in group_ages(flight, version))
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """Say what one step continues: the open rows of ``flight``, by weights of ``version``.
+
+    It ends when ``wanted`` groups are complete, and with them all that ``must``.
+    """
+
+    flight: InFlight
+    must: tuple[bool, ...]
+    wanted: int
+    version: int
+
+
 def is_enough(ended: Iterable[bool], must: Sequence[bool], wanted: int) -> bool:
     """Say whether ``wanted`` groups have ended, and every group that ``must``.
 
@@ -169,3 +186,101 @@ def choose(rounds: Sequence[int | None], must: Sequence[bool], wanted: int) -> l
     """
     ended = [(not must[group], turn, group) for group, turn in enumerate(rounds) if turn is not None]
     return sorted(group for _, _, group in sorted(ended)[: max(wanted, sum(must))])
+
+
+def sample_rounds(engine: Sampler, layout: ParallelLayout, rank: int, sweep: Sweep, tokens: int) -> RowShard:
+    """Continue open rows in rounds of ``tokens`` tokens each until the sweep's groups have ended.
+
+    Row i of the answer is what was added to ``flight.open_rows()[i]``: ``tokens``, ``log_probs``,
+    ``finish_reason`` and ``turn``, the round in which the row ended. Which groups end in a round depends on
+    how long their responses are, not on time, ranks or replicas; the groups are dealt out to the replicas of
+    ``layout``. Collective over its ranks, whose communicator must exist.
+    """
+    flight, members = sweep.flight, Members(layout.ranks)
+    replica, samples = layout.coordinates(rank), flight.samples
+    rows = flight.open_rows()
+    groups = sorted({row // samples for row in rows})
+    dealt = set(groups[replica.data :: layout.data])
+    mine = [index for index, row in enumerate(rows) if row // samples in dealt]
+    work = _Work(engine, flight, [rows[index] for index in mine])
+    turns: dict[int, int] = {}
+    turn = 0
+    while not is_enough(_ended(flight, rows, turns), sweep.must, sweep.wanted):
+        turn += 1
+        ended = [mine[place] for place in work.advance(tokens)]
+        for indices in members.gather_objects(ended if replica.tensor == 0 else []):
+            turns |= dict.fromkeys(indices, turn)
+    if replica.tensor:
+        return added_rows([], [], [])
+    return added_rows(mine, work.added, [turns.get(index, 0) for index in mine])
+
+
+class _Work:
+    """Hold the rows that one replica continues."""
+
+    def __init__(self, engine: Sampler, flight: InFlight, rows: list[int]) -> None:
+        self._engine = engine
+        self._prompts = flight.prompts.rows([row // flight.samples for row in rows])
+        self._seeds = flight.seeds[rows].tolist()
+        self._begun = flight.responses(rows)
+        self.added = [NOTHING] * len(rows)
+
+    def advance(self, tokens: int) -> list[int]:
+        """Add up to ``tokens`` tokens to each row that goes on; return the rows that ended."""
+        going = [row for row, added in enumerate(self.added) if added.finish_reason == UNFINISHED]
+        begun = [_longer(self._begun[row], self.added[row]) for row in going]
+        seeds = [self._seeds[row] for row in going]
+        more = self._engine.advance(self._prompts.rows(going), begun, seeds=seeds, tokens=tokens)
+        for row, response in zip(going, more, strict=True):
+            self.added[row] = _longer(self.added[row], response)
+        return [row for row in going if self.added[row].finish_reason != UNFINISHED]
+
+
+def _longer(before: Response, more: Response) -> Response:
+    return Response([*before.tokens, *more.tokens], [*before.log_probs, *more.log_probs], more.finish_reason)
+
+
+def _ended(flight: InFlight, rows: list[int], turns: dict[int, int]) -> list[bool]:
+    """Say of each group whether all its rows ended; ``turns`` knows those of ``rows`` that did."""
+    ended = [True] * len(flight.prompts)
+    for index, row in enumerate(rows):
+        if index not in turns:
+            ended[row // flight.samples] = False
+    return ended
+
+
+def added_rows(rows: list[int], added: Sequence[Response], turns: Sequence[int]) -> RowShard:
+    """Return what was ``added`` to ``rows`` and in which turn they ended, in the form that is gathered."""
+    tokens = [token for response in added for token in response.tokens]
+    log_probs = [value for response in added for value in response.log_probs]
+    return RowShard(
+        torch.tensor(rows, dtype=torch.long),
+        torch.tensor([len(response.tokens) for response in added], dtype=torch.long),
+        {"tokens": torch.tensor(tokens, dtype=torch.long), "log_probs": torch.tensor(log_probs)},
+        {
+            "finish_reason": torch.tensor([response.finish_reason for response in added], dtype=torch.long),
+            "turn": torch.tensor(turns, dtype=torch.long),
+        },
+    )
+
+
+def settle(sweep: Sweep, added: RowShard) -> tuple[InFlight, InFlight]:
+    """Return the groups that the learner takes and those that are left, from the gathered ``added`` rows."""
+    before = sweep.flight
+    rows = torch.tensor(before.open_rows(), dtype=torch.long)
+
+    def of_all_rows(values: Tensor, others: Tensor) -> Tensor:
+        return others.clone().index_copy_(0, rows, values)
+
+    zeros = torch.zeros(len(before.rollouts), dtype=torch.long)
+    reasons = of_all_rows(added.values["finish_reason"], before.rollouts.finish_reason)
+    counts, turns = of_all_rows(added.lengths, zeros), of_all_rows(added.values["turn"], zeros)
+    tokens, log_probs = added.tokens["tokens"], added.tokens["log_probs"]
+    flight = extended(before, counts, tokens, log_probs, reasons, sweep.version)
+    groups = len(flight.prompts)
+    last = turns.view(groups, -1).amax(dim=1).tolist()
+    open_groups = (reasons == UNFINISHED).view(groups, -1).any(dim=1).tolist()
+    ended = [None if is_open else turn for turn, is_open in zip(last, open_groups, strict=True)]
+    taken = choose(ended, sweep.must, sweep.wanted)
+    left = sorted(set(range(groups)) - set(taken))
+    return flight.groups(taken), flight.groups(left)

@@ -7,21 +7,27 @@ from rollouts that were sampled before.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from megatron_rl.algorithms import Algorithm, AlgorithmState
+from megatron_rl.algorithms import Algorithm, AlgorithmState, estimate, next_state
 from megatron_rl.algorithms.filters import prompts_to_sample
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import among, gather_metrics, gather_objects
+from megatron_rl.parallel.exchange import Members, gather_objects
 from megatron_rl.parallel.groups import communicator
 from megatron_rl.roles.build import Roles
-from megatron_rl.trainer.loop import StepResult, critic_warm_up, learn_from, step_seed
+from megatron_rl.trainer.learn import actor_learns, check_mismatch, fresh_difference, learn, score, step_seed
+from megatron_rl.trainer.loop import StepResult
 from megatron_rl.trainer.phases import Phases
-from megatron_rl.trainer.sampler import Sampled, Sampler, Sampling
-from megatron_rl.trainer.sampling import ROUND_CEILING, grade_sampled, informative, take_informative
-from megatron_rl.trainer.staleness import staleness
+from megatron_rl.trainer.sample import (
+    ROUND_CEILING,
+    Pending,
+    RolloutSource,
+    SampledBatch,
+    grade,
+    informative,
+    staleness,
+    take_informative,
+)
 
 
 class AheadTrainer:
@@ -33,10 +39,10 @@ class AheadTrainer:
     ``queue`` is state of the run. Making one is collective over the world.
     """
 
-    def __init__(self, config: RunConfig, roles: Roles, algorithm: Algorithm, sampler: Sampler) -> None:
-        self.config, self.roles, self.algorithm, self.sampler = config, roles, algorithm, sampler
+    def __init__(self, config: RunConfig, roles: Roles, algorithm: Algorithm, source: RolloutSource) -> None:
+        self.config, self.roles, self.algorithm, self.source = config, roles, algorithm, source
         self.ahead = config.asynchrony.steps_ahead
-        self.queue: list[Sampled] = []
+        self.queue: list[SampledBatch] = []
         outside = set(roles.rollout.layout.ranks)
         self.learners = tuple(rank for rank in range(device.world_size()) if rank not in outside)
         self.learns = device.rank() in self.learners
@@ -47,27 +53,25 @@ class AheadTrainer:
 
         None on ranks that only sample. Collective over the world.
         """
-        result, counts = None, None
-        with self.roles.hybrid_engine.generation_mode():
-            metrics = self.roles.hybrid_engine.sync_metrics
+        result, counts, everyone = None, None, Members(traffic=phase.rows)
+        with self.roles.hybrid_engine.generation_mode() as synced:
             while len(self.queue) < min(self.ahead, self.config.steps - step + 1):
                 # Only before the first step: nothing has been sampled yet.
                 pending = self._sample(step + len(self.queue), phase)
-                self.queue.append(self.sampler.finish(pending))
+                self.queue.append(self.source.finish(pending, everyone))
             pending = None
             if step + self.ahead <= self.config.steps:
                 pending = self._sample(step + self.ahead, phase)
             sampled = self.queue.pop(0)
             if self.learns:
-                with among(self.learners):
-                    result, counts = self._learn(sampled, metrics, state, step, phase)
+                result, counts = self._learn(sampled, synced, state, step, phase)
             # Whoever comes here first waits for the others.
             with phase("idle_learn" if self.learns else "idle_rollout"):
                 if pending is not None:
-                    self.queue.append(self.sampler.finish(pending))
+                    self.queue.append(self.source.finish(pending, everyone))
         if self.algorithm.dynamic_sampling:
-            self.sampler.informative = next(filter(None, gather_objects(counts)))
-        if step > critic_warm_up(self.config, self.roles):
+            self.source.informative = next(filter(None, gather_objects(counts)))
+        if actor_learns(self.config, self.roles, step):
             self.roles.hybrid_engine.mark_updated()
         return result
 
@@ -76,27 +80,42 @@ class AheadTrainer:
         wanted = self.config.batch.prompts_per_step
         if not self.algorithm.dynamic_sampling:
             return wanted
-        kept, sampled = self.sampler.informative
+        kept, sampled = self.source.informative
         return prompts_to_sample(wanted + kept, kept, sampled, ceiling=ROUND_CEILING * wanted)
 
-    def _sample(self, step: int, phase: Phases) -> Sampling:
+    def _sample(self, step: int, phase: Phases) -> Pending:
         seed, wanted = step_seed(self.config, step), self._wanted()
         if self.learns:
-            return self.sampler.start(wanted, seed)
+            return self.source.start(wanted, seed)
         with phase("generate"):
-            return self.sampler.start(wanted, seed)
+            return self.source.start(wanted, seed)
 
     def _learn(
-        self, sampled: Sampled, metrics: Metrics, state: AlgorithmState, step: int, phase: Phases
+        self, sampled: SampledBatch, metrics: Metrics, state: AlgorithmState, step: int, phase: Phases
     ) -> tuple[StepResult, tuple[int, int]]:
-        """Return the step's result, and the numbers of groups that taught something and of all."""
-        version, bound = self.roles.hybrid_engine.version, self.config.asynchrony.max_staleness
-        assert bound is not None
-        metrics += sampled.metrics + staleness(version, sampled.rollouts, bound)
-        graded, also = grade_sampled(sampled, self.roles, self.config, phase)
-        counts = informative(graded)
-        if self.algorithm.dynamic_sampling:
-            taken, more = take_informative(graded, self.config.batch.prompts_per_step)
-            graded, also = taken or graded, also + more
-        result = learn_from(graded, self.roles, self.algorithm, state, self.config, step, phase)
-        return replace(result, metrics=result.metrics + gather_metrics(metrics + also)), counts
+        """Return the step's result, and the numbers of groups that taught something and of all.
+
+        ``metrics`` are of the step so far. Collective over the ranks that learn.
+        """
+        roles, algorithm, config = self.roles, self.algorithm, self.config
+        learners, version = Members(self.learners, phase.rows), roles.hybrid_engine.version
+        assert config.asynchrony.max_staleness is not None
+        metrics += staleness(version, sampled.rollouts, config.asynchrony.max_staleness)
+        with phase("reward"):
+            batch = grade(roles, sampled, learners)
+        counts = informative(batch)
+        if algorithm.dynamic_sampling:
+            batch = take_informative(batch, config.batch.prompts_per_step, instead=batch)
+        with phase("score"):
+            scores = score(roles, batch.rollouts, batch.scores, learners)
+        with phase("estimate"):
+            train_batch, estimated = estimate(batch.rollouts, scores, algorithm, state)
+            difference = fresh_difference(batch.rollouts, scores, version)
+            warning = check_mismatch(difference, config.mismatch)
+        with phase("learn"):
+            learned = learn(train_batch, roles, algorithm, state, config, step)
+        metrics = (
+            estimated + learners.gather_metrics(learned) + learners.gather_metrics(metrics + batch.metrics)
+        )
+        state = next_state(algorithm, state, batch.rollouts, scores)
+        return StepResult(metrics, batch, state, warning), counts

@@ -8,10 +8,10 @@ import torch
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.exchange import gather_rows
+from megatron_rl.parallel.exchange import Members
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.rollout import join
-from megatron_rl.trainer.grading import FUNCTION, grade
+from megatron_rl.trainer.sample import FUNCTION, judge
 from megatron_rl.types import PromptBatch, Rollouts
 
 FULL_MARKS = 1.0
@@ -37,12 +37,15 @@ def evaluate(roles: Roles, prompts: PromptBatch, config: RunConfig) -> Evaluatio
     right answer. Collective over the world.
     """
     samples = config.evaluation.samples
+    everyone = Members()
     with roles.hybrid_engine.generation_mode():
-        answers = gather_rows(roles.rollout.infer(prompts, samples, seed=config.seed))
+        answers = everyone.gather_rows(roles.rollout.infer(prompts, samples, seed=config.seed))
     rollouts = join(answers, samples)
     rows = prompts.repeat(samples)
-    rewards, valid, components = grade(roles, rows, rollouts)
-    right = valid & ((components[FUNCTION] if roles.reward_models else rewards) >= FULL_MARKS)
+    scores, _, _ = judge(roles, rows, rollouts, everyone)
+    rewards, valid = scores.rewards, scores.valid
+    marks = scores.components[FUNCTION] if roles.reward_models else rewards
+    right = valid & (marks >= FULL_MARKS)
     metrics = Metrics.mean("eval/accuracy", float(right.sum()), len(rows))
     metrics += Metrics.mean("eval/reward", float(rewards[valid].sum()), float(valid.sum()))
     metrics += Metrics.mean("eval/response_length", float(rollouts.response_mask.sum()), len(rows))

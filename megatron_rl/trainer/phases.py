@@ -1,4 +1,4 @@
-"""Time the phases of a step and remember which one runs, for the failure report."""
+"""Measure the phases of a step on one rank, and remember which one runs, for the failure report."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from contextlib import contextmanager
 
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import RowTraffic
 
 
 class Phases:
-    """Collect seconds per phase on this rank; ``current`` names where the process is."""
+    """Collect seconds per phase on this rank; ``current`` names where the process is.
+
+    ``rows`` counts what gathering rows moves, for those who gather with it.
+    """
 
     def __init__(self) -> None:
         self.current = "start"
         self.step = 0
+        self.rows = RowTraffic()
         self._seconds: dict[str, float] = {}
         self._peaks: dict[str, int] = {}
 
@@ -35,11 +40,14 @@ class Phases:
         self.current = outer
 
     def metrics(self) -> Metrics:
-        """Return the seconds since the last call, the slowest rank's when gathered, and start anew."""
+        """Return what was measured since the last call, the busiest rank's when gathered, and start anew."""
         largest = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         largest |= {f"memory/{name}_peak_bytes": float(peak) for name, peak in self._peaks.items()}
         if self._peaks:
             largest["memory/peak_bytes"] = float(max(self._peaks.values()))
+        if self.rows.seconds:
+            largest |= {"rows/bytes_received_max": float(self.rows.bytes), "time/rows": self.rows.seconds}
         self._seconds.clear()
         self._peaks.clear()
+        self.rows = RowTraffic()
         return Metrics({}, largest)

@@ -14,7 +14,7 @@ from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint, device
-from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects, traffic_metrics
+from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadTrainer
@@ -23,10 +23,13 @@ from megatron_rl.trainer.job import Job, job
 from megatron_rl.trainer.logging import MetricsLog, Progress, write_rollouts
 from megatron_rl.trainer.loop import StepResult, train_step
 from megatron_rl.trainer.report import write as write_report
-from megatron_rl.trainer.sampler import Sampler
+from megatron_rl.trainer.sample import RolloutSource
 from megatron_rl.trainer.stages import end_of, load_stage_data, require_stages, run_stage, stage_of
 from megatron_rl.trainer.state import TrainerState
 from megatron_rl.types import PromptBatch
+
+SHOWN_FAILURES = 4
+"""So many of a step's failed rewards are shown on the console; all are counted."""
 
 
 def run(config: RunConfig) -> None:
@@ -56,13 +59,13 @@ class Run:
             self.stage_data = [load_stage_data(config, plan, self.tokenizer) for plan in self.stages]
         with self.phases("build"), self._progress("build models and engine"):
             self.roles: Roles = build_roles(config, self.algorithm, self.tokenizer)
-        self.sampler = Sampler(config, self.roles, self.algorithm, self.prompts.next)
+        self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
         self.ahead = None
         if config.asynchrony.steps_ahead:
-            self.ahead = AheadTrainer(config, self.roles, self.algorithm, self.sampler)
+            self.ahead = AheadTrainer(config, self.roles, self.algorithm, self.source)
         queue = [] if self.ahead is None else self.ahead.queue
         state = initial_state(self.algorithm)
-        self.state = TrainerState(self.prompts, state, config.seed, self.sampler, queue)
+        self.state = TrainerState(self.prompts, state, config.seed, self.source, queue)
 
     def run(self) -> None:
         """Resume or train the stages before, take the remaining steps, and leave the results behind."""
@@ -133,12 +136,11 @@ class Run:
     def _step(self, log: MetricsLog | None) -> None:
         config, step = self.config, self.state.step + 1
         self.phases.step = step
-        traffic_metrics()  # what an evaluation moved belongs to no step
         begun = time.perf_counter()
         result = self._take(step)
         self.state.step = step
         seconds = time.perf_counter() - begun
-        measured = Metrics({}, {"time/step": seconds}) + self.phases.metrics() + traffic_metrics()
+        measured = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
         for role in self.roles.models:
             measured += role.residency.metrics()
         metrics = gather_metrics(measured)
@@ -161,7 +163,7 @@ class Run:
         state = self.state.algorithm
         if self.ahead is not None:
             return self.ahead.step(state, step, self.phases)
-        return train_step(self.sampler, self.roles, self.algorithm, state, self.config, step, self.phases)
+        return train_step(self.source, self.roles, self.algorithm, state, self.config, step, self.phases)
 
     def _evaluate(self, step: int, held_out: PromptBatch) -> Metrics:
         with self.phases("evaluate"):
@@ -178,16 +180,19 @@ class Run:
 
     def _keep_rollouts(self, step: int, result: StepResult | None) -> None:
         """Store the step's samples with their judgement, and say why rewards failed."""
-        failures = [failure for part in gather_objects(self.roles.reward.failures[:4]) for failure in part]
+        failures = () if result is None else result.batch.failures
+        counts, shown = zip(*gather_objects((len(failures), failures[:SHOWN_FAILURES])), strict=True)
         if not self.job.main or result is None:
             return
-        for failure in failures[:4]:
+        for failure in [failure for few in shown for failure in few][:SHOWN_FAILURES]:
             self.job.say(f"step {step}: a reward failed ({failure.reason}): {failure.message.strip()[-300:]}")
-        graded, rollouts = result.graded, result.graded.rollouts
-        columns = self._columns(graded.prompts, rollouts)
+        if sum(counts) > SHOWN_FAILURES:
+            self.job.say(f"step {step}: {sum(counts)} rewards failed in all")
+        batch, rollouts = result.batch, result.batch.rollouts
+        columns = self._columns(batch.prompts, rollouts)
         columns["group"] = rollouts.group.tolist()
-        columns["reward"] = graded.rewards.tolist()
-        columns["valid"] = graded.valid.tolist()
+        columns["reward"] = batch.scores.rewards.tolist()
+        columns["valid"] = batch.scores.valid.tolist()
         columns["policy_version"] = rollouts.policy_version.tolist()
         columns["finish_reason"] = rollouts.finish_reason.tolist()
         write_rollouts(self.folder, step, columns)
@@ -215,7 +220,7 @@ class Run:
 
 
 def _throughput(result: StepResult, seconds: float) -> Metrics:
-    tokens = float(result.graded.rollouts.lengths.sum())
+    tokens = float(result.batch.rollouts.lengths.sum())
     return Metrics.of({
         "throughput/tokens_per_second": tokens / seconds,
         "throughput/tokens_per_second_per_gpu": tokens / seconds / device.world_size(),

@@ -11,22 +11,22 @@ from megatron_rl.config.checkpoint_meta import checkpoint_path
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.parallel import checkpoint
 from megatron_rl.roles.build import Roles
-from megatron_rl.trainer.sampler import Sampled, Sampler
+from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 
 
 @dataclass
 class TrainerState:
     """Hold the position of a run: steps done, the prompt source's place, and what the algorithm carries.
 
-    ``queue`` holds what is sampled and not yet learned from, ``sampler`` what is begun and not yet complete;
+    ``queue`` holds what is sampled and not yet learned from, ``source`` what is begun and not yet complete;
     a restore fills both in place.
     """
 
     prompts: PromptSource
     algorithm: AlgorithmState
     seed: int
-    sampler: Sampler
-    queue: list[Sampled] = field(default_factory=list)
+    source: RolloutSource
+    queue: list[SampledBatch] = field(default_factory=list)
     step: int = 0
 
     def save(self, folder: Path, roles: Roles, keep: int) -> None:
@@ -42,8 +42,8 @@ class TrainerState:
         self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
         self.prompts.load_state_dict(state["prompts"])
         roles.hybrid_engine.version = int(state["policy_version"])
-        self.queue[:] = [Sampled(**item) for item in state["queue"]]
-        self.sampler.load_state_dict(state["sampler"])
+        self.queue[:] = [SampledBatch(**item) for item in state["queue"]]
+        self.source.load_state_dict(state["rollouts"])
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """Return the plain values that are equal on every rank."""
@@ -54,7 +54,7 @@ class TrainerState:
             "prompts": self.prompts.state_dict(),
             "policy_version": roles.hybrid_engine.version,
             "queue": [vars(item) for item in self.queue],
-            "sampler": self.sampler.state_dict(),
+            "rollouts": self.source.state_dict(),
         }
 
 

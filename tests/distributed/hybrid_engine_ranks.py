@@ -13,11 +13,17 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
+<<<<<<< HEAD
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.hybrid_engine.engine import HybridEngine
+=======
+from megatron_rl.config.schema import RolloutConfig
+>>>>>>> 85d3783 (The step shows its five phases, rows and failures are returned, samplers and weight stores are apart)
 from megatron_rl.hybrid_engine.execute import WeightMismatchError
 from megatron_rl.hybrid_engine.layouts import engine_layout
 from megatron_rl.hybrid_engine.plan import lower_bound
+from megatron_rl.hybrid_engine.sync import HybridEngine
+from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
@@ -229,18 +235,18 @@ def check_actor(case: Case, actor: Actor, engine: VllmEngine | None, root: Path,
     """The engine holds a model's weights bit by bit, also after they changed, with the least traffic."""
     model = build(case, actor, root)
     hybrid = HybridEngine(model, engine, staging_bytes=STAGING, verify="full")
-    before = generate(case, hybrid, engine)
+    before, synced = generate(case, hybrid, engine)
     if first:
         check_prediction(engine, case.ranks, case.tensor)
     plan = hybrid.plan
     bound = lower_bound(plan.sources, plan.destinations)
     assert {rank: plan.received.get(rank, 0) for rank in plan.needed} == bound
-    assert 0 <= hybrid.sync_metrics.values()["reshard/staging_bytes_max"] <= STAGING
+    assert 0 <= synced.values()["reshard/staging_bytes_max"] <= STAGING
     change(model, 1.25)
     hybrid.mark_updated()
-    after = generate(case, hybrid, engine)
-    with hybrid.generation_mode() as version:
-        assert version == 1 and not hybrid.sync_metrics.values(), "nothing had changed"
+    after, _ = generate(case, hybrid, engine)
+    with hybrid.generation_mode() as synced:
+        assert hybrid.version == 1 and not synced.values(), "nothing had changed"
     if before is not None and after is not None:
         assert after.policy_version.tolist() == [1] * 3
         assert not torch.equal(before.rollout_log_probs, after.rollout_log_probs)
@@ -257,12 +263,12 @@ def check_actor(case: Case, actor: Actor, engine: VllmEngine | None, root: Path,
             check_own_engine(model, engine)
 
 
-def generate(case: Case, hybrid: HybridEngine, engine: VllmEngine | None) -> Rollouts | None:
-    """Bring the engine up to date and let it answer where it should."""
-    with hybrid.generation_mode():
+def generate(case: Case, hybrid: HybridEngine, engine: VllmEngine | None) -> tuple[Rollouts | None, Metrics]:
+    """Bring the engine up to date and let it answer where it should; return also what the sync measured."""
+    with hybrid.generation_mode() as synced:
         if engine is not None and case.generates:
-            return engine.generate(prompts(), seed=1)
-    return None
+            return engine.generate(prompts(), seed=1), synced
+    return None, synced
 
 
 def check_corruption(hybrid: HybridEngine, engine: VllmEngine) -> None:

@@ -13,7 +13,7 @@ from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.parallel import device
 from megatron_rl.rollout import partial
 from megatron_rl.rollout.partial import InFlight
-from megatron_rl.rollout.torch_engine import TorchEngine
+from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.setup import join_groups
 from megatron_rl.rollout.vllm.weights import model_parameters

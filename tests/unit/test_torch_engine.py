@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_rl.rollout.sampling import NOTHING, Response, row_seeds
-from megatron_rl.rollout.torch_engine import TorchEngine
+from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_LENGTH,

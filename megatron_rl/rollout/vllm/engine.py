@@ -119,7 +119,7 @@ class VllmEngine:
         return arguments | config.vllm
 
     def generate(self, prompts: PromptBatch, *, seed: int, rows: Sequence[int] | None = None) -> Rollouts:
-        """Sample one response per prompt of this replica; see `GenerationEngine.generate`.
+        """Sample one response per prompt of this replica; see `Sampler.generate`.
 
         Log-probs are those of the distribution that was sampled: at the row's temperature, after top-k
         and top-p. A prompt that is empty, leaves no room below ``max_model_len`` or has a token outside
@@ -132,7 +132,7 @@ class VllmEngine:
     def advance(
         self, prompts: PromptBatch, begun: Sequence[Response], *, seeds: Sequence[int], tokens: int | None
     ) -> list[Response]:
-        """Continue one response per prompt; see `GenerationEngine.advance`.
+        """Continue one response per prompt; see `Sampler.advance`.
 
         A part is a request of its own whose prompt ends with the response so far: the prefix cache holds
         what older parts computed as long as the weights stay. Greedy parts are those of the uninterrupted

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,26 +16,11 @@ from megatron_rl.hybrid_engine.execute import VERIFY, Execution, storage_key
 from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import gather_objects, rank_in, sum_over_ranks
 from megatron_rl.parallel.hf.weights import Chunked, live_parameters, source_boxes
-from megatron_rl.parallel.transfer import gather_layout, gather_objects, rank_in, sum_over_ranks
+from megatron_rl.parallel.transfer import gather_layout
+from megatron_rl.rollout.engine import WeightStore
 from megatron_rl.types import TensorBox
-
-
-class WeightReceiver(Protocol):
-    """What a `HybridEngine` asks of the engine it fills; every `GenerationEngine` is one."""
-
-    weights_version: int
-    needs_weights: bool
-
-    def boxes(self) -> list[TensorBox]: ...
-
-    def parameters(self) -> Mapping[str, Tensor]: ...
-
-    def finish_update(self, version: int) -> None: ...
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
 
 
 class HybridEngine:
@@ -51,7 +36,7 @@ class HybridEngine:
     def __init__(
         self,
         model: Chunked | None,
-        engine: WeightReceiver | None,
+        engine: WeightStore | None,
         *,
         staging_bytes: int = 256 * 2**20,
         verify: str = "full",
@@ -84,10 +69,6 @@ class HybridEngine:
         if self._plan is None:
             self._plan = self._build_plan()
         return self._plan
-
-    def forget_plan(self) -> None:
-        """Build the plan anew at the next sync, after the model's or the engine's layout has changed."""
-        self._plan = self._execution = None
 
     def mark_updated(self) -> None:
         """Say that the model's weights have changed: they are a new version from now on."""
@@ -127,26 +108,22 @@ class HybridEngine:
         return self._compile().verify("full", 0)
 
     @contextmanager
-    def generation_mode(self) -> Iterator[int]:
-        """Wake the engine, bring its weights up to date, yield their version, put it to sleep again.
+    def generation_mode(self) -> Iterator[Metrics]:
+        """Wake the engine, bring its weights up to ``version``, and put it to sleep again at the end.
 
-        Collective over the group.
+        Yields what the sync measured, nothing where no weights had to be moved. Collective over the group.
         """
         if self._engine is not None:
             self._engine.wake()
+        synced = Metrics()
         if self._is_stale():
             with self._resident():
-                self.sync_metrics = self.sync()
-        else:
-            self.sync_metrics = Metrics()
+                synced = self.sync()
         try:
-            yield self.version
+            yield synced
         finally:
             if self._engine is not None:
                 self._engine.sleep()
-
-    sync_metrics: Metrics = Metrics()
-    """What the last `generation_mode` measured; empty when nothing had to be moved."""
 
     def _is_stale(self) -> bool:
         lost = self._engine is not None and self._engine.needs_weights
@@ -155,13 +132,28 @@ class HybridEngine:
 
     def _build_plan(self) -> ReshardPlan:
         held, written = self._storages()
-        own = source_boxes(self._model) if self._model is not None else None
-        wanted = self._engine.boxes() if self._engine is not None else None
-        sources = gather_layout(own, _dtypes(held), self._group)
-        destinations = gather_layout(wanted, _dtypes(written), self._group)
+        model_boxes = source_boxes(self._model) if self._model is not None else None
+        engine_boxes = self._engine.boxes() if self._engine is not None else None
+        self._refuse_empty(engine_boxes)
+        sources = gather_layout(model_boxes, _dtypes(held), self._group)
+        destinations = gather_layout(engine_boxes, _dtypes(written), self._group)
         hosts = dict(gather_objects((self._rank, socket.gethostname()), self._group))
         names = sorted(set(hosts.values()))
-        return build_plan(sources, destinations, {other: names.index(host) for other, host in hosts.items()})
+        return build_plan(sources, destinations, {rank: names.index(host) for rank, host in hosts.items()})
+
+    def _refuse_empty(self, boxes: Sequence[TensorBox] | None) -> None:
+        """Raise UserError on all ranks where an engine names no weights: none could be moved or compared."""
+        empty = boxes is not None and not boxes
+        named = f"{type(self._engine).__name__} on rank {self._rank}" if empty else None
+        engines = [name for name in gather_objects(named, self._group) if name is not None]
+        if engines:
+            raise UserError(
+                "A generation engine names no weights, so none would ever reach it.",
+                where=engines[0],
+                expected="boxes() that cover every parameter of the engine",
+                got="no boxes",
+                fix="build the engine from a model, and return a box for each of its parameters",
+            )
 
     def _storages(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         held = live_parameters(self._model) if self._model is not None else {}

@@ -155,7 +155,7 @@ class TorchEngine:
         return cls(lambda: RecomputingDecoder(logits), **more)
 
     def generate(self, prompts: PromptBatch, *, seed: int, rows: Sequence[int] | None = None) -> Rollouts:
-        """Sample one response per prompt; see `GenerationEngine.generate`."""
+        """Sample one response per prompt; see `Sampler.generate`."""
         seeds = row_seeds(seed, range(len(prompts)) if rows is None else rows)
         responses = self.advance(prompts, [NOTHING] * len(prompts), seeds=seeds, tokens=None)
         return to_rollouts(prompts, responses, self.weights_version)
@@ -164,7 +164,7 @@ class TorchEngine:
     def advance(
         self, prompts: PromptBatch, begun: Sequence[Response], *, seeds: Sequence[int], tokens: int | None
     ) -> list[Response]:
-        """Continue one response per prompt; see `GenerationEngine.advance`.
+        """Continue one response per prompt; see `Sampler.advance`.
 
         With unchanged weights the parts are those of the uninterrupted response, sampled ones too.
         """

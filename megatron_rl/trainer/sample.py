@@ -1,0 +1,373 @@
+"""What a step learns from: responses to prompts, sampled once or in rounds, and what their rewards are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megatron_rl.algorithms import Algorithm
+from megatron_rl.algorithms.filters import count_groups, informative_groups, prompts_to_sample, take_groups
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.metrics import Metrics, merge
+from megatron_rl.parallel.exchange import Members, RowShard
+from megatron_rl.parallel.groups import communicator
+from megatron_rl.rewards.function import Failure
+from megatron_rl.roles.build import Roles
+from megatron_rl.roles.reward import COMPONENT
+from megatron_rl.roles.rollout import join
+from megatron_rl.rollout import partial
+from megatron_rl.rollout.partial import InFlight, Sweep
+from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, Scores
+
+ROUND_CEILING = 4
+"""One round of dynamic sampling draws at most this many times the prompts of a step."""
+FUNCTION = "function"
+"""The component that holds the function's own reward where reward models judge beside it."""
+
+
+class StalenessError(RuntimeError):
+    """Report rollouts that are older than the run allows."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Hold what this rank's engine has sampled, before it is gathered; of over-sampling its ``sweep``."""
+
+    prompts: PromptBatch
+    shard: RowShard
+    greedy: RowShard | None = None
+    sweep: Sweep | None = None
+
+
+@dataclass(frozen=True)
+class SampledBatch:
+    """Hold the responses to ``prompts``, the same value on every rank; ``greedy`` has one row per prompt."""
+
+    prompts: PromptBatch
+    rollouts: Rollouts
+    greedy: Rollouts | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """Hold rows with their rewards, the same value on every rank; ``prompts`` has one entry per row.
+
+    ``metrics`` are of making them, and with ``failures``, the rewards that failed, of this rank alone.
+    """
+
+    prompts: PromptBatch
+    rollouts: Rollouts
+    scores: Scores
+    metrics: Metrics = field(default_factory=Metrics)
+    failures: tuple[Failure, ...] = ()
+
+    def rows(self, ids: Sequence[int]) -> ScoredBatch:
+        """Return the rows ``ids``, in that order, with metrics and failures of all."""
+        index = torch.tensor(ids, dtype=torch.long)
+        baseline = self.scores.baseline_rewards
+        scores = Scores(
+            rewards=self.scores.rewards[index],
+            valid=self.scores.valid[index],
+            components={name: values[index] for name, values in self.scores.components.items()},
+            baseline_rewards=None if baseline is None else baseline[index],
+        )
+        rollouts = self.rollouts.rows(ids)
+        return ScoredBatch(self.prompts.rows(ids), rollouts, scores, self.metrics, self.failures)
+
+
+class RolloutSource:
+    """Give the responses to a wanted number of prompts, and hold what was begun beyond them.
+
+    With ``rollout.oversample`` that fraction of further prompts is sampled beside the wanted ones, and the
+    step takes the groups that are complete first, counted in rounds of ``rollout.round_tokens`` tokens per
+    response. With ``rollout.partial`` the others are continued in the next step by its newer weights; a group
+    whose oldest token would otherwise get older than ``asynchrony.max_staleness`` is waited for instead.
+    Without, the others are discarded and their prompts come first in the next step; prompts with short
+    responses are then learned from more often.
+
+    ``draw(n)`` gives the next n prompts. ``carried``, ``waiting`` and ``informative`` (groups that taught
+    something, groups sampled) are state of the run. Making one is collective over the world.
+    """
+
+    def __init__(
+        self, config: RunConfig, roles: Roles, algorithm: Algorithm, draw: Callable[[int], PromptBatch]
+    ) -> None:
+        self.config, self.roles, self.algorithm, self.draw = config, roles, algorithm, draw
+        self.carried: InFlight | None = None
+        self.waiting: PromptBatch | None = None
+        self.informative = (0, 0)
+        communicator(roles.rollout.layout.ranks)
+
+    def start(self, wanted: int, seed: int) -> Pending:
+        """Sample on the ranks of the rollout; others return at once. Collective over the rollout's ranks."""
+        rollout = self.roles.rollout
+        if self.config.rollout.oversample:
+            tokens = self.config.rollout.round_tokens
+            assert tokens is not None
+            sweep = self._sweep(wanted, seed)
+            return Pending(sweep.flight.prompts, rollout.advance(sweep, tokens), sweep=sweep)
+        prompts = self._prompts(wanted)
+        shard = rollout.infer(prompts, self.config.batch.samples_per_prompt, seed=seed)
+        greedy = None
+        if self.algorithm.needs_greedy_baseline:
+            greedy = rollout.infer(_greedy(prompts), seed=seed)
+        return Pending(prompts, shard, greedy)
+
+    def finish(self, pending: Pending, members: Members) -> SampledBatch:
+        """Gather what was sampled and keep what is not given away. Collective over the members."""
+        shard = members.gather_rows(pending.shard)
+        if pending.sweep is None:
+            greedy = None if pending.greedy is None else join(members.gather_rows(pending.greedy), 1)
+            rollouts = join(shard, self.config.batch.samples_per_prompt)
+            return SampledBatch(pending.prompts, rollouts, greedy, Metrics())
+        taken, left = partial.settle(pending.sweep, shard)
+        metrics = Metrics.of({
+            "rollout/rounds": float(shard.values["turn"].max()) if len(shard.rows) else 0.0,
+            "rollout/partial_fraction": partial_fraction(taken.rollouts),
+        })  # fmt: skip
+        if self.config.rollout.partial:
+            self.carried = left
+            metrics += Metrics.of({
+                "rollout/carried": float(len(left.prompts)),
+                "rollout/carried_tokens": float(left.response_tokens()),
+            })  # fmt: skip
+        else:
+            self._give_back(left.prompts)
+            metrics += Metrics.of({
+                "rollout/discarded_prompts": float(len(left.prompts)),
+                "rollout/discarded_tokens": float(left.response_tokens()),
+            })  # fmt: skip
+        if self.config.rollout.partial and not self.config.asynchrony.steps_ahead:
+            # Rows that are sampled ahead get older still: they are measured when they are learned from.
+            assert self.config.asynchrony.max_staleness is not None
+            version = self.roles.hybrid_engine.version
+            metrics += staleness(version, taken.rollouts, self.config.asynchrony.max_staleness)
+        return SampledBatch(taken.prompts, taken.rollouts, None, metrics)
+
+    def _sweep(self, wanted: int, seed: int) -> Sweep:
+        """Return what was carried with as many new prompts as are to be in flight beside it."""
+        version, asynchrony = self.roles.hybrid_engine.version, self.config.asynchrony
+        carried, self.carried = self.carried, None
+        flights = [carried] if carried is not None and len(carried.prompts) else []
+        more = in_flight(wanted, self.config.rollout.oversample) - sum(len(f.prompts) for f in flights)
+        if more > 0:
+            samples = self.config.batch.samples_per_prompt
+            flights.append(partial.begin(self._prompts(more), samples, seed, version))
+        flight = partial.join(flights)
+        must = (False,) * len(flight.prompts)
+        if self.config.rollout.partial:
+            assert asynchrony.max_staleness is not None
+            bound = asynchrony.max_staleness
+            must = partial.must_end(flight, version, ahead=asynchrony.steps_ahead, bound=bound)
+        return Sweep(flight, must, wanted, version)
+
+    def _prompts(self, count: int) -> PromptBatch:
+        """Return ``count`` prompts: those that came back first, then new ones."""
+        back, self.waiting = self.waiting, None
+        if back is None or not len(back):
+            return self.draw(count)
+        if len(back) > count:
+            self.waiting = back.rows(range(count, len(back)))
+        first = back.rows(range(min(count, len(back))))
+        if len(first) == count:
+            return first
+        return PromptBatch.concatenate([first, self.draw(count - len(first))])
+
+    def _give_back(self, prompts: PromptBatch) -> None:
+        self.waiting = prompts if self.waiting is None else PromptBatch.concatenate([prompts, self.waiting])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is begun, what waits, and what is known of informative groups."""
+        return {"carried": self.carried, "waiting": self.waiting, "informative": self.informative}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; under settings that cannot continue a response its prompt starts anew."""
+        self.carried, self.waiting = state["carried"], state["waiting"]
+        self.informative = tuple(state["informative"])
+        if self.carried is None:
+            return
+        same = self.carried.samples in (0, self.config.batch.samples_per_prompt)
+        if not (self.config.rollout.partial and same):
+            self._give_back(self.carried.prompts)
+            self.carried = None
+
+
+def in_flight(wanted: int, oversample: float) -> int:
+    """Return how many prompts are sampled at once for ``wanted`` complete groups.
+
+    Example:
+        >>> in_flight(8, 0.3)
+        11
+    """
+    return wanted + math.ceil(wanted * oversample - 1e-9)
+
+
+def partial_fraction(rollouts: Rollouts) -> float:
+    """Return the share of rows with tokens of more than one version of the weights."""
+    if rollouts.token_versions is None or not len(rollouts):
+        return 0.0
+    mask = rollouts.response_mask
+    newest = -partial.oldest_versions(-rollouts.token_versions, mask, rollouts.lengths, 0)
+    return float((newest > rollouts.policy_version).float().mean())
+
+
+def staleness(version: int, rollouts: Rollouts, bound: int) -> Metrics:
+    """Return how many updates old the rows' policies are; raise StalenessError beyond ``bound``.
+
+    A row is as old as its oldest token; ``staleness/token_mean`` is over tokens.
+    """
+    age = (version - rollouts.policy_version).float()
+    if len(age) and int(age.max()) > bound:
+        raise StalenessError(
+            f"rollouts of version {int(rollouts.policy_version.min())} came to a learner at version "
+            f"{version}; asynchrony.max_staleness allows {bound} updates between them"
+        )
+    metrics = Metrics.mean("staleness/mean", float(age.sum()), len(age))
+    metrics += Metrics.maximum("staleness/max", float(age.max()) if len(age) else 0.0)
+    if rollouts.token_versions is not None:
+        ages = version - rollouts.token_versions[rollouts.response_mask].double()
+        metrics += Metrics.mean("staleness/token_mean", float(ages.sum()), len(ages))
+    return metrics
+
+
+def grade(roles: Roles, sampled: SampledBatch, members: Members) -> ScoredBatch:
+    """Judge the responses, and the greedy ones that they are compared with. Collective over the members."""
+    samples = len(sampled.rollouts) // max(len(sampled.prompts), 1)
+    prompts = sampled.prompts.repeat(samples)
+    scores, metrics, failures = judge(roles, prompts, sampled.rollouts, members)
+    if sampled.greedy is not None:
+        baseline, more, failed = judge(roles, sampled.prompts, sampled.greedy, members)
+        scores = replace(scores, baseline_rewards=baseline.rewards.repeat_interleave(samples))
+        metrics, failures = metrics + more, failures + failed
+    return ScoredBatch(prompts, sampled.rollouts, scores, sampled.metrics + metrics, failures)
+
+
+def judge(
+    roles: Roles, prompts: PromptBatch, rollouts: Rollouts, members: Members
+) -> tuple[Scores, Metrics, tuple[Failure, ...]]:
+    """Put what function and reward models say of each row together into one reward.
+
+    A row is valid where every judge gave a finite score. With reward models the function's own reward is
+    the component ``function``, what it names ``function/NAME``, and each model's score one of the model's
+    name. ``prompts`` has one entry per row. Metrics and failures are of this rank's share of the rows.
+    Collective over the members.
+    """
+    # All judges are asked before any answer is gathered: those on ranks of their own work at the same time.
+    answers = [model.infer(rollouts) for model in roles.reward_models]
+    shard, result = roles.reward.infer(prompts, rollouts, members)
+    values = dict(members.gather_rows(shard).values)
+    rewards, valid = values.pop("rewards"), values.pop("valid")
+    components = {name.removeprefix(COMPONENT): value for name, value in values.items()}
+    if answers:
+        components = {FUNCTION: rewards} | {f"{FUNCTION}/{name}": v for name, v in components.items()}
+        rewards = roles.reward.weight * rewards
+        for model, answer in zip(roles.reward_models, answers, strict=True):
+            components[model.name] = members.gather_rows(answer).values[model.name]
+            rewards = rewards + model.weight * components[model.name]
+        valid = valid & rewards.isfinite() & (rollouts.finish_reason != FINISH_FAILED)
+        rewards = rewards.masked_fill(~valid, float("nan"))
+    return Scores(rewards, valid, components), result.metrics(), result.failures
+
+
+def prompts_wanted(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> int:
+    """Return how many prompts to sample in the next round of a step, 0 when there are enough.
+
+    With ``algorithm.dynamic_sampling`` groups whose rewards are all equal are replaced by new ones, in at
+    most ``dynamic_sampling_max_rounds`` further rounds.
+    """
+    wanted = config.batch.prompts_per_step
+    if not rounds:
+        return wanted
+    if not algorithm.dynamic_sampling or len(rounds) > algorithm.dynamic_sampling_max_rounds:
+        return 0
+    kept, sampled = map(sum, zip(*(informative(batch) for batch in rounds), strict=True))
+    return prompts_to_sample(wanted, kept, sampled, ceiling=ROUND_CEILING * wanted)
+
+
+def choose_groups(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> ScoredBatch:
+    """Return what a step learns from, with what all its rounds measured.
+
+    Where dynamic sampling still lacks groups the step goes on with those that teach something, or with the
+    first round's where none does; groups beyond the wanted number are dropped and counted.
+    """
+    if not algorithm.dynamic_sampling:
+        return rounds[0]
+    metrics = Metrics.of({"sampling/rounds": float(len(rounds))})
+    taken = take_informative(_joined(rounds), config.batch.prompts_per_step, instead=rounds[0])
+    return replace(taken, metrics=taken.metrics + metrics)
+
+
+def informative(batch: ScoredBatch) -> tuple[int, int]:
+    """Return the number of groups whose rewards differ, and of all groups."""
+    group = batch.rollouts.group
+    keep = informative_groups(batch.scores.rewards, group, batch.scores.valid)
+    return count_groups(keep, group), len(torch.unique(group))
+
+
+def take_informative(batch: ScoredBatch, wanted: int, *, instead: ScoredBatch) -> ScoredBatch:
+    """Return the first ``wanted`` groups whose rewards differ, or as many as there are.
+
+    Where there are none the rows are those of ``instead``; metrics and failures stay the batch's.
+    """
+    kept, sampled = informative(batch)
+    group = batch.rollouts.group
+    taken = take_groups(informative_groups(batch.scores.rewards, group, batch.scores.valid), group, wanted)
+    metrics = Metrics.of({
+        "sampling/prompts": float(sampled),
+        "sampling/informative_fraction": kept / sampled,
+        "sampling/dropped_groups": float(max(kept - wanted, 0)),
+        "sampling/missing_groups": float(max(wanted - kept, 0)),
+    })  # fmt: skip
+    chosen = batch.rows(taken) if taken else instead
+    return replace(chosen, metrics=batch.metrics + metrics, failures=batch.failures)
+
+
+def _joined(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
+    """Return the rows of all rounds; each round's groups are numbered after those before.
+
+    A component that a round lacks is NaN there.
+    """
+    if len(rounds) == 1:
+        return rounds[0]
+    names = sorted({name for batch in rounds for name in batch.scores.components})
+    shifted: list[Rollouts] = []
+    groups = 0
+    for batch in rounds:
+        shifted.append(replace(batch.rollouts, group=batch.rollouts.group + groups))
+        groups = int(shifted[-1].group.max()) + 1
+    absent = [torch.full_like(batch.scores.rewards, float("nan")) for batch in rounds]
+    scores = Scores(
+        rewards=torch.cat([batch.scores.rewards for batch in rounds]),
+        valid=torch.cat([batch.scores.valid for batch in rounds]),
+        components={
+            name: torch.cat(
+                [b.scores.components.get(name, nan) for b, nan in zip(rounds, absent, strict=True)]
+            )
+            for name in names
+        },
+        baseline_rewards=_joined_baselines(rounds),
+    )
+    return ScoredBatch(
+        PromptBatch.concatenate([batch.prompts for batch in rounds]),
+        Rollouts.concatenate(shifted),
+        scores,
+        merge(batch.metrics for batch in rounds),
+        tuple(failure for batch in rounds for failure in batch.failures),
+    )
+
+
+def _joined_baselines(rounds: Sequence[ScoredBatch]) -> torch.Tensor | None:
+    baselines = [batch.scores.baseline_rewards for batch in rounds]
+    known = [baseline for baseline in baselines if baseline is not None]
+    return torch.cat(known) if len(known) == len(baselines) else None
+
+
+def _greedy(prompts: PromptBatch) -> PromptBatch:
+    """Return the prompts with greedy decoding."""
+    sampling = tuple(one._replace(temperature=0.0, top_p=1.0, top_k=0) for one in prompts.sampling)
+    return replace(prompts, sampling=sampling)

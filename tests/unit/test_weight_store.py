@@ -1,0 +1,21 @@
+"""What a hybrid engine asks of those whose weights it writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.errors import UserError
+from megatron_rl.hybrid_engine.sync import HybridEngine
+from megatron_rl.parallel import device
+from megatron_rl.rollout.torch import TorchEngine
+
+
+def test_an_engine_that_names_no_weights_is_refused_by_name():
+    device.initialize()
+    engine = TorchEngine.from_logits(lambda tokens, lengths: torch.zeros(len(lengths), 7))
+    hybrid = HybridEngine(None, engine)
+    with pytest.raises(UserError, match="names no weights") as raised:
+        hybrid.sync()
+    assert raised.value.where == "TorchEngine on rank 0"
+    assert engine.weights_version == -1
