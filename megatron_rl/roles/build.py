@@ -14,15 +14,10 @@ from transformers import AutoConfig
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.placement import role_layout, rollout_layout
-<<<<<<< HEAD
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans, starting_model
-from megatron_rl.hybrid_engine.engine import HybridEngine
-=======
-from megatron_rl.config.schema import OptimizerConfig, RunConfig
 from megatron_rl.hybrid_engine.sync import HybridEngine
->>>>>>> 85d3783 (The step shows its five phases, rows and failures are returned, samplers and weight stores are apart)
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.weights import load_weights

@@ -6,12 +6,7 @@ from typing import Any
 
 import torch
 
-<<<<<<< HEAD
 from megatron_rl.config.sections.rewards import RewardConfig
-from megatron_rl.metrics import Metrics
-=======
-from megatron_rl.config.schema import RewardConfig
->>>>>>> 85d3783 (The step shows its five phases, rows and failures are returned, samplers and weight stores are apart)
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import Members, RowShard
 from megatron_rl.rewards.function import FunctionReward, RewardResult

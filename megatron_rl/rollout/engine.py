@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sampling import Response
 from megatron_rl.shapes.layout import ParallelLayout

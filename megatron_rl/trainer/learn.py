@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_rl.algorithms import Algorithm, AlgorithmState, minibatches, policy_objective, value_objective
-from megatron_rl.config.schema import MismatchConfig, RunConfig
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.rollout import MismatchConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import Members
 from megatron_rl.roles.build import Roles

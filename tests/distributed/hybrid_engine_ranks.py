@@ -13,12 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-<<<<<<< HEAD
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.hybrid_engine.engine import HybridEngine
-=======
-from megatron_rl.config.schema import RolloutConfig
->>>>>>> 85d3783 (The step shows its five phases, rows and failures are returned, samplers and weight stores are apart)
 from megatron_rl.hybrid_engine.execute import WeightMismatchError
 from megatron_rl.hybrid_engine.layouts import engine_layout
 from megatron_rl.hybrid_engine.plan import lower_bound

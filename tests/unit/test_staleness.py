@@ -7,16 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-<<<<<<< HEAD
 from megatron_rl.config.sections.rollout import MismatchConfig
-from megatron_rl.trainer.mismatch import MismatchError, check_mismatch, fresh_difference
-from megatron_rl.trainer.sampler import in_flight, partial_fraction
-from megatron_rl.trainer.staleness import StalenessError, staleness
-=======
-from megatron_rl.config.schema import MismatchConfig
 from megatron_rl.trainer.learn import MismatchError, check_mismatch, fresh_difference
 from megatron_rl.trainer.sample import StalenessError, in_flight, partial_fraction, staleness
->>>>>>> 85d3783 (The step shows its five phases, rows and failures are returned, samplers and weight stores are apart)
 from megatron_rl.types import Rollouts, Scores
 
 MIXED = Rollouts(
