@@ -14,7 +14,7 @@ from typing import Any
 
 import megatron_rl
 from megatron_rl.cli.main import main
-from megatron_rl.trainer import train
+from megatron_rl.trainer import run
 
 PACKAGE = Path(str(megatron_rl.__file__)).parent
 
@@ -52,5 +52,5 @@ def inside(file: str) -> bool:
 
 
 if __name__ == "__main__":
-    train.train_step = traced(train.train_step)
+    run.train_step = traced(run.train_step)
     sys.exit(main())
