@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 
+from megatron_rl.check.installed_source import find_module
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError, nearest
 
@@ -47,24 +46,6 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
                 )
             ]
     return _check_source(path, name, reward) if path is not None and path.suffix == ".py" else []
-
-
-def find_module(name: str) -> tuple[Path | None, str | None]:
-    """Return the file of a module without importing it or its parents, or the part that is missing.
-
-    Both are None for a module that is no Python file.
-    """
-    places: list[str] | None = [str(Path.cwd()), *sys.path]
-    spec = None
-    parts = name.split(".")
-    for position, part in enumerate(parts):
-        spec = PathFinder.find_spec(part, places) if part.isidentifier() and places is not None else None
-        if spec is None:
-            builtin = position == 0 and part in sys.builtin_module_names
-            return None, None if builtin else ".".join(parts[: position + 1])
-        places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
-    origin = spec.origin if spec is not None else None
-    return (Path(origin) if origin else None), None
 
 
 def _name_error(function: str) -> UserError:

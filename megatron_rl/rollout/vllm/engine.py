@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_rl.check.engine_arguments import check_engine_arguments
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserErrors
 from megatron_rl.parallel import device
 from megatron_rl.rollout.sampling import (
     FAILED,
@@ -26,16 +27,6 @@ from megatron_rl.rollout.vllm import setup, weights
 from megatron_rl.rollout.vllm.live import LiveWeights, live_model
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
-
-_OWN_ARGUMENTS = {
-    "distributed_executor_backend",
-    "dtype",
-    "load_format",
-    "logprobs_mode",
-    "model",
-    "seed",
-    "tensor_parallel_size",
-}
 
 
 class VllmEngine:
@@ -107,15 +98,9 @@ class VllmEngine:
         else:
             arguments |= {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
             arguments["moe_backend"] = "triton"  # the one that reads experts as the checkpoint has them
-        taken = sorted(_OWN_ARGUMENTS & set(config.vllm))
-        if taken:
-            raise UserError(
-                "a vLLM argument is set by the run itself",
-                where=f"rollout.vllm.{taken[0]}",
-                expected="other engine arguments of vLLM",
-                got=str(config.vllm[taken[0]]),
-                fix="remove it; the model, the layout and the seed have fields of their own",
-            )
+        errors = check_engine_arguments(config.vllm)
+        if errors:
+            raise UserErrors(errors)
         return arguments | config.vllm
 
     def generate(self, prompts: PromptBatch, *, seed: int, rows: Sequence[int] | None = None) -> Rollouts:

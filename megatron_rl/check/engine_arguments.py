@@ -1,0 +1,169 @@
+"""Which of vLLM's engine arguments ``rollout.vllm`` may set: every field of EngineArgs, sorted.
+
+The engine lives in the ranks of the training job, generates from token ids, and the actor's weights are
+written into its tensors in place. A field is either set by the run (`OURS`), impossible with such an engine
+(`REFUSED`), or free (`FREE`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.check.installed_source import InstalledField, class_fields
+from megatron_rl.errors import UserError, nearest
+
+ENGINE_ARGUMENTS = ("vllm.engine.arg_utils", "EngineArgs")
+
+OURS: Mapping[str, str] = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "rollout.tensor",
+    "gpu_memory_utilization": "rollout.memory_fraction",
+    "max_model_len": "rollout.max_response_tokens",
+    "cpu_distributed_timeout_seconds": "rank_timeout",
+    "distributed_timeout_seconds": "rank_timeout",
+}
+"""Fields that a key of the configuration sets."""
+
+_REFUSED: Mapping[str, str] = {
+    "the run gives the engine token ids and takes token ids from it": """
+        skip_tokenizer_init tokenizer tokenizer_mode tokenizer_revision enable_prompt_embeds tokens_only
+        reasoning_parser reasoning_parser_plugin reasoning_config io_processor_plugin renderer_num_workers""",
+    "log-probs and sampling must be what the trainer computes": """
+        logprobs_mode generation_config override_generation_config logits_processors watermark_config""",
+    "the weights come from the actor, not from files": """
+        load_format model_weights download_dir safetensors_load_strategy safetensors_prefetch_num_threads
+        safetensors_prefetch_block_size ignore_patterns model_loader_extra_config pt_load_map_location
+        revision code_revision hf_token max_parallel_loading_workers enable_ep_weight_filter""",
+    "trainer and engine read one config.json, and one table of families names both sides' weights": """
+        hf_config_path hf_overrides config_format trust_remote_code model_class_overrides model_impl runner
+        convert pooler_config language_model_only diffusion_config""",
+    "weights are written in place in the dtype of the checkpoint, and quantized tensors are others": """
+        quantization quantization_config allow_deprecated_quantization""",
+    "a backend of this kind keeps weights in an order of its own, which no write in place knows": """
+        moe_backend linear_backend""",
+    "weights must lie whole in the device's memory to be written in place": """
+        cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group
+        offload_prefetch_step offload_params""",
+    "the hybrid engine brings the weights and frees memory between phases": """
+        weight_transfer_config enable_sleep_mode sleep_preserve_parameter_names enable_cumem_allocator
+        enable_nccl_comm_suspend""",
+    "experts stay where the plan of the weight sync found them": """
+        enable_eplb eplb_config expert_placement_strategy enable_elastic_ep elastic_ep_max_dp_size""",
+    "a weight sync brings the actor's tensors alone, without adapters": """
+        enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype
+        lora_target_modules enable_tower_connector_lora specialize_active_lora
+        enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels""",
+    "a weight sync brings the actor's tensors alone, without those of a draft model": """
+        speculative_config spec_method spec_model spec_tokens""",
+    "a replica is cut by rollout.tensor alone, and further ranks of the rollout make further replicas": """
+        pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend
+        dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_size
+        data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address
+        data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb
+        data_parallel_multi_port_external_lb data_parallel_backend dp_sync_interval
+        disable_nccl_for_dp_synchronization enable_dbo ubatch_size dbo_decode_token_threshold
+        dbo_prefill_token_threshold enable_batch_sharded_sampling enable_hc_sp""",
+    "the engine runs in processes that the job's launcher starts": """
+        distributed_executor_backend master_addr master_port nnodes node_rank device_ids worker_cls
+        worker_extension_cls ray_workers_use_nsight _api_process_count _api_process_rank
+        fault_tolerance_config enable_fault_tolerance""",
+    "a cache outside the engine would keep keys and values of older weights": """
+        kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config ec_manager_config""",
+    "a step hands over all of its rows at once": "max_num_queued_reqs max_num_queued_tokens",
+    "prompts are text": """
+        allowed_local_media_path allowed_media_domains limit_mm_per_prompt enable_mm_embeds
+        interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb
+        mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only
+        mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+        mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin skip_mm_profiling
+        video_pruning_rate video_pruning_method mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb
+        mm_device_do_normalize disable_chunked_mm_input enable_mm_processor_stats""",
+}
+REFUSED: Mapping[str, str] = {
+    name: reason for reason, names in _REFUSED.items() for name in names.split()
+}
+"""Field -> why the engine cannot have it."""
+
+FREE = frozenset(
+    """
+    additional_config aggregate_engine_logging all2all_backend async_scheduling attention_backend
+    attention_config aux_output_config block_size collect_detailed_traces compilation_config
+    cudagraph_capture_sizes cudagraph_metrics custom_histogram_buckets disable_cascade_attn
+    disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_stats disable_sliding_window
+    enable_chunked_prefill enable_expert_parallel enable_flashinfer_autotune
+    enable_layerwise_nvtx_tracing enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
+    enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_prefix_caching
+    enable_return_routed_experts enable_shm_tensor_arena enable_trace_replay enforce_eager engram_config
+    fail_on_environ_validation gdn_prefill_backend ir_op_priority jit_monitor_mode jit_monitor_verbose
+    kda_decode_backend kda_prefill_backend kernel_config kv_cache_dtype kv_cache_dtype_skip_layers
+    kv_cache_memory_bytes kv_cache_metrics kv_cache_metrics_sample kv_events_config
+    kv_sharing_fast_prefill log_config_file log_level logging_config long_prefill_token_threshold
+    long_prefill_token_threshold_adaptive mamba_backend mamba_block_size mamba_cache_dtype
+    mamba_cache_mode mamba_cache_philox_rounds mamba_config mamba_ssm_cache_dtype mamba_ssu_algorithm
+    max_cudagraph_capture_size max_logprobs max_num_active_seqs max_num_batched_tokens
+    max_num_scheduled_tokens max_num_seqs num_gpu_blocks_override numa_bind numa_bind_cpus
+    numa_bind_nodes optimization_level otlp_traces_endpoint per_request_spec_decode_metrics
+    performance_mode prefill_schedule_interval prefix_cache_retention_interval prefix_caching_hash_algo
+    prefix_match_unit profiler_config replayssm_buffer_len return_sampling_mask
+    scheduler_cls scheduler_reserve_full_isl scheduling_policy served_model_name
+    show_hidden_metrics_for_version shutdown_timeout sleep_mode_offload_cudagraph
+    sparse_indexer_topk_backend stream_interval structured_outputs_config swa_bounded_replay
+    use_fp64_gumbel use_replayssm use_tqdm_on_load watermark
+    """.split()
+)
+
+
+def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
+    """Return the errors of ``rollout.vllm``, types and names compared with the installed vLLM's."""
+    installed = class_fields(ENGINE_ARGUMENTS) if values else None
+    errors = (_error(name, value, installed) for name, value in values.items())
+    return [error for error in errors if error is not None]
+
+
+def _error(name: str, value: Any, installed: Mapping[str, InstalledField] | None) -> UserError | None:
+    where, got = f"rollout.vllm.{name}", f"`{name}: {value}`"
+    if name in OURS:
+        return UserError(
+            f"`{where}` is set by the run itself: it is called `{OURS[name]}` here",
+            where=where,
+            expected=f"`{OURS[name]}`",
+            got=got,
+            fix=f"write `{OURS[name]}`",
+        )
+    if name in REFUSED and not _is_off(value):
+        return UserError(
+            f"`{where}` does not work with the rollout's engine: {REFUSED[name]}",
+            where=where,
+            expected="no value",
+            got=got,
+            fix=f"remove `{where}`",
+        )
+    if installed is None:
+        return None
+    if name not in installed:
+        close = nearest(name, installed)
+        return UserError(
+            f"vLLM's engine arguments of the installed version have no field `{name}`"
+            + (f"; did you mean `{close}`?" if close else ""),
+            where=where,
+            expected="a field of vLLM's EngineArgs",
+            got=got,
+            fix=f"write `rollout.vllm.{close}`" if close else "remove it",
+        )
+    if not installed[name].accepts(value):
+        return UserError(
+            f"`{where}` has a value of the wrong type",
+            where=where,
+            expected=installed[name].words(),
+            got=got,
+            fix="correct it, or remove it to have vLLM's default",
+        )
+    return None
+
+
+def _is_off(value: Any) -> bool:
+    """Return whether a value asks for nothing: null, false, or a size of 0 or 1."""
+    return value is None or value is False or (value is not True and value in (0, 1))
