@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.asynchrony import check_asynchrony
+from megatron_rl.check.engine_arguments import check_engine_arguments
 from megatron_rl.check.files import Files
 from megatron_rl.check.inputs import Inputs, check_inputs
 from megatron_rl.check.layouts import (
@@ -18,7 +19,7 @@ from megatron_rl.check.layouts import (
     check_model,
     check_world,
 )
-from megatron_rl.check.passthrough import check_passthrough
+from megatron_rl.check.model_settings import PATIENCE, Trial, TriedRole, check_model_settings
 from megatron_rl.check.values import check_values
 from megatron_rl.check.warnings import check_warnings
 from megatron_rl.config.derive import (
@@ -85,6 +86,12 @@ class _Check:
             if error.where not in self.bad:
                 self.errors.append(error)
 
+    def refuse(self, errors: Iterable[UserError]) -> None:
+        """Record errors, and that the values they are about are wrong."""
+        errors = list(errors)
+        self.add(errors)
+        self.bad.update(error.where for error in errors if error.where)
+
     def fine(self, *prefixes: str) -> bool:
         """Return whether no value below the paths is known to be wrong."""
         return not any(
@@ -100,12 +107,14 @@ def check_config(
     training: bool = False,
     without_files: bool = False,
     shipped_models: Path | None = None,
+    patience: float = PATIENCE,
 ) -> CheckReport:
     """Check a configuration against a number of processes; never raises for what a user gave.
 
     ``world_size`` None takes the configuration's own, or the smallest that fits. ``training`` makes an
     error of a file that ``prepare`` is still to make; ``without_files`` makes a warning of every missing
-    file. ``shipped_models`` holds NAME/config.json for models that are not on this machine.
+    file. ``shipped_models`` holds NAME/config.json for models that are not on this machine. ``patience`` is
+    the seconds that Megatron has to try its settings; 0 does not ask it.
     """
     loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config, None, {})
     if loaded.config is None:
@@ -113,24 +122,60 @@ def check_config(
     check = _Check(loaded.config, world_size)
     check.errors.extend(loaded.errors)
     check.bad.update(loaded.broken)
-    found = check_values(loaded.config)
-    check.add(found)
-    check.bad.update(error.where for error in found if error.where)
+    check.refuse(check_values(loaded.config))
+    if check.fine("actor.megatron"):
+        check.refuse(check_model_settings(loaded.config.actor.megatron))
+    if check.fine("rollout.vllm"):
+        check.refuse(check_engine_arguments(loaded.config.rollout.vllm))
+    trial = Trial(loaded.config.actor.megatron if patience > 0 and check.fine("actor.megatron") else {})
+    try:
+        return _checked(check, loaded, trial, algorithm_of, training, without_files, shipped_models, patience)
+    finally:
+        trial.stop()
+
+
+def _checked(
+    check: _Check,
+    loaded: LoadedConfig,
+    trial: Trial,
+    algorithm_of: AlgorithmOf | None,
+    training: bool,
+    without_files: bool,
+    shipped_models: Path | None,
+    patience: float,
+) -> CheckReport:
+    config = check.config
     algorithm = _algorithm(check, algorithm_of)
     world = _world(check)
     layouts = _layouts(check, world)
-    check.add(check_asynchrony(loaded.config, layouts, algorithm))
-    if check.fine("actor.megatron", "rollout.vllm"):
-        check.add(check_passthrough(loaded.config))
-    files = Files(prepare=loaded.config.prepare, absent=without_files)
-    inputs = Inputs(loaded.config, files, check.fine, shipped_models)
+    check.add(check_asynchrony(config, layouts, algorithm))
+    files = Files(prepare=config.prepare, absent=without_files)
+    inputs = Inputs(config, files, check.fine, shipped_models)
     check_inputs(inputs)
     _check_model(check, inputs, layouts)
+    if not check.errors:
+        errors, warnings = trial.result(_tried_roles(inputs, layouts), config.model.dtype, patience)
+        check.errors.extend(errors)
+        check.warnings.extend(warnings)
     # Findings about files leave the arithmetic whole: it is shown beside them.
     inputs.errors.extend(files.errors)
     inputs.warnings.extend(files.missing)
     (inputs.errors if training and not without_files else inputs.warnings).extend(files.unmade())
     return _report(check, inputs, loaded.origins, world, algorithm)
+
+
+def _tried_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TriedRole]:
+    """Return the roles with a trained or frozen model whose config.json is here."""
+    roles, config = [], inputs.config
+    for role, layout in layouts.items():
+        model = inputs.models.get(role, inputs.models.get("actor"))
+        if role == "rollout" or model is None:
+            continue
+        section = {"actor": config.actor, "critic": config.critic}.get(role)
+        recompute = section.recompute if section is not None else "none"
+        scalar_head = role not in ("actor", "reference")
+        roles.append(TriedRole(role, model, layout, scalar_head, recompute))
+    return roles
 
 
 def _report(
@@ -299,8 +344,8 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
         return
     for role, layout in layouts.items():
         own = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
-        if own and not role.startswith("reward."):
-            overrides = check.config.actor.megatron if role == "actor" else {}
+        if (own or role in inputs.shapes) and check.fine("actor.megatron"):
+            overrides = {} if role == "rollout" else check.config.actor.megatron
             check.add(check_model(role, layout, inputs.shapes.get(role, shape), overrides))
     if lengths:
         check.add(check_lengths(check.config, shape))

@@ -1,8 +1,8 @@
-"""Which of vLLM's engine arguments ``rollout.vllm`` may set: every field of EngineArgs, sorted.
+"""Which of vLLM's engine arguments ``rollout.vllm`` may set.
 
 The engine lives in the ranks of the training job, generates from token ids, and the actor's weights are
-written into its tensors in place. A field is either set by the run (`OURS`), impossible with such an engine
-(`REFUSED`), or free (`FREE`).
+written into its tensors in place. A field of EngineArgs is set by the run (`OURS`), impossible with such an
+engine (`REFUSED`), or else passes through.
 """
 
 from __future__ import annotations
@@ -82,38 +82,8 @@ _REFUSED: Mapping[str, str] = {
         video_pruning_rate video_pruning_method mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb
         mm_device_do_normalize disable_chunked_mm_input enable_mm_processor_stats""",
 }
-REFUSED: Mapping[str, str] = {
-    name: reason for reason, names in _REFUSED.items() for name in names.split()
-}
+REFUSED: Mapping[str, str] = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
 """Field -> why the engine cannot have it."""
-
-FREE = frozenset(
-    """
-    additional_config aggregate_engine_logging all2all_backend async_scheduling attention_backend
-    attention_config aux_output_config block_size collect_detailed_traces compilation_config
-    cudagraph_capture_sizes cudagraph_metrics custom_histogram_buckets disable_cascade_attn
-    disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_stats disable_sliding_window
-    enable_chunked_prefill enable_expert_parallel enable_flashinfer_autotune
-    enable_layerwise_nvtx_tracing enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
-    enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_prefix_caching
-    enable_return_routed_experts enable_shm_tensor_arena enable_trace_replay enforce_eager engram_config
-    fail_on_environ_validation gdn_prefill_backend ir_op_priority jit_monitor_mode jit_monitor_verbose
-    kda_decode_backend kda_prefill_backend kernel_config kv_cache_dtype kv_cache_dtype_skip_layers
-    kv_cache_memory_bytes kv_cache_metrics kv_cache_metrics_sample kv_events_config
-    kv_sharing_fast_prefill log_config_file log_level logging_config long_prefill_token_threshold
-    long_prefill_token_threshold_adaptive mamba_backend mamba_block_size mamba_cache_dtype
-    mamba_cache_mode mamba_cache_philox_rounds mamba_config mamba_ssm_cache_dtype mamba_ssu_algorithm
-    max_cudagraph_capture_size max_logprobs max_num_active_seqs max_num_batched_tokens
-    max_num_scheduled_tokens max_num_seqs num_gpu_blocks_override numa_bind numa_bind_cpus
-    numa_bind_nodes optimization_level otlp_traces_endpoint per_request_spec_decode_metrics
-    performance_mode prefill_schedule_interval prefix_cache_retention_interval prefix_caching_hash_algo
-    prefix_match_unit profiler_config replayssm_buffer_len return_sampling_mask
-    scheduler_cls scheduler_reserve_full_isl scheduling_policy served_model_name
-    show_hidden_metrics_for_version shutdown_timeout sleep_mode_offload_cudagraph
-    sparse_indexer_topk_backend stream_interval structured_outputs_config swa_bounded_replay
-    use_fp64_gumbel use_replayssm use_tqdm_on_load watermark
-    """.split()
-)
 
 
 def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:

@@ -12,6 +12,7 @@ from megatron_rl.check.data import DataPreview, check_data
 from megatron_rl.check.files import Files, check_model_files, has_chat_template
 from megatron_rl.check.rewards import check_reward
 from megatron_rl.config.checkpoint_meta import check_same_model, latest, read_meta
+from megatron_rl.config.placement import role_of
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
@@ -31,6 +32,7 @@ class Inputs:
     warnings: list[UserError] = field(default_factory=list)
     shape: ModelShape | None = None
     shapes: dict[str, ModelShape] = field(default_factory=dict)  # of roles whose model is another one
+    models: dict[str, Path] = field(default_factory=dict)  # config.json by role, where one is here
     preview: DataPreview | None = None
 
 
@@ -110,7 +112,12 @@ def _resume(config: RunConfig) -> list[UserError]:
 
 
 def _model(check: Inputs, path: str, where: str) -> ModelShape | None:
-    return check_model_files(Path(path), where, check.files, _shipped(check.shipped_models, Path(path)))
+    shipped = _shipped(check.shipped_models, Path(path))
+    role = "actor" if where == "model.path" else role_of(where.removesuffix(".path"))
+    file = Path(path) / "config.json" if Path(path).is_dir() else shipped
+    if file is not None and file.is_file():
+        check.models[role] = file
+    return check_model_files(Path(path), where, check.files, shipped)
 
 
 def _shipped(folder: Path | None, path: Path) -> Path | None:
@@ -128,7 +135,7 @@ def _same_vocabulary(check: Inputs, path: str | None, where: str) -> None:
         return  # the actor's own model, or what the run makes of it
     shape, actor = _model(check, path, where), check.shape
     if shape is not None:
-        check.shapes[where.removesuffix(".path").replace("reward.models.", "reward.")] = shape
+        check.shapes[role_of(where.removesuffix(".path"))] = shape
     if shape is None or actor is None or shape.vocab == actor.vocab:
         return
     role = where.removesuffix(".path")

@@ -16,6 +16,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import ModelSpec, model_spec, with_scalar_head
+from megatron_rl.parallel.hf.transformer_settings import role_settings
 from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, has_transformer_engine
 from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
@@ -135,14 +136,7 @@ def build_model(
     layout = groups.layout
     if head == "value":
         hf_config = with_scalar_head(hf_config)
-    settings = {**_recompute(recompute), **(overrides or {})}
-    if layout.pipeline > 1:
-        settings["variable_seq_lengths"] = True  # packed micro-batches differ in length
-        settings.setdefault(
-            "moe_token_dispatcher_type", "alltoall"
-        )  # Megatron checks it for dense models too
-    settings["calculate_per_token_loss"] = True  # gradients are sums; the loss weights are already global
-    spec = model_spec(hf_config, layout, dtype, settings)
+    spec = model_spec(hf_config, layout, dtype, role_settings(layout, recompute, overrides))
     if device.on_host():
         spec.transformer_config.gradient_accumulation_fusion = False
     fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
@@ -210,11 +204,3 @@ def _pass_hidden(
     hidden: Tensor, weight: Any = None, runtime_gather_output: Any = None
 ) -> tuple[Tensor, None]:
     return hidden, None
-
-
-def _recompute(kind: str) -> dict[str, Any]:
-    if kind == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if kind == "selective":
-        return {"recompute_granularity": "selective"}
-    return {}

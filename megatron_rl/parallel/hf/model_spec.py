@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
-from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megatron_rl.check.model_settings import DERIVED
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.parallel import device, tensor_scope
 from megatron_rl.parallel.experts import prepare_experts
 from megatron_rl.parallel.gemma import both_frequencies, prepare_sandwich_layers
+from megatron_rl.parallel.hf.transformer_settings import transformer_settings
 from megatron_rl.parallel.latent import allow_without_transformer_engine, prepare_latent_attention
-from megatron_rl.shapes.family import ACTIVATIONS, rope_parameters
+from megatron_rl.shapes.family import rope_parameters
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, describe
-
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = dict(
-    zip(
-        ACTIVATIONS,
-        (functional.silu, functional.gelu, partial(functional.gelu, approximate="tanh")),
-        strict=True,
-    )
-)
-
-_OWN_FIELDS = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-    "sequence_parallel", "num_layers", "hidden_size", "num_attention_heads", "num_query_groups",
-    "kv_channels", "ffn_hidden_size", "num_moe_experts", "moe_ffn_hidden_size", "params_dtype",
-)  # fmt: skip
 
 
 def pretrained(hf_config: Any) -> PretrainedModel:
@@ -142,7 +126,7 @@ def model_spec(
         allow_without_transformer_engine()
     elif shape.kv_heads < layout.tensor:
         tensor_scope.allow_shared_heads()
-    settings = _transformer_settings(hf_config, model, layout, dtype)
+    settings = transformer_settings(model, layout, dtype)
     settings.update(_checked_overrides(overrides or {}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about defaults that are set on purpose here
@@ -201,103 +185,10 @@ def _frequencies(hf_config: Any, model: PretrainedModel, layer_type: str | None)
     )
 
 
-def _transformer_settings(
-    hf_config: Any, model: PretrainedModel, layout: ParallelLayout, dtype: torch.dtype
-) -> dict[str, Any]:
-    fused = importlib.util.find_spec("transformer_engine") is not None
-    shape = model.shape
-    activation = getattr(hf_config, "hidden_act", None) or hf_config.hidden_activation
-    settings: dict[str, Any] = {
-        "num_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "ffn_hidden_size": shape.mlp_width,
-        "num_attention_heads": shape.heads,
-        "num_query_groups": shape.heads if shape.mla else shape.kv_heads,
-        "kv_channels": shape.value_dim,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": hf_config.rms_norm_eps,
-        "gated_linear_unit": shape.gated,
-        "activation_func": _ACTIVATIONS[activation],
-        "add_bias_linear": shape.mlp_bias,
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm or shape.mla,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "init_method_std": hf_config.initializer_range,
-        "params_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "bias_activation_fusion": fused,
-        "bias_dropout_fusion": fused,
-        "moe_grouped_gemm": fused and shape.experts > 0,
-    }
-    settings.update(_attention_settings(shape))
-    settings.update(_expert_settings(shape))
-    settings.update(_layout_settings(layout, dtype))
-    settings.update(model.family.megatron(model.config))
-    return settings
-
-
-def _attention_settings(shape: ModelShape) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    if shape.mla:
-        settings |= {
-            "q_lora_rank": shape.q_lora or None,
-            "kv_lora_rank": shape.kv_lora,
-            "qk_head_dim": shape.qk_nope,
-            "qk_pos_emb_head_dim": shape.qk_rope,
-            "v_head_dim": shape.v_head_dim,
-        }
-    if shape.sliding_layers:
-        # A token sees ``sliding_window`` tokens, itself among them.
-        settings["window_size"] = (shape.sliding_window - 1, 0)
-        if len(shape.sliding_layers) < shape.layers:
-            sliding = [int(layer in shape.sliding_layers) for layer in range(shape.layers)]
-            settings["window_attn_skip_freq"] = sliding
-    return settings
-
-
-def _expert_settings(shape: ModelShape) -> dict[str, Any]:
-    if not shape.experts:
-        return {}
-    settings = {
-        "num_moe_experts": shape.experts,
-        "moe_ffn_hidden_size": shape.expert_width,
-        "moe_router_topk": shape.experts_per_token,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
-    }
-    if shape.dense_layers:
-        # A list names checkpoint keys by layer instead of stacking them: only where layers differ.
-        settings["moe_layer_freq"] = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
-    if shape.shared_width:
-        settings["moe_shared_expert_intermediate_size"] = shape.shared_width
-    return settings
-
-
-def _layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "tensor_model_parallel_size": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
-        "context_parallel_size": layout.context,
-        "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": layout.expert_tensor,
-        "sequence_parallel": layout.sequence_parallel,
-        "pipeline_dtype": dtype,
-    }
-    if layout.virtual_pipeline > 1:
-        settings["virtual_pipeline_model_parallel_size"] = layout.virtual_pipeline
-        # Megatron's default communication gives silently wrong results for PP2 x VPP2.
-        settings["overlap_p2p_comm"] = True
-        settings["batch_p2p_comm"] = False
-    return settings
-
-
 def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in fields(MLATransformerConfig)}
     for name in overrides:
-        if name in _OWN_FIELDS:
+        if name in DERIVED:
             raise UserError(
                 f"{name!r} is derived from the checkpoint and the layout and cannot be overridden.",
                 where=f"megatron.{name}",

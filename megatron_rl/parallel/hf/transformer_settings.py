@@ -1,0 +1,144 @@
+"""From a pretrained model and a layout to the fields of Megatron's TransformerConfig.
+
+This module imports torch, and nothing of Megatron: `parallel.trial` shares it, which has little time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_rl.shapes.family import ACTIVATIONS
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.pretrained import PretrainedModel
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = dict(
+    zip(
+        ACTIVATIONS,
+        (functional.silu, functional.gelu, partial(functional.gelu, approximate="tanh")),
+        strict=True,
+    )
+)
+
+
+def transformer_settings(
+    model: PretrainedModel, layout: ParallelLayout, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the TransformerConfig fields of a pretrained model on a layout."""
+    fused = importlib.util.find_spec("transformer_engine") is not None
+    shape, config = model.shape, model.config
+    activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+    settings: dict[str, Any] = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.mlp_width,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.heads if shape.mla else shape.kv_heads,
+        "kv_channels": shape.value_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "gated_linear_unit": shape.gated,
+        "activation_func": _ACTIVATIONS[activation],
+        "add_bias_linear": shape.mlp_bias,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm or shape.mla,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": config["initializer_range"],
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "moe_grouped_gemm": fused and shape.experts > 0,
+    }
+    settings.update(_attention_settings(shape))
+    settings.update(_expert_settings(shape))
+    settings.update(_layout_settings(layout, dtype))
+    settings.update(model.family.megatron(model.config))
+    return settings
+
+
+def _attention_settings(shape: ModelShape) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if shape.mla:
+        settings |= {
+            "q_lora_rank": shape.q_lora or None,
+            "kv_lora_rank": shape.kv_lora,
+            "qk_head_dim": shape.qk_nope,
+            "qk_pos_emb_head_dim": shape.qk_rope,
+            "v_head_dim": shape.v_head_dim,
+        }
+    if shape.sliding_layers:
+        # A token sees ``sliding_window`` tokens, itself among them.
+        settings["window_size"] = (shape.sliding_window - 1, 0)
+        if len(shape.sliding_layers) < shape.layers:
+            sliding = [int(layer in shape.sliding_layers) for layer in range(shape.layers)]
+            settings["window_attn_skip_freq"] = sliding
+    return settings
+
+
+def _expert_settings(shape: ModelShape) -> dict[str, Any]:
+    if not shape.experts:
+        return {}
+    settings = {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.expert_width,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if shape.dense_layers:
+        # A list names checkpoint keys by layer instead of stacking them: only where layers differ.
+        settings["moe_layer_freq"] = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
+    if shape.shared_width:
+        settings["moe_shared_expert_intermediate_size"] = shape.shared_width
+    return settings
+
+
+def _layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": layout.sequence_parallel,
+        "pipeline_dtype": dtype,
+    }
+    if layout.virtual_pipeline > 1:
+        settings["virtual_pipeline_model_parallel_size"] = layout.virtual_pipeline
+        # Megatron's default communication gives silently wrong results for PP2 x VPP2.
+        settings["overlap_p2p_comm"] = True
+        settings["batch_p2p_comm"] = False
+    return settings
+
+
+def role_settings(
+    layout: ParallelLayout, recompute: str = "none", overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the fields that a role sets beside its model's: recompute, the user's own, the schedule's."""
+    settings: dict[str, Any] = {}
+    if recompute == "full":
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if recompute == "selective":
+        settings |= {"recompute_granularity": "selective"}
+    settings |= overrides or {}
+    if layout.pipeline > 1:
+        settings["variable_seq_lengths"] = True  # packed micro-batches differ in length
+        # Megatron checks it for dense models too.
+        settings.setdefault("moe_token_dispatcher_type", "alltoall")
+    settings["calculate_per_token_loss"] = True  # gradients are sums; the loss weights are already global
+    return settings

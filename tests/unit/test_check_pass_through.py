@@ -1,0 +1,177 @@
+"""Values that pass through to Megatron-Core and vLLM are compared with what is installed, and tried."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from config_workspace import write_model, write_workspace
+
+from megatron_rl.algorithms.lookup import get_algorithm
+from megatron_rl.check import model_settings
+from megatron_rl.check.configuration import CheckReport, check_config
+from megatron_rl.check.engine_arguments import ENGINE_ARGUMENTS, OURS, REFUSED, check_engine_arguments
+from megatron_rl.check.installed_source import class_fields
+from megatron_rl.check.model_settings import DERIVED, SET_BY_RUN, TRANSFORMER_CONFIG, check_model_settings
+from megatron_rl.config.field_types import known_paths
+from megatron_rl.config.load import load
+from megatron_rl.config.schema import RunConfig
+
+FREE = """
+    additional_config aggregate_engine_logging all2all_backend async_scheduling attention_backend
+    attention_config aux_output_config block_size collect_detailed_traces compilation_config
+    cudagraph_capture_sizes cudagraph_metrics custom_histogram_buckets disable_cascade_attn
+    disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_stats disable_sliding_window
+    enable_chunked_prefill enable_expert_parallel enable_flashinfer_autotune
+    enable_layerwise_nvtx_tracing enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
+    enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_prefix_caching
+    enable_return_routed_experts enable_shm_tensor_arena enable_trace_replay enforce_eager engram_config
+    fail_on_environ_validation gdn_prefill_backend ir_op_priority jit_monitor_mode jit_monitor_verbose
+    kda_decode_backend kda_prefill_backend kernel_config kv_cache_dtype kv_cache_dtype_skip_layers
+    kv_cache_memory_bytes kv_cache_metrics kv_cache_metrics_sample kv_events_config
+    kv_sharing_fast_prefill log_config_file log_level logging_config long_prefill_token_threshold
+    long_prefill_token_threshold_adaptive mamba_backend mamba_block_size mamba_cache_dtype
+    mamba_cache_mode mamba_cache_philox_rounds mamba_config mamba_ssm_cache_dtype mamba_ssu_algorithm
+    max_cudagraph_capture_size max_logprobs max_num_active_seqs max_num_batched_tokens
+    max_num_scheduled_tokens max_num_seqs num_gpu_blocks_override numa_bind numa_bind_cpus
+    numa_bind_nodes optimization_level otlp_traces_endpoint per_request_spec_decode_metrics
+    performance_mode prefill_schedule_interval prefix_cache_retention_interval prefix_caching_hash_algo
+    prefix_match_unit profiler_config replayssm_buffer_len return_sampling_mask
+    scheduler_cls scheduler_reserve_full_isl scheduling_policy served_model_name
+    show_hidden_metrics_for_version shutdown_timeout sleep_mode_offload_cudagraph
+    sparse_indexer_topk_backend stream_interval structured_outputs_config swa_bounded_replay
+    use_fp64_gumbel use_replayssm use_tqdm_on_load watermark
+"""
+"""Fields of vLLM's EngineArgs that were looked at and pass through."""
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("workspace")
+    write_workspace(root)
+    write_model(root / "six_layers", num_hidden_layers=6)
+    return root
+
+
+def check(workspace: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, **options: float) -> CheckReport:
+    monkeypatch.chdir(workspace)
+    return check_config(load("config.yaml", overrides), None, algorithm_of=get_algorithm, **options)
+
+
+def test_every_engine_argument_of_the_installed_version_is_sorted() -> None:
+    """A field that a new version brings has to be looked at: does it work with weights written in place?"""
+    from vllm.engine.arg_utils import EngineArgs
+
+    fields = {item.name for item in dataclasses.fields(EngineArgs)}
+    read = class_fields(ENGINE_ARGUMENTS)
+    assert read is not None and fields == set(read)
+    assert fields == set(OURS) | set(REFUSED) | set(FREE.split())
+    assert len(fields) == len(OURS) + len(REFUSED) + len(FREE.split())
+
+
+def test_megatron_fields_that_the_run_sets_exist() -> None:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    fields = {item.name for item in dataclasses.fields(MLATransformerConfig)}
+    read = class_fields(*TRANSFORMER_CONFIG)
+    assert read is not None and fields == set(read)
+    assert {*DERIVED, *SET_BY_RUN} <= fields
+    assert {*DERIVED.values(), *OURS.values()} <= set(known_paths(RunConfig))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("quantization", "fp8", "quantized tensors are others"),
+        ("pipeline_parallel_size", 2, "cut by rollout.tensor alone"),
+        ("data_parallel_size", 2, "make further replicas"),
+        ("enable_lora", True, "without adapters"),
+        ("speculative_config", {"model": "a"}, "draft model"),
+        ("cpu_offload_gb", 4, "whole in the device's memory"),
+        ("logits_processors", ["a:b"], "what the trainer computes"),
+        ("max_num_seqs", "64", "wrong type"),
+        ("max_num_seqs", True, "wrong type"),
+        ("kv_cache_dtype", "fp9", "wrong type"),
+        ("max_model_len", 4096, "called `rollout.max_response_tokens` here"),
+    ],
+)
+def test_engine_arguments_that_cannot_work_are_refused(name: str, value: object, reason: str) -> None:
+    (error,) = check_engine_arguments({name: value})
+    assert reason in error.message
+    assert error.where == f"rollout.vllm.{name}" and error.expected and error.got and error.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pipeline_parallel_size", 1),
+        ("enable_lora", False),
+        ("quantization", None),
+        ("cpu_offload_gb", 0),
+        ("max_num_seqs", 64),
+        ("kv_cache_dtype", "auto"),
+        ("compilation_config", {"level": 0}),
+        ("enable_expert_parallel", True),
+    ],
+)
+def test_engine_arguments_that_work_pass(name: str, value: object) -> None:
+    assert not check_engine_arguments({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("num_layers", 3, "called `model.path` here"),
+        ("recompute_granularity", "full", "called `actor.recompute` here"),
+        ("batch_p2p_comm", True, "wrong results"),
+        ("num_layers_in_first_pipeline_stage", "2", "wrong type"),
+        ("hidden_dropout", "none", "wrong type"),
+        ("moe_router_load_balancing_type", ["aux_loss"], ""),
+    ],
+)
+def test_megatron_fields_of_the_run_and_wrong_types_are_refused(
+    name: str, value: object, reason: str
+) -> None:
+    errors = check_model_settings({name: value})
+    assert len(errors) == (reason != "")
+    assert not errors or reason in errors[0].message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor.megatron.cpu_offloading=true",
+        "actor.megatron.moe_pad_expert_input_to_capacity=true",
+    ],
+)
+def test_what_megatron_refuses_is_an_error(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    report = check(workspace, monkeypatch, override, patience=120.0)
+    (error,) = report.errors
+    assert error.message == "Megatron refuses the settings of the actor's model"
+    assert error.where and override.partition("=")[0] in error.where
+    assert error.expected and error.got and error.fix
+
+
+def test_what_megatron_takes_passes(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = check(workspace, monkeypatch, "actor.megatron.hidden_dropout=0.1", patience=120.0)
+    assert not report.errors and not report.warnings
+
+
+def test_values_that_were_not_tried_are_a_warning(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    override = "actor.megatron.hidden_dropout=0.1"
+    (warning,) = check(workspace, monkeypatch, override, patience=0.01).warnings
+    assert "were not tried" in warning.message and "did not answer" in (warning.got or "")
+    monkeypatch.setattr(model_settings, "find_module", lambda name: (None, name))
+    (warning,) = check(workspace, monkeypatch, override, patience=120.0).warnings
+    assert "torch is not installed here" in (warning.got or "")
+
+
+def test_uneven_stages_are_tried_for_every_role(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings hold for all models: a reference without a pipeline cannot have the actor's ends."""
+    uneven = "actor.megatron={num_layers_in_first_pipeline_stage: 2, num_layers_in_last_pipeline_stage: 4}"
+    overrides = ("model.path=six_layers", uneven, "reference={layout: {pipeline: 1}}")
+    (error,) = check(workspace, monkeypatch, *overrides, patience=120.0).errors
+    assert error.message == "Megatron refuses the settings of the reference's model"
