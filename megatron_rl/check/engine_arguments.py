@@ -116,7 +116,7 @@ def _error(name: str, value: Any, installed: Mapping[str, InstalledField] | None
     if name not in installed:
         close = nearest(name, installed)
         return UserError(
-            f"vLLM's engine arguments of the installed version have no field `{name}`"
+            f"vLLM's EngineArgs of the installed version has no field `{name}`"
             + (f"; did you mean `{close}`?" if close else ""),
             where=where,
             expected="a field of vLLM's EngineArgs",

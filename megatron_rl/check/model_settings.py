@@ -25,8 +25,8 @@ TRANSFORMER_CONFIG = (
     ("megatron.core.transformer.transformer_config", "TransformerConfig"),
     ("megatron.core.transformer.transformer_config", "MLATransformerConfig"),
 )
-PATIENCE = 4.0
-"""Seconds after the start of a check at which it stops waiting for Megatron."""
+PATIENCE, LONG_PATIENCE = 3.5, 120.0
+"""Seconds after the start of a check at which it stops waiting for Megatron: alone, and before a run."""
 
 DERIVED: Mapping[str, str] = {
     "tensor_model_parallel_size": "actor.layout.tensor",

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from megatron_rl.algorithms.lookup import get_algorithm
 from megatron_rl.check.configuration import CheckReport, check_config
+from megatron_rl.check.model_settings import LONG_PATIENCE, PATIENCE
 from megatron_rl.config.load import load
+from megatron_rl.launcher import process_rank
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +33,7 @@ def checked(
 ) -> CheckReport:
     """Load and check the configuration of a command; raises UserErrors where it cannot be read at all."""
     loaded = load(Path(arguments.config), arguments.overrides)
+    patience = LONG_PATIENCE if training else PATIENCE
     folders = [above / "models" for file in loaded.files for above in (file.parent, file.parent.parent)]
     return check_config(
         loaded,
@@ -39,4 +42,5 @@ def checked(
         training=training,
         without_files=without_files,
         shipped_models=next((folder for folder in folders if folder.is_dir()), None),
+        patience=patience if process_rank() == 0 else 0,  # one rank of a job asks for all
     )

@@ -92,11 +92,12 @@ def test_overrides_stand_before_or_after_options(workspace: Path) -> None:
     assert stopped.value.code == 2
 
 
-def test_check_is_quick_and_imports_nothing_heavy(workspace: Path) -> None:
+@pytest.mark.parametrize("words", [(), ("actor.megatron.hidden_dropout=0.1",)], ids=["plain", "tried"])
+def test_check_is_quick_and_imports_nothing_heavy(workspace: Path, words: tuple[str, ...]) -> None:
     program = (
         "import sys\n"
         "from megatron_rl.cli.main import main\n"
-        "code = main(['check', 'config.yaml'])\n"
+        f"code = main(['check', 'config.yaml', *{words!r}])\n"
         f"print('HEAVY', [name for name in {HEAVY!r} if name in sys.modules])\n"
         "sys.exit(code)\n"
     )
