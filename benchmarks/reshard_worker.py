@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import statistics
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from reshard_peers import Gatherer, bucketed, gather_all, per_tensor
 from transformers import Qwen2Config
 
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.hybrid_engine.layouts import best_rank_order
+from megatron_rl.hybrid_engine.offline import actor_layout, read_layout
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.hybrid_engine.target import MegatronTarget
 from megatron_rl.parallel import device
@@ -31,17 +30,13 @@ from megatron_rl.parallel.hf.weights import live_parameters
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.rank_order import best_rank_order
+from megatron_rl.shapes.traffic import shared_bytes
 
 RANKS = tuple(range(4))
 STAGING = 32 * 2**20
 FULL = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 32000}
 QUICK = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 8000}
-
-
-def sizes(words: str) -> dict[str, int]:
-    """Read ``tp2pp2`` as layout sizes."""
-    names = {"tp": "tensor", "pp": "pipeline"}
-    return {names[kind]: int(count) for kind, count in re.findall(r"(tp|pp)(\d+)", words)}
 
 
 def hybrid_methods(model: ParallelModel, receiver: Any) -> tuple[dict[str, Callable[[], None]], HybridEngine]:
@@ -60,19 +55,23 @@ def void(value: Any) -> None:
 def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, HybridEngine, Gatherer | None]:
     """Return the methods of a case, the parameters they fill, the hybrid engine and the peers' gatherer."""
     source, _, target = case.partition("-")
-    actor = ParallelLayout(RANKS, **sizes(source))
+    actor = actor_layout(read_layout(source))
     model = build_model(config, ParallelGroups(actor), dtype=torch.float32, seed=3)
     if target.startswith("megatron-"):
         from megatron.core.resharding.refit import swap_model_weights
 
         copy = build_model(
-            config, ParallelGroups(ParallelLayout(RANKS, **sizes(target))), dtype=torch.float32, seed=4
+            config,
+            ParallelGroups(actor_layout(read_layout(target.removeprefix("megatron-")))),
+            dtype=torch.float32,
+            seed=4,
         )
         methods, hybrid = hybrid_methods(model, MegatronTarget(copy))
         methods["core_resharding"] = lambda: swap_model_weights(model.chunks, copy.chunks, device.backend())
         return methods, live_parameters(copy), hybrid, None
-    tensor = sizes(target)["tensor"]
-    order = best_rank_order(config, actor, RANKS, tensor, ranks_per_node=len(RANKS))
+    tensor = read_layout(target.partition("x")[0])["tensor"]
+    shared = shared_bytes(pretrained(config).shape, actor, tensor, torch.float32.itemsize)
+    order = best_rank_order(shared, RANKS, gpus_per_node=len(RANKS))
     with tempfile.TemporaryDirectory() as folder:
         config.architectures = ["Qwen2ForCausalLM"]
         config.save_pretrained(folder)

@@ -29,7 +29,7 @@ from megatron_rl.config.derive import (
     smallest_world,
 )
 from megatron_rl.config.load import LoadedConfig, flatten
-from megatron_rl.config.placement import layout_sections, role_layouts, where_of
+from megatron_rl.config.placement import layout_sections, role_layouts, shared_weights, where_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.source import DEFAULT, Origin
@@ -37,7 +37,7 @@ from megatron_rl.errors import UserError, UserErrors, each
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import RankMemory, memory_plan
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.traffic import SyncPlan, sync_plan
+from megatron_rl.shapes.traffic import WeightTraffic
 
 AlgorithmOf = Callable[[str, Mapping[str, Any]], Any]
 """Return an algorithm by name with settings; raises UserError."""
@@ -60,7 +60,7 @@ class CheckReport:
     batch: BatchPlan | None = None
     shape: ModelShape | None = None
     memory: tuple[RankMemory, ...] = ()
-    sync: SyncPlan | None = None
+    sync: WeightTraffic | None = None
     records: int | None = None
     algorithm: Any = None
     files_missing: bool = False
@@ -184,7 +184,7 @@ def _report(
     config, plans = check.config, {}
     filled = {path: origins.get(path, DEFAULT) for path in flatten(config)}
     if not check.errors:
-        resolved = resolve(config, world, algorithm)
+        resolved = resolve(config, world, algorithm, inputs.shape)
         config = resolved.config
         config, template = _chat_template(inputs, config)
         layouts = role_layouts(config, world)
@@ -192,7 +192,7 @@ def _report(
         memory, sync = [], None
         if inputs.shape is not None:
             memory = memory_plan(config, layouts, inputs.shape, batch)
-            sync = sync_plan(config, layouts, inputs.shape)
+            sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
         records = inputs.preview.count if inputs.preview else None
         check.warnings.extend(
             check_warnings(check.config, world, layouts, batch, inputs.shape, algorithm, memory, records)

@@ -5,19 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megatron_rl.config.derive import longest_row
+from megatron_rl.config.derive import longest_row, smallest_world
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout, problems
 from megatron_rl.shapes.model import ModelShape
-
-_UNEVEN = {
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-}
+from megatron_rl.shapes.stages import stage_layers
 
 
 def check_world(config: RunConfig, launched: int | None) -> list[UserError]:
@@ -38,7 +32,8 @@ def check_world(config: RunConfig, launched: int | None) -> list[UserError]:
 
 def check_layout(role: str, layout: ParallelLayout, world_size: int, config: RunConfig) -> list[UserError]:
     """Return what is wrong between a role's layout, the world size and the run's settings."""
-    errors = problems(layout, world_size)
+    fitting = smallest_world(config)
+    errors = problems(layout, world_size, fitting if fitting <= MAX_WORLD else None)
     if layout.context > 1 and config.model.attention == "transformer_engine":
         errors.append(
             UserError(
@@ -94,26 +89,12 @@ def check_model(
     if width % cut and not errors:
         name = "expert_tensor" if shape.experts else "tensor"
         errors.append(_divides(width, "MLP width", cut, f"{where}.{name}", f"lower {where}.{name}"))
-    chunks = layout.pipeline * layout.virtual_pipeline
-    if shape.layers % chunks and not _UNEVEN & set(overrides or {}):
-        errors.append(_layers_error(layout, shape, where, chunks))
+    try:
+        stage_layers(shape.layers, layout, overrides)
+    except UserError as error:
+        errors.append(error)
     errors.extend(_check_experts(layout, shape, where))
     return errors
-
-
-def _layers_error(layout: ParallelLayout, shape: ModelShape, where: str, chunks: int) -> UserError:
-    words = f"pipeline {layout.pipeline}"
-    if layout.virtual_pipeline > 1:
-        words += f" x virtual_pipeline {layout.virtual_pipeline} = {chunks}"
-    divisors = [number for number in range(1, shape.layers + 1) if shape.layers % number == 0]
-    return UserError(
-        f"the model's {shape.layers} layers cannot be cut evenly by {words}",
-        where=f"{where}.{'virtual_pipeline' if layout.virtual_pipeline > 1 else 'pipeline'}",
-        expected=f"a divisor of {shape.layers}: {', '.join(map(str, divisors[:12]))}",
-        got=str(chunks),
-        fix=f"choose one of these, or say how many layers the ends take: {where.split('.')[0]}.megatron."
-        "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage",
-    )
 
 
 def _check_experts(layout: ParallelLayout, shape: ModelShape, where: str) -> list[UserError]:

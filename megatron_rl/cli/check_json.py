@@ -39,6 +39,8 @@ def report_json(report: CheckReport) -> dict[str, Any]:
             }
             for memory in report.memory
         ],
-        "weight_sync": dataclasses.asdict(report.sync) if report.sync else None,
+        "weight_sync": {**dataclasses.asdict(report.sync), "received_most": report.sync.received_most}
+        if report.sync
+        else None,
         "training_records": report.records,
     }

@@ -13,6 +13,7 @@ from megatron_rl.config.stage_plan import StagePlan, stage_plans
 from megatron_rl.errors import numbered
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import PHASES, RankMemory
+from megatron_rl.shapes.traffic import byte_words, gathered_bytes
 
 WIDTH = 110
 _RANKS_IN_A_ROW = 8
@@ -32,7 +33,7 @@ def report_text(report: CheckReport, name: str) -> str:
         note = "estimate; phases of one step"
         blocks.append(_section("MEMORY", note, _memory(report.memory, report.config.gpu_memory_gib)))
     if report.sync is not None:
-        blocks.append(_section("WEIGHT SYNC", "bytes per sync: lower bound for these layouts", _sync(report)))
+        blocks.append(_section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync(report)))
     if report.batch is not None and report.shape is None:
         blocks.append("The model's config.json is not on this machine: no memory, no bytes per weight sync.")
     if report.warnings:
@@ -249,21 +250,22 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
 
 
 def _sync(report: CheckReport) -> list[str]:
-    sync = report.sync
-    assert sync is not None
-    saved = 1 - sync.received_most / sync.gathered_per_rank if sync.gathered_per_rank else 0.0
-    rows = [
-        ("model", _bytes(sync.model_bytes)),
-        ("needed by a rollout rank", _bytes(sync.needed_per_rank)),
-        ("received by the busiest rank", _bytes(sync.received_most)),
-        ("received by all ranks together", _bytes(sync.received_total)),
+    sync, layouts = report.sync, report.layouts
+    assert sync is not None and layouts is not None
+    actor, rollout = layouts["actor"], layouts["rollout"]
+    rows: list[tuple[str, float]] = [
+        ("model", sync.model_bytes),
+        ("needed by a rollout rank, at most", max(sync.needed.values())),
+        ("received by the busiest rank", sync.received_most),
+        ("received by all ranks together", sum(sync.received.values())),
     ]
-    if sync.gathered_per_rank:
-        note = f"  ({saved:.0%} less is received here)" if saved > 0 else ""
-        rows.append(("by gathering whole tensors instead, per rank", _bytes(sync.gathered_per_rank) + note))
+    colocated = bool(set(actor.ranks) & set(rollout.ranks))
+    gathered = gathered_bytes(sync.model_bytes, actor, colocated)
+    if gathered:
+        rows.append(("by gathering whole tensors instead, per rank", gathered))
     width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    return [*lines, *(f"assumes: {text}" for text in sync.assumptions)]
+    lines = [f"{name:<{width}}  {byte_words(value)}" for name, value in rows]
+    return [*lines, "a rank receives what it lacks; what it holds as an actor rank is copied inside the rank"]
 
 
 def _bytes(value: int) -> str:

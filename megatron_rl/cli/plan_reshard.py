@@ -15,12 +15,12 @@ from megatron_rl.hybrid_engine.offline import (
     Summary,
     actor_layout,
     find_config,
-    peer_volumes,
     plan_offline,
     read_layout,
     summarise,
 )
 from megatron_rl.planner.constants import load_constants
+from megatron_rl.shapes.traffic import byte_words, received_by_peers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 CLUSTERS = ("A100-80GB", "H100-80GB", "B200")
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         constants.gpu(name)  # an unknown one fails before the work, not after it
     config = find_config(arguments.model)
     actor = actor_layout(read_layout(arguments.source, "--from"))
-    tensor, expert_parallel = _engine(arguments.target)
+    tensor, whole_experts = _engine(arguments.target)
     ranks = actor.ranks
     if arguments.rollout_ranks:
         ranks = tuple(range(actor.size, actor.size + arguments.rollout_ranks))
@@ -77,10 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     plan = plan_offline(
         config, actor, ranks, tensor, DTYPES[arguments.dtype],
-        ranks_per_node=arguments.ranks_per_node, expert_parallel=expert_parallel,
+        ranks_per_node=arguments.ranks_per_node, whole_experts=whole_experts,
     )  # fmt: skip
     summary = summarise(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
-    peers = peer_volumes(summary.model_bytes, actor, tensor, colocated=not arguments.rollout_ranks)
+    peers = received_by_peers(summary.model_bytes, actor, tensor, colocated=not arguments.rollout_ranks)
     seconds = time.perf_counter() - begun
     if arguments.json:
         shape = {"actor_ranks": actor.size, "rollout_ranks": len(ranks), "engine_ranks": tensor}
@@ -110,29 +110,22 @@ def _engine(words: str) -> tuple[int, bool]:
 def _lines(summary: Summary, peers: Mapping[str, float], words: str, seconds: float) -> list[str]:
     """Return the summary as lines of text."""
     rows = [
-        ("model", f"{_bytes(summary.model_bytes)}, {words}"),
+        ("model", f"{byte_words(summary.model_bytes)}, {words}"),
         (
             "received per rank",
-            f"least {_bytes(summary.received_least)}, mean {_bytes(summary.received_mean)}, "
-            f"most {_bytes(summary.received_most)}",
+            f"least {byte_words(summary.received_least)}, mean {byte_words(summary.received_mean)}, "
+            f"most {byte_words(summary.received_most)}",
         ),
-        ("sent per rank", f"most {_bytes(summary.sent_most)}"),
-        ("copied inside a rank", f"mean {_bytes(summary.local_mean)}"),
-        ("inside nodes", f"{_bytes(summary.inside_nodes)} in all"),
-        ("across nodes", f"{_bytes(summary.across_nodes)} in all"),
+        ("sent per rank", f"most {byte_words(summary.sent_most)}"),
+        ("copied inside a rank", f"mean {byte_words(summary.local_mean)}"),
+        ("inside nodes", f"{byte_words(summary.inside_nodes)} in all"),
+        ("across nodes", f"{byte_words(summary.across_nodes)} in all"),
         ("messages", f"{summary.messages:,} in all"),
-        ("staging per rank", f"at most {_bytes(summary.staging_most)}"),
-        ("received though held", _bytes(summary.redundant_most)),
+        ("staging per rank", f"at most {byte_words(summary.staging_most)}"),
+        ("received though held", byte_words(summary.redundant_most)),
         *((f"on {name}", f"{value:.2f} s predicted") for name, value in summary.seconds.items()),
-        *((f"{name}", f"{_bytes(value)} received per rank (formula)") for name, value in peers.items()),
+        *((f"{name}", f"{byte_words(value)} received per rank (formula)") for name, value in peers.items()),
         ("planned in", f"{seconds:.1f} s"),
     ]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:.0f} B"

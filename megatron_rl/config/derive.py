@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_rl.config.placement import APART, layout_sections, placed, role_layout
+from megatron_rl.config.placement import APART, layout_sections, placed, role_layout, with_best_rank_order
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import CriticConfig, LayoutConfig, ReferenceConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import AsynchronyConfig, MismatchConfig, RolloutConfig
 from megatron_rl.config.stage_plan import starting_model
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
 
 MICROBATCHES_PER_STAGE = 4
 """Micro-batches per pipeline stage that a derived token budget aims for: the pipeline idles
@@ -154,10 +155,13 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
     )
 
 
-def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolved:
+def resolve(
+    config: RunConfig, world_size: int, algorithm: Any = None, shape: ModelShape | None = None
+) -> Resolved:
     """Fill in every value that the configuration leaves to derivation.
 
     ``algorithm`` is the named algorithm's settings where they are known; it may call for a reference.
+    ``shape`` is that of the actor's model, which decides the best order of the rollout's ranks.
     """
     reasons: dict[str, str] = {}
     if config.world_size is None:
@@ -168,7 +172,7 @@ def resolve(config: RunConfig, world_size: int, algorithm: Any = None) -> Resolv
     if config.critic is None and getattr(algorithm, "needs_critic", False):
         reasons["critic.path"] = f"the algorithm {config.algorithm.name} has a critic"
         config = replace(config, critic=CriticConfig())
-    config = _place(config, world_size, reasons)
+    config = _place(config, world_size, shape, reasons)
     config = _start(config, reasons)
     optimizer = _optimizer(config.actor.optimizer, "actor.optimizer", reasons)
     actor = replace(config.actor, optimizer=optimizer)
@@ -230,14 +234,20 @@ def _start(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
     )
 
 
-def _place(config: RunConfig, world_size: int, reasons: dict[str, str]) -> RunConfig:
+def _place(
+    config: RunConfig, world_size: int, shape: ModelShape | None, reasons: dict[str, str]
+) -> RunConfig:
     """Name every role's ranks and fill its layout in."""
     everyone = f"every rank of the job (0-{world_size - 1})" if world_size > 1 else "the only rank of the job"
     why = everyone if config.placement not in APART else f"placement {config.placement}"
     stated = layout_sections(config)
-    if config.rollout.ranks is None:
-        reasons["rollout.ranks"] = why
+    free = config.rollout.ranks is None
     config = placed(config, world_size)
+    if free:
+        reasons["rollout.ranks"] = why
+    if free and shape is not None:
+        config, reason = with_best_rank_order(config, shape)
+        reasons["rollout.ranks"] += f", in {reason}"
     filled = {}
     for path, section in layout_sections(config).items():
         assert section is not None

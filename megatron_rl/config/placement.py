@@ -9,6 +9,9 @@ from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
+from megatron_rl.shapes.rank_order import best_rank_order
+from megatron_rl.shapes.traffic import SharedBytes, byte_words, shared_bytes
 
 APART = {"standalone": ("rollout",), "split": ("critic", "reward")}
 """preset -> roles that have the second half of the ranks to themselves."""
@@ -108,3 +111,32 @@ def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout
         layouts[role_of(path)] = role_layout(section, path)
     layouts["rollout"] = rollout_layout(config.rollout)
     return layouts
+
+
+def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
+    """Return what actor and rollout engine have in common of the actor's weights, once ranks are named."""
+    rollout = config.rollout
+    return shared_bytes(
+        shape,
+        role_layout(config.actor.layout, "actor.layout"),
+        rollout.tensor,
+        DTYPE_BYTES[config.model.dtype],
+        settings=config.actor.megatron,
+        whole_experts=bool(rollout.vllm.get("enable_expert_parallel")),
+    )
+
+
+def with_best_rank_order(config: RunConfig, shape: ModelShape) -> tuple[RunConfig, str]:
+    """Return the configuration with the rollout's ranks in the order that moves the least, and the reason.
+
+    The order decides which ranks form a replica, and so how much of its weights a rank holds as an actor.
+    """
+    ranks = config.rollout.ranks
+    assert ranks is not None
+    shared = shared_weights(config, shape)
+    order = best_rank_order(shared, ranks, config.gpus_per_node)
+    best, plain = (shared.traffic(each).received_most for each in (order, ranks))
+    reason = f"the order in which the busiest rank receives least per weight sync: {byte_words(best)}"
+    if order != ranks:
+        reason += f", not {byte_words(plain)}"
+    return replace(config, rollout=replace(config.rollout, ranks=order)), reason

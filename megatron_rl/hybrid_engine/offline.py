@@ -13,13 +13,18 @@ import torch
 from transformers import AutoConfig
 
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.hybrid_engine.layouts import best_rank_order, engine_layout
 from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan, schedule
+from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.parallel.hf.layout_boxes import megatron_layout
+from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.planner.constants import Cluster, Constants
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.shapes.published import presets
+from megatron_rl.shapes.rank_order import best_rank_order
 from megatron_rl.shapes.stages import FIRST, LAST, stage_ends, stage_layers
+from megatron_rl.shapes.traffic import Slice, engine_experts, engine_slice, shared_bytes
+from megatron_rl.types import TensorBox
 
 _SIZES = {
     "tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context",
@@ -121,24 +126,56 @@ def plan_offline(
     dtype: torch.dtype,
     *,
     ranks_per_node: int,
-    expert_parallel: bool = False,
+    whole_experts: bool = False,
 ) -> ReshardPlan:
-    """Build the plan that the ranks themselves would build, rank order included."""
-    overrides = uneven_stages(hf_config.num_hidden_layers, actor)
-    order: Sequence[int] = tuple(rollout_ranks)
+    """Build the plan that the ranks themselves would build, in the order of ranks that a run would choose.
+
+    With ``whole_experts`` the engine deals whole experts out to the ranks of a replica.
+    """
+    model = pretrained(hf_config)
+    settings = uneven_stages(model.shape.layers, actor)
     try:
-        sources = megatron_layout(hf_config, actor, dtype, overrides)
+        sources = megatron_layout(hf_config, actor, dtype, settings)
     except (AssertionError, ValueError) as error:
         raise UserError(
             "Megatron refuses this layout of the model", where="--from", got=str(error)
         ) from error
-    if not expert_parallel:
-        order = best_rank_order(
-            hf_config, actor, rollout_ranks, tensor, ranks_per_node=ranks_per_node, overrides=overrides
-        )
-    destinations = engine_layout(hf_config, order, tensor, dtype, expert_parallel)
+    shared = shared_bytes(
+        model.shape, actor, tensor, dtype.itemsize, settings=settings, whole_experts=whole_experts
+    )
+    order = best_rank_order(shared, rollout_ranks, ranks_per_node)
+    destinations = engine_layout(model, order, tensor, dtype, whole_experts)
     nodes = {rank: rank // ranks_per_node for rank in {*actor.ranks, *rollout_ranks}}
     return build_plan(sources, destinations, nodes)
+
+
+def engine_layout(
+    model: PretrainedModel,
+    ranks: Sequence[int],
+    tensor: int,
+    dtype: torch.dtype,
+    whole_experts: bool = False,
+) -> list[BoxGroup]:
+    """Return the boxes that vLLM's ranks need, replicas of ``tensor`` consecutive ranks.
+
+    This predicts vLLM's own cut; a running `HybridEngine` uses the traced one.
+    """
+    groups = []
+    for place in range(tensor):
+        boxes, dtypes = [], {}
+        experts = engine_experts(model.shape.experts, place, tensor)
+        for named in model.tensors():
+            name, source = named.name, named.source
+            cut = engine_slice(source, place, tensor, model.shape.kv_heads)
+            if whole_experts and named.expert is not None:
+                cut = Slice(0, 0, source.shape[0] if named.expert in experts else 0)
+            if cut.start < cut.stop:
+                start, size = [0] * len(source.shape), list(source.shape)
+                start[cut.dim], size[cut.dim] = cut.start, cut.stop - cut.start
+                boxes.append(TensorBox(name, tuple(start), tuple(size), -1, name, 0, (0,) * len(size)))
+                dtypes[name] = torch.float32 if source.float32 else dtype
+        groups.append(BoxGroup(tuple(ranks[place::tensor]), tuple(boxes), dtypes))
+    return groups
 
 
 def summarise(
@@ -203,26 +240,3 @@ def predict(plan: ReshardPlan, cluster: Cluster, constants: Constants) -> float:
         for end in ((sender, "out"), (receiver, "in")):
             busy[end] = busy.get(end, 0.0) + seconds
     return constants.weight_sync.planned_fixed_seconds + max(busy.values(), default=0.0)
-
-
-def peer_volumes(
-    model_bytes: float, actor: ParallelLayout, tensor: int, colocated: bool = True
-) -> dict[str, float]:
-    """Return the bytes each generating rank receives by the peers' formulas.
-
-    Colocated: HybridFlow (arXiv 2409.19256) table 2, its own where ``tensor`` divides the actor's model
-    parallelism; gathering peers (verl, mbridge, Megatron-Bridge, slime) receive what HybridFlow-V does.
-    Elsewhere only the broadcast of the whole model applies.
-    """
-    if not colocated:
-        return {"broadcast of the whole model": model_bytes}
-    train = actor.tensor * actor.pipeline
-    whole = train * actor.data * actor.context
-    volumes = {
-        "DS-Chat": (whole - 1) / whole * model_bytes,
-        "HybridFlow-V": (train - 1) / train * model_bytes,
-        "gather-all (verl, mbridge, slime)": (train - 1) / train * model_bytes,
-    }
-    if train % tensor == 0:
-        volumes["HybridFlow"] = (train - tensor) / (tensor * train) * model_bytes
-    return volumes

@@ -7,6 +7,7 @@ expert-tensor fastest, then expert, then expert-data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -120,18 +121,30 @@ def _slices(
     return [tuple(group) for group in groups.values()]
 
 
-def problems(layout: ParallelLayout, world_size: int | None = None) -> list[UserError]:
-    """Return everything that is wrong between a layout's sizes, its ranks and the number of processes."""
+def problems(
+    layout: ParallelLayout, world_size: int | None = None, smallest_world: int | None = None
+) -> list[UserError]:
+    """Return everything that is wrong between a layout's sizes, its ranks and the number of processes.
+
+    ``smallest_world`` is the smallest number of processes that every role's sizes divide, where it is known.
+    """
     errors = _size_problems(layout) + _rank_problems(layout, world_size)
     if errors:
         return errors
     path = layout.path
-    dense = [("tensor", layout.tensor), ("pipeline", layout.pipeline), ("context", layout.context)]
-    errors = _division_problems(layout, dense, "the ranks of one copy of the model")
-    if not errors:
-        sparse = [("expert", layout.expert), ("expert_tensor", layout.expert_tensor)]
-        sparse.append(("pipeline", layout.pipeline))
-        errors = _division_problems(layout, sparse, "the ranks of one copy of the experts")
+    errors = _copy_problems(layout, smallest_world)
+    product = layout.expert * layout.expert_tensor * layout.pipeline
+    if not errors and layout.size % product:
+        errors.append(
+            UserError(
+                f"expert {layout.expert} x expert_tensor {layout.expert_tensor} x pipeline {layout.pipeline} "
+                f"= {product} does not divide {_ranks(layout)}",
+                where=f"{path}.expert",
+                expected=f"a number of ranks divisible by {product}, the ranks of one copy of the experts",
+                got=_ranks(layout),
+                fix=f"lower {path}.expert or {path}.expert_tensor",
+            )
+        )
     if layout.virtual_pipeline > 1 and layout.pipeline == 1:
         errors.append(
             UserError(
@@ -175,7 +188,7 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
     if not ranks:
         return [
             UserError(
-                "a layout has no ranks",
+                f"{layout.path} has no ranks",
                 where=where,
                 expected="at least one rank",
                 got="an empty list",
@@ -187,7 +200,7 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
         count = "" if world_size is None else f" to {world_size - 1}: the job has {world_size} processes"
         errors.append(
             UserError(
-                "a layout uses ranks that do not exist",
+                f"{layout.path} uses ranks that do not exist",
                 where=where,
                 expected=f"ranks from 0{count}",
                 got=", ".join(map(str, outside[:8])) + (" ..." if len(outside) > 8 else ""),
@@ -199,7 +212,7 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
     if twice:
         errors.append(
             UserError(
-                "a layout names a rank twice",
+                f"{layout.path} names a rank twice",
                 where=where,
                 expected="each rank once",
                 got=f"twice: {', '.join(map(str, twice[:8]))}",
@@ -209,23 +222,31 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
     return errors
 
 
-def _division_problems(layout: ParallelLayout, sizes: list[tuple[str, int]], what: str) -> list[UserError]:
-    count, product = layout.size, 1
-    for _, size in sizes:
-        product *= size
+def _copy_problems(layout: ParallelLayout, smallest_world: int | None) -> list[UserError]:
+    count, product = layout.size, layout.model_ranks
     if count % product == 0:
         return []
-    larger = [name for name, size in sizes if size > 1]
-    divisor = f"{count} or a divisor of it" if product > count else f"a divisor of {count}"
+    path, fitting = layout.path, smallest_world or product
+    if product == layout.tensor:
+        words, where = f"tensor {product}", f"{path}.tensor"
+        choice = f"set {where} to {math.gcd(product, count)}"
+    else:
+        sizes = [("tensor", layout.tensor), ("pipeline", layout.pipeline), ("context", layout.context)]
+        words, where = f"{_product(sizes, shown=('tensor', 'pipeline'))} = {product}", path
+        choice = f"choose sizes whose product divides {count}"
     return [
         UserError(
-            f"{_product(sizes)} = {product} does not divide {count} rank{'' if count == 1 else 's'}",
-            where=f"{layout.path}.{larger[0]}" if len(larger) == 1 else layout.path,
-            expected=f"a number of ranks divisible by {product}, {what}",
-            got=f"{count} rank{'' if count == 1 else 's'}",
-            fix=f"start a multiple of {product} processes, or lower the product to {divisor}",
+            f"{words} does not divide {_ranks(layout)}",
+            where=where,
+            expected=f"a number of ranks divisible by {product}, the ranks of one copy of the model",
+            got=_ranks(layout),
+            fix=f"start {fitting} processes or a multiple of it, or {choice}",
         )
     ]
+
+
+def _ranks(layout: ParallelLayout) -> str:
+    return f"{layout.size} rank{'' if layout.size == 1 else 's'}"
 
 
 def _product(sizes: Sequence[tuple[str, int]], shown: Sequence[str] = ()) -> str:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 
 PHASES = ("generate", "score", "learn")
 LOGITS_ELEMENTS = 2**25
 """Logits of a vocabulary shard in one chunk: 128 MiB in float32, whatever the vocabulary."""
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 RUNTIME_BYTES = 5 * 2**30
 """What CUDA, NCCL and allocator fragmentation take on a GPU."""
 

@@ -10,6 +10,8 @@ from functools import cached_property
 
 from megatron_rl.shapes.weights import EngineCut, Weight, layer_weights
 
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
 
 @dataclass(frozen=True)
 class ModelShape:

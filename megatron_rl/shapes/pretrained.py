@@ -13,24 +13,17 @@ from megatron_rl.errors import UserError, UserErrors, nearest
 from megatron_rl.shapes.families import FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.weights import EngineCut, Weight
+from megatron_rl.shapes.weights import OUTPUT, Source, Weight, outer_weights
 
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-OUTPUT = "lm_head.weight"
-SCALAR = "score.weight"
-"""The head of a model that gives one number per token instead of a distribution."""
 LAYER = "model.layers.{layer}."
 
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """Name a tensor of a checkpoint, with its shape, the engine's cut, its layer and its expert."""
+    """Name a tensor of a checkpoint, with what the table says of it and the number of its expert."""
 
     name: str
-    shape: tuple[int, ...]
-    engine: EngineCut = "whole"
-    layer: int | None = None
+    source: Source
     expert: int | None = None
 
 
@@ -64,8 +57,9 @@ class PretrainedModel:
         A tied output layer is not among them: its values are the embedding's.
         """
         shape = self.shape
-        vocabulary = (shape.vocab, shape.hidden)
-        yield CheckpointTensor(EMBEDDING, vocabulary, "vocabulary")
+        before, ends = outer_weights(shape, True, False), outer_weights(shape, True, True)
+        for weight in before:
+            yield from (CheckpointTensor(source.name, source) for source in weight.sources)
         kinds: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
         for layer in range(shape.layers):
             common = shape.weights(layer)
@@ -75,21 +69,17 @@ class PretrainedModel:
             for weight in weights:
                 if not weight.expert:
                     for source in weight.sources:
-                        yield CheckpointTensor(prefix + source.name, source.shape, source.engine, layer)
+                        yield CheckpointTensor(prefix + source.name, source)
             sources = [source for weight in weights if weight.expert for source in weight.sources]
             for expert in range(shape.experts if sources else 0):
                 for source in sources:
-                    name = prefix + source.name.format(expert=expert)
-                    yield CheckpointTensor(name, source.shape, source.engine, layer, expert)
-        yield CheckpointTensor(FINAL_NORM, (shape.hidden,))
-        if shape.scalar_head:
-            yield CheckpointTensor(SCALAR, (1, shape.hidden))
-        elif not shape.tied:
-            yield CheckpointTensor(OUTPUT, vocabulary, "vocabulary")
+                    yield CheckpointTensor(prefix + source.name.format(expert=expert), source, expert)
+        for weight in ends[len(before) :]:
+            yield from (CheckpointTensor(source.name, source) for source in weight.sources)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of the checkpoint by name, in order."""
-        return {tensor.name: tensor.shape for tensor in self.tensors()}
+        return {tensor.name: tensor.source.shape for tensor in self.tensors()}
 
     def is_ignorable(self, name: str) -> bool:
         """Say whether a checkpoint tensor that the model does not use may be skipped without a word.

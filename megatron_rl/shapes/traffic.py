@@ -1,94 +1,295 @@
-"""Lower bound of the bytes that one movement of weights into the rollout engine must send."""
+"""The bytes that moving the actor's weights into the rollout engine sends: exact, from sizes alone.
+
+A rank receives what it needs and does not hold. Layers that lie alike are worked out once, so that a model
+of any size on any number of ranks takes milliseconds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from megatron_rl.config.schema import RunConfig
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import DTYPE_BYTES, rollout_parameters
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.stages import stage_layers
+from megatron_rl.shapes.weights import Source, Weight, outer_weights
+
+VOCABULARY_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this before it cuts it."""
+
+
+class Slice(NamedTuple):
+    """Say which part of a tensor is meant: ``start`` to ``stop`` of dimension ``dim``, all of the others."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+def trainer_slices(weight: Weight, part: int, parts: int, kv_heads: int) -> tuple[Slice, ...]:
+    """Return what one of ``parts`` tensor-parallel ranks holds of each source of a Megatron parameter.
+
+    ``latent`` parameters are cut, as Megatron's own layers cut them.
+    """
+    if weight.cut == "query_key_value":
+        return _interleaved([source.shape[0] // kv_heads for source in weight.sources], kv_heads, part, parts)
+    if weight.cut == "whole":
+        part, parts = 0, 1
+    dim = 1 if weight.cut == "columns" else 0
+    share = _padded_share if weight.cut == "vocabulary" else _share
+    return tuple(Slice(dim, *share(source.shape[dim], part, parts)) for source in weight.sources)
+
+
+def _interleaved(sizes: Sequence[int], groups: int, part: int, parts: int) -> tuple[Slice, ...]:
+    """Return the rows of queries, keys and values that lie in one of the equal parts of their interleaving.
+
+    ``sizes`` are the rows of each in a group: a group's queries come first, then its key, its value, and the
+    next group. A part may begin and end inside a group.
+    """
+    group = sum(sizes)
+
+    def rows(end: int, before: int, size: int) -> int:
+        whole, rest = divmod(end, group)
+        return whole * size + min(max(rest - before, 0), size)
+
+    low, high = _share(groups * group, part, parts)
+    slices, before = [], 0
+    for size in sizes:
+        slices.append(Slice(0, rows(low, before, size), rows(high, before, size)))
+        before += size
+    return tuple(slices)
+
+
+def engine_slice(source: Source, place: int, places: int, kv_heads: int) -> Slice:
+    """Return what vLLM's rank ``place`` of a replica of ``places`` ranks holds of a checkpoint tensor."""
+    size = source.shape[0]
+    if source.engine == "whole":
+        return Slice(0, 0, size)
+    if source.engine == "columns":
+        return Slice(1, *_share(source.shape[1], place, places))
+    if source.engine == "vocabulary":
+        return Slice(0, *_padded_share(size, place, places, VOCABULARY_MULTIPLE))
+    if source.engine == "heads" and kv_heads < places:
+        place, places = place * kv_heads // places, kv_heads
+    return Slice(0, *_share(size, place, places))
+
+
+def engine_experts(experts: int, place: int, places: int) -> range:
+    """Return the experts of a rank where whole experts are dealt out over a replica, as vLLM deals them."""
+    each, more = divmod(experts, places)
+    start = place * each + min(place, more)
+    return range(start, start + each + (place < more))
+
+
+def _share(size: int, part: int, parts: int) -> tuple[int, int]:
+    return size * part // parts, size * (part + 1) // parts
+
+
+def _padded_share(size: int, part: int, parts: int, multiple: int = 1) -> tuple[int, int]:
+    """Return the share of a size that is padded to a multiple, and to equal parts, before it is cut."""
+    rows = -(-size // multiple) * multiple
+    rows = -(-rows // parts)
+    return min(part * rows, size), min((part + 1) * rows, size)
+
+
+def _common_elements(source: Source, first: Slice, second: Slice) -> int:
+    """Count the elements of a tensor that lie in both slices."""
+    if first.dim != second.dim:
+        lengths = math.prod(part.stop - part.start for part in (first, second))
+        return lengths * source.elements // (source.shape[first.dim] * source.shape[second.dim])
+    length = min(first.stop, second.stop) - max(first.start, second.start)
+    return max(0, length) * source.elements // source.shape[first.dim]
 
 
 @dataclass(frozen=True)
-class SyncPlan:
-    """Hold bytes per sync: what a rank needs, what the busiest and all ranks receive, and what is assumed."""
+class SharedBytes:
+    """Hold the bytes that each place in an engine replica needs, and those of them that actor ranks hold.
+
+    ``held`` is by actor rank, then by place; ``model_bytes`` are those of one whole copy.
+    """
+
+    needed: tuple[int, ...]
+    held: Mapping[int, Sequence[int]]
+    model_bytes: int
+
+    def lacking(self, rank: int, place: int) -> int:
+        """Return the bytes that a rank receives when it takes a place."""
+        held = self.held.get(rank)
+        return self.needed[place] - (0 if held is None else held[place])
+
+    def traffic(self, ranks: Sequence[int]) -> WeightTraffic:
+        """Return the bytes of a movement into an engine whose replicas are consecutive ``ranks``."""
+        places = len(self.needed)
+        place_of = {rank: index % places for index, rank in enumerate(ranks)}
+        return WeightTraffic(
+            self.model_bytes,
+            {rank: self.needed[place] for rank, place in place_of.items()},
+            {rank: self.lacking(rank, place) for rank, place in place_of.items()},
+        )
+
+
+@dataclass(frozen=True)
+class WeightTraffic:
+    """Hold the bytes of one movement of weights, needed and received by rollout rank."""
 
     model_bytes: int
-    needed_per_rank: int
-    received_most: int
-    received_total: int
-    gathered_per_rank: int
-    assumptions: tuple[str, ...]
+    needed: Mapping[int, int]
+    received: Mapping[int, int]
+
+    @property
+    def received_most(self) -> int:
+        """Return the bytes that the busiest rank receives."""
+        return max(self.received.values())
 
 
-def sync_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape) -> SyncPlan:
-    """Return the lower bound: each rollout rank receives what it needs and does not hold as an actor rank."""
-    actor, rollout = layouts["actor"], layouts["rollout"]
-    size = DTYPE_BYTES[config.model.dtype]
-    received = []
-    for index, rank in enumerate(rollout.ranks):
-        part = index % rollout.tensor
-        needed, held = 0.0, 0.0
-        for elements, parts, kind in _tensors(shape, rollout.tensor):
-            # An engine with more ranks than key-value heads gives one head to several ranks.
-            start = (part * parts // rollout.tensor) / parts
-            needed += elements / parts
-            if rank in actor.ranks:
-                held += elements * _held(actor, rank, start, 1 / parts, kind)
-        received.append(max(0.0, needed - held))
-    model = shape.parameters * size
-    # What gathering whole tensors on every rank, tensor by tensor, would receive instead.
-    gathered = int(model * (1 - 1 / (actor.tensor * actor.pipeline)))
-    return SyncPlan(
-        model_bytes=model,
-        needed_per_rank=rollout_parameters(shape, rollout.tensor) * size,
-        received_most=int(max(received)) * size,
-        received_total=int(sum(received)) * size,
-        gathered_per_rank=gathered,
-        assumptions=(
-            "replicas are consecutive ranks in the order of rollout.ranks",
-            "layers are cut evenly over pipeline stages; vocabulary padding is not counted",
-            "each rank receives only what it lacks; pieces it holds as an actor rank are local copies",
-        ),
+def byte_words(count: float) -> str:
+    """Return bytes as ``1.90 GB``, in powers of ten, as the rates of networks are given."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def shared_bytes(
+    shape: ModelShape,
+    actor: ParallelLayout,
+    places: int,
+    itemsize: int,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    whole_experts: bool = False,
+) -> SharedBytes:
+    """Return what the ranks of an engine replica need of a model, and what the actor's ranks hold of that.
+
+    ``itemsize`` is the bytes of an element in the engine, ``settings`` are Megatron's for uneven stages.
+    With ``whole_experts`` the engine deals whole experts out to its ranks (vLLM's expert parallelism).
+    """
+    engine, alone = _Engine(shape, places, itemsize, whole_experts), ParallelLayout((0,))
+    return SharedBytes(
+        needed=tuple(engine.in_common(alone)[0]),
+        held=engine.in_common(actor, settings),
+        model_bytes=_Engine(shape, 1, itemsize).in_common(alone)[0][0],
     )
 
 
-def _tensors(shape: ModelShape, tensor: int) -> list[tuple[int, int, str]]:
-    """Return (elements, ways the engine cuts them, kind) for each class of weights."""
-    kv, whole = shape.key_value_parameters, shape.replicated_parameters
-    result = [
-        (shape.layer_dense_total - whole - kv, tensor, "layers"),
-        (kv, min(tensor, shape.kv_heads), "layers"),
-        (shape.routed_expert_parameters, tensor, "experts"),
-        (shape.replicated_parameters, 1, "whole"),
-        (shape.hidden, 1, "final"),
-        (shape.vocab * shape.hidden, tensor, "ends" if shape.tied else "first"),
-    ]
-    if not shape.tied:
-        result.append((shape.vocab * shape.hidden, tensor, "last"))
-    return result
+Weights = tuple[Weight, ...]
 
 
-def _held(actor: ParallelLayout, rank: int, start: float, width: float, kind: str) -> float:
-    """Return which share of a class's elements an actor rank both holds and needs for itself."""
-    tensor, _, _, stage = actor.coordinates(rank)
-    first, last = stage == 0, stage == actor.pipeline - 1
-    if kind == "whole":
-        return 1 / actor.pipeline
-    if kind == "final":
-        return float(last)
-    if kind == "experts":
-        begin = (actor.ranks.index(rank) % actor.expert_tensor) / actor.expert_tensor
-        common = _overlap(begin, 1 / actor.expert_tensor, start, width)
-        return common / (actor.expert * actor.pipeline)
-    common = _overlap(tensor / actor.tensor, 1 / actor.tensor, start, width)
-    if kind == "layers":
-        return common / actor.pipeline
-    present = {"first": first, "last": last, "ends": first or last}[kind]
-    return common if present else 0.0
+class _Common(NamedTuple):
+    """Bytes of one layer that trainer and engine both have, by place in the engine.
+
+    ``dense`` is by the trainer's tensor-parallel rank, ``experts`` by its expert- and expert-tensor-parallel
+    rank.
+    """
+
+    dense: list[list[int]]
+    experts: dict[tuple[int, int], list[int]]
 
 
-def _overlap(start: float, width: float, other: float, other_width: float) -> float:
-    return max(0.0, min(start + width, other + other_width) - max(start, other))
+@dataclass(frozen=True)
+class _Engine:
+    """An engine replica of one model on ``places`` ranks."""
+
+    shape: ModelShape
+    places: int
+    itemsize: int
+    whole_experts: bool = False
+
+    def in_common(
+        self, trainer: ParallelLayout, settings: Mapping[str, Any] | None = None
+    ) -> dict[int, list[int]]:
+        """Return by rank of a trainer, then by place in the engine, the bytes that both have."""
+        shape, result = self.shape, {}
+        known: dict[Weights, _Common] = {}
+        stages = stage_layers(shape.layers, trainer, settings)
+        for stage, ranks in enumerate(trainer.groups("tensor", "context", "data")):
+            counts = Counter(shape.weights(layer) for layer in stages[stage])
+            counts[outer_weights(shape, stage == 0, stage == trainer.pipeline - 1)] += 1
+            for weights in counts.keys() - known.keys():
+                known[weights] = self._common(weights, trainer)
+            kinds = [(count, known[weights]) for weights, count in counts.items()]
+            by_shard: dict[tuple[int, tuple[int, int]], list[int]] = {}
+            for position, rank in enumerate(ranks):
+                rest, expert_tensor = divmod(position, trainer.expert_tensor)
+                tensor, expert = position % trainer.tensor, (rest % trainer.expert, expert_tensor)
+                if (tensor, expert) not in by_shard:
+                    by_shard[tensor, expert] = [
+                        sum(
+                            count * (common.dense[tensor][place] + common.experts[expert][place])
+                            for count, common in kinds
+                        )
+                        for place in range(self.places)
+                    ]
+                result[rank] = by_shard[tensor, expert]
+        return result
+
+    def _common(self, weights: Weights, trainer: ParallelLayout) -> _Common:
+        dense = [weight for weight in weights if not weight.expert]
+        routed = [weight for weight in weights if weight.expert]
+        count, parts = self.shape.experts // trainer.expert, trainer.expert_tensor
+        one_expert = self._bytes(routed, parts, 1 if self.whole_experts else self.places)
+        experts = {}
+        for expert in range(trainer.expert):
+            held = range(expert * count, (expert + 1) * count)
+            for part in range(parts):
+                experts[expert, part] = [
+                    _length(held, engine_experts(self.shape.experts, place, self.places))
+                    * one_expert[part][0]
+                    if self.whole_experts
+                    else count * one_expert[part][place]
+                    for place in range(self.places)
+                ]
+        return _Common(self._bytes(dense, trainer.tensor, self.places), experts)
+
+    def _bytes(self, weights: Iterable[Weight], parts: int, places: int) -> list[list[int]]:
+        result, kv_heads = [[0] * places for _ in range(parts)], self.shape.kv_heads
+        for weight in weights:
+            held = [trainer_slices(weight, part, parts, kv_heads) for part in range(parts)]
+            for index, source in enumerate(weight.sources):
+                size = 4 if source.float32 else self.itemsize
+                for place in range(places):
+                    needed = engine_slice(source, place, places, kv_heads)
+                    for part in range(parts):
+                        result[part][place] += size * _common_elements(source, held[part][index], needed)
+        return result
+
+
+def _length(first: range, second: range) -> int:
+    return max(0, min(first.stop, second.stop) - max(first.start, second.start))
+
+
+def gathered_bytes(model_bytes: float, actor: ParallelLayout, colocated: bool = True) -> float:
+    """Return the bytes each generating rank receives where peers gather whole tensors, or broadcast them.
+
+    Colocated, a rank gathers what it lacks of the actor's tensor- and pipeline-parallel shards; apart from
+    the actor it receives the whole model.
+    """
+    shards = actor.tensor * actor.pipeline
+    return model_bytes * (shards - 1) / shards if colocated else model_bytes
+
+
+def received_by_peers(
+    model_bytes: float, actor: ParallelLayout, tensor: int, colocated: bool = True
+) -> dict[str, float]:
+    """Return the bytes each generating rank receives by the peers' formulas.
+
+    Colocated: HybridFlow (arXiv 2409.19256) table 2, its own where ``tensor`` divides the actor's model
+    parallelism; gathering peers (verl, mbridge, Megatron-Bridge, slime) receive what HybridFlow-V does.
+    Elsewhere only the broadcast of the whole model applies.
+    """
+    gathered = gathered_bytes(model_bytes, actor, colocated)
+    if not colocated:
+        return {"broadcast of the whole model": gathered}
+    train = actor.tensor * actor.pipeline
+    whole = train * actor.data * actor.context
+    volumes = {
+        "DS-Chat": (whole - 1) / whole * model_bytes,
+        "HybridFlow-V": gathered,
+        "gather-all (verl, mbridge, slime)": gathered,
+    }
+    if train % tensor == 0:
+        volumes["HybridFlow"] = (train - tensor) / (tensor * train) * model_bytes
+    return volumes

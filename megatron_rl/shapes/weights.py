@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from megatron_rl.shapes.model import ModelShape
 
-Cut = Literal["whole", "rows", "columns", "gate_up", "query_key_value", "latent"]
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+SCALAR = "score.weight"
+"""The head of a model that gives one number per token instead of a distribution."""
+
+Cut = Literal["whole", "rows", "columns", "gate_up", "query_key_value", "latent", "vocabulary"]
 """How Megatron cuts a parameter over tensor ranks.
 
 ``gate_up`` cuts each half's rows, ``query_key_value`` interleaves by key-value group. ``latent`` is cut by
-rows in Megatron's own layers and whole in Transformer Engine's.
+rows in Megatron's own layers and whole in Transformer Engine's; ``vocabulary`` by rows, the last ones padded.
 """
 EngineCut = Literal["whole", "rows", "columns", "heads", "vocabulary"]
 """How vLLM cuts a checkpoint tensor.
@@ -33,6 +38,8 @@ class Source:
     name: str
     shape: tuple[int, ...]
     engine: EngineCut = "whole"
+    float32: bool = False
+    """The values are kept in float32 whatever the model's dtype is."""
 
     @property
     def elements(self) -> int:
@@ -64,6 +71,8 @@ class Weight:
         rows, rest = sum(source.shape[0] for source in self.sources), self.sources[0].shape[1:]
         if self.cut == "whole":
             return (rows, *rest)
+        if self.cut == "vocabulary":
+            return (-(-rows // parts), *rest)
         return (rows, rest[0] // parts) if self.cut == "columns" else (rows // parts, *rest)
 
 
@@ -75,6 +84,32 @@ def layer_weights(shape: ModelShape, linear: bool, experts: bool) -> tuple[Weigh
     """
     attention = _delta_net if linear else _latent if shape.mla else _attention
     return (*_norms(shape), *attention(shape), *(_mixture(shape) if experts else _mlp(shape)))
+
+
+def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, ...]:
+    """Return what the first and the last pipeline stage hold beside their layers.
+
+    Names are whole, not below a layer. Tied to the embedding, the output layer of a last stage that is not
+    the first is a copy of it.
+    """
+    vocabulary = shape.vocab, shape.hidden
+    embedding = Source(EMBEDDING, vocabulary, "vocabulary")
+    weights: list[Weight] = []
+    if first:
+        weights.append(Weight("embedding.word_embeddings.weight", "vocabulary", (embedding,)))
+        if shape.learned_positions:
+            positions = Source("model.embed_positions.weight", (shape.learned_positions, shape.hidden))
+            weights.append(Weight("embedding.position_embeddings.weight", "whole", (positions,)))
+    if last:
+        weights += _norm(shape, "decoder.final_layernorm", "model.norm")
+        output = "output_layer.weight"
+        if shape.scalar_head:
+            weights.append(Weight(output, "whole", (Source(SCALAR, (1, shape.hidden)),)))
+        elif not shape.tied:
+            weights.append(Weight(output, "vocabulary", (Source(OUTPUT, vocabulary, "vocabulary"),)))
+        elif not first:
+            weights.append(Weight(output, "vocabulary", (embedding,)))
+    return tuple(weights)
 
 
 def _norm(shape: ModelShape, name: str, source: str, fused: str = "") -> Iterator[Weight]:
@@ -210,7 +245,7 @@ def _mixture(shape: ModelShape) -> Iterator[Weight]:
     router = Source("mlp.gate.weight", (shape.experts, shape.hidden))
     yield Weight("mlp.router.weight", "whole", (router,))
     if shape.router_bias:
-        bias = Source("mlp.gate.e_score_correction_bias", (shape.experts,))
+        bias = Source("mlp.gate.e_score_correction_bias", (shape.experts,), float32=True)
         yield Weight("mlp.router.expert_bias", "whole", (bias,))
     if shape.shared_width:
         yield from _gated(shape, "mlp.shared_experts.", "mlp.shared_experts.", shape.shared_width)

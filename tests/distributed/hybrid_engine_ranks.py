@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.hybrid_engine.execute import WeightMismatchError
-from megatron_rl.hybrid_engine.layouts import engine_layout
+from megatron_rl.hybrid_engine.offline import engine_layout
 from megatron_rl.hybrid_engine.plan import lower_bound
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.metrics import Metrics
@@ -23,6 +23,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles
+from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import live_parameters, load_weights, view_of
 from megatron_rl.parallel.model import build_model
 from megatron_rl.rollout.vllm.engine import VllmEngine
@@ -30,6 +31,7 @@ from megatron_rl.rollout.vllm.live import LiveWeights
 from megatron_rl.rollout.vllm.setup import join_groups
 from megatron_rl.rollout.vllm.weights import model_parameters
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.traffic import shared_bytes
 from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
 from tests.hf_models import make_model
 
@@ -203,10 +205,10 @@ def check_prediction(engine: VllmEngine | None, ranks: tuple[int, ...], tensor: 
     """The layout predicted without vLLM is the one vLLM has."""
     if engine is None:
         return
-    config = AutoConfig.from_pretrained(engine._path)
+    model = pretrained(AutoConfig.from_pretrained(engine._path))
     predicted = [
         (box.name, box.start, box.size)
-        for group in engine_layout(config, ranks, tensor, torch.float32)
+        for group in engine_layout(model, ranks, tensor, torch.float32)
         for box in group.boxes
         if device.rank() in group.ranks
     ]
@@ -235,7 +237,12 @@ def check_actor(case: Case, actor: Actor, engine: VllmEngine | None, root: Path,
         check_prediction(engine, case.ranks, case.tensor)
     plan = hybrid.plan
     bound = lower_bound(plan.sources, plan.destinations)
-    assert {rank: plan.received.get(rank, 0) for rank in plan.needed} == bound
+    received = {rank: plan.received.get(rank, 0) for rank in plan.needed}
+    assert received == bound
+    shape = pretrained(make_model(case.family, **case.shape).config).shape
+    layout = ParallelLayout(actor.ranks, **actor.sizes)
+    shared = shared_bytes(shape, layout, case.tensor, 4, settings=actor.overrides)
+    assert shared.traffic(case.ranks).received == received, "sizes alone say what vLLM's own loader needs"
     assert 0 <= synced.values()["reshard/staging_bytes_max"] <= STAGING
     change(model, 1.25)
     hybrid.mark_updated()

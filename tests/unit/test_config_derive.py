@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_workspace import CONFIG, write_workspace
+from config_workspace import write_workspace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,10 +23,9 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.quickstart import SIZES
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import PHASES, rollout_parameters, stage_parameters
+from megatron_rl.shapes.memory import PHASES, stage_parameters
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import read_trainable
-from megatron_rl.shapes.traffic import sync_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ModelShape("Qwen2ForCausalLM", 128, 8, 8, 4, 32, 384, 21, 1 << 20, qkv_bias=True)
@@ -136,48 +135,6 @@ def test_stages_hold_the_whole_model(tensor: int, pipeline: int, tied: bool) -> 
     replicated = shape.replicated_parameters + shape.hidden
     copy = shape.vocab * shape.hidden if tied and pipeline > 1 else 0
     assert total * tensor - (tensor - 1) * replicated == shape.parameters + copy
-
-
-@pytest.mark.parametrize(
-    ("actor", "engine", "most", "total"),
-    [((2, 1), 2, 0, 0), ((1, 1), 2, 0, 0), ((2, 2), 2, None, None), ((4, 1), 2, None, None)],
-)
-def test_bytes_per_sync(actor: tuple[int, int], engine: int, most: int | None, total: int | None) -> None:
-    """Equal or finer rollout shards need nothing; the rest is what is needed less what is held."""
-    config = load_text(CONFIG).valid()
-    layouts = {
-        "actor": ParallelLayout((0, 1, 2, 3), *actor),
-        "rollout": ParallelLayout((0, 1, 2, 3), engine),
-    }
-    plan = sync_plan(config, layouts, SHAPE)
-    needed = rollout_parameters(SHAPE, engine) * 4
-    assert plan.model_bytes == SHAPE.parameters * 4
-    if most is not None:
-        assert (plan.received_most, plan.received_total) == (most, total)
-    else:
-        assert 0 < plan.received_most <= needed
-        assert plan.received_most <= plan.received_total <= 4 * plan.received_most
-
-
-def test_disjoint_ranks_receive_everything_they_need() -> None:
-    config = load_text(CONFIG).valid()
-    layouts = {"actor": ParallelLayout((0, 1), 2), "rollout": ParallelLayout((2, 3), 2)}
-    plan = sync_plan(config, layouts, SHAPE)
-    # Vocabulary padding is allocated but never sent.
-    padding = 2 * (SHAPE.padded_vocab(2) - SHAPE.vocab) * SHAPE.hidden // 2 * 4
-    assert abs(plan.received_most - (plan.needed_per_rank - padding)) < 4
-
-
-def test_pairwise_published_reshard_volume() -> None:
-    """TP2 x PP2 to TP2: a quarter of the model per rank (HybridFlow's formula, arXiv 2409.19256)."""
-    config = load_text(CONFIG).valid()
-    shape = ModelShape("LlamaForCausalLM", 1024, 8, 8, 8, 128, 4096, 1024, 512)
-    layouts = {
-        "actor": ParallelLayout((0, 1, 2, 3), 2, 2),
-        "rollout": ParallelLayout((0, 1, 2, 3), 2),
-    }
-    plan = sync_plan(config, layouts, shape)
-    assert plan.received_most == pytest.approx(plan.model_bytes / 4, rel=1e-3)
 
 
 def test_memory_names_every_contributor() -> None:

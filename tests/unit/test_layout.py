@@ -51,14 +51,14 @@ def test_expert_dimensions_cut_the_ranks_of_one_stage():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tensor": 3}, ["tensor 3 = 3 does not divide 4 ranks"]),
+        ({"tensor": 3}, ["tensor 3 does not divide 4 ranks"]),
         ({"tensor": 2, "pipeline": 4}, ["tensor 2 x pipeline 4 = 8 does not divide 4 ranks"]),
         ({"tensor": 0, "context": -1}, ["must be 1 or more", "must be 1 or more"]),
-        ({"expert": 3}, ["expert 3 = 3 does not divide 4 ranks"]),
+        ({"expert": 3}, ["expert 3 x expert_tensor 1 x pipeline 1 = 3 does not divide 4 ranks"]),
         ({"virtual_pipeline": 2}, ["a virtual pipeline needs a pipeline"]),
         ({"sequence_parallel": True}, ["sequence parallelism needs tensor parallelism"]),
         ({"ranks": (0, 0, 1, 8)}, ["ranks that do not exist", "names a rank twice"]),
-        ({"ranks": ()}, ["has no ranks"]),
+        ({"ranks": ()}, ["actor.layout has no ranks"]),
         ({"tensor": 4, "expert": 3, "virtual_pipeline": 2}, ["expert 3", "a virtual pipeline"]),
     ],
 )

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rl.shapes.pretrained import EMBEDDING, FINAL_NORM, LAYER, OUTPUT, SCALAR, PretrainedModel
-from megatron_rl.shapes.weights import Weight
+from megatron_rl.shapes.pretrained import LAYER, PretrainedModel
+from megatron_rl.shapes.weights import Weight, outer_weights
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ _PLACES: Mapping[str, Place] = {
     "columns": _columns,
     "gate_up": _gate_up,
     "query_key_value": _query_key_value,
+    "vocabulary": _vocabulary,
 }
 _EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 """One module per expert, or one grouped module with one weight per expert."""
@@ -122,11 +123,16 @@ def import_parameters(
     heads = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
     dense = _Cut(shard.tensor, shard.tensor_size, *heads)
     sparse = _Cut(shard.expert_tensor, shard.expert_tensor_size, *heads)
+    # Tied to the embedding, an output layer is a parameter where the embedding is on another stage.
+    outer = _by_name([weight for first in (True, False) for weight in outer_weights(shape, first, True)])
     weights: dict[int, dict[str, Weight]] = {}
     for name, target in parameters.items():
         match = re.match(r"decoder\.layers\.(\d+)\.", name)
         if match is None:
-            _import_end(name, target, sources, model, dense)
+            if name not in outer:
+                raise UnknownParameterError(name)
+            tensors = [sources[source.name] for source in outer[name].sources]
+            _PLACES[outer[name].cut](target, tensors, dense)
             continue
         layer = int(match.group(1))
         if layer not in weights:
@@ -140,22 +146,6 @@ def import_parameters(
         prefix = LAYER.format(layer=layer)
         tensors = [sources[prefix + source.name.format(expert=number)] for source in weight.sources]
         _PLACES[weight.cut](target, tensors, sparse if weight.expert else dense)
-
-
-def _import_end(
-    name: str, target: Tensor, sources: Mapping[str, Tensor], model: PretrainedModel, cut: _Cut
-) -> None:
-    """Fill a parameter outside the layers: embedding, last norm or output layer."""
-    if name == "decoder.final_layernorm.weight":
-        _whole(target, [sources[FINAL_NORM]], cut)
-    elif name == "embedding.word_embeddings.weight":
-        _vocabulary(target, [sources[EMBEDDING]], cut)
-    elif name == "output_layer.weight" and model.shape.scalar_head:
-        _whole(target, [sources[SCALAR]], cut)
-    elif name == "output_layer.weight":
-        _vocabulary(target, [sources[EMBEDDING if model.shape.tied else OUTPUT]], cut)
-    else:
-        raise UnknownParameterError(name)
 
 
 def _by_name(weights: Sequence[Weight]) -> dict[str, Weight]:

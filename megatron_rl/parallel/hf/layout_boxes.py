@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.parallel.hf.importer import Shard
-from megatron_rl.parallel.hf.model_spec import ModelSpec, model_spec
+from megatron_rl.parallel.hf.model_spec import model_spec
 from megatron_rl.parallel.hf.weights import trace_import
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.stages import stage_layers
+from megatron_rl.shapes.weights import outer_weights
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -29,76 +30,49 @@ def megatron_layout(
     A rank is in two groups where the model has experts, which are cut in their own way. Storages are
     parameter names with layers counted over the whole model.
     """
-    spec = model_spec(hf_config, layout, dtype, overrides)
-    names = spec.model.tensor_shapes()
+    model = model_spec(hf_config, layout, dtype, overrides).model
+    shape, names = model.shape, model.tensor_shapes()
 
     def group(shapes: Shapes, shard: Shard, ranks: list[int]) -> BoxGroup:
-        parameters = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-        boxes = trace_import(parameters, spec.model, shard, -1, shapes=names)
+        parameters = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in shapes.items()}
+        boxes = trace_import(parameters, model, shard, -1, shapes=names)
         return BoxGroup(tuple(ranks), tuple(boxes), dict.fromkeys(shapes, dtype))
 
     groups = []
-    for stage, ranks in enumerate(stage_ranks(layout)):
+    stages = stage_layers(shape.layers, layout, overrides)
+    for stage, ranks in enumerate(layout.groups("tensor", "context", "data")):
         dense: dict[int, list[int]] = {}
         sparse: dict[tuple[int, int], list[int]] = {}
         for position, rank in enumerate(ranks):
             dense.setdefault(position % layout.tensor, []).append(rank)
             rest, expert_tensor = divmod(position, layout.expert_tensor)
             sparse.setdefault((rest % layout.expert, expert_tensor), []).append(rank)
-        layers = stage_layers(spec, layout, stage)
-        first, last = stage == 0, stage == layout.pipeline - 1
+        layers, first, last = stages[stage], stage == 0, stage == layout.pipeline - 1
         for tensor, members in dense.items():
-            shapes = dense_shapes(spec, layout, layers, first, last)
-            groups.append(group(shapes, Shard(tensor, layout.tensor), members))
-        if spec.model.shape.experts:
+            parameters = dense_shapes(shape, layout, layers, first, last)
+            groups.append(group(parameters, Shard(tensor, layout.tensor), members))
+        if shape.experts:
             for (expert, expert_tensor), members in sparse.items():
-                shapes = expert_shapes(spec, layout, layers)
+                parameters = expert_shapes(shape, layout, layers)
                 shard = Shard(0, layout.tensor, expert, layout.expert, expert_tensor, layout.expert_tensor)
-                groups.append(group(shapes, shard, members))
+                groups.append(group(parameters, shard, members))
     return [found for found in groups if found.boxes]
 
 
-def stage_ranks(layout: ParallelLayout) -> list[tuple[int, ...]]:
-    """Return the ranks of each pipeline stage, in layout order."""
-    size = layout.size // layout.pipeline
-    return [layout.ranks[stage * size : (stage + 1) * size] for stage in range(layout.pipeline)]
-
-
-def stage_layers(spec: ModelSpec, layout: ParallelLayout, stage: int) -> list[int]:
-    """Return the layers, counted over the whole model, that a pipeline stage holds."""
-    config = spec.transformer_config
-    layers: list[int] = []
-    for chunk in range(layout.virtual_pipeline):
-        virtual = chunk if layout.virtual_pipeline > 1 else None
-        offset = get_transformer_layer_offset(config, virtual, stage)
-        count = get_num_layers_to_build(config, virtual, stage)
-        layers += range(offset, offset + count)
-    return layers
-
-
 def dense_shapes(
-    spec: ModelSpec, layout: ParallelLayout, layers: list[int], first: bool, last: bool
+    shape: ModelShape, layout: ParallelLayout, layers: list[int], first: bool, last: bool
 ) -> Shapes:
     """Return the shapes of a rank's parameters outside the experts, as Megatron's own layers name them."""
-    shape = spec.model.shape
-    vocabulary = (spec.padded_vocab_size // layout.tensor, shape.hidden)
-    shapes: Shapes = {"embedding.word_embeddings.weight": vocabulary} if first else {}
+    shapes = {weight.name: weight for weight in outer_weights(shape, first, last)}
     for layer in layers:
         for weight in shape.weights(layer):
             if not weight.expert:
-                shapes[f"decoder.layers.{layer}.{weight.name}"] = weight.local_shape(layout.tensor)
-    if last:
-        shapes["decoder.final_layernorm.weight"] = (shape.hidden,)
-        if shape.scalar_head:
-            shapes["output_layer.weight"] = (1, shape.hidden)
-        elif not (shape.tied and first):
-            shapes["output_layer.weight"] = vocabulary
-    return shapes
+                shapes[f"decoder.layers.{layer}.{weight.name}"] = weight
+    return {name: weight.local_shape(layout.tensor) for name, weight in shapes.items()}
 
 
-def expert_shapes(spec: ModelSpec, layout: ParallelLayout, layers: list[int]) -> Shapes:
+def expert_shapes(shape: ModelShape, layout: ParallelLayout, layers: list[int]) -> Shapes:
     """Return the shapes of a rank's experts, one module each."""
-    shape = spec.model.shape
     shapes: Shapes = {}
     for layer in layers:
         weights = [weight for weight in shape.weights(layer) if weight.expert]

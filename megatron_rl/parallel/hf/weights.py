@@ -18,7 +18,8 @@ from megatron_rl.parallel.hf.importer import Shard, import_parameters
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.trace import CopyRecorder, merge_boxes
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pretrained import OUTPUT, SCALAR, PretrainedModel
+from megatron_rl.shapes.pretrained import PretrainedModel
+from megatron_rl.shapes.weights import OUTPUT, SCALAR
 from megatron_rl.types import TensorBox
 
 

@@ -1,8 +1,51 @@
-"""Give every rank a place so that the largest cost is smallest, then the sum: exact, for small sets."""
+"""The order of the rollout engine's ranks that leaves the fewest bytes to receive."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from megatron_rl.shapes.traffic import SharedBytes
+
+Costs = tuple[tuple[int, ...], ...]
+"""Bytes by rank, then by place."""
+LARGEST_ISLAND = 64
+"""Ranks whose order is optimised together; larger islands keep the order they were given."""
+
+
+def best_rank_order(shared: SharedBytes, ranks: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
+    """Return ``ranks`` in the order whose replicas, consecutive ranks, lack the fewest bytes of weights.
+
+    The largest receive of any rank is minimised first, then the sum. Replicas stay inside a node where their
+    size allows it: global rank r is on node r // gpus_per_node.
+    """
+    places, ordered = len(shared.needed), tuple(sorted(ranks))
+    if places == 1 or not shared.held.keys() & set(ranks):
+        return ordered
+    result: list[int] = []
+    best: dict[Costs, list[int]] = {}  # many islands are alike
+    for island in _islands(ordered, places, gpus_per_node):
+        if len(island) > LARGEST_ISLAND:
+            result += island
+            continue
+        costs = tuple(tuple(shared.lacking(rank, place) for place in range(places)) for rank in island)
+        if costs not in best:
+            best[costs] = assign(costs, len(island) // places)
+        by_place: list[list[int]] = [[] for _ in range(places)]
+        for rank, place in zip(island, best[costs], strict=True):
+            by_place[place].append(rank)
+        result += [rank for replica in zip(*by_place, strict=True) for rank in replica]
+    return tuple(result)
+
+
+def _islands(ranks: Sequence[int], places: int, gpus_per_node: int) -> list[list[int]]:
+    """Divide ranks into the smallest sets of whole nodes whose sizes are multiples of a replica's."""
+    islands: list[list[int]] = [[]]
+    for index, rank in enumerate(ranks):
+        new_node = index and rank // gpus_per_node != ranks[index - 1] // gpus_per_node
+        if new_node and len(islands[-1]) % places == 0:
+            islands.append([])
+        islands[-1].append(rank)
+    return islands
 
 
 def assign(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
