@@ -1,8 +1,8 @@
 """What a checkpoint could run when it is loaded, found without running it.
 
-Megatron's distributed format keeps its directory, and small values beside the tensors, as pickles, and a pickle
-calls whatever it names. Here pickles are read with every name replaced by something inert, and the names are
-compared with those that Megatron and torch write themselves.
+Megatron's distributed format keeps its directory, and small values beside the tensors, as pickles, and a
+pickle calls whatever it names. Here pickles are read with every name replaced by something inert, and the
+names are compared with those that Megatron and torch write themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 from megatron_rl.errors import UserError
 
 _DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
-_STORAGES = "DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage ByteStorage BoolStorage"
+_STORAGES = (
+    "DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage ByteStorage BoolStorage"
+)
 _METADATA = (
     "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
     "TensorStorageMetadata _MEM_FORMAT_ENCODING"
@@ -118,9 +120,7 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
 
 def _stored_values(folder: Path, directory: Any) -> Iterator[tuple[Path, int, int]]:
     """Yield file, offset and length of what is stored as a pickle; tensors are read as tensors alone."""
-    values = {
-        name for name, entry in directory.state_dict_metadata.items() if not hasattr(entry, "chunks")
-    }
+    values = {name for name, entry in directory.state_dict_metadata.items() if not hasattr(entry, "chunks")}
     for index, info in (directory.storage_data or {}).items():
         if index.fqn in values:
             yield folder / info.relative_path, info.offset, info.length
