@@ -14,8 +14,9 @@ from megatron_rl.config.ranges import parse_ranges
 
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
-    """Return the evaluated field types of a dataclass."""
-    return typing.get_type_hints(cls)
+    """Return the evaluated types of a dataclass's fields."""
+    evaluated = typing.get_type_hints(cls)
+    return {item.name: evaluated[item.name] for item in dataclasses.fields(cls)}
 
 
 def options(hint: Any) -> tuple[Any, ...]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from config_workspace import CONFIG
 
+from megatron_rl.cli.reference import reference
 from megatron_rl.config.field_types import convert, entry_class, hints, options, section_class
 from megatron_rl.config.load import load_text
 from megatron_rl.config.placement import APART
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import Setting, setting_of, value_errors
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def sections(cls: type = RunConfig) -> Iterator[type]:
@@ -101,3 +105,11 @@ def test_what_a_section_says_holds_wherever_it_stands(override: str) -> None:
 def test_plain_values_are_converted(hint: Any, raw: Any, typed: Any) -> None:
     accepted, value = convert(hint, raw)
     assert accepted and value == typed and type(value) is type(typed)
+
+
+def test_the_reference_is_what_the_fields_say() -> None:
+    """Write it with ``python -m megatron_rl.cli.reference > docs/configuration.md``."""
+    page = reference()
+    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == page
+    for name, _, said, _ in keys():
+        assert f"`{name.partition('.')[2]}`" in page and said.meaning in page
