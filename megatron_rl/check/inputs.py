@@ -142,8 +142,8 @@ def _shipped(folder: Path | None, path: Path) -> Path | None:
     if folder is None:
         return None
     names = (Path(path.parent.name) / path.name, Path(path.name))
-    found = [folder / name / "config.json" for name in names]
-    return next((item for item in found if item.is_file()), None)
+    files = (folder / name / "config.json" for name in names)
+    return next((file for file in files if file.is_file()), None)
 
 
 def _same_vocabulary(check: Inputs, path: str | None, where: str) -> None:

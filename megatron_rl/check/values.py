@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 from megatron_rl.config.field_types import convert, hints, type_words
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.config.setting import setting_of, value_errors
+from megatron_rl.config.setting import sections_of, setting_of, value_errors
 from megatron_rl.config.source import describe
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError, nearest
@@ -23,6 +22,7 @@ def check_values(config: RunConfig) -> list[UserError]:
         *_profiles(config),
         *_reward_models(config),
         *_stages(config),
+        *_optimizers(config),
         *_pairs(config),
     ]
 
@@ -121,33 +121,32 @@ def _profile_error(path: str, expected: str, value: Any) -> UserError:
     )
 
 
-def _pairs(config: RunConfig) -> list[UserError]:
-    rules: list[tuple[bool, Callable[[], UserError]]] = []
-    for path, optimizer, steps in (
-        ("actor.optimizer", config.actor.optimizer, None),
-        ("critic.optimizer", config.critic and config.critic.optimizer, None),
-        *(
-            (f"{plan.where}.optimizer", plan.settings.optimizer, plan.settings.steps or math.inf)
-            for plan in stage_plans(config)
-        ),
-    ):
-        if optimizer is None:
-            continue
+def _optimizers(config: RunConfig) -> list[UserError]:
+    """Return the errors of learning-rate schedules that do not fit in what they are for."""
+    updates = config.steps * config.batch.optimizer_steps * config.batch.epochs
+    lengths = {f"{plan.where}.optimizer": plan.settings.steps for plan in stage_plans(config)}
+    errors = []
+    for path, optimizer in sections_of(config, OptimizerConfig):
         minimum, rate = optimizer.minimum_learning_rate, optimizer.learning_rate
         if minimum is not None and minimum > rate:
-            rules.append((True, lambda path=path, a=minimum, b=rate: _minimum_error(path, a, b)))
-        total = steps or config.steps * config.batch.optimizer_steps * config.batch.epochs
-        if optimizer.warmup_steps > total > 0:
-            rules.append(
-                (True, lambda path=path, a=optimizer.warmup_steps, b=int(total): _warmup_error(path, a, b))
-            )
+            errors.append(_minimum_error(path, minimum, rate))
+        length = lengths.get(path, updates)  # None: a stage that is stated in epochs
+        if length is not None and optimizer.warmup_steps > length > 0:
+            errors.append(_warmup_error(path, optimizer.warmup_steps, length))
+    return errors
+
+
+def _pairs(config: RunConfig) -> list[UserError]:
+    """Return the errors of values that contradict one another."""
+    errors = []
     warn, stop = config.mismatch.warn, config.mismatch.stop
-    rules.append((warn is not None and stop is not None and stop < warn, lambda: _mismatch_error(warn, stop)))
-    batch = config.batch
-    rules.append((0 < batch.prompts_per_step < batch.optimizer_steps, lambda: _optimizer_steps_error(config)))
-    names = [config.data.prompt_field, config.data.ground_truth_field]
-    rules.append((len(set(names)) < len(names), lambda: _same_field_error(names[0])))
-    return [make() for wrong, make in rules if wrong]
+    if warn is not None and stop is not None and stop < warn:
+        errors.append(_mismatch_error(warn, stop))
+    if 0 < config.batch.prompts_per_step < config.batch.optimizer_steps:
+        errors.append(_optimizer_steps_error(config))
+    if config.data.prompt_field == config.data.ground_truth_field:
+        errors.append(_same_field_error(config.data.prompt_field))
+    return errors
 
 
 def _minimum_error(path: str, minimum: float, rate: float) -> UserError:
@@ -170,7 +169,7 @@ def _warmup_error(path: str, warmup: int, total: int) -> UserError:
     )
 
 
-def _mismatch_error(warn: float | None, stop: float | None) -> UserError:
+def _mismatch_error(warn: float, stop: float) -> UserError:
     return UserError(
         "the run would stop before it warns",
         where="mismatch.stop",

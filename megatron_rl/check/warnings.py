@@ -9,7 +9,8 @@ from typing import Any
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.stage_plan import stage_plans
+from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.setting import sections_of
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import PHASES, RankMemory
@@ -135,13 +136,9 @@ def _batch(config: RunConfig, batch: BatchPlan, records: int | None, warnings: _
 
 
 def _schedule(config: RunConfig, warnings: _Warnings) -> None:
-    optimizers = [("actor.optimizer", config.actor.optimizer)]
-    optimizers += [(f"{plan.where}.optimizer", plan.settings.optimizer) for plan in stage_plans(config)]
-    for path, optimizer in optimizers:
-        if optimizer.decay != "constant" and optimizer.minimum_learning_rate in (
-            None,
-            optimizer.learning_rate,
-        ):
+    for path, optimizer in sections_of(config, OptimizerConfig):
+        ends = (None, optimizer.learning_rate)
+        if optimizer.decay != "constant" and optimizer.minimum_learning_rate in ends:
             warnings.add(
                 "the learning rate is to decay, but ends where it starts",
                 f"{path}.minimum_learning_rate",

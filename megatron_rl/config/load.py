@@ -12,6 +12,7 @@ from megatron_rl.config.base import read_with_base, refuse_base
 from megatron_rl.config.parse import Parse, parse_section
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.setting import is_section, settings
 from megatron_rl.config.source import Origin, apply_overrides, one_line, read_tree
 from megatron_rl.errors import UserError, UserErrors
 
@@ -86,21 +87,9 @@ def to_plain(value: Any, name: str = "") -> Any:
     return value
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(config: RunConfig) -> dict[str, Any]:
     """Return every plain value of a configuration by its dotted path."""
-    if not _is_section(value):
-        return {prefix: value}
-    result: dict[str, Any] = {}
-    for name, inner in _entries(value):
-        result |= flatten(inner, f"{prefix}.{name}" if prefix else name)
-    return result
-
-
-def _is_section(value: Any) -> bool:
-    """Say whether a value has named values below it: a dataclass, or a mapping of names to dataclasses."""
-    if isinstance(value, dict):
-        return bool(value) and all(dataclasses.is_dataclass(inner) for inner in value.values())
-    return dataclasses.is_dataclass(value)
+    return {path: value for path, _, value in settings(config)}
 
 
 def _entries(section: Any) -> list[tuple[str, Any]]:
@@ -120,7 +109,7 @@ def _dump(value: Any, depth: int, prefix: str, origins: Mapping[str, Origin], li
     for name, inner in _entries(value):
         path = f"{prefix}.{name}" if prefix else name
         indent = "  " * depth
-        if _is_section(inner):
+        if is_section(inner):
             lines.append(f"{indent}{name}:")
             _dump(inner, depth + 1, path, origins, lines)
             continue

@@ -24,9 +24,11 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.errors import UserError, nearest
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -157,17 +159,38 @@ def setting_of(item: dataclasses.Field) -> Setting:
 
 def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
     """Yield the path, what is said about it and the value of every key below a section that is present."""
-    for item in dataclasses.fields(section):
-        path = f"{prefix}.{item.name}" if prefix else item.name
-        value = getattr(section, item.name)
-        entries = value.items() if isinstance(value, dict) else ()
-        if dataclasses.is_dataclass(value):
-            yield from settings(value, path)
-        elif entries and all(dataclasses.is_dataclass(entry) for _, entry in entries):
-            for name, entry in entries:
+    for path, item, value in _members(section, prefix):
+        if not is_section(value):
+            yield path, setting_of(item), value
+        elif isinstance(value, dict):
+            for name, entry in value.items():
                 yield from settings(entry, f"{path}.{name}")
         else:
-            yield path, setting_of(item), value
+            yield from settings(value, path)
+
+
+def sections_of(section: Any, cls: type[S], prefix: str = "") -> Iterator[tuple[str, S]]:
+    """Yield the path and the value of every section of a class that is present below a section."""
+    if isinstance(section, cls):
+        yield prefix, section
+    for path, _, value in _members(section, prefix):
+        entries = value if isinstance(value, dict) and is_section(value) else {}
+        for name, entry in entries.items():
+            yield from sections_of(entry, cls, f"{path}.{name}")
+        if dataclasses.is_dataclass(value):
+            yield from sections_of(value, cls, path)
+
+
+def is_section(value: Any) -> bool:
+    """Say whether a value has named values below it: a dataclass, or a mapping of names to dataclasses."""
+    if isinstance(value, dict):
+        return bool(value) and all(dataclasses.is_dataclass(entry) for entry in value.values())
+    return dataclasses.is_dataclass(value)
+
+
+def _members(section: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    for item in dataclasses.fields(section):
+        yield f"{prefix}.{item.name}" if prefix else item.name, item, getattr(section, item.name)
 
 
 def value_errors(section: Any, prefix: str = "") -> list[UserError]:

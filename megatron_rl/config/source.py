@@ -151,9 +151,9 @@ def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserEr
     """Set ``key.path=value`` pairs in the tree; a value replaces whatever stood at its key."""
     for text in overrides:
         key, equals, value = text.partition("=")
-        parts = [part.strip() for part in key.split(".")]
+        names = [name.strip() for name in key.split(".")]
         origin = Origin("override", f"override {text}" if len(text) <= 60 else f"override {text[:57]}...")
-        if not equals or not all(parts):
+        if not equals or not all(names):
             errors.append(
                 UserError(
                     "an override is not of the form key=value",
@@ -164,11 +164,9 @@ def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserEr
                 )
             )
             continue
-        found: list[UserError] = []
-        node = _override_value(value, origin, found)
-        errors.extend(found)
+        node = _override_value(value, origin, errors)
         if node is not None:
-            _set(tree, parts, node)
+            _set(tree, names, node)
 
 
 def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf | Section | None:
@@ -194,14 +192,14 @@ def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf
             loader.dispose()
 
 
-def _set(tree: Section, parts: list[str], node: Leaf | Section) -> None:
-    for part in parts[:-1]:
-        child = tree.children.get(part)
+def _set(tree: Section, names: list[str], node: Leaf | Section) -> None:
+    for name in names[:-1]:
+        child = tree.children.get(name)
         if not isinstance(child, Section):
             child = Section(origin=node.origin)
-            tree.children[part] = child
+            tree.children[name] = child
         tree = child
-    tree.children[parts[-1]] = node
+    tree.children[names[-1]] = node
 
 
 def _convert(loader: _Loader, node: yaml.Node, origin_of: Any, errors: list[UserError]) -> Leaf | Section:
@@ -255,10 +253,10 @@ def _kind(node: yaml.Node) -> str:
 def neighbours(path: Path) -> str:
     """Return what to try where a file is not there: the YAML files beside it, or the spelling."""
     try:
-        found = sorted(entry.name for entry in path.parent.glob("*.yaml"))[:8]
+        names = sorted(entry.name for entry in path.parent.glob("*.yaml"))[:8]
     except OSError:
-        found = []
-    return f"files beside it: {', '.join(found)}" if found else "check the spelling and the current directory"
+        names = []
+    return f"files beside it: {', '.join(names)}" if names else "check the spelling and the current directory"
 
 
 def describe(value: Any) -> str:

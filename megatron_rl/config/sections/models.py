@@ -106,7 +106,7 @@ class LayoutConfig:
         None,
         "Tensor parallelism inside each expert.",
         unit="ranks",
-        unset="1 where expert > 1, else tensor",
+        unset="1: experts are whole",
         at_least=1,
         at_most=MAX_WORLD,
         advice="1 switches it off",
@@ -257,7 +257,7 @@ class CriticConfig:
 
     path: str | None = setting(
         None,
-        "A policy, whose output layer gives way to a new head, or a *ForSequenceClassification checkpoint "
+        "A policy, whose output layer gives way to a new head, or a `*ForSequenceClassification` checkpoint "
         "with one label.",
         unset="model.path, after `sft` and `preference` where they are",
         also_called={"verl": "critic.model.path", "slime": "critic_load"},

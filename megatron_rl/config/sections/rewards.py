@@ -17,7 +17,7 @@ class RewardModelConfig:
 
     path: str | None = setting(
         None,
-        "A *ForSequenceClassification checkpoint with one label and the actor's tokenizer, or with "
+        "A `*ForSequenceClassification` checkpoint with one label and the actor's tokenizer, or with "
         "`training` any policy of that tokenizer.",
         unset="with training: model.path, after `sft` and `preference` where they are",
     )
