@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.asynchrony import check_asynchrony
+from megatron_rl.check.checkpoint_files import Files
 from megatron_rl.check.engine_arguments import check_engine_arguments
-from megatron_rl.check.files import Files
 from megatron_rl.check.inputs import Inputs, check_inputs
-from megatron_rl.check.layouts import (
+from megatron_rl.check.model_settings import PATIENCE, Trial, TriedRole, check_model_settings
+from megatron_rl.check.parallel_sizes import (
     check_budget,
     check_layout,
     check_lengths,
     check_model,
     check_world,
 )
-from megatron_rl.check.model_settings import PATIENCE, Trial, TriedRole, check_model_settings
+from megatron_rl.check.sampling_order import check_asynchrony
 from megatron_rl.check.values import check_values
 from megatron_rl.check.warnings import check_warnings
 from megatron_rl.config.derive import (

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_rl.check.data import DataPreview, check_data
-from megatron_rl.check.files import Files, check_model_files, has_chat_template
-from megatron_rl.check.rewards import check_reward
+from megatron_rl.check.checkpoint_files import Files, check_model_files, has_chat_template
+from megatron_rl.check.data_sets import DataPreview, check_data
+from megatron_rl.check.reward_function import check_reward
 from megatron_rl.config.checkpoint_meta import check_same_model, checkpoints, latest, read_meta
 from megatron_rl.config.placement import role_of
 from megatron_rl.config.run_folder import RunFolder
