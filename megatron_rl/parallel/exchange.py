@@ -58,6 +58,7 @@ class Members:
     def __init__(self, ranks: tuple[int, ...] | None = None, traffic: RowTraffic | None = None) -> None:
         self.group = None if ranks is None else communicator(ranks)
         self.ranks = tuple(range(dist.get_world_size())) if ranks is None else ranks
+        self.rank = dist.get_rank()
         self._traffic = RowTraffic() if traffic is None else traffic
 
     def gather_rows(self, shard: RowShard) -> RowShard:
@@ -100,7 +101,7 @@ class Members:
             (tokens if per_token else rows) * math.prod(tensor.shape[1:]) * tensor.element_size()
             for _, tensor, per_token in fields
         ]
-        if device.rank() == source:
+        if self.rank == source:
             buffer = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor, _ in fields])
             buffer = buffer.to(device.device())
         else:

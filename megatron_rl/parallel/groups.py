@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -70,7 +71,7 @@ class ParallelGroups:
                 mine = group
         return mine
 
-    @property
+    @cached_property
     def coordinates(self) -> Coordinates:
         """Return where this rank stands in the layout; it must be a member."""
         return self.layout.coordinates(self.rank)
@@ -85,8 +86,9 @@ class ParallelGroups:
         """Say whether this rank holds the output layer."""
         return self.coordinates.pipeline == self.layout.pipeline - 1
 
-    def to_megatron(self) -> ProcessGroupCollection:
-        """Return the groups in the form that Megatron-Core's models, optimizer and schedules take."""
+    @cached_property
+    def megatron(self) -> ProcessGroupCollection:
+        """Hold the groups in the form that Megatron-Core's models, optimizer and schedules take."""
         groups = ProcessGroupCollection(
             tp=self.tensor,
             pp=self.pipeline,

@@ -89,21 +89,19 @@ class ParallelModel:
         [n]. ``hidden`` [1, T, h] is the chunk's output (a shard of T under sequence parallelism); ``index``
         [n] says whose hidden state speaks for each token. Collective over the tensor-parallel group.
         """
-        states = hidden[0]
+        states, shape = hidden[0], self.spec.model.shape
         sequence_parallel = self.transformer_config.sequence_parallel
         if sequence_parallel:
             # Each rank applies the whole scalar head, so gradients of its states are equal, not partial.
             states = gather_from_sequence_parallel_region(
-                states, tensor_parallel_output_grad=not self.spec.scalar_head, group=self.groups.tensor
+                states, tensor_parallel_output_grad=not shape.scalar_head, group=self.groups.tensor
             )
-        if self.spec.scalar_head:
+        if shape.scalar_head:
             head: Any = chunk.output_layer
             return (states[index].float() @ head.weight[0].float(),)
-        weight: Any = (
-            chunk.shared_embedding_or_output_weight() if self.spec.tied else chunk.output_layer.weight
-        )
+        weight: Any = chunk.shared_embedding_or_output_weight() if shape.tied else chunk.output_layer.weight
         start = self.groups.coordinates.tensor * len(weight)
-        shard = VocabularyShard(start, self.spec.vocab_size, self.groups.tensor)
+        shard = VocabularyShard(start, shape.vocab, self.groups.tensor)
         return vocab_parallel_log_probs(
             states[index],
             weight,
@@ -184,7 +182,7 @@ def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: boo
         pre_process=groups.is_first_stage and stage == 0,
         post_process=groups.is_last_stage and last,
         parallel_output=True,
-        pg_collection=groups.to_megatron(),
+        pg_collection=groups.megatron,
         vp_stage=vp_stage,
         **spec.gpt_kwargs,
     )

@@ -38,7 +38,7 @@ def wrap(model: ParallelModel, distributed: bool) -> None:
                 settings,
                 chunk,
                 disable_bucketing=index > 0,
-                pg_collection=model.groups.to_megatron(),
+                pg_collection=model.groups.megatron,
             )
             for index, chunk in enumerate(model.chunks)
         ]
@@ -76,7 +76,7 @@ class Optimizer:
         with device.megatron_mode(), _gathering_over(model.groups.all):
             self.megatron = get_megatron_optimizer(
                 settings, _chunks(model), use_gloo_process_groups=False,
-                pg_collection=model.groups.to_megatron(),
+                pg_collection=model.groups.megatron,
             )  # fmt: skip
         self.scheduler = OptimizerParamScheduler(
             self.megatron,

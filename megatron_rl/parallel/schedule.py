@@ -66,7 +66,9 @@ def microbatches(
     lengths = batch.lengths.view(-1, unit).sum(dim=1).tolist()
     config = model.transformer_config
     # Linear layers cost about 24 h^2 per token and layer, causal attention 2 h per token pair.
-    shares = partition(lengths, layout.data, tokens_per_microbatch, multiple, 12.0 * config.hidden_size)
+    shares = partition(
+        lengths, model.groups.data.size(), tokens_per_microbatch, multiple, 12.0 * config.hidden_size
+    )
     share = shares[model.groups.coordinates.data]
     parts = [[row for first in rows for row in range(first * unit, (first + 1) * unit)] for rows in share]
     result = [_pack(model, batch, rows, select, before) for rows in parts]
@@ -194,7 +196,7 @@ def _run(
     """Send micro-batches through the pipeline; ``consume`` makes (loss, result) from each at its end."""
     layout = model.groups.layout
     config = model.transformer_config
-    groups = model.groups.to_megatron()
+    groups = model.groups.megatron
     config.finalize_model_grads_func = None if forward_only else _finalize
     virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
     run = get_forward_backward_func(layout.pipeline, virtual)

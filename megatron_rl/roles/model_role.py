@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class ModelRole:
 
     def resident(self) -> AbstractContextManager[None]:
         """Have the model on the device inside the block; a role that offloads leaves it at the end."""
-        return self.residency.resident()
+        return self.residency.resident() if self.residency.offload else nullcontext()
 
     def infer(self, batch: Any) -> RowShard:
         """Return the head's outputs for response tokens, 0 elsewhere, for this rank's rows.

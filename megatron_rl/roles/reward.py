@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from megatron_rl.config.sections.rewards import RewardConfig
-from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import Members, RowShard
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts
@@ -33,7 +32,7 @@ class RewardRole:
         engine failed on are invalid without being scored; the result holds what was said of the others.
         Collective over the members.
         """
-        rows = range(members.ranks.index(device.rank()), len(rollouts), len(members.ranks))
+        rows = range(members.ranks.index(members.rank), len(rollouts), len(members.ranks))
         scored = [row for row in rows if int(rollouts.finish_reason[row]) != FINISH_FAILED]
         result = self._score(prompts, rollouts, scored)
         index = torch.tensor([rows.index(row) for row in scored], dtype=torch.long)

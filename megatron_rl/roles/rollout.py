@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from megatron_rl.parallel.exchange import RowShard
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.partial import Sweep, added_rows, sample_rounds
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import Coordinates, ParallelLayout
 from megatron_rl.types import PromptBatch, Rollouts
 
 _TOKENS = ("tokens", "response_mask", "rollout_log_probs")
@@ -24,6 +26,12 @@ class RolloutRole:
         self.layout = layout
         self.engine = engine
         self.rank = rank
+        self.replicas = layout.data
+
+    @cached_property
+    def place(self) -> Coordinates:
+        """Return where this rank stands among the replicas; it must hold an engine."""
+        return self.layout.coordinates(self.rank)
 
     def infer(self, prompts: PromptBatch, samples: int = 1, *, seed: int) -> RowShard:
         """Sample ``samples`` responses per prompt; row ``p * samples + s`` is sample s of prompt p.
@@ -34,11 +42,10 @@ class RolloutRole:
         empty = prompts.rows([])
         if self.engine is None:
             return _shard([], _no_rollouts(empty))
-        place = self.layout.coordinates(self.rank)
-        mine = range(place.data, len(prompts), self.layout.data)
+        mine = range(self.place.data, len(prompts), self.replicas)
         rows = [prompt * samples + sample for prompt in mine for sample in range(samples)]
         rollouts = self.engine.generate(prompts.rows(mine).repeat(samples), seed=seed, rows=rows)
-        if place.tensor:
+        if self.place.tensor:
             return _shard([], rollouts.rows([]))
         return _shard(rows, rollouts)
 
