@@ -23,7 +23,6 @@ from pathlib import Path
 
 from common import ChildFailed, Report, arguments, cores, say, torchrun, warn_if_busy
 
-from megatron_rl.algorithms.lookup import get_algorithm
 from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
@@ -69,9 +68,7 @@ def read_case(path: str, overrides: Sequence[str]) -> Case:
     loaded = load(path, overrides)
     above = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
     shipped = tuple(folder for folder in above if folder.is_dir())
-    report = check_config(
-        loaded, algorithm_of=get_algorithm, without_files=True, shipped_models=next(iter(shipped), None)
-    )
+    report = check_config(loaded, without_files=True, shipped_models=next(iter(shipped), None))
     memory = {}
     if report.memory:
         memory = {name: max(rank.total(name) for rank in report.memory) for name in MEMORY_PHASES}

@@ -2,60 +2,157 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from megatron_rl.algorithms.names import AGGREGATIONS
-from megatron_rl.algorithms.ragged import broadcast_rows, row_sums
+from megatron_rl.algorithms.lazy import ragged, torch
+from megatron_rl.algorithms.piece import Piece
+from megatron_rl.config.setting import setting
 from megatron_rl.errors import UserError
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def loss_weights(
-    mask: Tensor,
-    lengths: Tensor,
-    mode: str,
-    *,
-    counts: Tensor | None = None,
-    scale_factor: float | None = None,
-) -> Tensor:
-    """Return w [N] float32 so that the aggregated loss is ``sum_t w_t l_t``; 0 outside ``mask`` [N].
 
-    With n_i the masked-in tokens of row i, N their sum and B the number of rows with n_i > 0:
+class Counts(NamedTuple):
+    """Hold what is divided by: tokens of each row [B], all tokens, and rows with a token (float64)."""
 
-    - ``token-mean``: 1 / N (DAPO, arXiv:2503.14476, equation 12)
-    - ``token-sum``: 1
-    - ``seq-mean-token-sum``: 1 / B
-    - ``seq-mean-token-sum-norm``: 1 / (B scale_factor) (Dr.GRPO, arXiv:2503.20783, with the longest
-      possible response as the constant)
-    - ``seq-mean-token-mean``: 1 / (B n_i) (GRPO, arXiv:2402.03300, equation 3)
+    per_row: Tensor
+    tokens: Tensor
+    rows: Tensor
 
-    ``counts`` [B] replaces n_i in the denominators only, so that tokens and rows which were masked out
-    later still count. An empty mask gives all zeros.
+
+@dataclass(frozen=True)
+class Aggregation(Piece, ABC):
+    """Say how the losses of a mini-batch's tokens become one number; a subclass defines `weights`.
+
+    With n_i the tokens of row i that take part, N their sum and B the number of rows with n_i > 0.
+    """
+
+    denominator: str = setting(
+        "participating",
+        "Whether tokens and rows that were masked out (rejected, cut off) still count in N, n_i and B.",
+        choices=("participating", "all"),
+    )
+
+    @property
+    def counts_all(self) -> bool:
+        """Say whether tokens and rows that were masked out count in the denominators."""
+        return self.denominator == "all"
+
+    @abstractmethod
+    def weights(self, present: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
+        """Return the weight of every token; ``present`` [N] float64 is 1 on tokens that take part."""
+
+    def loss_weights(self, mask: Tensor, lengths: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Return w [N] float32 so that the aggregated loss is ``sum_t w_t l_t``; 0 outside ``mask`` [N].
+
+        ``counts`` [B] are the rows' tokens before any were masked out, read where these count too. An empty
+        mask gives all zeros.
+        """
+        present = mask.to(torch.float64)
+        if counts is None or not self.counts_all:
+            counts = ragged.row_sums(present, lengths)
+        counts = counts.to(torch.float64)
+        total = Counts(counts, counts.sum().clamp(min=1), (counts > 0).sum().clamp(min=1))
+        return self.weights(present, lengths, total).to(torch.float32)
+
+
+@dataclass(frozen=True)
+class TokenMean(Aggregation):
+    """Weigh every token of the mini-batch alike: 1 / N.
+
+    Source: DAPO, arXiv:2503.14476, equation 12.
 
     Example:
         >>> mask, lengths = torch.tensor([True, True, True, False]), torch.tensor([1, 3])
-        >>> [round(w, 4) for w in loss_weights(mask, lengths, "seq-mean-token-mean").tolist()]
-        [0.5, 0.25, 0.25, 0.0]
+        >>> [round(w, 4) for w in TokenMean().loss_weights(mask, lengths).tolist()]
+        [0.3333, 0.3333, 0.3333, 0.0]
     """
-    present = mask.to(torch.float64)
-    counts = row_sums(present, lengths) if counts is None else counts.to(torch.float64)
-    tokens, rows = counts.sum().clamp(min=1), (counts > 0).sum().clamp(min=1)
-    if mode == "token-mean":
-        weights = present / tokens
-    elif mode == "token-sum":
-        weights = present
-    elif mode == "seq-mean-token-sum":
-        weights = present / rows
-    elif mode == "seq-mean-token-sum-norm":
-        if not scale_factor:
+
+    def weights(self, present: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
+        """Return the weight of every token [N]."""
+        return present / counts.tokens
+
+
+@dataclass(frozen=True)
+class TokenSum(Aggregation):
+    """Add the tokens' losses up: 1.
+
+    Example:
+        >>> TokenSum().loss_weights(torch.tensor([True, False]), torch.tensor([2])).tolist()
+        [1.0, 0.0]
+    """
+
+    def weights(self, present: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
+        """Return the weight of every token [N]."""
+        return present
+
+
+@dataclass(frozen=True)
+class SeqMeanTokenSum(Aggregation):
+    """Average the responses' sums: 1 / B.
+
+    Example:
+        >>> SeqMeanTokenSum().loss_weights(torch.ones(3) > 0, torch.tensor([1, 2])).tolist()
+        [0.5, 0.5, 0.5]
+    """
+
+    def weights(self, present: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
+        """Return the weight of every token [N]."""
+        return present / counts.rows
+
+
+@dataclass(frozen=True)
+class SeqMeanTokenSumNorm(Aggregation):
+    """Average the responses' sums and divide by a constant: 1 / (B scale_factor).
+
+    Source: Dr.GRPO, arXiv:2503.20783, with the longest possible response as the constant.
+
+    Example:
+        >>> aggregation = SeqMeanTokenSumNorm(scale_factor=4.0)
+        >>> aggregation.loss_weights(torch.ones(3) > 0, torch.tensor([1, 2])).tolist()
+        [0.125, 0.125, 0.125]
+    """
+
+    scale_factor: float | None = setting(
+        None,
+        "The constant, in tokens.",
+        unit="tokens",
+        unset="rollout.max_response_tokens",
+        more_than=0,
+    )
+
+    def within(self, max_response_tokens: int) -> Self:
+        """Return the aggregation with its constant filled in."""
+        return self if self.scale_factor is not None else replace(self, scale_factor=max_response_tokens)
+
+    def weights(self, present: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
+        """Return the weight of every token [N]."""
+        if self.scale_factor is None:
             raise UserError(
                 "seq-mean-token-sum-norm needs a constant to divide by",
-                where="algorithm.settings.loss_scale_factor",
-                fix="set loss_scale_factor or max_response_tokens",
+                where="algorithm.aggregation.scale_factor",
+                expected="a number of tokens",
+                got="nothing",
+                fix="set scale_factor, or give the algorithm max_response_tokens",
             )
-        weights = present / (rows * scale_factor)
-    elif mode == "seq-mean-token-mean":
-        weights = present / broadcast_rows(counts.clamp(min=1) * rows, lengths)
-    else:
-        raise UserError(f"unknown loss aggregation {mode!r}", expected=", ".join(AGGREGATIONS))
-    return weights.to(torch.float32)
+        return present / (counts.rows * self.scale_factor)
+
+
+@dataclass(frozen=True)
+class SeqMeanTokenMean(Aggregation):
+    """Average the responses' averages: 1 / (B n_i).
+
+    Source: GRPO, arXiv:2402.03300, equation 3.
+
+    Example:
+        >>> mask, lengths = torch.tensor([True, True, True, False]), torch.tensor([1, 3])
+        >>> [round(w, 4) for w in SeqMeanTokenMean().loss_weights(mask, lengths).tolist()]
+        [0.5, 0.25, 0.25, 0.0]
+    """
+
+    def weights(self, present: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
+        """Return the weight of every token [N]."""
+        return present / ragged.broadcast_rows(counts.per_row.clamp(min=1) * counts.rows, lengths)

@@ -9,64 +9,139 @@ tensors are ragged [N] with ``lengths`` [B] and ``mask`` [N]; rows must be whole
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from megatron_rl.algorithms.names import IS_LEVELS, REJECTION_MEASURES
-from megatron_rl.algorithms.ragged import broadcast_rows, masked_row_means, row_maxima, row_sums
-from megatron_rl.algorithms.settings import RolloutCorrection
+from megatron_rl.algorithms.lazy import ragged, torch
+from megatron_rl.algorithms.piece import Piece
+from megatron_rl.config.setting import setting
+from megatron_rl.errors import UserError, nearest
 from megatron_rl.metrics import Metrics
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MAX_LOG_RATIO = 20.0
+IS_LEVELS = ("none", "token", "sequence", "geometric")
+REJECTION_MEASURES = (
+    "token_k1", "token_k2", "token_k3",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k2", "seq_max_k3",
+)  # fmt: skip
 
 
-def importance_weights(
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    mask: Tensor,
-    lengths: Tensor,
-    *,
-    level: str = "token",
-    threshold: float | None = 2.0,
-    band: tuple[float, float] | None = None,
-) -> Tensor:
-    """Return truncated importance weights per token: [N], 1 outside the mask.
-
-    ``level`` says which ratio a token gets: ``token`` its own rho; ``sequence`` the product over its
-    response, ``exp(clamp(sum log rho, +-20))``; ``geometric`` the response's geometric mean. ``threshold``
-    C gives min(ratio, C), truncated importance sampling. ``band`` (lo, hi) instead zeroes ratios outside
-    it, IcePop; with a band the threshold is not used.
+@dataclass(frozen=True)
+class Correction(Piece):
+    """Correct for the mismatch by importance weights, by rejection, or both.
 
     Source: TIS, Yao et al. (2025) "Your efficient RL framework secretly brings you off-policy RL training";
-    IcePop, arXiv:2510.18855; verl rollout_corr_helper.py.
-
-    Example:
-        >>> new, old = torch.tensor([1.5, 4.0]).log(), torch.zeros(2)
-        >>> mask, lengths = torch.ones(2) > 0, torch.tensor([2])
-        >>> [round(w, 3) for w in importance_weights(new, old, mask, lengths).tolist()]
-        [1.5, 2.0]
-        >>> icepop = importance_weights(new, old, mask, lengths, band=(0.5, 2.0))
-        >>> [round(w, 3) for w in icepop.tolist()]
-        [1.5, 0.0]
+    IcePop, arXiv:2510.18855; Liu et al. (2025) "When speed kills stability".
     """
-    difference = torch.where(mask, log_probs.detach() - rollout_log_probs, 0)
-    if level == "token":
-        log_weight = difference
-    elif level == "sequence":
-        log_weight = broadcast_rows(row_sums(difference, lengths), lengths)
-    elif level == "geometric":
-        log_weight = broadcast_rows(masked_row_means(difference, mask, lengths), lengths)
-    else:
-        raise ValueError(f"unknown level {level!r}; known: {', '.join(IS_LEVELS)}")
-    weights = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    if band is not None:
-        low, high = band
-        weights = torch.where((weights >= low) & (weights <= high), weights, 0)
-    elif threshold is not None:
-        weights = weights.clamp(max=threshold)
-    return torch.where(mask, weights, 1)
+
+    level: str = setting("none", "Which ratio a token's importance weight is of.", choices=IS_LEVELS)
+    threshold: float | None = setting(
+        2.0, "Largest importance weight.", unset="weights are not cut off", more_than=0
+    )
+    band: tuple[float, ...] | None = setting(
+        None, "[low, high]: weights outside become 0, and `threshold` is not used.", unset="no band"
+    )
+    batch_normalize: bool = setting(False, "Whether weights are divided by their mean over the step.")
+    rejection: dict[str, Any] = setting(
+        {}, "Measures that a token or a response must pass, with a threshold or [low, high] each."
+    )
+    bypass: bool = setting(
+        False,
+        "Whether the rollout's own log-probs are those of the old policy; what is corrected is then the "
+        "policy being trained.",
+    )
+
+    @property
+    def active(self) -> bool:
+        """Say whether weights or rejection change anything."""
+        return self.level != "none" or bool(self.rejection)
+
+    def contradictions(self, path: str) -> Iterator[UserError]:
+        """Yield mistakes in the band, in the measures, and settings that exclude each other."""
+        band = self.band
+        if band is not None and not (len(band) == 2 and 0 <= band[0] < band[1]):
+            yield UserError(
+                "bad band of importance weights",
+                where=f"{path}.band",
+                expected="[low, high] with 0 <= low < high",
+                got=str(list(band)),
+                fix="write band: [0.5, 5.0]",
+            )
+        for measure, limit in self.rejection.items():
+            yield from _measure_errors(measure, limit, f"{path}.rejection.{measure}")
+        if self.bypass and self.batch_normalize:
+            yield UserError(
+                "batch-normalised importance weights need the whole step, which bypass mode does not see",
+                where=f"{path}.batch_normalize",
+                expected="false with bypass: true",
+                got="true",
+                fix="switch one of the two off",
+            )
+
+    def without_weights(self) -> Correction:
+        """Return the correction's rejection alone."""
+        return replace(self, level="none")
+
+    def correct(
+        self, log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, lengths: Tensor
+    ) -> tuple[Tensor | None, Tensor, Metrics]:
+        """Return weights [N] (None where there are none), the tokens kept [N] bool, and metrics."""
+        count = int(mask.sum())
+        weights, metrics = None, Metrics()
+        if self.level != "none":
+            weights = self.importance_weights(log_probs, rollout_log_probs, mask, lengths)
+            chosen = weights[mask].double()
+            limited = chosen == 0 if self.band is not None else chosen >= (self.threshold or math.inf)
+            metrics += Metrics.mean("mismatch/is_weight", float(chosen.sum()), count)
+            metrics += Metrics.mean("mismatch/is_limited_fraction", int(limited.sum()), count)
+            if self.batch_normalize:
+                weights = batch_normalized(weights, mask, lengths, level=self.level)
+        keep = mask
+        if self.rejection:
+            keep = rejection_mask(log_probs, rollout_log_probs, mask, lengths, self.rejection)
+            metrics += Metrics.mean("mismatch/rejected_fraction", count - int(keep.sum()), count)
+        return weights, keep, metrics
+
+    def importance_weights(
+        self, log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, lengths: Tensor
+    ) -> Tensor:
+        """Return truncated importance weights per token: [N], 1 outside the mask.
+
+        ``level`` says which ratio a token gets: ``token`` its own rho; ``sequence`` the product over its
+        response, ``exp(clamp(sum log rho, +-20))``; ``geometric`` the response's geometric mean.
+        ``threshold`` C gives min(ratio, C), truncated importance sampling. ``band`` (lo, hi) instead zeroes
+        ratios outside it, IcePop.
+
+        Example:
+            >>> new, old = torch.tensor([1.5, 4.0]).log(), torch.zeros(2)
+            >>> mask, lengths = torch.ones(2) > 0, torch.tensor([2])
+            >>> tis = Correction(level="token").importance_weights(new, old, mask, lengths)
+            >>> [round(w, 3) for w in tis.tolist()]
+            [1.5, 2.0]
+            >>> icepop = Correction(level="token", band=(0.5, 2.0))
+            >>> [round(w, 3) for w in icepop.importance_weights(new, old, mask, lengths).tolist()]
+            [1.5, 0.0]
+        """
+        difference = torch.where(mask, log_probs.detach() - rollout_log_probs, 0)
+        if self.level == "sequence":
+            rows = ragged.row_sums(difference, lengths)
+            difference = ragged.broadcast_rows(rows, lengths)
+        elif self.level == "geometric":
+            rows = ragged.masked_row_means(difference, mask, lengths)
+            difference = ragged.broadcast_rows(rows, lengths)
+        weights = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        if self.band is not None:
+            low, high = self.band
+            weights = torch.where((weights >= low) & (weights <= high), weights, 0)
+        elif self.threshold is not None:
+            weights = weights.clamp(max=self.threshold)
+        return torch.where(mask, weights, 1)
 
 
 def rejection_mask(
@@ -140,54 +215,52 @@ def batch_normalized(weights: Tensor, mask: Tensor, lengths: Tensor, *, level: s
         return weights
     values = weights[mask].double()
     if level != "token":
-        answered = row_sums(mask.double(), lengths) > 0
-        values = masked_row_means(weights.double(), mask, lengths)[answered]
+        answered = ragged.row_sums(mask.double(), lengths) > 0
+        values = ragged.masked_row_means(weights.double(), mask, lengths)[answered]
     mean = values.mean()
     return torch.where(mask, (weights / mean).to(weights.dtype), weights) if float(mean) else weights
-
-
-def correct(
-    log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    mask: Tensor,
-    lengths: Tensor,
-    correction: RolloutCorrection,
-) -> tuple[Tensor | None, Tensor, Metrics]:
-    """Return weights [N] (None where the correction has none), the tokens kept [N] bool, and metrics."""
-    count = int(mask.sum())
-    weights, metrics = None, Metrics()
-    if correction.level != "none":
-        weights = importance_weights(
-            log_probs,
-            rollout_log_probs,
-            mask,
-            lengths,
-            level=correction.level,
-            threshold=correction.threshold,
-            band=correction.band,
-        )
-        chosen = weights[mask].double()
-        at_limit = (
-            chosen == 0 if correction.band is not None else chosen >= (correction.threshold or math.inf)
-        )
-        metrics += Metrics.mean("mismatch/is_weight", float(chosen.sum()), count)
-        metrics += Metrics.mean("mismatch/is_limited_fraction", int(at_limit.sum()), count)
-        if correction.batch_normalize:
-            weights = batch_normalized(weights, mask, lengths, level=correction.level)
-    keep = mask
-    if correction.rejection:
-        keep = rejection_mask(log_probs, rollout_log_probs, mask, lengths, correction.rejection)
-        metrics += Metrics.mean("mismatch/rejected_fraction", count - int(keep.sum()), count)
-    return weights, keep, metrics
 
 
 def _measured(divergence: Tensor, mask: Tensor, lengths: Tensor, span: str) -> Tensor:
     if span == "token":
         return divergence
     if span == "seq_sum":
-        rows = row_sums(divergence, lengths)
+        rows = ragged.row_sums(divergence, lengths)
     elif span == "seq_mean":
-        rows = masked_row_means(divergence, mask, lengths)
+        rows = ragged.masked_row_means(divergence, mask, lengths)
     else:
-        rows = row_maxima(torch.where(mask, divergence, 0), lengths)
-    return broadcast_rows(rows, lengths)
+        rows = ragged.row_maxima(torch.where(mask, divergence, 0), lengths)
+    return ragged.broadcast_rows(rows, lengths)
+
+
+def _measure_errors(measure: str, limit: object, path: str) -> Iterator[UserError]:
+    """Yield what is wrong about one rejection measure and its threshold."""
+    if measure not in REJECTION_MEASURES:
+        close = nearest(measure, REJECTION_MEASURES)
+        yield UserError(
+            f"unknown rejection measure {measure!r}",
+            where=path,
+            expected=f"one of {', '.join(REJECTION_MEASURES)}",
+            got=measure,
+            fix=f"did you mean {close!r}?" if close else "name one of them",
+        )
+        return
+    two_sided = measure.endswith("k1")
+    if not _is_limit(limit, two_sided):
+        expected = "a number > 0" + (", or [low, high]" if two_sided else "")
+        yield UserError(
+            f"bad threshold of {measure}",
+            where=path,
+            expected=expected,
+            got=repr(limit),
+            fix=f"give {expected}",
+        )
+
+
+def _is_limit(limit: object, two_sided: bool) -> bool:
+    def positive(value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+    if isinstance(limit, list | tuple):
+        return two_sided and len(limit) == 2 and all(map(positive, limit)) and limit[0] < limit[1]
+    return positive(limit)

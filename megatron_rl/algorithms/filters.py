@@ -7,11 +7,45 @@ The loop that generates is the trainer's: it calls `informative_groups` on the r
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from megatron_rl.algorithms.lazy import groups, torch
+from megatron_rl.algorithms.piece import Piece
+from megatron_rl.config.setting import setting
 
-from megatron_rl.algorithms.groups import dense_groups, group_statistics
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DynamicSampling(Piece):
+    """Say whether groups of responses that teach nothing are replaced, and for how long that is tried."""
+
+    @property
+    def further_rounds(self) -> int:
+        """Return how often a step may sample again; 0 takes every group as it comes."""
+        return 0
+
+
+@dataclass(frozen=True)
+class KeepEveryGroup(DynamicSampling):
+    """Learn from every group as it was sampled."""
+
+
+@dataclass(frozen=True)
+class RefillGroups(DynamicSampling):
+    """Replace groups whose raw rewards are all equal by newly sampled ones.
+
+    Source: DAPO, arXiv:2503.14476, equation 11.
+    """
+
+    max_rounds: int = setting(10, "How often a step samples again at most.", unit="rounds", at_least=1)
+
+    @property
+    def further_rounds(self) -> int:
+        """Return how often a step may sample again."""
+        return self.max_rounds
 
 
 def informative_groups(rewards: Tensor, group: Tensor, valid: Tensor, *, tolerance: float = 1e-6) -> Tensor:
@@ -28,7 +62,7 @@ def informative_groups(rewards: Tensor, group: Tensor, valid: Tensor, *, toleran
         >>> informative_groups(rewards, group, torch.ones(4) > 0).tolist()
         [True, True, False, False]
     """
-    statistics = group_statistics(rewards.double(), group, valid)
+    statistics = groups.group_statistics(rewards.double(), group, valid)
     return (statistics.size > 1) & (statistics.std > tolerance)
 
 
@@ -46,7 +80,7 @@ def take_groups(keep: Tensor, group: Tensor, wanted: int) -> list[int]:
         >>> take_groups(torch.tensor([True, False, True, True]), torch.tensor([5, 6, 7, 5]), 1)
         [0, 3]
     """
-    dense, _ = dense_groups(group)
+    dense, _ = groups.dense_groups(group)
     found: dict[int, list[int]] = {}
     for row, (kept, number) in enumerate(zip(keep.tolist(), dense.tolist(), strict=True)):
         if kept:

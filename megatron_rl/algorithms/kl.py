@@ -2,17 +2,146 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
+from megatron_rl.algorithms.lazy import torch
+from megatron_rl.algorithms.piece import Piece
+from megatron_rl.config.setting import setting
 from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 MAX_ADAPTATION = 0.2
+_NAMES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var", "low_var_kl")
+KL_ESTIMATORS = (*_NAMES, *(f"{name}+" for name in _NAMES))
+ESTIMATOR_MEANING = "Estimator of the KL divergence per token, see `kl_estimate`."
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") -> Tensor:
+@dataclass(frozen=True)
+class Kl(Piece):
+    """Say where a KL penalty to the reference policy goes, and how strong it is."""
+
+    in_loss: ClassVar[bool] = False
+    in_reward: ClassVar[bool] = False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Say whether the reference policy's log-probs are used."""
+        return self.in_loss or self.in_reward
+
+    @property
+    def first_coef(self) -> float:
+        """Return the coefficient before the first step."""
+        return 0.0
+
+    def estimate(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        """Return the divergence per token [N], see `kl_estimate`."""
+        return kl_estimate(log_probs, ref_log_probs, "k3")
+
+    @property
+    def adapts(self) -> bool:
+        """Say whether the coefficient changes from step to step, by `next_coef`."""
+        return False
+
+    def next_coef(self, coef: float, mean_kl: float, rows: int) -> float:
+        """Return the coefficient after a step whose mean KL was ``mean_kl`` over ``rows`` sequences."""
+        return coef
+
+
+@dataclass(frozen=True)
+class NoKl(Kl):
+    """Do without a reference policy. Where its log-probs are known all the same, k3 is reported."""
+
+
+@dataclass(frozen=True)
+class KlPenalty(Kl):
+    """Penalise the KL divergence, with a coefficient that is fixed or follows the divergence."""
+
+    estimator: str = setting("k3", ESTIMATOR_MEANING, choices=KL_ESTIMATORS)
+    coef: float = setting(0.001, "Coefficient of the penalty, or where it starts.", at_least=0)
+    controller: str = setting(
+        "fixed", "Whether the coefficient stays, or follows the divergence.", choices=("fixed", "adaptive")
+    )
+    target: float = setting(0.1, "Divergence that an adaptive coefficient aims at.", unit="nats", more_than=0)
+    horizon: float = setting(
+        10000.0, "Rows over which an adaptive coefficient may change by a fifth.", unit="rows", more_than=0
+    )
+    coef_max: float | None = setting(
+        None, "Largest value of an adaptive coefficient.", unset="no bound", at_least=0
+    )
+
+    @property
+    def first_coef(self) -> float:
+        """Return the coefficient before the first step."""
+        return self.coef
+
+    def estimate(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        """Return the divergence per token [N], by the estimator that is set."""
+        return kl_estimate(log_probs, ref_log_probs, self.estimator)
+
+    @property
+    def adapts(self) -> bool:
+        """Say whether the coefficient changes from step to step, by `next_coef`."""
+        return self.controller == "adaptive"
+
+    def contradictions(self, path: str) -> Iterator[UserError]:
+        """Yield what is wrong about the bound of an adaptive coefficient."""
+        if self.coef_max is None:
+            return
+        if not self.adapts:
+            yield UserError(
+                "coef_max bounds an adaptive KL coefficient, and this one is fixed",
+                where=f"{path}.coef_max",
+                expected="null with a fixed coefficient",
+                got=f"{self.coef_max:g}",
+                fix="set controller: adaptive, or leave coef_max out",
+            )
+        if self.coef_max < self.coef:
+            yield UserError(
+                "the KL coefficient starts above its ceiling",
+                where=f"{path}.coef_max",
+                expected=f"at least coef = {self.coef:g}",
+                got=f"{self.coef_max:g}",
+                fix="raise coef_max, or lower coef",
+            )
+
+    def next_coef(self, coef: float, mean_kl: float, rows: int) -> float:
+        """Return the coefficient after a step, see `adapt_kl_coef`."""
+        return adapt_kl_coef(
+            coef, mean_kl, rows, target=self.target, horizon=self.horizon, ceiling=self.coef_max
+        )
+
+
+@dataclass(frozen=True)
+class KlInLoss(KlPenalty):
+    """Add the KL divergence to the policy loss.
+
+    Source: DeepSeekMath (GRPO), arXiv:2402.03300, equation 4.
+    """
+
+    in_loss: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class KlInReward(KlPenalty):
+    """Take the KL divergence off the reward, token by token.
+
+    k1 is the estimator whose policy gradient there is that of the true KL; as a loss it has none.
+
+    Source: Ziegler et al., arXiv:1909.08593, section 2.
+    """
+
+    estimator: str = setting("k1", ESTIMATOR_MEANING, choices=KL_ESTIMATORS)
+
+    in_reward: ClassVar[bool] = True
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
     """Estimate the KL divergence per token [N] from samples of the policy.
 
     With ``x = log_probs - ref_log_probs``:
@@ -70,10 +199,10 @@ def adapt_kl_coef(
     if MAX_ADAPTATION * rows >= horizon:
         raise UserError(
             "the adaptive KL coefficient could turn negative in one step",
-            where="algorithm.settings.kl_horizon",
+            where="algorithm.kl.horizon",
             expected=f"more than {MAX_ADAPTATION * rows:g}, a fifth of the rows of a step",
             got=f"{horizon:g}",
-            fix="raise kl_horizon, the number of rows over which the coefficient may change by a fifth",
+            fix="raise horizon, the number of rows over which the coefficient may change by a fifth",
         )
     error = min(max(kl / target - 1, -MAX_ADAPTATION), MAX_ADAPTATION)
     coef = coef * (1 + error * rows / horizon)

@@ -1,142 +1,134 @@
-"""Finding an algorithm by name and overriding its settings; importable without torch."""
+"""From what a configuration says to an algorithm; importable without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from dataclasses import replace
+from typing import Any
 
-from megatron_rl.algorithms.names import ALGORITHMS
-from megatron_rl.algorithms.pieces import load
-from megatron_rl.algorithms.problems import problems
-from megatron_rl.algorithms.settings import Algorithm
-from megatron_rl.errors import UserError, UserErrors, nearest
+from megatron_rl.algorithms.algorithm import Algorithm
+from megatron_rl.algorithms.own import load_path, own_piece
+from megatron_rl.algorithms.piece import Piece
+from megatron_rl.algorithms.table import ALGORITHMS, KINDS, Kind
+from megatron_rl.config.parse import Parse, parse_section
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.source import DEFAULT, Leaf, Section, describe
+from megatron_rl.errors import UserError, UserErrors, each, nearest
 
 
-def get_algorithm(name: str, settings: Mapping[str, Any] | None = None) -> Algorithm:
-    """Return the algorithm called ``name`` with ``settings`` overriding its fields.
+def algorithm_of(config: RunConfig) -> Algorithm:
+    """Return the algorithm of a run; raises UserErrors with every mistake at once."""
+    pieces = {key: getattr(config.algorithm, key) for key in KINDS}
+    stated = {key: value for key, value in pieces.items() if value is not None}
+    return get_algorithm(
+        config.algorithm.name, stated, max_response_tokens=config.rollout.max_response_tokens
+    )
 
-    ``name`` is in `names.ALGORITHMS`, or ``module:object`` naming an `Algorithm` of the user's own. Raises
-    UserError (UserErrors for several) for an unknown name or setting, with the nearest known one, a wrong
-    type, a value out of range, and settings that contradict each other.
+
+def get_algorithm(
+    name: str, pieces: Mapping[str, Any] | None = None, *, max_response_tokens: int | None = None
+) -> Algorithm:
+    """Return the algorithm called ``name`` with some of its pieces replaced or set otherwise.
+
+    ``name`` is in `ALGORITHMS`, or the path of an `Algorithm` of the user's own. ``pieces`` maps keys of
+    `KINDS` to a piece, a piece's name or path, or a mapping of settings with or without ``name``: with a name
+    the settings not stated have that piece's defaults, without one those of the algorithm's own piece.
+    Raises UserErrors with every mistake.
 
     Example:
-        >>> get_algorithm("grpo", {"clip_ratio_high": 0.28}).clip_ratio_high
-        0.28
+        >>> get_algorithm("dapo", {"policy_loss": {"clip_low": 0.1}}).policy_loss
+        PpoClip(entropy_coef=0.0, opsm_delta=None, clip_low=0.1, clip_high=0.28, dual_clip=10.0)
     """
-    algorithm, mistakes = _named(name), []
-    types, changes = setting_types(), {}
-    for key, value in (settings or {}).items():
-        if key not in types:
-            mistakes.append(_unknown(key, name, types))
-        elif not accepts(types[key], value):
-            mistakes.append(_wrong_type(key, value, types[key]))
-        else:
-            changes[key] = _converted(types[key], value)
+    try:
+        algorithm = _named(name)
+    except UserError as error:
+        raise UserErrors(each(error)) from error
+    errors: list[UserError] = []
+    changes = {}
+    for key, value in (pieces or {}).items():
+        try:
+            changes[key] = _piece(key, value, getattr(algorithm, key, None))
+        except UserError as error:
+            errors.extend(each(error))
     algorithm = replace(algorithm, **changes)
-    mistakes.extend(problems(algorithm))
-    if mistakes:
-        raise mistakes[0] if len(mistakes) == 1 else UserErrors(mistakes)
+    if max_response_tokens is not None:
+        algorithm = algorithm.within(max_response_tokens)
+    errors.extend(algorithm.problems())
+    if errors:
+        raise UserErrors(errors)
     return algorithm
 
 
-def setting_types() -> dict[str, Any]:
-    """Return the type of every setting that can be overridden, by field name."""
-    hints = get_type_hints(Algorithm)
-    return {f.name: hints[f.name] for f in fields(Algorithm) if f.name not in ("name", "summary")}
-
-
-def accepts(kind: Any, value: Any) -> bool:
-    """Say whether ``value`` fits a setting of type ``kind``; a whole number may stand for a float."""
-    origin = get_origin(kind) or kind
-    if origin in (Union, UnionType):
-        return any(accepts(option, value) for option in get_args(kind))
-    if kind is type(None):
-        return value is None
-    if kind is bool:
-        return isinstance(value, bool)
-    if kind in (int, float):
-        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    if origin is tuple:
-        return (
-            isinstance(value, list | tuple)
-            and len(value) == len(get_args(kind))
-            and all(accepts(item, part) for item, part in zip(get_args(kind), value, strict=True))
-        )
-    if origin is Mapping or origin is get_origin(Mapping[str, Any]):
-        return isinstance(value, Mapping) and all(
-            isinstance(key, str) and accepts(get_args(kind)[1], item) for key, item in value.items()
-        )
-    if kind is str:
-        return isinstance(value, str)
-    return callable(value) if kind is not Any else True
-
-
-def _converted(kind: Any, value: Any) -> Any:
-    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    if float in options and value is not None:
-        return float(value)
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _named(name: str) -> Algorithm:
+    where = "algorithm.name"
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    if ":" in name:
-        found = load(name, "algorithm.name")
-        if isinstance(found, Algorithm):
-            return found
+    if ":" not in name:
+        raise _unknown("algorithm", name, ALGORITHMS, where)
+    algorithm = load_path(name, where)
+    if not isinstance(algorithm, Algorithm):
         raise UserError(
             f"{name} is not an Algorithm",
-            where="algorithm.name",
+            where=where,
             expected="an instance of megatron_rl.algorithms.Algorithm",
-            got=type(found).__name__,
+            got=type(algorithm).__name__,
+            fix='write NAME = Algorithm("name", "Summary.", ...) and name that',
         )
-    close = nearest(name, ALGORITHMS)
-    raise UserError(
-        f"unknown algorithm {name!r}",
-        where="algorithm.name",
-        expected=f"one of {', '.join(sorted(ALGORITHMS))}, or module:object",
-        fix=f"did you mean {close!r}?" if close else None,
-    )
+    return algorithm
 
 
-def _unknown(key: str, name: str, known: Mapping[str, Any]) -> UserError:
-    close = nearest(key, known)
+def _piece(key: str, value: Any, current: Piece | None) -> Piece:
+    """Return the piece that a key's value stands for; ``current`` is the algorithm's own."""
+    where = f"algorithm.{key}"
+    if key not in KINDS or current is None:
+        raise _unknown("piece of an algorithm", key, KINDS, where)
+    kind = KINDS[key]
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, Mapping):
+        piece = own_piece(value, kind, describe(value), where)
+        return piece() if isinstance(piece, type) else piece
+    settings = dict(value)
+    name = settings.pop("name", None)
+    if name is None:
+        return _with_settings(current, settings, where)
+    return _with_settings(_named_piece(name, kind, key, where), settings, where)
+
+
+def _named_piece(name: Any, kind: Kind, key: str, where: str) -> Piece | type[Piece]:
+    if isinstance(name, str) and name in kind.named:
+        return kind.named[name]
+    if not isinstance(name, str) or ":" not in name:
+        raise _unknown(key, name, kind.named, where)
+    return own_piece(load_path(name, where), kind, name, where)
+
+
+def _with_settings(piece: Piece | type[Piece], settings: dict[str, Any], where: str) -> Piece:
+    """Return a piece with settings changed, or made of a class of pieces."""
+    cls, defaults = (piece, None) if isinstance(piece, type) else (type(piece), piece)
+    parse = Parse()
+    section = Section({name: Leaf(value, DEFAULT) for name, value in settings.items()})
+    try:
+        made = parse_section(cls, section, parse, where, defaults)
+    except Exception as error:  # a class of the user's own may refuse its settings in any way
+        raise UserError(
+            f"{cls.__name__} cannot be made of its settings",
+            where=where,
+            expected="settings that it accepts",
+            got=f"{type(error).__name__}: {error}",
+            fix="correct the settings or the class",
+        ) from error
+    if parse.errors:
+        raise UserErrors(parse.errors)
+    return made
+
+
+def _unknown(what: str, name: Any, known: Mapping[str, Any], where: str) -> UserError:
+    close = nearest(str(name), known)
     return UserError(
-        f"unknown setting {key!r} of algorithm {name!r}",
-        where=f"algorithm.settings.{key}",
-        expected=None if close else f"one of {', '.join(sorted(known))}",
-        fix=f"did you mean {close!r}?" if close else None,
-    )
-
-
-def _wrong_type(key: str, value: Any, kind: Any) -> UserError:
-    return UserError(
-        f"setting {key!r} has the wrong type",
-        where=f"algorithm.settings.{key}",
-        expected=_described(kind),
-        got=f"{value!r} ({type(value).__name__})",
-    )
-
-
-def _described(kind: Any) -> str:
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(_described(option) for option in get_args(kind))
-    words = {
-        type(None): "null",
-        float: "a number",
-        int: "a whole number",
-        str: "a string",
-        bool: "true or false",
-    }
-    if kind in words:
-        return words[kind]
-    if get_origin(kind) is tuple:
-        return f"a list of {len(get_args(kind))} numbers"
-    return (
-        "a mapping"
-        if get_origin(kind) is not None and len(get_args(kind)) == 2 and get_args(kind)[0] is str
-        else "a function"
+        f"unknown {what} {name!r}",
+        where=where,
+        expected=f"one of {', '.join(sorted(known))}, or the path of your own: file.py:Name or module:Name",
+        got=repr(name),
+        fix=f"did you mean {close!r}?" if close else f"choose one, such as {sorted(known)[0]}",
     )

@@ -10,13 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from megatron_rl.algorithms.aggregation import loss_weights
+from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.groups import dense_groups
-from megatron_rl.algorithms.policy_losses.covariance import select_clip_cov, select_kl_cov
 from megatron_rl.algorithms.ragged import row_sums
-from megatron_rl.algorithms.settings import Algorithm
 from megatron_rl.types import TrainBatch
 
 
@@ -34,7 +31,8 @@ def minibatches(
     generator = torch.Generator().manual_seed(seed)
     present = row_sums(batch.response_mask.double(), batch.lengths) > 0
     counted = present
-    if algorithm.denominator == "all" and batch.response_counts is not None:
+    counts_all = algorithm.aggregation.counts_all or algorithm.value_aggregation.counts_all
+    if counts_all and batch.response_counts is not None:
         counted = batch.response_counts > 0
     units = _units(batch, torch.nonzero(counted).squeeze(-1).tolist())
     for _ in range(epochs):
@@ -58,48 +56,20 @@ def weighted(
 
     ``generator`` draws clip-cov's random tokens; None seeds one with 0.
     """
-    scale = algorithm.loss_scale_factor or algorithm.max_response_tokens
-    counts = minibatch.response_counts if algorithm.denominator == "all" else None
-    mask, lengths = minibatch.response_mask, minibatch.lengths
-
-    def weights(mode: str) -> Tensor:
-        return loss_weights(mask, lengths, mode, counts=counts, scale_factor=scale)
-
-    value_weights = weights(algorithm.value_aggregation) if minibatch.returns is not None else None
+    rows = (minibatch.response_mask, minibatch.lengths, minibatch.response_counts)
+    value_weights = None
+    if minibatch.returns is not None:
+        value_weights = algorithm.value_aggregation.loss_weights(*rows)
+    nll_weights = minibatch.nll_weights
+    if nll_weights is not None:
+        nll_weights = algorithm.imitation.weights(nll_weights, minibatch.response_mask)
     return replace(
         minibatch,
-        loss_weights=weights(algorithm.aggregation),
+        loss_weights=algorithm.aggregation.loss_weights(*rows),
         value_weights=value_weights,
-        selected=_selected(minibatch, algorithm, generator),
-        nll_weights=_nll_weights(minibatch, algorithm),
+        selected=algorithm.policy_loss.select(minibatch, generator or torch.Generator().manual_seed(0)),
+        nll_weights=nll_weights,
     )
-
-
-def _selected(
-    minibatch: TrainBatch, algorithm: Algorithm, generator: torch.Generator | None
-) -> Tensor | None:
-    if algorithm.policy_loss not in ("clip_cov", "kl_cov"):
-        return minibatch.selected
-    if minibatch.old_log_probs is None or minibatch.advantages is None:
-        raise ValueError("the batch has no old_log_probs or no advantages")
-    inputs = (minibatch.old_log_probs, minibatch.advantages, minibatch.response_mask)
-    if algorithm.policy_loss == "kl_cov":
-        return select_kl_cov(*inputs, fraction=algorithm.cov_fraction)
-    return select_clip_cov(
-        *inputs,
-        generator or torch.Generator().manual_seed(0),
-        fraction=algorithm.cov_fraction,
-        low=algorithm.cov_low,
-        high=algorithm.cov_high,
-    )
-
-
-def _nll_weights(minibatch: TrainBatch, algorithm: Algorithm) -> Tensor | None:
-    """Average the imitation loss over the good responses' tokens of the mini-batch."""
-    if minibatch.nll_weights is None:
-        return None
-    marks = (minibatch.nll_weights > 0) & minibatch.response_mask
-    return marks.float() * algorithm.positive_nll_coef / marks.sum().clamp(min=1)
 
 
 def _units(batch: TrainBatch, rows: list[int]) -> list[list[int]]:

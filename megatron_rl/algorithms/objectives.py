@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.correction import correct
-from megatron_rl.algorithms.kl import kl_estimate
+from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.micro import masked, means, on_device
 from megatron_rl.algorithms.mismatch import mismatch_metrics
-from megatron_rl.algorithms.names import POLICY_LOSSES, resolved_correction
-from megatron_rl.algorithms.pieces import resolve
+from megatron_rl.algorithms.policy_losses.policy_loss import TokenLoss, fields_of
 from megatron_rl.algorithms.policy_losses.sequence import off_policy_sequence_mask
-from megatron_rl.algorithms.policy_losses.token_loss import TokenLoss
-from megatron_rl.algorithms.settings import Algorithm
 from megatron_rl.algorithms.state import AlgorithmState
-from megatron_rl.algorithms.value_loss import value_loss
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
 
@@ -49,15 +42,14 @@ def policy_objective(
     sums = {"policy/loss": (total, weight), "policy/entropy": (entropy.sum(), count)}
     for name, indicator in token_loss.indicators.items():
         sums[f"policy/{name}"] = (torch.where(mask, indicator, 0).double().sum(), count)
-    if algorithm.kl_in == "loss":
-        if micro.ref_log_probs is None:
-            raise ValueError("kl_in is 'loss' but the batch has no ref_log_probs")
-        kl = kl_estimate(log_probs, torch.where(mask, micro.ref_log_probs, 0), algorithm.estimator)
+    if algorithm.kl.in_loss:
+        (ref_log_probs,) = fields_of(micro, "ref_log_probs")
+        kl = algorithm.kl.estimate(log_probs, torch.where(mask, ref_log_probs, 0))
         kl_total = (weights * torch.where(mask, kl, 0)).sum()
-        total = total + (algorithm.kl_coef if state is None else state.kl_coef) * kl_total
+        total = total + (algorithm.kl.first_coef if state is None else state.kl_coef) * kl_total
         sums["policy/kl_loss"] = (kl_total, weight)
-    if algorithm.entropy_coef:
-        total = total - algorithm.entropy_coef * (weights * entropy).sum()
+    if algorithm.policy_loss.entropy_coef:
+        total = total - algorithm.policy_loss.entropy_coef * (weights * entropy).sum()
     if micro.nll_weights is not None:
         imitation = -(micro.nll_weights * log_probs).sum()
         total = total + imitation
@@ -68,22 +60,20 @@ def policy_objective(
 def value_objective(algorithm: Algorithm, micro: TrainBatch, values: Tensor) -> tuple[Tensor, Metrics]:
     """Return the critic's loss of a micro-batch, and its metrics; ``values`` [N] with gradient.
 
-    The loss is `value_loss` weighted by ``value_weights``, exact under any split like `policy_objective`.
+    The loss is the algorithm's `ValueLoss` weighted by ``value_weights``, exact under any split like
+    `policy_objective`.
     """
     micro = on_device(micro, values.device)
-    mask, weights = micro.response_mask, micro.value_weights
-    if weights is None or micro.returns is None or micro.old_values is None:
-        raise ValueError("the batch lacks value_weights, returns or old_values")
+    mask = micro.response_mask
+    weights, returns, old_values = fields_of(micro, "value_weights", "returns", "old_values")
     values = masked(values, mask)
-    old_values, returns = torch.where(mask, micro.old_values, 0), torch.where(mask, micro.returns, 0)
-    found = value_loss(values, old_values, returns, clip=algorithm.value_clip, coef=algorithm.value_loss_coef)
-    total = (weights * found.loss).sum()
+    old_values, returns = torch.where(mask, old_values, 0), torch.where(mask, returns, 0)
+    loss, indicators = algorithm.value_loss.token_loss(values, old_values, returns)
+    total = (weights * loss).sum()
     count = mask.sum()
-    sums = {
-        "critic/loss": (total, weights.sum()),
-        "critic/value": (values.sum(), count),
-        "critic/clip_fraction": (found.clipped.sum(), count),
-    }
+    sums = {"critic/loss": (total, weights.sum()), "critic/value": (values.sum(), count)}
+    for name, indicator in indicators.items():
+        sums[f"critic/{name}"] = (torch.where(mask, indicator, 0).double().sum(), count)
     return total, means(sums)
 
 
@@ -100,26 +90,18 @@ def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics
 
 def _corrected_loss(algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor) -> tuple[TokenLoss, Metrics]:
     """Take the policy loss per token, with the mismatch correction and sequence masking applied."""
-    loss, indicators = resolve(algorithm.policy_loss, POLICY_LOSSES, "policy_loss")(
-        micro, log_probs, algorithm
-    )
+    loss, indicators = algorithm.policy_loss.token_loss(micro, log_probs)
     metrics = Metrics()
-    if algorithm.bypass:
+    if algorithm.correction.bypass:
         weights, metrics = _bypass_correction(algorithm, micro, log_probs.detach())
         loss = loss if weights is None else loss * weights
     elif micro.correction is not None:
         loss = loss * micro.correction
-    if algorithm.opsm_delta is not None:
-        if micro.old_log_probs is None or micro.advantages is None:
-            raise ValueError("off-policy sequence masking needs old_log_probs and advantages")
-        keep = off_policy_sequence_mask(
-            log_probs,
-            micro.old_log_probs,
-            micro.advantages,
-            micro.response_mask,
-            micro.lengths,
-            delta=algorithm.opsm_delta,
-        )
+    delta = algorithm.policy_loss.opsm_delta
+    if delta is not None:
+        old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
+        rows = (micro.response_mask, micro.lengths)
+        keep = off_policy_sequence_mask(log_probs, old_log_probs, advantages, *rows, delta=delta)
         loss = torch.where(keep, loss, 0)
         indicators = {**indicators, "opsm_fraction": ~keep}
     return TokenLoss(loss, indicators), metrics
@@ -130,19 +112,18 @@ def _bypass_correction(
 ) -> tuple[Tensor | None, Metrics]:
     """Correct against the rollout with the policy being trained, where no old policy was recomputed.
 
-    A loss with a ratio already holds the importance weight (old is the rollout), so weights go only to the
-    plain policy gradient; rejection goes to every loss, as weight 0.
+    A loss with a ratio already holds the importance weight (old is the rollout), so weights go only to a
+    loss without one; rejection goes to every loss, as weight 0.
     """
-    if micro.rollout_log_probs is None:
-        raise ValueError("bypass mode needs rollout_log_probs")
+    (rollout_log_probs,) = fields_of(micro, "rollout_log_probs")
     mask, lengths = micro.response_mask, micro.lengths
-    metrics = mismatch_metrics(log_probs, micro.rollout_log_probs, mask, lengths)
-    correction = resolved_correction(algorithm)
-    if algorithm.policy_loss != "policy_gradient":
-        correction = replace(correction, level="none")
+    metrics = mismatch_metrics(log_probs, rollout_log_probs, mask, lengths)
+    correction = algorithm.correction
+    if algorithm.policy_loss.weighs_by_ratio:
+        correction = correction.without_weights()
     if not correction.active:
         return None, metrics
-    weights, keep, more = correct(log_probs, micro.rollout_log_probs, mask, lengths, correction)
+    weights, keep, more = correction.correct(log_probs, rollout_log_probs, mask, lengths)
     kept = keep.to(log_probs.dtype)
     return kept if weights is None else weights * kept, metrics + more
 

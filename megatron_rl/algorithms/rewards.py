@@ -1,4 +1,4 @@
-"""Shaping of sequence rewards [B]: scale, clip, normalise, smooth, penalise overlong responses.
+"""Shaping of sequence rewards [B], punishment of overlong responses, imitation of good ones.
 
 ``valid`` [B] marks rows with a usable reward; the others are not read, enter no statistic and come back
 as 0.
@@ -6,12 +6,17 @@ as 0.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-import torch
-from torch import Tensor
+from megatron_rl.algorithms.lazy import ragged, torch
+from megatron_rl.algorithms.piece import Piece
+from megatron_rl.config.setting import setting
+from megatron_rl.errors import UserError
 
-from megatron_rl.algorithms.settings import Algorithm
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EPSILON = 1e-6
 
@@ -34,6 +39,138 @@ class RunningMoments(NamedTuple):
         if not self.weight:
             return 1.0
         return max(self.second / self.weight - self.mean**2, 0.0) ** 0.5
+
+
+@dataclass(frozen=True)
+class RewardShaping(Piece):
+    """Scale and shift rewards, clip them, normalise, and smooth, in this order.
+
+    Normalising is by this batch, or by running moments that already include it; smoothing is towards the
+    running mean of what arrives there, which is 0 after normalising.
+    """
+
+    scale: float = setting(1.0, "What a reward is multiplied by.")
+    shift: float = setting(0.0, "What is added to it then.")
+    clip_low: float | None = setting(None, "Smallest reward.", unset="no bound")
+    clip_high: float | None = setting(None, "Largest reward.", unset="no bound")
+    normalize: str = setting(
+        "none",
+        "Whose mean and standard deviation rewards are normalised by.",
+        choices=("none", "batch", "running"),
+    )
+    ema_decay: float = setting(0.99, "Decay of the running mean and variance.", at_least=0, at_most=1)
+    smoothing: float = setting(
+        0.0, "Share of the running mean mixed into every reward.", at_least=0, at_most=1
+    )
+
+    def contradictions(self, path: str) -> Iterator[UserError]:
+        """Yield the error of bounds in the wrong order."""
+        low, high = self.clip_low, self.clip_high
+        if low is not None and high is not None and low > high:
+            yield UserError(
+                "clip_low is above clip_high",
+                where=f"{path}.clip_low",
+                expected=f"at most {high:g}",
+                got=f"{low:g}",
+                fix="exchange the two",
+            )
+
+    def scaled(self, rewards: Tensor, valid: Tensor) -> Tensor:
+        """Apply scale, shift and clip: [B] float64, 0 on invalid rows."""
+        values = rewards.double() * self.scale + self.shift
+        if self.clip_low is not None or self.clip_high is not None:
+            values = values.clamp(self.clip_low, self.clip_high)
+        return torch.where(valid, values, 0)
+
+    def moments_after(self, moments: RunningMoments, rewards: Tensor, valid: Tensor) -> RunningMoments:
+        """Return the running moments after a step's raw rewards."""
+        return update_moments(moments, self.scaled(rewards, valid), valid, decay=self.ema_decay)
+
+    def shape(self, rewards: Tensor, valid: Tensor, moments: RunningMoments) -> Tensor:
+        """Return the shaped rewards: [B] float64, 0 on invalid rows; ``moments`` include this step's."""
+        shaped = self.scaled(rewards, valid)
+        kept = shaped[valid]
+        mean = moments.mean
+        if self.normalize == "batch" and len(kept):
+            shaped = normalize(shaped, valid, float(kept.mean()), float(kept.std(correction=0)))
+            mean = 0.0
+        elif self.normalize == "running":
+            shaped = normalize(shaped, valid, moments.mean, moments.std)
+            mean = 0.0
+        return smooth(shaped, valid, mean, self.smoothing) if self.smoothing else shaped
+
+
+@dataclass(frozen=True)
+class Overlong(Piece):
+    """Punish responses that come near the length limit, or leave out of the loss those that it cut off.
+
+    Source: DAPO, arXiv:2503.14476, section 3.4.
+    """
+
+    buffer: float | None = setting(
+        None,
+        "Tokens before the limit where the penalty starts; below 1 a share of the limit.",
+        unit="tokens",
+        unset="no penalty",
+        more_than=0,
+    )
+    penalty: float = setting(1.0, "What a response at the limit loses.", at_least=0)
+    filter: bool = setting(False, "Whether rows cut off by the limit take no part in the loss.")
+    limit: int | None = setting(
+        None,
+        "Length at which the penalty is full.",
+        unit="tokens",
+        unset="rollout.max_response_tokens",
+        at_least=1,
+    )
+
+    def contradictions(self, path: str) -> Iterator[UserError]:
+        """Yield the error of a buffer that is longer than a response may be."""
+        if self.buffer is not None and self.limit is not None and self.buffer > self.limit:
+            yield UserError(
+                "the overlong buffer is longer than a response may be",
+                where=f"{path}.buffer",
+                expected=f"at most {self.limit} tokens, the limit of a response",
+                got=f"{self.buffer:g}",
+                fix="lower it; below 1 it is a share of the limit, such as 0.2",
+            )
+
+    def within(self, max_response_tokens: int) -> Self:
+        """Return the piece with its limit filled in."""
+        return self if self.limit is not None else replace(self, limit=max_response_tokens)
+
+    def punish(self, rewards: Tensor, valid: Tensor, response_lengths: Tensor) -> Tensor:
+        """Return the rewards with the penalty added: [B], 0 on invalid rows."""
+        if self.buffer is None:
+            return rewards
+        if self.limit is None:
+            raise ValueError("the overlong penalty needs a limit")
+        buffer = self.buffer if self.buffer >= 1 else self.buffer * self.limit
+        penalty = overlong_penalty(response_lengths, limit=self.limit, buffer=buffer, penalty=self.penalty)
+        return torch.where(valid, rewards + penalty, 0)
+
+
+@dataclass(frozen=True)
+class Imitation(Piece):
+    """Add the negative log-likelihood of good responses to the policy loss.
+
+    Source: VAPO, arXiv:2504.05118, positive-example language-model loss.
+    """
+
+    coef: float = setting(0.0, "Weight of the mean over the good responses' tokens.", at_least=0)
+    threshold: float = setting(0.0, "Responses with a larger raw reward are good.")
+
+    def marks(self, rewards: Tensor, valid: Tensor, mask: Tensor, lengths: Tensor) -> Tensor | None:
+        """Mark the tokens to imitate with 1: [N]; `weights` turns the marks into weights."""
+        if not self.coef:
+            return None
+        good = valid & (rewards > self.threshold)
+        return (mask & ragged.broadcast_rows(good, lengths)).float()
+
+    def weights(self, marks: Tensor, mask: Tensor) -> Tensor:
+        """Return the weight of every token [N] of a mini-batch."""
+        good = (marks > 0) & mask
+        return good.float() * self.coef / good.sum().clamp(min=1)
 
 
 def update_moments(
@@ -79,7 +216,7 @@ def smooth(rewards: Tensor, valid: Tensor, mean: float, share: float) -> Tensor:
     return torch.where(valid, (1 - share) * rewards + share * mean, 0)
 
 
-def overlong_penalty(response_lengths: Tensor, *, limit: int, buffer: float, penalty: float = 1.0) -> Tensor:
+def overlong_penalty(response_lengths: Tensor, *, limit: float, buffer: float, penalty: float) -> Tensor:
     """Return what a response loses for coming near the limit, or running into it: [B], at most 0.
 
     ``min(-(length - (limit - buffer)) / buffer * penalty, 0)``: nothing up to ``limit - buffer`` tokens, then
@@ -88,54 +225,8 @@ def overlong_penalty(response_lengths: Tensor, *, limit: int, buffer: float, pen
     Source: DAPO, arXiv:2503.14476, equation 13 (soft overlong punishment).
 
     Example:
-        >>> overlong_penalty(torch.tensor([50, 90, 100]), limit=100, buffer=20).tolist()
+        >>> overlong_penalty(torch.tensor([50, 90, 100]), limit=100, buffer=20, penalty=1.0).tolist()
         [0.0, -0.5, -1.0]
     """
     excess = (response_lengths - (limit - buffer)).to(torch.float64) / buffer
     return torch.where(excess > 0, -penalty * excess, 0)
-
-
-def shape_rewards(
-    rewards: Tensor,
-    valid: Tensor,
-    response_lengths: Tensor,
-    algorithm: Algorithm,
-    moments: RunningMoments,
-) -> Tensor:
-    """Apply the algorithm's reward settings in their fixed order: [B] float64, 0 on invalid rows.
-
-    Scale and shift, clip, normalise (by this batch, or by running moments that already include it), smooth
-    towards the running mean of what arrives there, and last the overlong penalty. With normalisation by
-    ``running`` the mean smoothed towards is 0, the normalised mean.
-    """
-    shaped = scaled(rewards, valid, algorithm)
-    kept = shaped[valid]
-    mean = moments.mean
-    if algorithm.reward_normalize == "batch" and len(kept):
-        shaped = normalize(shaped, valid, float(kept.mean()), float(kept.std(correction=0)))
-        mean = 0.0
-    elif algorithm.reward_normalize == "running":
-        shaped = normalize(shaped, valid, moments.mean, moments.std)
-        mean = 0.0
-    if algorithm.reward_smoothing:
-        shaped = smooth(shaped, valid, mean, algorithm.reward_smoothing)
-    if algorithm.overlong_buffer is not None:
-        if algorithm.max_response_tokens is None:
-            raise ValueError("overlong_buffer needs max_response_tokens")
-        limit, buffer = algorithm.max_response_tokens, algorithm.overlong_buffer
-        penalty = overlong_penalty(
-            response_lengths,
-            limit=limit,
-            buffer=buffer if buffer >= 1 else buffer * limit,
-            penalty=algorithm.overlong_penalty,
-        )
-        shaped = torch.where(valid, shaped + penalty, 0)
-    return shaped
-
-
-def scaled(rewards: Tensor, valid: Tensor, algorithm: Algorithm) -> Tensor:
-    """Apply scale, shift and clip: [B] float64, 0 on invalid rows."""
-    values = rewards.double() * algorithm.reward_scale + algorithm.reward_shift
-    if algorithm.reward_clip_low is not None or algorithm.reward_clip_high is not None:
-        values = values.clamp(algorithm.reward_clip_low, algorithm.reward_clip_high)
-    return torch.where(valid, values, 0)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_rl.algorithms.kl import adapt_kl_coef, kl_estimate
+from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.ragged import broadcast_rows, masked_row_means, row_sums
-from megatron_rl.algorithms.rewards import RunningMoments, scaled, update_moments
-from megatron_rl.algorithms.settings import Algorithm
+from megatron_rl.algorithms.rewards import RunningMoments
 from megatron_rl.algorithms.validity import valid_rows
 from megatron_rl.types import Rollouts, Scores
 
@@ -31,7 +30,7 @@ class AlgorithmState:
 
 def initial_state(algorithm: Algorithm) -> AlgorithmState:
     """Return the state before the first step."""
-    return AlgorithmState(algorithm.kl_coef)
+    return AlgorithmState(algorithm.kl.first_coef)
 
 
 def next_state(
@@ -44,26 +43,17 @@ def next_state(
     responses.
     """
     valid = valid_rows(rollouts, scores, algorithm)
-    moments = update_moments(
-        state.moments, scaled(scores.rewards, valid, algorithm), valid, decay=algorithm.reward_ema_decay
-    )
+    moments = algorithm.reward_shaping.moments_after(state.moments, scores.rewards, valid)
     coef = state.kl_coef
-    if algorithm.kl_controller == "adaptive" and algorithm.needs_reference:
+    if algorithm.kl.adapts:
         log_probs = rollouts.rollout_log_probs if scores.old_log_probs is None else scores.old_log_probs
         if scores.ref_log_probs is None:
-            raise ValueError("the adaptive KL controller needs ref_log_probs")
+            raise ValueError("the adaptive KL coefficient needs ref_log_probs")
         mask = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
-        kl = kl_estimate(log_probs.double(), scores.ref_log_probs.double(), algorithm.estimator)
+        kl = algorithm.kl.estimate(log_probs.double(), scores.ref_log_probs.double())
         answered = row_sums(mask.double(), rollouts.lengths) > 0
         rows = int(answered.sum())
         if rows:
             mean = float(masked_row_means(kl, mask, rollouts.lengths)[answered].mean())
-            coef = adapt_kl_coef(
-                coef,
-                mean,
-                rows,
-                target=algorithm.kl_target,
-                horizon=algorithm.kl_horizon,
-                ceiling=algorithm.kl_coef_max,
-            )
+            coef = algorithm.kl.next_coef(coef, mean, rows)
     return AlgorithmState(coef, moments)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.advantages.inputs import AdvantageInputs
+from megatron_rl.algorithms.advantages.advantage import AdvantageInputs
+from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.groups import dense_groups, group_statistics
-from megatron_rl.algorithms.kl import kl_estimate
-from megatron_rl.algorithms.settings import Algorithm
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import FINISH_LENGTH, Rollouts, Scores, TrainBatch
 
@@ -40,7 +39,7 @@ def step_metrics(
         if inputs.values is not None:
             metrics += _critic_metrics(batch.returns[mask].double(), inputs.values[mask])
         if scores.ref_log_probs is not None and batch.old_log_probs is not None:
-            kl = kl_estimate(batch.old_log_probs, scores.ref_log_probs, algorithm.estimator)
+            kl = algorithm.kl.estimate(batch.old_log_probs, scores.ref_log_probs)
             metrics += Metrics.mean("kl/ref", float(kl[mask].double().sum()), int(mask.sum()))
             metrics += Metrics.of({"kl/coef": kl_coef})
     return metrics

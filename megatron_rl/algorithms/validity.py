@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_rl.algorithms.settings import Algorithm
+from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.types import FINISH_FAILED, Rollouts, Scores
 
 

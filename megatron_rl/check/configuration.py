@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from megatron_rl.algorithms.algorithm import Algorithm
+from megatron_rl.check.algorithm import check_algorithm
 from megatron_rl.check.checkpoint_files import Files
 from megatron_rl.check.engine_arguments import check_engine_arguments
 from megatron_rl.check.inputs import Inputs, check_inputs
@@ -33,14 +34,11 @@ from megatron_rl.config.placement import layout_sections, role_layouts, shared_w
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.source import DEFAULT, Origin
-from megatron_rl.errors import UserError, UserErrors, each
+from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import RankMemory, memory_plan
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.traffic import WeightTraffic
-
-AlgorithmOf = Callable[[str, Mapping[str, Any]], Any]
-"""Return an algorithm by name with settings; raises UserError."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class CheckReport:
     memory: tuple[RankMemory, ...] = ()
     sync: WeightTraffic | None = None
     records: int | None = None
-    algorithm: Any = None
+    algorithm: Algorithm | None = None
     files_missing: bool = False
 
     def valid(self) -> RunConfig:
@@ -103,7 +101,6 @@ def check_config(
     config: RunConfig | LoadedConfig,
     world_size: int | None = None,
     *,
-    algorithm_of: AlgorithmOf | None = None,
     training: bool = False,
     without_files: bool = False,
     shipped_models: Path | None = None,
@@ -129,7 +126,7 @@ def check_config(
         check.refuse(check_engine_arguments(loaded.config.rollout.vllm))
     trial = Trial(loaded.config.actor.megatron if patience > 0 and check.fine("actor.megatron") else {})
     try:
-        return _checked(check, loaded, trial, algorithm_of, training, without_files, shipped_models, patience)
+        return _checked(check, loaded, trial, training, without_files, shipped_models, patience)
     finally:
         trial.stop()
 
@@ -138,14 +135,16 @@ def _checked(
     check: _Check,
     loaded: LoadedConfig,
     trial: Trial,
-    algorithm_of: AlgorithmOf | None,
     training: bool,
     without_files: bool,
     shipped_models: Path | None,
     patience: float,
 ) -> CheckReport:
     config = check.config
-    algorithm = _algorithm(check, algorithm_of)
+    algorithm = None
+    if check.fine("algorithm", "rollout.max_response_tokens"):
+        algorithm, mistakes = check_algorithm(config)
+        check.add(mistakes)
     world = _world(check)
     layouts = _layouts(check, world)
     check.add(check_asynchrony(config, layouts, algorithm))
@@ -179,7 +178,7 @@ def _tried_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
 
 
 def _report(
-    check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Any
+    check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Algorithm | None
 ) -> CheckReport:
     config, plans = check.config, {}
     filled = {path: origins.get(path, DEFAULT) for path in flatten(config)}
@@ -220,54 +219,6 @@ def _report(
         algorithm=algorithm,
         files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
         **plans,
-    )
-
-
-def _algorithm(check: _Check, algorithm_of: AlgorithmOf | None) -> Any:
-    config = check.config
-    if algorithm_of is None or not check.fine("algorithm"):
-        return None
-    name = config.algorithm.name
-    try:
-        known = algorithm_of(name, {})
-    except UserError as error:
-        check.add(_completed(error, "a named algorithm", repr(name), "set algorithm.name=grpo"))
-        return None
-    except Exception as error:  # the user's own module may fail in any way
-        check.add([_unloadable(name, error)])
-        return None
-    complete = True
-    for setting, value in config.algorithm.settings.items():
-        try:
-            algorithm_of(name, {setting: value})
-        except UserError as error:
-            complete = False
-            fix = f"correct it, or remove it to have the default of {name}"
-            check.add(_completed(error, "a setting of the algorithm", f"{setting}: {value!r}", fix))
-    if complete:
-        try:
-            known = algorithm_of(name, config.algorithm.settings)
-        except UserError as error:
-            fix = "set other values in algorithm.settings"
-            check.add(_completed(error, "settings that go together", repr(config.algorithm.settings), fix))
-    return known
-
-
-def _completed(error: UserError, expected: str, got: str, fix: str) -> list[UserError]:
-    """Return the errors with what they leave out filled in."""
-    return [
-        replace(item, expected=item.expected or expected, got=item.got or got, fix=item.fix or fix)
-        for item in each(error)
-    ]
-
-
-def _unloadable(name: str, error: Exception) -> UserError:
-    return UserError(
-        "the algorithm cannot be loaded",
-        where="algorithm.name",
-        expected="a named algorithm, or module:object of an Algorithm",
-        got=f"{name}: {type(error).__name__}: {error}",
-        fix="correct the module, or set algorithm.name=grpo",
     )
 
 
@@ -364,7 +315,10 @@ def _located(error: UserError, origins: Mapping[str, Origin]) -> UserError:
     where = error.where
     if where is None or not re.fullmatch(r"[a-z0-9_.]+", where):
         return error
-    origin = origins.get(where)
+    origin, above = origins.get(where), where
+    while origin is None and "." in above:  # a key inside of a value that is written as a whole
+        above = above.rpartition(".")[0]
+        origin = origins.get(above)
     if origin is None or origin.kind == "default":
         below = [value for path, value in origins.items() if path.startswith(f"{where}.")]
         stated = [value for value in below if value.kind in ("file", "override")]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
@@ -12,7 +12,7 @@ from megatron_rl.shapes.layout import ParallelLayout
 
 
 def check_asynchrony(
-    config: RunConfig, layouts: Mapping[str, ParallelLayout], algorithm: Any = None
+    config: RunConfig, layouts: Mapping[str, ParallelLayout], algorithm: Algorithm | None = None
 ) -> list[UserError]:
     """Return the errors of the order in which a run samples and learns."""
     return [*_check_ahead(config, layouts), *_check_staleness(config), *_check_oversample(config, algorithm)]
@@ -70,7 +70,7 @@ def _check_staleness(config: RunConfig) -> list[UserError]:
     ]
 
 
-def _check_oversample(config: RunConfig, algorithm: Any) -> list[UserError]:
+def _check_oversample(config: RunConfig, algorithm: Algorithm | None) -> list[UserError]:
     """Return the errors of settings that over-sampling needs or cannot have beside it."""
     rollout = config.rollout
     errors = []
@@ -96,7 +96,7 @@ def _check_oversample(config: RunConfig, algorithm: Any) -> list[UserError]:
                 fix=f"set rollout.round_tokens={max(1, rollout.max_response_tokens // 8)}, or remove it",
             )
         )
-    if getattr(algorithm, "needs_greedy_baseline", False):
+    if algorithm is not None and algorithm.needs_greedy_baseline:
         errors.append(
             UserError(
                 "a greedy response to each prompt is not sampled beside over-sampled ones",

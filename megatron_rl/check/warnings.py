@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
@@ -16,17 +16,6 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import PHASES, RankMemory
 from megatron_rl.shapes.model import ModelShape
 
-GROUP_ADVANTAGES = (
-    "grpo",
-    "dr_grpo",
-    "grpo_loo",
-    "grpo_leave_one_out",
-    "grpo_passk",
-    "rloo",
-    "opo",
-    "gpg",
-    "gdpo",
-)
 _HIGH_RATE = 1e-3
 
 
@@ -44,7 +33,7 @@ def check_warnings(
     layouts: Mapping[str, ParallelLayout],
     batch: BatchPlan,
     shape: ModelShape | None,
-    algorithm: Any,
+    algorithm: Algorithm | None,
     memory: list[RankMemory],
     records: int | None,
 ) -> list[UserError]:
@@ -58,18 +47,19 @@ def check_warnings(
         warnings.add(
             "the reference policy is loaded but the algorithm does not use it",
             "reference",
-            f"algorithm {config.algorithm.name} with kl_in none",
-            "remove `reference`, or set algorithm.settings.kl_in=loss",
+            f"algorithm {config.algorithm.name} without a KL penalty",
+            "remove `reference`, or set algorithm.kl=loss",
         )
     if memory and config.gpu_memory_gib is not None:
         _memory(config.gpu_memory_gib, memory[0], warnings)
     return warnings.found
 
 
-def _sampling(config: RunConfig, algorithm: Any, shape: ModelShape | None, warnings: _Warnings) -> None:
+def _sampling(
+    config: RunConfig, algorithm: Algorithm | None, shape: ModelShape | None, warnings: _Warnings
+) -> None:
     rollout = config.rollout
-    advantage = getattr(algorithm, "advantage", config.algorithm.name)
-    if config.batch.samples_per_prompt == 1 and advantage in GROUP_ADVANTAGES:
+    if config.batch.samples_per_prompt == 1 and algorithm is not None and algorithm.compares_samples:
         warnings.add(
             f"{config.algorithm.name} compares samples of one prompt, and there is only one",
             "batch.samples_per_prompt",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_rl.algorithms.lookup import get_algorithm
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.check.model_settings import LONG_PATIENCE, PATIENCE
 from megatron_rl.config.load import load
@@ -38,7 +37,6 @@ def checked(
     return check_config(
         loaded,
         world_size,
-        algorithm_of=get_algorithm,
         training=training,
         without_files=without_files,
         shipped_models=next((folder for folder in folders if folder.is_dir()), None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_rl.config.source import Leaf, Section, describe, neighbours, read_file
+from megatron_rl.config.source import Leaf, Section, describe, named_section, neighbours, read_file
 from megatron_rl.errors import UserError
 
 KEY = "base"
@@ -94,11 +94,13 @@ def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError])
     return base
 
 
-def _merge(tree: Section, over: Section) -> None:
+def _merge(tree: Section, over: Section, path: tuple[str, ...] = ()) -> None:
     """Put the values of ``over`` into ``tree``."""
     for key, node in over.children.items():
         below = tree.children.get(key)
+        if isinstance(node, Section) and not isinstance(below, Section):
+            below = tree.children[key] = named_section(below, [*path, key]) or Section(origin=node.origin)
         if isinstance(node, Section) and isinstance(below, Section):
-            _merge(below, node)
+            _merge(below, node, (*path, key))
         else:
             tree.children[key] = node

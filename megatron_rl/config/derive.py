@@ -160,14 +160,14 @@ def resolve(
 ) -> Resolved:
     """Fill in every value that the configuration leaves to derivation.
 
-    ``algorithm`` is the named algorithm's settings where they are known; it may call for a reference.
+    ``algorithm`` is the run's algorithm where it is known; it may call for a reference or a critic.
     ``shape`` is that of the actor's model, which decides the best order of the rollout's ranks.
     """
     reasons: dict[str, str] = {}
     if config.world_size is None:
         reasons["world_size"] = "number of processes of this job"
     if config.reference is None and getattr(algorithm, "needs_reference", False):
-        reasons["reference.path"] = "algorithm.settings.kl_in needs a reference policy"
+        reasons["reference.path"] = "algorithm.kl needs a reference policy"
         config = replace(config, reference=ReferenceConfig())
     if config.critic is None and getattr(algorithm, "needs_critic", False):
         reasons["critic.path"] = f"the algorithm {config.algorithm.name} has a critic"

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 
 from megatron_rl.config.field_types import hints, section_class
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.algorithm import FORMER_SETTINGS
 from megatron_rl.config.setting import ForeignName, setting_of
 
-RENAMED: Mapping[str, str] = {}
-"""Former key of this project -> its key now."""
+RENAMED: Mapping[str, str] = {**FORMER_SETTINGS}
+"""Former key of this project -> its key now; what stood below it stands below that."""
 
 FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
     "actor_rollout_ref": ForeignName("verl", "actor, rollout, reference"),
@@ -24,7 +25,7 @@ FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
     "reward_model": ForeignName("verl", "reward"),
     "policy": ForeignName("NeMo-RL", "model, actor, rollout"),
     "grpo": ForeignName("NeMo-RL", "batch, algorithm"),
-    "loss_fn": ForeignName("NeMo-RL", "algorithm.settings"),
+    "loss_fn": ForeignName("NeMo-RL", "algorithm"),
     "cluster": ForeignName("NeMo-RL", "world_size and gpus_per_node"),
     "checkpointing": ForeignName("NeMo-RL", "checkpoint"),
     "logger": ForeignName("NeMo-RL", "run_dir"),
@@ -60,8 +61,9 @@ def foreign_names() -> Mapping[str, OtherName]:
 def other_name(path: str) -> OtherName | None:
     """Return what a dotted name that is no key is called here, or None when it is not known."""
     path = path.replace("-", "_")
-    if path in RENAMED:
-        return OtherName("", RENAMED[path])
+    for former, ours in RENAMED.items():
+        if path == former or path.startswith(f"{former}."):
+            return OtherName("", ours + path.removeprefix(former))
     names = path.split(".")
     suffixes = (".".join(names[start:]) for start in range(len(names)))
     return next((foreign_names()[name] for name in suffixes if name in foreign_names()), None)

@@ -8,8 +8,8 @@ larger ones have a file each in `sections`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from megatron_rl.config.sections.algorithm import AlgorithmConfig
 from megatron_rl.config.sections.bounds import (
     LARGE,
     MAX_WORLD,
@@ -34,55 +34,6 @@ _NEVER = "a number above `steps` means never"
 _OPTIMIZER_STEPS = "ours counts optimizer steps per batch: batch size / mini-batch size"
 _EPOCHS = "ours counts steps: epochs x prompts / batch.prompts_per_step"
 _PROCESSES = "ours is the number of processes: nodes x GPUs per node"
-
-
-@dataclass(frozen=True)
-class AlgorithmConfig:
-    """Choose a named algorithm and override its settings (names of its own dataclass fields)."""
-
-    name: str = setting(
-        "grpo",
-        "A named algorithm, or module:object of an Algorithm.",
-        also_called={
-            "verl": "adv_estimator, policy_loss.loss_mode, norm_adv_by_std_in_grpo",
-            "slime": "advantage_estimator",
-        },
-        conversion={"norm_adv_by_std_in_grpo": "false is algorithm dr_grpo"},
-    )
-    settings: dict[str, Any] = setting(
-        {},
-        "Settings of the algorithm.",
-        also_called_below={
-            "aggregation": {"verl": "loss_agg_mode"},
-            "clip_ratio_high": {
-                "verl": "clip_ratio_high",
-                "NeMo-RL": "ratio_clip_max",
-                "slime": "eps_clip_high",
-            },
-            "clip_ratio_low": {
-                "verl": "clip_ratio, clip_ratio_low",
-                "NeMo-RL": "ratio_clip_min",
-                "slime": "eps_clip",
-            },
-            "correction": {"slime": "use_tis"},
-            "dual_clip": {"verl": "clip_ratio_c", "slime": "eps_clip_c"},
-            "entropy_coef": {"verl": "entropy_coeff", "slime": "entropy_coef"},
-            "gae_lambda": {"verl": "lam"},
-            "gamma": {"verl": "gamma"},
-            "kl_coef": {
-                "verl": "kl_loss_coef, kl_coef",
-                "NeMo-RL": "reference_policy_kl_penalty",
-                "TRL": "beta",
-            },
-            "kl_estimator": {"verl": "kl_loss_type", "NeMo-RL": "reference_policy_kl_type"},
-            "kl_in": {"verl": "use_kl_loss"},
-        },
-        conversion={
-            "clip_ratio": "and clip_ratio_high",
-            "eps_clip": "and clip_ratio_high",
-            "use_kl_loss": "none, loss or reward",
-        },
-    )
 
 
 @dataclass(frozen=True)

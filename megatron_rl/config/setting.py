@@ -153,8 +153,8 @@ def required(meaning: str, **says: Any) -> Any:
 
 
 def setting_of(item: dataclasses.Field) -> Setting:
-    """Return what is said about a dataclass field."""
-    return item.metadata["setting"]
+    """Return what is said about a dataclass field; nothing for one not written with `setting`."""
+    return item.metadata.get("setting", Setting(""))
 
 
 def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:

@@ -193,13 +193,23 @@ def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf
 
 
 def _set(tree: Section, names: list[str], node: Leaf | Section) -> None:
-    for name in names[:-1]:
+    for depth, name in enumerate(names[:-1]):
         child = tree.children.get(name)
         if not isinstance(child, Section):
-            child = Section(origin=node.origin)
+            child = named_section(child, names[: depth + 1]) or Section(origin=node.origin)
             tree.children[name] = child
         tree = child
     tree.children[names[-1]] = node
+
+
+def named_section(node: Leaf | Section | None, path: list[str]) -> Section | None:
+    """Return the section that text stands for as a piece of the algorithm, None for other values.
+
+    ``policy_loss: gspo`` is short for ``policy_loss: {name: gspo}``, also where a setting is laid over it.
+    """
+    if len(path) == 2 and path[0] == "algorithm" and isinstance(node, Leaf) and isinstance(node.value, str):
+        return Section({"name": node}, node.origin)
+    return None
 
 
 def _convert(loader: _Loader, node: yaml.Node, origin_of: Any, errors: list[UserError]) -> Leaf | Section:

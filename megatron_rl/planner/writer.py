@@ -175,7 +175,7 @@ class _Writer:
         algorithm: dict[str, Any] = {"name": problem.algorithm}
         if self.plan.plan_of("reference") is not None:
             # What the reference is for: a penalty in the loss, or in the reward as PPO has it.
-            algorithm["settings"] = {"kl_in": "reward" if problem.algorithm == "ppo" else "loss"}
+            algorithm["kl"] = "reward" if problem.algorithm == "ppo" else "loss"
         config: dict[str, Any] = {
             "model": {"path": self.paths.model},
             "data": {"train": self.paths.data or _TRAIN_DATA, "max_prompt_tokens": int(problem.batch.prompt)},

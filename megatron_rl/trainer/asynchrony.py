@@ -69,7 +69,7 @@ class AheadTrainer:
             with phase("idle_learn" if self.learns else "idle_rollout"):
                 if pending is not None:
                     self.queue.append(self.source.finish(pending, everyone))
-        if self.algorithm.dynamic_sampling:
+        if self.algorithm.dynamic_sampling.further_rounds:
             self.source.informative = next(filter(None, gather_objects(counts)))
         if actor_learns(self.config, self.roles, step):
             self.roles.hybrid_engine.mark_updated()
@@ -78,7 +78,7 @@ class AheadTrainer:
     def _wanted(self) -> int:
         """Return for how many prompts the next batch is sampled."""
         wanted = self.config.batch.prompts_per_step
-        if not self.algorithm.dynamic_sampling:
+        if not self.algorithm.dynamic_sampling.further_rounds:
             return wanted
         kept, sampled = self.source.informative
         return prompts_to_sample(wanted + kept, kept, sampled, ceiling=ROUND_CEILING * wanted)
@@ -104,7 +104,7 @@ class AheadTrainer:
         with phase("reward"):
             batch = grade(roles, sampled, learners)
         counts = informative(batch)
-        if algorithm.dynamic_sampling:
+        if algorithm.dynamic_sampling.further_rounds:
             batch = take_informative(batch, config.batch.prompts_per_step, instead=batch)
         with phase("score"):
             scores = score(roles, batch.rollouts, batch.scores, learners)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rl.algorithms import get_algorithm
 from megatron_rl.config.checkpoint_meta import is_checkpoint
 from megatron_rl.config.derive import resolve
 from megatron_rl.config.load import load_config
@@ -72,7 +71,7 @@ def export_checkpoint(path: Path, out: Path, *, trusted: bool = False) -> None:
         config = load_config(folder.config, ["world_size=null", "rollout.ranks=null"])
         layout = LayoutConfig(ranks=tuple(range(world)), pipeline=world)
     else:
-        layout = resolve(config, world, get_algorithm(config.algorithm.name, {})).config.actor.layout
+        layout = resolve(config, world).config.actor.layout
     with report_failure(config, Phases()):
         device.initialize(config.rank_timeout)
         model = build_policy(config, role_layout(layout, "layout"), trainable=False)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algorithms import Algorithm, get_algorithm, initial_state
+from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
@@ -48,8 +48,7 @@ class Run:
     def __init__(self, job: Job) -> None:
         self.job, self.config, self.folder, self.phases = job, job.config, job.folder, job.phases
         config = self.config
-        settings = {"max_response_tokens": config.rollout.max_response_tokens, **config.algorithm.settings}
-        self.algorithm: Algorithm = get_algorithm(config.algorithm.name, settings)
+        self.algorithm: Algorithm = algorithm_of(config)
         self.tokenizer: Any = load_tokenizer(config.model.path)
         with self.phases("data"):
             self.prompts = self._prompts("data.train")

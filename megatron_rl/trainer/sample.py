@@ -277,13 +277,13 @@ def judge(
 def prompts_wanted(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> int:
     """Return how many prompts to sample in the next round of a step, 0 when there are enough.
 
-    With ``algorithm.dynamic_sampling`` groups whose rewards are all equal are replaced by new ones, in at
-    most ``dynamic_sampling_max_rounds`` further rounds.
+    With dynamic sampling groups whose rewards are all equal are replaced by new ones, in at most
+    ``further_rounds`` rounds.
     """
     wanted = config.batch.prompts_per_step
     if not rounds:
         return wanted
-    if not algorithm.dynamic_sampling or len(rounds) > algorithm.dynamic_sampling_max_rounds:
+    if len(rounds) > algorithm.dynamic_sampling.further_rounds:
         return 0
     kept, sampled = map(sum, zip(*(informative(batch) for batch in rounds), strict=True))
     return prompts_to_sample(wanted, kept, sampled, ceiling=ROUND_CEILING * wanted)
@@ -295,7 +295,7 @@ def choose_groups(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: R
     Where dynamic sampling still lacks groups the step goes on with those that teach something, or with the
     first round's where none does; groups beyond the wanted number are dropped and counted.
     """
-    if not algorithm.dynamic_sampling:
+    if not algorithm.dynamic_sampling.further_rounds:
         return rounds[0]
     metrics = Metrics.of({"sampling/rounds": float(len(rounds))})
     taken = take_informative(_joined(rounds), config.batch.prompts_per_step, instead=rounds[0])

@@ -36,7 +36,7 @@ def write(folder: Path, material: Path, **changes) -> Path:
             "data": str(pairs), "steps": 8, "pairs_per_step": 6, "beta": 0.5, "sft_coef": 0.1,
             "optimizer": OPTIMIZER,
         },
-        "algorithm": {"name": "grpo", "settings": {"kl_in": "loss"}},
+        "algorithm": {"name": "grpo", "kl": "loss"},
         "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "tokens_per_microbatch": 40},
         "actor": {"optimizer": OPTIMIZER},
         "rollout": {"engine": "torch", "max_response_tokens": 6},

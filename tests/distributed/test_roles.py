@@ -47,7 +47,7 @@ def ppo(folder: Path, material: Path, **changes) -> Path:
                 }
             },
         },
-        "algorithm": {"name": "ppo", "settings": {"kl_in": "reward", "kl_coef": 0.05}},
+        "algorithm": {"name": "ppo", "kl": {"name": "reward", "coef": 0.05}},
         "batch": {"prompts_per_step": 8, "samples_per_prompt": 2, "optimizer_steps": 2},
         "actor": {"optimizer": optimizer},
         "critic": {"optimizer": optimizer, "warmup_steps": 1},
@@ -142,7 +142,7 @@ def grpo(folder: Path, material: Path, **changes) -> Path:
         material,
         steps=4,
         reward={"function": "megatron_rl.rewards.arithmetic:exact_match", "models": {}},
-        algorithm={"name": "grpo", "settings": {"kl_in": "none"}},
+        algorithm={"name": "grpo", "kl": "none"},
         critic=None,
         placement="standalone",
         **changes,

@@ -38,7 +38,7 @@ def write(folder: Path, material: Path, **changes: Any) -> Path:
         "sft": stage("sft", epochs=2.25, rows_per_step=16, evaluate_every=2),
         "preference": stage("pairs", steps=DPO, pairs_per_step=8, beta=0.5),
         "reward": {"models": {"judge": {"training": stage("pairs", steps=REWARD, pairs_per_step=8)}}},
-        "algorithm": {"name": "grpo", "settings": {"kl_in": "loss", "kl_coef": 0.1}},
+        "algorithm": {"name": "grpo", "kl": {"name": "loss", "coef": 0.1}},
         "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "tokens_per_microbatch": 64},
         "actor": {"optimizer": OPTIMIZER, "layout": {"pipeline": 2}},
         "rollout": {"engine": "torch", "max_response_tokens": 6},

@@ -28,7 +28,7 @@ def grpo(folder: Path, material: Path, engine: str, **changes) -> Path:
         reward={"function": "megatron_rl.rewards.arithmetic:exact_match", "models": {}},
         critic=None,
         rollout={"engine": engine, "max_response_tokens": 6},
-        **{"algorithm": {"name": "grpo", "settings": {"kl_in": "none"}}, **changes},
+        **{"algorithm": {"name": "grpo", "kl": "none"}, **changes},
     )
 
 

@@ -36,7 +36,7 @@ def _config(path: Path, material: Path, **changes) -> Path:
         "evaluation": {"every": 2, "max_prompts": 32},
         "checkpoint": {"every": 2, "keep": 1},
         "sft": {"data": str(material / "sft.jsonl"), "steps": 3, "optimizer": {"learning_rate": 1e-3}},
-        "algorithm": {"name": "grpo", "settings": {"kl_in": "loss", "kl_coef": 0.1}},
+        "algorithm": {"name": "grpo", "kl": {"name": "loss", "coef": 0.1}},
     }
     for name, value in changes.items():
         section = config.get(name)

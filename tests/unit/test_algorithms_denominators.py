@@ -12,7 +12,7 @@ from ragged_batches import batches, close
 from whole_steps import algorithm_of, policy, step
 
 from megatron_rl.algorithms import estimate, minibatches, policy_objective
-from megatron_rl.algorithms.names import AGGREGATIONS
+from megatron_rl.algorithms.table import AGGREGATIONS
 from megatron_rl.parallel.packing import partition
 
 LONGEST = 6
@@ -45,7 +45,9 @@ def definition(mode: str, rows: list[list[float]], counted: list[int]) -> float:
 def test_loss_and_gradient_are_the_definition_on_any_ranks(mode, denominator, batch, ranks, budget, seed):
     """Rows are rejected before, so that the two denominators differ; some lose every token."""
     algorithm = algorithm_of(
-        "dr_grpo", policy_loss="policy_gradient", aggregation=mode, denominator=denominator
+        "dr_grpo",
+        policy_loss="policy_gradient",
+        aggregation={"name": mode, "denominator": denominator},
     )
     rollouts, scores = step(batch)
     made, _ = estimate(rollouts, scores, algorithm)

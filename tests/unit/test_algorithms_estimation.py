@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -20,8 +20,14 @@ from megatron_rl.algorithms import (
     minibatches,
     policy_objective,
 )
-from megatron_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages, outcome
-from megatron_rl.algorithms.policy_losses.token_loss import TokenLoss
+from megatron_rl.algorithms.advantages.advantage import (
+    Advantage,
+    AdvantageInputs,
+    Advantages,
+    outcome,
+)
+from megatron_rl.algorithms.aggregation import TokenSum
+from megatron_rl.algorithms.policy_losses.policy_loss import FunctionLoss, TokenLoss
 from megatron_rl.algorithms.state import AlgorithmState, initial_state, next_state
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Scores, TrainBatch, token_index
 
@@ -91,7 +97,7 @@ def test_reasons_a_row_is_invalid():
 def test_overlong_rows_count_for_the_group_and_not_for_the_loss():
     rollouts, scores = step(Batch([0, 0], [1.0, 0.0], [True, True], [[True] * 2, [True] * 2], 5))
     rollouts = replace(rollouts, finish_reason=torch.tensor([FINISH_STOP, FINISH_LENGTH]))
-    made, metrics = estimate(rollouts, scores, algorithm_of("dr_grpo", overlong_filter=True))
+    made, metrics = estimate(rollouts, scores, algorithm_of("dr_grpo", overlong={"filter": True}))
     assert made.response_mask.tolist() == [True, True, False, False]
     close(made.advantages[:2], [0.5, 0.5])
     assert metrics.values()["response/trained_fraction"] == 0.5
@@ -102,7 +108,7 @@ def test_overlong_rows_count_for_the_group_and_not_for_the_loss():
 def test_kl_in_the_reward(batch):
     """r_t = score - beta KL_t: sums over the row for outcome advantages, token by token for returns."""
     rollouts, scores = step(batch)
-    algorithm = algorithm_of("reinforce_pp", whiten=False, kl_coef=0.5)
+    algorithm = algorithm_of("reinforce_pp", advantage={"whiten": False}, kl={"coef": 0.5})
     made, _ = estimate(rollouts, scores, algorithm)
     kl = (scores.old_log_probs - scores.ref_log_probs).double().tolist()
     position, wanted = 0, []
@@ -114,7 +120,7 @@ def test_kl_in_the_reward(batch):
         wanted += row_values.values()
         position += len(mask)
     close(made.advantages, wanted, 1e-5)
-    rloo = estimate(rollouts, scores, algorithm_of("rloo", kl_in="reward", kl_coef=0.5))[0]
+    rloo = estimate(rollouts, scores, algorithm_of("rloo", kl={"name": "reward", "coef": 0.5}))[0]
     for row, mask in enumerate(batch.masks):
         alone = [other for other in batch.members(row)] == [row]
         if alone and any(mask):
@@ -129,12 +135,13 @@ def test_the_estimator_of_the_kl_follows_its_use():
     rollouts, scores = step(batch)
     scores = replace(scores, ref_log_probs=scores.old_log_probs - torch.tensor([0.3, -0.1]))
     values = {"k1": 0.2 / 2, "k2": (0.09 + 0.01) / 4, "k3": (math.exp(-0.3) + math.exp(0.1) - 2 + 0.2) / 2}
-    controller = {"kl_controller": "adaptive", "kl_horizon": 10.0, "kl_target": 0.05, "kl_coef": 0.2}
+    controller = {"controller": "adaptive", "horizon": 10.0, "target": 0.05, "coef": 0.2}
     for place, estimator, used in (
-        ("reward", None, "k1"), ("loss", None, "k3"), ("reward", "mse", "k2"), ("loss", "k2+", "k2"),
-        ("loss", "kl", "k1"), ("loss", "low_var", "k3"),
+        ("reward", {}, "k1"), ("loss", {}, "k3"), ("reward", {"estimator": "mse"}, "k2"),
+        ("loss", {"estimator": "k2+"}, "k2"), ("loss", {"estimator": "kl"}, "k1"),
+        ("loss", {"estimator": "low_var"}, "k3"),
     ):  # fmt: skip
-        algorithm = algorithm_of("grpo", kl_in=place, kl_estimator=estimator, **controller)
+        algorithm = algorithm_of("grpo", kl={"name": place, **estimator, **controller})
         _, metrics = estimate(rollouts, scores, algorithm)
         assert metrics.values()["kl/ref"] == pytest.approx(values[used], rel=1e-5)
         error = min(max(values[used] / 0.05 - 1, -0.2), 0.2)
@@ -158,19 +165,24 @@ def test_missing_inputs_are_named():
 def test_user_functions_as_pieces():
     """A function in place of a name, and module:function, are pieces like any other."""
     rollouts, scores = step(Batch([0, 0], [1.0, 0.0], [True] * 2, [[True]] * 2, 0))
-    named = algorithm_of("grpo", advantage="megatron_rl.algorithms.advantages.pieces:rloo")
+    named = algorithm_of("grpo", advantage="megatron_rl.algorithms.advantages.group:Rloo")
     close(estimate(rollouts, scores, named)[0].advantages, [1.0, -1.0])
-    own = algorithm_of("grpo", advantage=lambda inputs, algorithm: (inputs.mask * 3.0, inputs.mask * 3.0))
+    own = algorithm_of("grpo", advantage=lambda inputs: (inputs.mask * 3.0, inputs.mask * 3.0))
     close(estimate(rollouts, scores, own)[0].advantages, [3.0, 3.0])
 
 
-def above_median(inputs: AdvantageInputs, algorithm: Algorithm) -> Advantages:
+@dataclass(frozen=True)
+class AboveMedian(Advantage):
     """A user's advantage: rewards above the group's median."""
-    rows = [inputs.rewards[i] - inputs.rewards[inputs.group == inputs.group[i]].median() for i in range(4)]
-    return outcome(inputs, algorithm.reward_scale * torch.stack(rows).clamp(min=0))
+
+    scale: float = 1.0
+
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
+        medians = [inputs.rewards[inputs.group == group].median() for group in inputs.group]
+        return outcome(inputs, self.scale * (inputs.rewards - torch.stack(medians)).clamp(min=0))
 
 
-def raised(micro: TrainBatch, log_probs: torch.Tensor, algorithm: Algorithm) -> TokenLoss:
+def raised(micro: TrainBatch, log_probs: torch.Tensor) -> TokenLoss:
     """A user's policy loss: -A exp(log_prob)."""
     assert micro.advantages is not None
     return TokenLoss(-micro.advantages * log_probs.exp(), {"raised_fraction": micro.advantages > 0})
@@ -178,15 +190,16 @@ def raised(micro: TrainBatch, log_probs: torch.Tensor, algorithm: Algorithm) -> 
 
 OWN = Algorithm(
     "own",
-    advantage="test_algorithms_estimation:above_median",
-    policy_loss="test_algorithms_estimation:raised",
-    aggregation="token-sum",
+    advantage=AboveMedian(),
+    policy_loss=FunctionLoss(function=raised),
+    aggregation=TokenSum(),
 )
 
 
 def test_an_algorithm_of_the_user_from_rollouts_to_gradient():
-    """`algorithm.name: module:object` with pieces that are `module:function`; settings override it too."""
-    algorithm = get_algorithm("test_algorithms_estimation:OWN", {"reward_scale": 2.0})
+    """`algorithm.name: module:object` with functions of the user's own; settings override it too."""
+    changes = {"reward_shaping": {"scale": 2.0}, "advantage": {"scale": 2.0}}
+    algorithm = get_algorithm("test_algorithms_estimation:OWN", changes)
     batch = Batch([0, 0, 0, 1], [1.0, 0.5, 0.0, 1.0], [True] * 4, [[True] * n for n in (1, 2, 1, 2)], 3)
     made, _ = estimate(*step(batch), algorithm)
     # Twice the scaled lead over the median: rewards 2, 1, 0 have median 1.
@@ -205,8 +218,8 @@ def test_adaptive_kl_state():
     """The controller follows the mean over responses of the mean KL over tokens, and reaches the loss."""
     batch = Batch([0, 0], [1.0, 0.0], [True, True], [[False, True, True], [True, False]], 5)
     rollouts, scores = step(batch)
-    controller = {"kl_controller": "adaptive", "kl_horizon": 10.0, "kl_target": 0.05, "kl_coef_max": 0.3}
-    algorithm = algorithm_of("grpo", kl_in="loss", kl_coef=0.2, kl_estimator="k1", **controller)
+    controller = {"controller": "adaptive", "horizon": 10.0, "target": 0.05, "coef_max": 0.3}
+    algorithm = algorithm_of("grpo", kl={"name": "loss", "coef": 0.2, "estimator": "k1", **controller})
     scores = replace(scores, ref_log_probs=scores.old_log_probs - torch.tensor([9.0, 0.1, 0.3, 0.6, 9.0]))
     state = next_state(algorithm, initial_state(algorithm), rollouts, scores)
     assert state.kl_coef == pytest.approx(0.2 * (1 + 0.2 * 2 / 10))
@@ -226,7 +239,7 @@ def test_adaptive_kl_state():
 def test_running_reward_moments_reach_the_advantages():
     batch = Batch([0, 1], [4.0, 2.0], [True, True], [[True], [True]], 5)
     rollouts, scores = step(batch)
-    algorithm = algorithm_of("dr_grpo", reward_normalize="running", reward_ema_decay=0.5)
+    algorithm = algorithm_of("dr_grpo", reward_shaping={"normalize": "running", "ema_decay": 0.5})
     made, _ = estimate(rollouts, scores, algorithm)
     close(made.advantages, [1.0, -1.0], 1e-5)  # a first step is normalised by itself
     state = next_state(algorithm, initial_state(algorithm), rollouts, scores)
@@ -266,7 +279,11 @@ def test_denominator_all_counts_what_was_rejected():
     scores = replace(scores, old_log_probs=rollouts.rollout_log_probs.clone())
     scores.old_log_probs[1] += 5.0
     for denominator, weight in (("participating", 1 / 5), ("all", 1 / 6)):
-        algorithm = algorithm_of("grpo", rollout_rs={"token_k1": 2.0}, denominator=denominator)
+        algorithm = algorithm_of(
+            "grpo",
+            correction={"rejection": {"token_k1": 2.0}},
+            aggregation={"denominator": denominator},
+        )
         made, metrics = estimate(rollouts, scores, algorithm)
         assert made.response_mask.tolist() == [True, False, True, True, True, True]
         assert metrics.values()["mismatch/rejected_fraction"] == pytest.approx(1 / 6)

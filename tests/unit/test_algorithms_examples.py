@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import megatron_rl.algorithms
+from megatron_rl.algorithms.piece import Piece
+from megatron_rl.algorithms.trial import advantage_inputs, micro_batch
 
 MODULES = [
     info.name for info in pkgutil.walk_packages(megatron_rl.algorithms.__path__, "megatron_rl.algorithms.")
@@ -22,41 +24,52 @@ EQUATIONS = [
     "policy_losses.clipped", "policy_losses.covariance", "policy_losses.sequence", "preference", "ragged",
     "rewards", "value_loss",
 ]  # fmt: skip
-# Thin compositions of functions that have examples.
+# Thin compositions of functions that have examples, and pieces that are tested as a whole.
 COMPOSED = {
     "broadcast_rows", "clipped_surrogate", "correct", "count_groups", "dense_groups", "dpo_objective",
-    "first_best", "group_range", "group_sums", "reward_model_objective", "scaled", "shape_rewards",
+    "first_best", "group_range", "group_sums", "reward_model_objective",
+    "Correction", "Gae", "Imitation", "KeepEveryGroup", "Kl", "KlInLoss", "KlInReward", "KlPenalty", "NoKl",
+    "DynamicSampling", "Overlong", "RefillGroups", "RewardShaping", "Vapo",
 }  # fmt: skip
+EXAMPLES = {"torch": torch, "advantage_inputs": advantage_inputs, "micro_batch": micro_batch}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
     module = importlib.import_module(name)
-    result = doctest.testmod(module, extraglobs={"torch": torch})
+    result = doctest.testmod(module, extraglobs=EXAMPLES)
     assert result.failed == 0
+
+
+def equations(name: str) -> dict[str, object]:
+    """Return the public functions of a module, and the pieces that it defines in full."""
+    module = importlib.import_module(f"megatron_rl.algorithms.{name}")
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__
+        and not key.startswith("_")
+        and (
+            inspect.isfunction(value)
+            or (inspect.isclass(value) and issubclass(value, Piece) and not inspect.isabstract(value))
+        )
+    }
 
 
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_every_equation_has_a_worked_example(name):
-    module = importlib.import_module(f"megatron_rl.algorithms.{name}")
-    functions = {
-        key: value
-        for key, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
-    }
-    assert functions
-    lacking = [
-        key for key, value in functions.items() if key not in COMPOSED and ">>>" not in (value.__doc__ or "")
-    ]
+    found = equations(name)
+    assert found
+    shown = {key for key, value in found.items() if ">>>" in (value.__doc__ or "")}
+    lacking = sorted(set(found) - shown - COMPOSED)
     assert lacking == []
 
 
 @pytest.mark.parametrize(
     "name",
-    ["advantages.group", "policy_losses.clipped", "policy_losses.covariance", "policy_losses.sequence"],
-)
+    ["advantages.group", "advantages.returns", "policy_losses.clipped", "policy_losses.covariance",
+     "policy_losses.sequence"],
+)  # fmt: skip
 def test_every_estimator_and_loss_names_its_source(name):
-    module = importlib.import_module(f"megatron_rl.algorithms.{name}")
-    for key, value in vars(module).items():
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_"):
-            assert "Source:" in (value.__doc__ or "") or key in COMPOSED, key
+    for key, value in equations(name).items():
+        assert "Source:" in (value.__doc__ or "") or key in COMPOSED, key

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from ragged_batches import Batch, batches, close
 
-from megatron_rl.algorithms.advantages import group
+from megatron_rl.algorithms.advantages.group import Gdpo, Gpg, Grpo, GrpoLeaveOneOut, GrpoPassAtK, Opo, Rloo
 from megatron_rl.algorithms.filters import count_groups, informative_groups, prompts_to_sample, take_groups
 from megatron_rl.algorithms.groups import first_best, group_statistics, group_top2, leave_one_out_statistics
+from megatron_rl.algorithms.trial import advantage_inputs
 
 EPSILON = 1e-6
 quick = settings(max_examples=30, deadline=None)
@@ -24,6 +25,12 @@ def per_row(batch: Batch, function) -> list[float]:
         function(row, [batch.rewards[other] for other in batch.members(row)]) if batch.valid[row] else 0.0
         for row in range(len(batch.group))
     ]
+
+
+def rows_of(estimator, rewards, groups, valid, **fields) -> torch.Tensor:
+    """Return an estimator's advantage of every row [B]."""
+    plain = {name: value.tolist() for name, value in (("group", groups), ("valid", valid))}
+    return estimator.rows(advantage_inputs(rewards.tolist(), **plain, **fields))
 
 
 def spread(values: list[float]) -> float:
@@ -79,8 +86,8 @@ def test_grpo(batch):
         return batch.rewards[row] - (mean(rewards) if len(rewards) > 1 else 0.0)
 
     # Dividing rounding errors of the mean by epsilon leaves 1e-9.
-    close(group.grpo(*batch.tensors), per_row(batch, scaled), 1e-8)
-    close(group.grpo(*batch.tensors, scale_by_std=False), per_row(batch, centred))
+    close(rows_of(Grpo(), *batch.tensors), per_row(batch, scaled), 1e-8)
+    close(rows_of(Grpo(scale_by_std=False), *batch.tensors), per_row(batch, centred))
 
 
 @quick
@@ -93,15 +100,16 @@ def test_grpo_leave_one_out(batch):
         difference, std = batch.rewards[row] - mean(others), spread(others)
         return difference / (std + EPSILON) if scale and std > 0 else difference
 
-    close(group.grpo_leave_one_out(*batch.tensors), per_row(batch, lambda *a: reference(*a, True)), 1e-6)
-    plain = group.grpo_leave_one_out(*batch.tensors, scale_by_std=False)
+    got = rows_of(GrpoLeaveOneOut(), *batch.tensors)
+    close(got, per_row(batch, lambda *a: reference(*a, True)), 1e-6)
+    plain = rows_of(GrpoLeaveOneOut(scale_by_std=False), *batch.tensors)
     close(plain, per_row(batch, lambda *a: reference(*a, False)))
 
 
 def test_leave_one_out_does_not_divide_by_rounding_errors():
     """One outlier among equal rewards: the others' spread is exactly 0, so nothing is divided."""
     rewards = torch.tensor([1e6 + 0.1, 0.1, 0.1, 0.1, 0.1], dtype=torch.float64)
-    advantages = group.grpo_leave_one_out(rewards, torch.zeros(5), torch.ones(5) > 0)
+    advantages = rows_of(GrpoLeaveOneOut(), rewards, torch.zeros(5), torch.ones(5) > 0)
     close(advantages[0], 1e6)
 
 
@@ -115,7 +123,7 @@ def test_grpo_pass_at_k(batch):
             return 0.0
         return (ranked[0] - ranked[1]) / (spread(rewards) + EPSILON)
 
-    close(group.grpo_pass_at_k(*batch.tensors), per_row(batch, reference), 1e-8)
+    close(rows_of(GrpoPassAtK(), *batch.tensors), per_row(batch, reference), 1e-8)
 
 
 @quick
@@ -127,7 +135,7 @@ def test_rloo(batch):
             return batch.rewards[row]
         return n / (n - 1) * (batch.rewards[row] - mean(rewards))
 
-    close(group.rloo(*batch.tensors), per_row(batch, reference))
+    close(rows_of(Rloo(), *batch.tensors), per_row(batch, reference))
 
 
 @quick
@@ -142,7 +150,7 @@ def test_opo(batch):
             return batch.rewards[row]
         return batch.rewards[row] - sum(counts[i] * batch.rewards[i] for i in members) / total
 
-    close(group.opo(*batch.tensors, torch.tensor(counts)), per_row(batch, reference))
+    close(rows_of(Opo(), *batch.tensors, lengths=counts), per_row(batch, reference))
 
 
 @quick
@@ -154,7 +162,7 @@ def test_gpg(batch):
     def reference(row, members):
         return alpha * (batch.rewards[row] - (mean(members) if len(members) > 1 else 0.0)) / 2
 
-    close(group.gpg(*batch.tensors, normalizer=2.0), per_row(batch, reference))
+    close(rows_of(Gpg(normalizer=2.0), *batch.tensors), per_row(batch, reference))
 
 
 @quick
@@ -162,23 +170,27 @@ def test_gpg(batch):
 def test_gdpo_adds_up_components_each_with_its_own_failures(batch):
     rewards, groups, valid = batch.tensors
     other = torch.flip(rewards, [0])
-    got = group.gdpo({"a": rewards, "b": other, "c": rewards}, groups, valid, weights={"a": 2.0, "b": -1.0})
-    b = group.grpo(other, groups, valid & other.isfinite())
-    close(got, 2 * group.grpo(rewards, groups, valid) - b)
+    components = {"a": rewards.tolist(), "b": other.tolist(), "c": rewards.tolist()}
+    estimator = Gdpo(weights={"a": 2.0, "b": -1.0})
+    got = rows_of(estimator, rewards, groups, valid, components=components)
+    b = rows_of(Grpo(), other, groups, valid & other.isfinite())
+    close(got, 2 * rows_of(Grpo(), rewards, groups, valid) - b)
 
 
 def test_gdpo_names_missing_components():
     with pytest.raises(ValueError, match=r"\['format'\] missing; there are \['answer'\]"):
-        group.gdpo({"answer": torch.zeros(1)}, torch.zeros(1), torch.ones(1) > 0, weights={"format": 1.0})
+        inputs = advantage_inputs([0.0], group=[0], components={"answer": [0.0]})
+        Gdpo(weights={"format": 1.0}).rows(inputs)
 
 
 def test_published_example_of_gdpo():
     """arXiv:2601.05242, section 2: GRPO cannot tell rewards (0, 1) from (0, 2), GDPO can."""
     groups, valid, half = torch.zeros(2), torch.ones(2) > 0, math.sqrt(0.5)
     one, two = torch.tensor([0.0, 1.0]).double(), torch.tensor([0.0, 2.0]).double()
-    close(group.grpo(one, groups, valid), [-half, half], 1e-5)
-    close(group.grpo(two, groups, valid), [-half, half], 1e-5)
-    both = group.gdpo({"first": one, "second": one}, groups, valid)
+    close(rows_of(Grpo(), one, groups, valid), [-half, half], 1e-5)
+    close(rows_of(Grpo(), two, groups, valid), [-half, half], 1e-5)
+    components = {"first": one.tolist(), "second": one.tolist()}
+    both = rows_of(Gdpo(), two, groups, valid, components=components)
     close(both, [-2 * half, 2 * half], 1e-5)
 
 
@@ -187,13 +199,12 @@ def test_published_example_of_gdpo():
 def test_failed_samples_change_nothing_for_the_others(batch):
     """Every estimator gives the valid rows what it gives them with the failed rows taken out."""
     rewards, groups, valid = batch.tensors
-    lengths = torch.tensor([sum(mask) for mask in batch.masks])
+    lengths = torch.tensor([sum(mask) for mask in batch.masks], dtype=torch.long)
     kept = valid.nonzero().squeeze(-1)
-    for name in ("grpo", "grpo_leave_one_out", "grpo_pass_at_k", "rloo", "gpg", "opo"):
-        function = getattr(group, name)
-        extra = (lengths,) if name == "opo" else ()
-        everything = function(rewards, groups, valid, *extra)
-        alone = function(rewards[kept], groups[kept], valid[kept], *(e[kept] for e in extra))
+    for estimator in (Grpo(), GrpoLeaveOneOut(), GrpoPassAtK(), Rloo(), Gpg(), Opo()):
+        everything = rows_of(estimator, rewards, groups, valid, lengths=lengths.tolist())
+        rows = (rewards[kept], groups[kept], valid[kept])
+        alone = rows_of(estimator, *rows, lengths=lengths[kept].tolist())
         torch.testing.assert_close(everything[kept], alone, rtol=0, atol=1e-12)
         assert everything[~valid].abs().sum() == 0
 
@@ -204,8 +215,8 @@ def test_equal_rewards_give_exactly_zero(batch):
     _, groups, valid = batch.tensors
     equal = torch.where(valid, 0.1, torch.nan).double()
     more = group_statistics(equal, groups, valid).size > 1
-    for name in ("grpo", "grpo_leave_one_out", "grpo_pass_at_k", "rloo"):
-        assert (getattr(group, name)(equal, groups, valid)[more] == 0).all()
+    for estimator in (Grpo(), GrpoLeaveOneOut(), GrpoPassAtK(), Rloo()):
+        assert (rows_of(estimator, equal, groups, valid)[more] == 0).all()
 
 
 @quick

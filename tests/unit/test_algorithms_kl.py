@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_batches import close
 
-from megatron_rl.algorithms.kl import adapt_kl_coef, kl_estimate
-from megatron_rl.algorithms.names import KL_ESTIMATORS
+from megatron_rl.algorithms.kl import KL_ESTIMATORS, adapt_kl_coef, kl_estimate
 from megatron_rl.errors import UserError
 
 quick = settings(max_examples=50, deadline=None)
@@ -98,7 +97,7 @@ def test_adaptive_coefficient():
     assert adapt_kl_coef(0.2, 0.0, 100, target=0.1, horizon=1000) == pytest.approx(0.2 * 0.98)
     assert adapt_kl_coef(0.2, 9.0, 100, target=0.1, horizon=1000, ceiling=0.201) == 0.201
     assert adapt_kl_coef(0.5, 0.1, 100, target=0.1, horizon=1000, ceiling=0.3) == 0.3
-    with pytest.raises(UserError, match="kl_horizon"):
+    with pytest.raises(UserError, match="horizon"):
         adapt_kl_coef(0.5, 0.0, 5000, target=0.1, horizon=1000)
 
 

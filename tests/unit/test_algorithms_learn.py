@@ -17,7 +17,7 @@ from megatron_rl.algorithms import (
     policy_objective,
     value_objective,
 )
-from megatron_rl.algorithms.names import CORRECTIONS
+from megatron_rl.algorithms.table import CORRECTIONS
 from megatron_rl.types import FINISH_STOP, Rollouts, Scores
 
 VOCABULARY, LONGEST, PROMPTS, SAMPLES = 4, 4, 8, 6
@@ -69,9 +69,9 @@ def sample(policy: TabularPolicy, draw: torch.Generator) -> tuple[Rollouts, Scor
     return rollouts, scores, places
 
 
-def train(name: str, settings: dict, steps: int = 12) -> tuple[float, float]:
+def train(name: str, pieces: dict, steps: int = 12) -> tuple[float, float]:
     """Return the mean reward of the first and of the last step."""
-    algorithm = get_algorithm(name, {"max_response_tokens": LONGEST, **settings})
+    algorithm = get_algorithm(name, pieces, max_response_tokens=LONGEST)
     policy, draw, state = TabularPolicy(), torch.Generator().manual_seed(1), initial_state(algorithm)
     rewards = []
     for step in range(steps):
@@ -96,20 +96,20 @@ def train(name: str, settings: dict, steps: int = 12) -> tuple[float, float]:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_reward_rises(name):
     # Responses here are as long as they are by chance, so a penalty on length would only be noise.
-    first, last = train(name, {"overlong_buffer": None})
+    first, last = train(name, {"overlong": {"buffer": None}})
     assert first < 0.35
     assert last > first + 0.15
 
 
-@pytest.mark.parametrize("settings", [
+@pytest.mark.parametrize("pieces", [
     *({"correction": name} for name in CORRECTIONS),
-    {"bypass": True},
-    {"bypass": True, "policy_loss": "policy_gradient", "correction": "token_tis"},
-    {"kl_in": "loss", "kl_controller": "adaptive", "kl_estimator": "k3+"},
-    {"kl_in": "reward", "entropy_coef": 0.001},
-    {"reward_normalize": "running", "reward_smoothing": 0.1, "opsm_delta": 0.1},
-    {"dppo_divergence": "kl", "policy_loss": "dppo", "clip_ratio_low": 0.05, "clip_ratio_high": 0.05},
+    {"correction": {"bypass": True}},
+    {"correction": {"name": "token_tis", "bypass": True}, "policy_loss": "policy_gradient"},
+    {"kl": {"name": "loss", "controller": "adaptive", "estimator": "k3+"}},
+    {"kl": "reward", "policy_loss": {"entropy_coef": 0.001}},
+    {"reward_shaping": {"normalize": "running", "smoothing": 0.1}, "policy_loss": {"opsm_delta": 0.1}},
+    {"policy_loss": {"name": "dppo", "divergence": "kl", "clip_low": 0.05, "clip_high": 0.05}},
 ], ids=str)  # fmt: skip
-def test_reward_rises_with(settings):
-    first, last = train("grpo", settings)
+def test_reward_rises_with(pieces):
+    first, last = train("grpo", pieces)
     assert last > first + 0.15

@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from ragged_batches import Batch, batches, close, flat
 
 from megatron_rl.algorithms.correction import (
+    REJECTION_MEASURES,
+    Correction,
     batch_normalized,
-    correct,
-    importance_weights,
     rejection_mask,
 )
 from megatron_rl.algorithms.mismatch import mismatch_metrics
-from megatron_rl.algorithms.names import CORRECTIONS, REJECTION_MEASURES
-from megatron_rl.algorithms.settings import RolloutCorrection
+from megatron_rl.algorithms.table import CORRECTIONS
 
 quick = settings(max_examples=25, deadline=None)
 
@@ -91,7 +90,7 @@ def ratio_of(level, row, x):
 def test_importance_weights(level, batch):
     new, old, rows = pair(batch)
     for options in ({"threshold": 1.3}, {"band": (0.7, 1.5)}, {"threshold": None}):
-        got = importance_weights(new, old, batch.mask, batch.lengths, level=level, **options)
+        got = Correction(level=level, **options).importance_weights(new, old, batch.mask, batch.lengths)
         wanted = []
         for row in rows:
             for x in row:
@@ -150,11 +149,12 @@ def test_a_single_k1_threshold_is_a_symmetric_band():
 def test_batch_normalised_weights_have_mean_one(batch):
     """Over tokens for weights of tokens, over responses for weights of responses, whatever their lengths."""
     new, old, rows = pair(batch)
-    raw = importance_weights(new, old, batch.mask, batch.lengths)
+    raw = Correction(level="token").importance_weights(new, old, batch.mask, batch.lengths)
     weights = batch_normalized(raw, batch.mask, batch.lengths)
     if batch.mask.any():
         close(weights[batch.mask].mean(), 1.0)
-    raw = importance_weights(new, old, batch.mask, batch.lengths, level="sequence", threshold=1.3)
+    correction = Correction(level="sequence", threshold=1.3)
+    raw = correction.importance_weights(new, old, batch.mask, batch.lengths)
     weights = batch_normalized(raw, batch.mask, batch.lengths, level="sequence")
     each = [min(math.exp(sum(row)), 1.3) for row in rows]
     mean = sum(w for w, row in zip(each, rows, strict=True) if row) / max(sum(map(bool, rows)), 1)
@@ -173,7 +173,7 @@ def test_batch_normalisation_of_nothing_changes_nothing():
 def test_presets_leave_agreement_alone(name):
     """Without mismatch every weight is 1 and nothing is rejected."""
     values, mask, lengths = -torch.rand(6).double(), torch.ones(6) > 0, torch.tensor([4, 2])
-    weights, keep, metrics = correct(values, values, mask, lengths, CORRECTIONS[name])
+    weights, keep, metrics = CORRECTIONS[name].correct(values, values, mask, lengths)
     assert weights is None or (weights == 1).all()
     assert keep.all()
     assert metrics.values().get("mismatch/rejected_fraction", 0) == 0
@@ -182,8 +182,8 @@ def test_presets_leave_agreement_alone(name):
 def test_correction_reports_what_it_did():
     new, old = torch.tensor([3.0, 1.0, 0.0]).log1p(), torch.zeros(3)
     mask, lengths = torch.ones(3) > 0, torch.tensor([1, 2])
-    correction = RolloutCorrection(level="token", threshold=2.0, rejection={"token_k1": 3.0})
-    weights, keep, metrics = correct(new, old, mask, lengths, correction)
+    correction = Correction(level="token", threshold=2.0, rejection={"token_k1": 3.0})
+    weights, keep, metrics = correction.correct(new, old, mask, lengths)
     close(weights, [2.0, 2.0, 1.0], 1e-6)
     assert keep.tolist() == [False, True, True]
     assert metrics.values() == pytest.approx({
@@ -195,5 +195,6 @@ def test_correction_reports_what_it_did():
 def test_extreme_mismatch_stays_finite():
     new, old = torch.tensor([-1e-3, -1000.0]), torch.tensor([-1000.0, -1e-3])
     mask, lengths = torch.ones(2) > 0, torch.tensor([1, 1])
-    assert importance_weights(new, old, mask, lengths, threshold=None).isfinite().all()
+    weights = Correction(level="token", threshold=None).importance_weights(new, old, mask, lengths)
+    assert weights.isfinite().all()
     assert all(math.isfinite(v) for v in mismatch_metrics(new, old, mask, lengths).values().values())

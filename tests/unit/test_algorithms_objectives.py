@@ -20,9 +20,9 @@ from megatron_rl.algorithms import (
     value_objective,
     weighted,
 )
-from megatron_rl.algorithms.aggregation import loss_weights
-from megatron_rl.algorithms.names import AGGREGATIONS, CORRECTIONS
-from megatron_rl.algorithms.value_loss import value_loss
+from megatron_rl.algorithms.rewards import Imitation
+from megatron_rl.algorithms.table import AGGREGATIONS, CORRECTIONS
+from megatron_rl.algorithms.value_loss import ClippedValueLoss
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import merge
 
@@ -30,7 +30,11 @@ quick = settings(max_examples=25, deadline=None)
 few = settings(max_examples=6, deadline=None)
 
 
-EVERYTHING = {"entropy_coef": 0.01, "kl_in": "loss", "kl_coef": 0.1, "opsm_delta": 0.01, "correction": "mis"}
+EVERYTHING = {
+    "policy_loss": {"entropy_coef": 0.01, "opsm_delta": 0.01},
+    "kl": {"name": "loss", "coef": 0.1},
+    "correction": "mis",
+}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -55,7 +59,7 @@ def test_any_split_gives_the_same_loss_gradient_and_metrics(name, extra, batch):
 @given(batches(), st.sampled_from(["grpo", "ppo", "gspo", "vapo"]))
 def test_tokens_that_take_no_part_are_never_read(batch, name):
     """NaN on prompts, failed rows and everything masked out changes neither loss nor gradient."""
-    algorithm = algorithm_of(name, kl_in="loss", entropy_coef=0.1)
+    algorithm = algorithm_of(name, kl="loss", policy_loss={"entropy_coef": 0.1})
     rollouts, scores = step(batch)
     made, _ = estimate(rollouts, scores, algorithm)
     for minibatch in minibatches(made, algorithm, 1, 1, seed=0):
@@ -99,26 +103,27 @@ def weight_reference(counts: list[int], denominators: list[int], mode: str) -> l
 @given(batches())
 def test_aggregation(mode, batch):
     counts = [sum(mask) for mask in batch.masks]
-    got = loss_weights(batch.mask, batch.lengths, mode, scale_factor=50)
+    aggregation = AGGREGATIONS[mode].within(50)
+    got = aggregation.loss_weights(batch.mask, batch.lengths)
     assert got.dtype == torch.float32 and (got[~batch.mask] == 0).all()
     close(got[batch.mask], [w for row in weight_reference(counts, counts, mode) for w in row], 1e-6)
     more = [n + (row % 3) for row, n in enumerate(counts)]
-    kept = loss_weights(batch.mask, batch.lengths, mode, counts=torch.tensor(more), scale_factor=50)
+    aggregation = replace(aggregation, denominator="all")
+    kept = aggregation.loss_weights(batch.mask, batch.lengths, torch.tensor(more))
     close(kept[batch.mask], [w for row in weight_reference(counts, more, mode) for w in row], 1e-6)
 
 
 def test_aggregation_errors():
-    arguments = (torch.ones(1) > 0, torch.tensor([1]))
     with pytest.raises(UserError, match="token-median"):
-        loss_weights(*arguments, "token-median")
-    with pytest.raises(UserError, match="loss_scale_factor"):
-        loss_weights(*arguments, "seq-mean-token-sum-norm")
+        algorithm_of("grpo", aggregation="token-median")
+    with pytest.raises(UserError, match="scale_factor"):
+        AGGREGATIONS["seq-mean-token-sum-norm"].loss_weights(torch.ones(1) > 0, torch.tensor([1]))
 
 
 @quick
 @given(batches(), st.sampled_from([None, 0.2]))
 def test_value_loss_and_its_split(batch, clip):
-    algorithm = algorithm_of("ppo", value_clip=clip)
+    algorithm = algorithm_of("ppo", value_loss={"clip": clip})
     made, _ = estimate(*step(batch), algorithm)
     for minibatch in minibatches(made, algorithm, 1, 1, seed=0):
         values = flat(batch.noise("new values"))[minibatch.tokens].requires_grad_()
@@ -151,7 +156,9 @@ def test_value_loss_and_its_split(batch, clip):
 def test_value_loss_gradient_is_exact():
     values = torch.randn(6, dtype=torch.float64, requires_grad=True)
     old, returns = torch.randn(2, 6, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, clip=0.3).loss, (values,))
+    assert torch.autograd.gradcheck(
+        lambda v: ClippedValueLoss(clip=0.3).token_loss(v, old, returns).loss, (values,)
+    )
 
 
 @quick
@@ -175,7 +182,7 @@ def test_imitation_of_good_responses(batch):
     """VAPO: coefficient times the mean negative log-likelihood of correct responses' tokens."""
     rollouts, scores = step(batch)
     with_nll = algorithm_of("vapo")
-    without = replace(with_nll, positive_nll_coef=0.0)
+    without = replace(with_nll, imitation=Imitation())
     made, _ = estimate(rollouts, scores, with_nll)
     plain, _ = estimate(rollouts, scores, without)
     for mini, other in zip(
@@ -212,7 +219,7 @@ def test_bypass_corrects_with_the_policy_being_trained(name):
     batch = Batch([0, 0], [1.0, 0.0], [True, True], [[True] * 3, [True] * 2], 5)
     rollouts, scores = step(batch)
     for loss in ("policy_gradient", "ppo_clip"):
-        algorithm = algorithm_of("grpo", bypass=True, correction=name, policy_loss=loss)
+        algorithm = algorithm_of("grpo", correction={"name": name, "bypass": True}, policy_loss=loss)
         made, _ = estimate(rollouts, replace(scores, old_log_probs=None), algorithm)
         assert made.old_log_probs.equal(rollouts.rollout_log_probs) and made.correction is None
         (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
@@ -227,7 +234,9 @@ def test_bypass_corrects_with_the_policy_being_trained(name):
 def test_bypass_with_policy_gradient_is_importance_weighted_reinforce():
     batch = Batch([0, 0], [1.0, 0.0], [True, True], [[True] * 3, [True] * 2], 5)
     rollouts, scores = step(batch)
-    algorithm = algorithm_of("dr_grpo", bypass=True, correction="token_tis", policy_loss="policy_gradient")
+    algorithm = algorithm_of(
+        "dr_grpo", correction={"name": "token_tis", "bypass": True}, policy_loss="policy_gradient"
+    )
     made, _ = estimate(rollouts, scores, algorithm)
     (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
     gradient = run(batch, algorithm, [mini])[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -11,9 +11,11 @@ from whole_steps import algorithm_of, policy, step
 
 from megatron_rl.algorithms import estimate, initial_state, minibatches, next_state, policy_objective
 from megatron_rl.algorithms.advantages import group, returns
+from megatron_rl.algorithms.advantages.advantage import whiten
 from megatron_rl.algorithms.kl import kl_estimate
-from megatron_rl.algorithms.names import ADVANTAGES, POLICY_LOSSES
 from megatron_rl.algorithms.policy_losses import clipped, covariance, sequence
+from megatron_rl.algorithms.table import ADVANTAGES, POLICY_LOSSES
+from megatron_rl.algorithms.trial import advantage_inputs
 
 BATCH = Batch(
     group=[0, 0, 0, 1, 1, 2],
@@ -23,42 +25,44 @@ BATCH = Batch(
     seed=11,
 )
 NUMBERS = {
-    "std_epsilon": 0.1,
-    "gamma": 0.9,
-    "gae_lambda": 0.8,
-    "critic_lambda": 0.7,
-    "length_adaptive_alpha": 2.0,
-}
+    "epsilon": 0.1, "gamma": 0.9, "lam": 0.8, "critic_lambda": 0.7, "alpha": 2.0, "normalizer": 2.0,
+    "weights": {"answer": 0.5, "format": 2.0},
+}  # fmt: skip
 LOSS_NUMBERS = {
-    "clip_ratio_low": 0.11, "clip_ratio_high": 0.07, "dual_clip": 1.05, "sapo_temperature_positive": 2.0,
-    "sapo_temperature_negative": 3.0, "dppo_divergence": "kl", "dppo_ratio_cap": 1.02, "cov_fraction": 0.3,
-    "cov_low": 0.01, "cov_high": 0.4, "kl_cov_coef": 0.6,
+    "clip_low": 0.11, "clip_high": 0.07, "dual_clip": 1.05, "temperature_positive": 2.0,
+    "temperature_negative": 3.0, "divergence": "kl", "ratio_cap": 1.02, "fraction": 0.3,
+    "covariance_low": 0.01, "covariance_high": 0.4, "coef": 0.6,
 }  # fmt: skip
 
 
+def chosen(name: str, table: dict, numbers: dict) -> dict:
+    """Return a piece as a configuration states it: its name, and those of the numbers that it has."""
+    known = {item.name for item in fields(table[name])}
+    return {"name": name, **{key: value for key, value in numbers.items() if key in known}}
+
+
 def expected_rows(name: str, rewards: torch.Tensor) -> torch.Tensor:
-    """Return an outcome estimator's advantage per row, from the pure function."""
-    arguments = (rewards, torch.tensor(BATCH.group), torch.tensor(BATCH.valid))
-    lengths = torch.tensor([sum(mask) for mask in BATCH.masks])
-    components = {"answer": rewards, "format": rewards.flip(0)}
-    weights = {"answer": 0.5, "format": 2.0}
-    return {
-        "grpo": lambda: group.grpo(*arguments, epsilon=0.1),
-        "dr_grpo": lambda: group.grpo(*arguments, scale_by_std=False),
-        "grpo_leave_one_out": lambda: group.grpo_leave_one_out(*arguments, epsilon=0.1),
-        "grpo_pass_at_k": lambda: group.grpo_pass_at_k(*arguments, epsilon=0.1),
-        "rloo": lambda: group.rloo(*arguments),
-        "opo": lambda: group.opo(*arguments, lengths),
-        "gpg": lambda: group.gpg(*arguments),
-        "gdpo": lambda: group.gdpo(components, *arguments[1:], weights=weights, epsilon=0.1),
-    }[name]()
+    """Return an outcome estimator's advantage per row."""
+    estimator = {
+        "grpo": group.Grpo(epsilon=0.1),
+        "dr_grpo": group.Grpo(scale_by_std=False),
+        "grpo_leave_one_out": group.GrpoLeaveOneOut(epsilon=0.1),
+        "grpo_pass_at_k": group.GrpoPassAtK(epsilon=0.1),
+        "rloo": group.Rloo(),
+        "opo": group.Opo(),
+        "gpg": group.Gpg(normalizer=2.0),
+        "gdpo": group.Gdpo(weights={"answer": 0.5, "format": 2.0}, epsilon=0.1),
+    }[name]
+    components = {"answer": rewards.tolist(), "format": rewards.flip(0).tolist()}
+    lengths = [sum(mask) for mask in BATCH.masks]
+    inputs = advantage_inputs(rewards.tolist(), BATCH.group, lengths=lengths, components=components)
+    return estimator.rows(inputs)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_advantage_pieces(name):
     rollouts, scores = step(BATCH)
-    weights = {"component_weights": {"answer": 0.5, "format": 2.0}}
-    algorithm = algorithm_of("grpo", advantage=name, **NUMBERS, **weights)
+    algorithm = algorithm_of("grpo", advantage=chosen(name, ADVANTAGES, NUMBERS))
     made, _ = estimate(rollouts, scores, algorithm)
     mask, lengths, values = BATCH.mask, BATCH.lengths, scores.values.double()
     rewards = scores.rewards.double()
@@ -84,29 +88,28 @@ def test_advantage_pieces(name):
 
 
 def expected_loss(name: str, x: torch.Tensor, mini) -> torch.Tensor:
-    """Return a policy loss per token, from the pure function."""
-    old, a, rows = mini.old_log_probs, mini.advantages, (mini.response_mask, mini.lengths)
+    """Return a policy loss per token."""
     clip = {"clip_low": 0.11, "clip_high": 0.07}
-    return {
-        "policy_gradient": lambda: clipped.policy_gradient(x, a),
-        "ppo_clip": lambda: clipped.ppo_clip(x, old, a, dual_clip=1.05, **clip),
-        "cispo": lambda: clipped.cispo(x, old, a, **clip),
-        "sapo": lambda: clipped.sapo(x, old, a, temperature_positive=2.0, temperature_negative=3.0),
-        "dppo": lambda: clipped.dppo(x, old, a, divergence="kl", low=0.11, high=0.07, ratio_cap=1.02),
-        "gspo": lambda: sequence.gspo(x, old, a, *rows, **clip),
-        "gmpo": lambda: sequence.gmpo(x, old, a, *rows, **clip),
-        "topr": lambda: sequence.topr(x, old, a, *rows),
-        "clip_cov": lambda: covariance.clip_cov(x, old, a, mini.selected, **clip),
-        "kl_cov": lambda: covariance.kl_cov(x, old, a, mini.selected, coef=0.6),
-    }[name]().loss
+    loss = {
+        "policy_gradient": clipped.PolicyGradient(),
+        "ppo_clip": clipped.PpoClip(dual_clip=1.05, **clip),
+        "cispo": clipped.Cispo(**clip),
+        "sapo": clipped.Sapo(temperature_positive=2.0, temperature_negative=3.0),
+        "dppo": clipped.Dppo(divergence="kl", ratio_cap=1.02, **clip),
+        "gspo": sequence.Gspo(**clip),
+        "gmpo": sequence.Gmpo(**clip),
+        "topr": sequence.Topr(),
+        "clip_cov": covariance.ClipCov(**clip),
+        "kl_cov": covariance.KlCov(coef=0.6),
+    }[name]
+    return loss.token_loss(mini, x).loss
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_objective_is_the_sum_it_says(name):
     """sum_t w_t (l_t + kl_coef k3_t - entropy_coef H_t), each term with its sign, weight and coefficient."""
-    algorithm = algorithm_of(
-        "dr_grpo", policy_loss=name, kl_in="loss", kl_coef=0.3, entropy_coef=0.2, **LOSS_NUMBERS
-    )
+    loss = chosen(name, POLICY_LOSSES, LOSS_NUMBERS) | {"entropy_coef": 0.2}
+    algorithm = algorithm_of("dr_grpo", policy_loss=loss, kl={"name": "loss", "coef": 0.3})
     made, _ = estimate(*step(BATCH), algorithm)
     (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
     log_probs, entropy = policy(BATCH)
@@ -129,7 +132,7 @@ def test_objective_is_the_sum_it_says(name):
 def test_covariance_selection_uses_the_settings():
     """A third of the tokens for kl-cov; for clip-cov as many of those between the bounds."""
     for name in ("clip_cov", "kl_cov"):
-        algorithm = algorithm_of(name, **LOSS_NUMBERS)
+        algorithm = algorithm_of(name, policy_loss=chosen(name, POLICY_LOSSES, LOSS_NUMBERS))
         made, _ = estimate(*step(BATCH), algorithm)
         (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
         tokens = int(mini.response_mask.sum())
@@ -145,20 +148,21 @@ def test_whitening_then_clipping_of_advantages():
     rollouts, scores = step(BATCH)
     plain = algorithm_of("grpo", advantage="reinforce")
     raw = estimate(rollouts, scores, plain)[0].advantages.double()
-    wanted = returns.whiten(raw, BATCH.mask)
+    wanted = whiten(raw, BATCH.mask)
     assert wanted.abs().max() > 0.9
-    close(estimate(rollouts, scores, replace(plain, whiten=True))[0].advantages, wanted, 1e-5)
-    both = replace(plain, whiten=True, advantage_clip=0.9)
+    whitened = replace(plain, advantage=returns.Reinforce(whiten=True))
+    close(estimate(rollouts, scores, whitened)[0].advantages, wanted, 1e-5)
+    both = replace(plain, advantage=returns.Reinforce(whiten=True, clip=0.9))
     close(estimate(rollouts, scores, both)[0].advantages, wanted.clamp(-0.9, 0.9), 1e-5)
 
 
 def test_fixed_coefficient_stays_where_it_is():
-    algorithm = algorithm_of("grpo", kl_in="loss", kl_coef=0.3, kl_target=1e-6)
+    algorithm = algorithm_of("grpo", kl={"name": "loss", "coef": 0.3, "target": 1e-6})
     assert next_state(algorithm, initial_state(algorithm), *step(BATCH)).kl_coef == 0.3
 
 
 def test_sequence_masking_takes_drifted_bad_responses_out():
-    algorithm = algorithm_of("dr_grpo", policy_loss="policy_gradient", opsm_delta=0.0)
+    algorithm = algorithm_of("dr_grpo", policy_loss={"name": "policy_gradient", "opsm_delta": 0.0})
     made, _ = estimate(*step(BATCH), algorithm)
     (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
     log_probs, entropy = policy(BATCH)

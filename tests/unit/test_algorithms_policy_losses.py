@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from ragged_batches import Batch, batches, close, flat
 
-from megatron_rl.algorithms.policy_losses import clipped, covariance, sequence
+from megatron_rl.algorithms.policy_losses.clipped import Cispo, Dppo, PolicyGradient, PpoClip, Sapo
+from megatron_rl.algorithms.policy_losses.covariance import ClipCov, KlCov
+from megatron_rl.algorithms.policy_losses.sequence import Gmpo, Gspo, Topr, off_policy_sequence_mask
+from megatron_rl.algorithms.trial import micro_batch
 
 quick = settings(max_examples=25, deadline=None)
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5
@@ -29,6 +32,11 @@ class Case:
         self.new = flat(self.new_rows, requires_grad=True)
         self.old, self.advantages = flat(self.old_rows), flat(self.advantage_rows)
         self.mask, self.lengths = self.batch.mask, self.batch.lengths
+
+    def micro(self, selected=None):
+        """Return the case as a micro-batch."""
+        rows = {"mask": self.mask, "lengths": self.lengths}
+        return micro_batch(self.advantages, old_log_probs=self.old, selected=selected, **rows)
 
     def rows(self):
         """Yield (new, old, advantage, mask) of every row."""
@@ -62,7 +70,7 @@ def check(found, loss: torch.Tensor, gradient: torch.Tensor, given_case: Case) -
 def test_policy_gradient(batch):
     it = case(batch)
     check(
-        clipped.policy_gradient(it.new, it.advantages),
+        PolicyGradient().token_loss(it.micro(), it.new),
         by_token(lambda n, o, a: -a * n, it),
         -it.advantages,
         it,
@@ -88,7 +96,7 @@ def ppo_gradient(n, o, a):
 @given(batches())
 def test_ppo_clip(batch):
     it = case(batch)
-    found = clipped.ppo_clip(it.new, it.old, it.advantages, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL)
+    found = PpoClip(clip_low=LOW, clip_high=HIGH, dual_clip=DUAL).token_loss(it.micro(), it.new)
     check(found, by_token(ppo, it), by_token(ppo_gradient, it), it)
     stopped = by_token(lambda *x: float(ppo_gradient(*x) == 0), it) > 0
     assert (found.indicators["clip_fraction"] | found.indicators["dual_clip_fraction"])[it.mask].equal(
@@ -107,24 +115,23 @@ def test_ppo_clip_table():
         torch.tensor(column, dtype=torch.float64) for column in zip(*table, strict=True)
     )
     new = ratio.log().requires_grad_()
-    found = clipped.ppo_clip(
-        new, torch.zeros_like(new), advantages, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL
-    )
+    micro = micro_batch(advantages, old_log_probs=torch.zeros_like(new))
+    found = PpoClip(clip_low=LOW, clip_high=HIGH, dual_clip=DUAL).token_loss(micro, new)
     close(found.loss, loss)
     found.loss.sum().backward()
     close(new.grad, slope)
 
 
 def test_dual_clip_must_exceed_one():
-    with pytest.raises(ValueError, match="greater than 1"):
-        clipped.ppo_clip(torch.zeros(1), torch.zeros(1), torch.ones(1), dual_clip=1.0)
+    (error,) = PpoClip(dual_clip=1.0).problems("algorithm.policy_loss")
+    assert (error.where, error.expected) == ("algorithm.policy_loss.dual_clip", "more than 1")
 
 
 @quick
 @given(batches())
 def test_cispo(batch):
     it = case(batch)
-    found = clipped.cispo(it.new, it.old, it.advantages, clip_low=0.3, clip_high=0.1)
+    found = Cispo(clip_low=0.3, clip_high=0.1).token_loss(it.micro(), it.new)
     weight = by_token(lambda n, o, a: min(max(math.exp(n - o), 0.7), 1.1), it)
     check(found, -weight * it.advantages * it.new.detach(), -weight * it.advantages, it)
 
@@ -146,7 +153,7 @@ def test_sapo(batch):
         _, p = gate(n, o, a)
         return -a * 4 * p * (1 - p) * math.exp(n - o)
 
-    found = clipped.sapo(it.new, it.old, it.advantages)
+    found = Sapo().token_loss(it.micro(), it.new)
     check(found, by_token(loss, it), by_token(gradient, it), it)
 
 
@@ -165,16 +172,16 @@ def test_dppo(divergence, batch):
         outside = (a > 0 and p > q and distance > high) or (a <= 0 and p < q and distance > low)
         return 0.0 if outside else min(p / q, 1.2)
 
-    found = clipped.dppo(
-        it.new, it.old, it.advantages, divergence=divergence, low=low, high=high, ratio_cap=1.2
-    )
+    loss = Dppo(divergence=divergence, clip_low=low, clip_high=high, ratio_cap=1.2)
+    found = loss.token_loss(it.micro(), it.new)
     weights = by_token(weight, it)
     check(found, -weights * it.advantages * it.new.detach(), -weights * it.advantages, it)
 
 
 def test_dppo_stays_finite_at_certainty():
     new = torch.tensor([0.0, -1e-9, -30.0], requires_grad=True)
-    found = clipped.dppo(new, torch.tensor([0.0, -1.0, 0.0]), torch.tensor([1.0, 1.0, -1.0]), divergence="kl")
+    micro = micro_batch([1.0, 1.0, -1.0], old_log_probs=[0.0, -1.0, 0.0])
+    found = Dppo(divergence="kl").token_loss(micro, new)
     assert found.loss.isfinite().all()
 
 
@@ -191,7 +198,7 @@ def test_gspo_is_the_sequence_objective(batch):
     it.advantage_rows = [[row[0] if row else 0.0] * len(row) for row in it.advantage_rows]
     it.advantages = flat(it.advantage_rows)
     low, high = 0.05, 0.07
-    found = sequence.gspo(it.new, it.old, it.advantages, it.mask, it.lengths, clip_low=low, clip_high=high)
+    found = Gspo(clip_low=low, clip_high=high).token_loss(it.micro(), it.new)
     total, gradient = 0.0, []
     for new, old, advantage, mask in it.rows():
         s, count = sequence_ratio(new, old, mask), sum(mask)
@@ -236,7 +243,7 @@ def test_gmpo(batch):
         gradient.append(
             [loss * m * free(n, o, a) for n, o, a, m in zip(new, old, advantage, mask, strict=True)]
         )
-    found = sequence.gmpo(it.new, it.old, it.advantages, it.mask, it.lengths, clip_low=limit, clip_high=limit)
+    found = Gmpo(clip_low=limit, clip_high=limit).token_loss(it.micro(), it.new)
     check(found, flat(wanted), flat(gradient), it)
 
 
@@ -244,7 +251,7 @@ def test_gmpo(batch):
 @given(batches())
 def test_topr(batch):
     it = case(batch)
-    found = sequence.topr(it.new, it.old, it.advantages, it.mask, it.lengths)
+    found = Topr().token_loss(it.micro(), it.new)
     weights = []
     for new, old, advantage, mask in it.rows():
         ratio = math.exp(sum(n - o for n, o, m in zip(new, old, mask, strict=True) if m))
@@ -256,7 +263,7 @@ def test_topr(batch):
 @given(batches())
 def test_off_policy_sequence_mask(batch):
     it = case(batch)
-    found = sequence.off_policy_sequence_mask(it.new, it.old, it.advantages, it.mask, it.lengths, delta=0.05)
+    found = off_policy_sequence_mask(it.new, it.old, it.advantages, it.mask, it.lengths, delta=0.05)
     wanted = []
     for new, old, advantage, mask in it.rows():
         drift = -math.log(sequence_ratio(new, old, mask))
@@ -280,15 +287,14 @@ def test_clip_cov(batch):
     it = case(batch)
     cov = covariances(it)
     draw = torch.Generator().manual_seed(batch.seed)
-    chosen = covariance.select_clip_cov(it.old, it.advantages, it.mask, draw, fraction=0.3, low=0.1, high=1.0)
+    loss = ClipCov(clip_low=LOW, clip_high=HIGH, fraction=0.3, covariance_low=0.1, covariance_high=1.0)
+    chosen = loss.select(it.micro(), draw)
     candidates = {t for t, value in cov.items() if 0.1 < value < 1.0}
     count = min(len(candidates), max(int(0.3 * len(cov)), 1))
     assert int(chosen.sum()) == count
     assert set(chosen.nonzero().squeeze(-1).tolist()) <= candidates
-    found = covariance.clip_cov(it.new, it.old, it.advantages, chosen, clip_low=LOW, clip_high=HIGH)
-    plain = clipped.ppo_clip(
-        it.new.detach(), it.old, it.advantages, clip_low=LOW, clip_high=HIGH, dual_clip=None
-    )
+    found = loss.token_loss(it.micro(chosen), it.new)
+    plain = PpoClip(clip_low=LOW, clip_high=HIGH, dual_clip=None).token_loss(it.micro(), it.new.detach())
     gradient = by_token(lambda n, o, a: 0.0 if _clipped(n, o, a) else -a * math.exp(n - o), it)
     check(found, torch.where(chosen, 0, plain.loss), torch.where(chosen, 0, gradient), it)
 
@@ -303,7 +309,8 @@ def _clipped(n, o, a):
 def test_kl_cov(batch):
     it = case(batch)
     cov = covariances(it)
-    chosen = covariance.select_kl_cov(it.old, it.advantages, it.mask, fraction=0.3)
+    loss = KlCov(fraction=0.3, coef=0.7)
+    chosen = loss.select(it.micro(), torch.Generator())
     count = max(int(0.3 * len(cov)), 1) if cov else 0
     wanted = sorted(cov, key=lambda t: (-cov[t], t))[:count]
     threshold = min((cov[t] for t in wanted), default=0.0)
@@ -311,24 +318,17 @@ def test_kl_cov(batch):
     assert len(picked) == count
     # Equal covariances may come in another order after rounding.
     assert all(cov[t] >= threshold - 1e-12 for t in picked)
-    found = covariance.kl_cov(it.new, it.old, it.advantages, chosen, coef=0.7)
+    found = loss.token_loss(it.micro(chosen), it.new)
     extra = 0.7 * (it.new.detach() - it.old)
     loss = by_token(lambda n, o, a: -a * math.exp(n - o), it)
     check(found, loss + extra.abs() * chosen, loss + 0.7 * extra.sign() * chosen, it)
 
 
 LOSSES = {
-    "policy_gradient": lambda it, new: clipped.policy_gradient(new, it.advantages),
-    "ppo_clip": lambda it, new: clipped.ppo_clip(new, it.old, it.advantages),
-    "cispo": lambda it, new: clipped.cispo(new, it.old, it.advantages),
-    "sapo": lambda it, new: clipped.sapo(new, it.old, it.advantages),
-    "dppo": lambda it, new: clipped.dppo(new, it.old, it.advantages),
-    "gspo": lambda it, new: sequence.gspo(new, it.old, it.advantages, it.mask, it.lengths),
-    "gmpo": lambda it, new: sequence.gmpo(new, it.old, it.advantages, it.mask, it.lengths),
-    "topr": lambda it, new: sequence.topr(new, it.old, it.advantages, it.mask, it.lengths),
-    "kl_cov": lambda it, new: covariance.kl_cov(new, it.old, it.advantages, ~it.mask),
-    "clip_cov": lambda it, new: covariance.clip_cov(new, it.old, it.advantages, ~it.mask),
-}
+    "policy_gradient": PolicyGradient(), "ppo_clip": PpoClip(), "cispo": Cispo(), "sapo": Sapo(),
+    "dppo": Dppo(), "gspo": Gspo(), "gmpo": Gmpo(), "topr": Topr(), "kl_cov": KlCov(coef=1.0),
+    "clip_cov": ClipCov(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -337,7 +337,7 @@ def test_on_policy_gradient_is_reinforce(name):
     it = case(Batch([0, 0, 1], [0.0] * 3, [True] * 3, [[True] * 3, [False, True, True], [True]], 7))
     it.advantages = torch.repeat_interleave(torch.tensor([1.5, -0.5, 0.25]).double(), it.lengths)
     new = it.old.clone().requires_grad_()
-    (LOSSES[name](it, new).loss * it.mask).sum().backward()
+    (LOSSES[name].token_loss(it.micro(~it.mask), new).loss * it.mask).sum().backward()
     close(new.grad, -it.advantages * it.mask)
 
 
@@ -350,6 +350,6 @@ def test_extreme_log_probs_stay_finite(name, dtype):
     it = Case(one_row, [new], [old], [[1.0, -1.0, -1.0, 1.0]])
     it.old, it.advantages = it.old.to(dtype), it.advantages.to(dtype)
     new = it.new.detach().to(dtype).requires_grad_()
-    loss = LOSSES[name](it, new).loss
+    loss = LOSSES[name].token_loss(it.micro(~it.mask), new).loss
     loss.sum().backward()
     assert loss.isfinite().all() and new.grad.isfinite().all()

@@ -10,13 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_batches import batches, close, flat
 
-from megatron_rl.algorithms.advantages.returns import (
-    discounted_returns,
-    gae,
-    length_adaptive_lambda,
-    remax,
-    whiten,
-)
+from megatron_rl.algorithms.advantages.advantage import AdvantageInputs, whiten
+from megatron_rl.algorithms.advantages.returns import Remax, discounted_returns, gae, length_adaptive_lambda
 from megatron_rl.algorithms.ragged import (
     discounted_sums,
     last_masked_token,
@@ -98,7 +93,19 @@ def test_discounted_returns_skip_other_tokens(batch, gamma):
 @given(batches(), factors)
 def test_remax(batch, gamma):
     rewards, baseline = batch.noise("r"), torch.arange(len(batch.masks)) / 7
-    got = remax(flat(rewards), batch.mask, batch.lengths, baseline, gamma=gamma)
+    _, group, valid = batch.tensors
+    inputs = AdvantageInputs(
+        rewards=baseline,
+        token_rewards=flat(rewards),
+        mask=batch.mask,
+        lengths=batch.lengths,
+        group=group,
+        valid=valid,
+        values=None,
+        baseline_rewards=baseline,
+        components={},
+    )
+    got = Remax(gamma=gamma).estimate(inputs)
     returns = discounted_returns(flat(rewards), batch.mask, batch.lengths, gamma=gamma)
     shift = torch.repeat_interleave(baseline.double(), batch.lengths)
     close(got.returns, returns)
@@ -120,7 +127,9 @@ def test_gae(batch, gamma, lam):
 def test_gae_with_a_lambda_per_row(batch):
     rewards, values, masks = batch.noise("r"), batch.noise("v"), batch.masks
     lams = [row / 8 for row in range(len(masks))]
-    got = gae(flat(rewards), flat(values), batch.mask, batch.lengths, lam=torch.tensor(lams).double())
+    got = gae(
+        flat(rewards), flat(values), batch.mask, batch.lengths, gamma=1.0, lam=torch.tensor(lams).double()
+    )
     close(got.advantages, gae_reference(rewards, values, masks, 1.0, lams)[0])
 
 
@@ -128,14 +137,14 @@ def test_gae_limits():
     """lambda = 1 is return minus value, lambda = 0 is one-step temporal difference."""
     r, v = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.2, 0.5, 0.9])
     mask, lengths = torch.ones(3) > 0, torch.tensor([3])
-    close(gae(r, v, mask, lengths, lam=1.0).advantages, 1 - v.double(), 1e-6)
-    close(gae(r, v, mask, lengths, lam=0.0).advantages, [0.3, 0.4, 0.1], 1e-6)
+    close(gae(r, v, mask, lengths, gamma=1.0, lam=1.0).advantages, 1 - v.double(), 1e-6)
+    close(gae(r, v, mask, lengths, gamma=1.0, lam=0.0).advantages, [0.3, 0.4, 0.1], 1e-6)
 
 
 def test_published_numbers_of_vapo():
     """arXiv:2504.05118: with alpha = 0.05 the weights' sum 1 / (1 - lambda) is 0.05 times the length."""
     lengths = torch.tensor([0, 1, 19, 20, 100, 1000, 10_000])
-    lam = length_adaptive_lambda(lengths)
+    lam = length_adaptive_lambda(lengths, alpha=0.05)
     close(lam, [0.0, 0.0, 0.0, 0.0, 0.8, 0.98, 0.998])
     close(1 / (1 - lam[3:]), 0.05 * lengths[3:].double())
 

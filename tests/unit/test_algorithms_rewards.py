@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from statistics import mean, pstdev
 
 import pytest
@@ -11,22 +10,20 @@ import torch
 from hypothesis import given, settings
 from ragged_batches import batches, close
 
-from megatron_rl.algorithms.lookup import get_algorithm
 from megatron_rl.algorithms.rewards import (
+    Overlong,
+    RewardShaping,
     RunningMoments,
     overlong_penalty,
-    shape_rewards,
     update_moments,
 )
 
 quick = settings(max_examples=30, deadline=None)
-GRPO = get_algorithm("grpo", {"max_response_tokens": 10})
 
 
-def shaped(batch, algorithm, moments=None):
+def shaped(batch, shaping, moments=None):
     rewards, _, valid = batch.tensors
-    counts = torch.tensor([sum(mask) for mask in batch.masks])
-    return shape_rewards(rewards, valid, counts, algorithm, moments or RunningMoments())
+    return shaping.shape(rewards, valid, moments or RunningMoments())
 
 
 def reference(batch, function):
@@ -36,21 +33,21 @@ def reference(batch, function):
 @quick
 @given(batches())
 def test_scale_shift_clip(batch):
-    algorithm = replace(GRPO, reward_scale=2.0, reward_shift=-0.5, reward_clip_low=-1.0, reward_clip_high=1.2)
-    close(shaped(batch, algorithm), reference(batch, lambda r: min(max(2 * r - 0.5, -1.0), 1.2)))
+    shaping = RewardShaping(scale=2.0, shift=-0.5, clip_low=-1.0, clip_high=1.2)
+    close(shaped(batch, shaping), reference(batch, lambda r: min(max(2 * r - 0.5, -1.0), 1.2)))
 
 
 @quick
 @given(batches())
 def test_one_sided_clip(batch):
-    close(shaped(batch, replace(GRPO, reward_clip_high=0.2)), reference(batch, lambda r: min(r, 0.2)))
+    close(shaped(batch, RewardShaping(clip_high=0.2)), reference(batch, lambda r: min(r, 0.2)))
 
 
 @quick
 @given(batches())
 def test_batch_normalisation_leaves_failed_rows_out(batch):
     kept = [r for r, ok in zip(batch.rewards, batch.valid, strict=True) if ok]
-    got = shaped(batch, replace(GRPO, reward_normalize="batch"))
+    got = shaped(batch, RewardShaping(normalize="batch"))
     if not kept:
         assert got.abs().sum() == 0
         return
@@ -77,36 +74,35 @@ def test_running_moments_are_exponentially_weighted():
 @given(batches())
 def test_running_normalisation_and_smoothing(batch):
     moments = RunningMoments(weight=0.5, first=0.25, second=0.625)  # mean 0.5, variance 1
-    normal = shaped(batch, replace(GRPO, reward_normalize="running"), moments)
+    normal = shaped(batch, RewardShaping(normalize="running"), moments)
     close(normal, reference(batch, lambda r: (r - 0.5) / (1 + 1e-6)))
-    smooth = shaped(batch, replace(GRPO, reward_smoothing=0.25), moments)
+    smooth = shaped(batch, RewardShaping(smoothing=0.25), moments)
     close(smooth, reference(batch, lambda r: 0.75 * r + 0.25 * 0.5))
-    both = shaped(batch, replace(GRPO, reward_normalize="running", reward_smoothing=0.25), moments)
+    both = shaped(batch, RewardShaping(normalize="running", smoothing=0.25), moments)
     close(both, 0.75 * normal)
 
 
 def test_published_numbers_of_dapo():
     """arXiv:2503.14476, section 4.1: 16384 tokens free of penalty, 4096 of buffer, 20480 at most."""
     lengths = torch.tensor([1, 16384, 17408, 18432, 20480])
-    close(overlong_penalty(lengths, limit=20480, buffer=4096), [0.0, 0.0, -0.25, -0.5, -1.0])
+    close(overlong_penalty(lengths, limit=20480, buffer=4096, penalty=1.0), [0.0, 0.0, -0.25, -0.5, -1.0])
 
 
 @pytest.mark.parametrize(("buffer", "tokens"), [(4.0, 4.0), (0.4, 4.0)])
 @quick
 @given(batches())
 def test_overlong_penalty(buffer, tokens, batch):
-    algorithm = get_algorithm(
-        "dapo", {"max_response_tokens": 6, "overlong_buffer": buffer if buffer >= 1 else 4 / 6}
-    )
+    overlong = Overlong(buffer=buffer if buffer >= 1 else 4 / 6).within(6)
+    rewards, _, valid = batch.tensors
+    counts = torch.tensor([sum(mask) for mask in batch.masks])
+    scaled = RewardShaping().scaled(rewards, valid)
     wanted = [
         r + min(-(sum(mask) - (6 - tokens)) / tokens, 0.0) if ok else 0.0
         for r, ok, mask in zip(batch.rewards, batch.valid, batch.masks, strict=True)
     ]
-    close(shaped(batch, algorithm), wanted)
+    close(overlong.punish(scaled, valid, counts), wanted)
 
 
 def test_overlong_penalty_needs_the_limit():
-    with pytest.raises(ValueError, match="max_response_tokens"):
-        shape_rewards(
-            torch.ones(1), torch.ones(1) > 0, torch.ones(1), get_algorithm("dapo"), RunningMoments()
-        )
+    with pytest.raises(ValueError, match="limit"):
+        Overlong(buffer=0.2).punish(torch.ones(1), torch.ones(1) > 0, torch.ones(1))

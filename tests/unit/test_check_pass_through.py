@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from config_workspace import write_model, write_workspace
 
-from megatron_rl.algorithms.lookup import get_algorithm
 from megatron_rl.check import model_settings
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.check.engine_arguments import ENGINE_ARGUMENTS, OURS, REFUSED, check_engine_arguments
@@ -56,7 +55,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(workspace: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, **options: float) -> CheckReport:
     monkeypatch.chdir(workspace)
-    return check_config(load("config.yaml", overrides), None, algorithm_of=get_algorithm, **options)
+    return check_config(load("config.yaml", overrides), None, **options)
 
 
 def test_every_engine_argument_of_the_installed_version_is_sorted() -> None:

@@ -13,7 +13,6 @@ from config_workspace import write_workspace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.lookup import get_algorithm
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.cli.check_json import report_json
 from megatron_rl.cli.check_text import report_text
@@ -43,7 +42,7 @@ def inside() -> Iterator[None]:
 
 
 def check(*overrides: str, world: int | None = None) -> CheckReport:
-    return check_config(load("config.yaml", overrides), world, algorithm_of=get_algorithm)
+    return check_config(load("config.yaml", overrides), world)
 
 
 def batch_holds(report: CheckReport) -> None:
@@ -77,7 +76,7 @@ def test_the_batch_in_numbers() -> None:
 
 
 def test_every_value_has_an_origin_and_derived_ones_a_reason() -> None:
-    report = check("sft={data: sft.jsonl, steps: 2}", "algorithm.settings.kl_in=loss")
+    report = check("sft={data: sft.jsonl, steps: 2}", "algorithm.kl=loss")
     values = flatten(report.config)
     assert report.origins.keys() == values.keys()
     derived = {path: origin.detail for path, origin in report.origins.items() if origin.kind == "derived"}
@@ -91,7 +90,7 @@ def test_every_value_has_an_origin_and_derived_ones_a_reason() -> None:
     }  # fmt: skip
     assert expected <= derived.keys()
     assert values["reference.path"] == f"{values['run_dir']}/stages/sft/hf", "what the learning starts from"
-    assert check("algorithm.settings.kl_in=loss").config.reference.path == "model"
+    assert check("algorithm.kl=loss").config.reference.path == "model"
     assert values["actor.layout.ranks"] == (0, 1, 2, 3)
 
 
@@ -103,7 +102,7 @@ def test_mismatch_thresholds_follow_the_dtype(dtype: str, warn: float, stop: flo
 
 def test_a_checked_configuration_checks_again_to_itself() -> None:
     report = check()
-    assert check_config(report.config, 4, algorithm_of=get_algorithm).config == report.config
+    assert check_config(report.config, 4).config == report.config
 
 
 PUBLISHED = [
@@ -138,7 +137,7 @@ def test_stages_hold_the_whole_model(tensor: int, pipeline: int, tied: bool) -> 
 
 
 def test_memory_names_every_contributor() -> None:
-    report = check("algorithm.settings.kl_in=loss", "gpu_memory_gib=8")
+    report = check("algorithm.kl=loss", "gpu_memory_gib=8")
     worst = report.memory[0]
     names = {item.name for item in worst.items}
     assert {

@@ -9,7 +9,6 @@ import pytest
 import yaml
 from config_workspace import write_workspace
 
-from megatron_rl.algorithms.lookup import get_algorithm
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.config.load import load
 from megatron_rl.errors import UserError
@@ -47,7 +46,7 @@ def inside(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(*overrides: str, world: int | None = None, **options: bool) -> CheckReport:
-    return check_config(load("config.yaml", overrides), world, algorithm_of=get_algorithm, **options)
+    return check_config(load("config.yaml", overrides), world, **options)
 
 
 def test_the_good_configuration_has_no_findings() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from config_workspace import CONFIG
 
-from megatron_rl.algorithms.lookup import setting_types
+from megatron_rl.algorithms.table import KINDS
 from megatron_rl.config.field_types import known_paths
 from megatron_rl.config.load import dump, flatten, load_config, load_text
 from megatron_rl.config.other_names import FOREIGN_SECTIONS, foreign_names
@@ -81,7 +82,7 @@ def test_origins() -> None:
         ("reference={path: other, layout: {tensor: 2, ranks: [3, 1]}}", "seed=7"),
         ("sft={data: 'a b', steps: 5}", "rollout.sampling_profiles={math: {temperature: 0.7, stop: ['x']}}"),
         (
-            "algorithm.settings={kl_in: loss, band: [0.5, 2.0], nothing: null}",
+            "algorithm.correction={name: mis, band: [0.5, 2.0], threshold: null}",
             "run_dir='null'",
             "model.path='1e3'",
         ),
@@ -111,7 +112,12 @@ def test_what_is_no_range(text: str) -> None:
 
 def test_names_of_other_projects_lead_to_names_that_exist() -> None:
     ours = set(known_paths(RunConfig))
-    ours |= {f"algorithm.settings.{name}" for name in setting_types()}
+    ours |= {
+        f"algorithm.{key}.{item.name}"
+        for key, kind in KINDS.items()
+        for piece in kind.named.values()
+        for item in dataclasses.fields(piece)
+    }
     sections = {path.rsplit(".", count)[0] for path in ours for count in range(1, path.count(".") + 1)}
     for theirs, name in foreign_names().items():
         assert name.ours in ours | sections, theirs

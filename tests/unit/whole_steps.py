@@ -44,8 +44,8 @@ def step(batch: Batch) -> tuple[Rollouts, Scores]:
     return rollouts, scores
 
 
-def algorithm_of(name: str, **settings_):
-    return get_algorithm(name, {"max_response_tokens": 6, **settings_})
+def algorithm_of(name: str, **pieces):
+    return get_algorithm(name, pieces, max_response_tokens=6)
 
 
 def policy(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

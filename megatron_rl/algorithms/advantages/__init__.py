@@ -1,1 +1,1 @@
-"""Advantage estimators: pure functions by family, and their uniform form in `pieces`."""
+"""Advantage estimators: their form in `advantage`, and the estimators by family."""

@@ -1,29 +1,44 @@
 """Advantages from comparing the samples of one prompt: GRPO and its variants, RLOO, OPO, GPG, GDPO.
 
-All functions take ``rewards`` [B], ``group`` [B] (equal for samples of one prompt) and ``valid`` [B],
-and return one advantage per row [B]. An invalid row neither counts in a statistic nor gets an advantage
-(0). Rewards of invalid rows are not read and may be NaN.
+Each estimator gives one advantage per row [B]. An invalid row neither counts in a statistic nor gets an
+advantage (0). Rewards of invalid rows are not read and may be NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+from megatron_rl.algorithms.advantages.advantage import Advantage, AdvantageInputs, Advantages, outcome
+from megatron_rl.algorithms.lazy import groups, torch
+from megatron_rl.config.setting import setting
 
-from megatron_rl.algorithms.groups import (
-    first_best,
-    group_statistics,
-    group_sums,
-    group_top2,
-    leave_one_out_statistics,
-)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EPSILON = 1e-6
+EPSILON_MEANING = "What is added to the standard deviation before dividing by it."
+SCALE_MEANING = "Whether advantages are divided by the standard deviation."
 
 
-def grpo(
-    rewards: Tensor, group: Tensor, valid: Tensor, *, epsilon: float = 1e-6, scale_by_std: bool = True
-) -> Tensor:
+@dataclass(frozen=True)
+class GroupAdvantage(Advantage):
+    """Give every token of a response the same advantage, found by comparing the prompt's samples."""
+
+    compares_samples: ClassVar[bool] = True
+
+    @abstractmethod
+    def rows(self, inputs: AdvantageInputs) -> Tensor:
+        """Return one advantage per row: [B]."""
+
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
+        """Return the rows' advantages on their response tokens."""
+        return outcome(inputs, self.rows(inputs))
+
+
+@dataclass(frozen=True)
+class Grpo(GroupAdvantage):
     """Compare each reward with its group's mean, in units of the group's standard deviation.
 
     ``A_i = (R_i - mean_g) / (std_g + epsilon)`` with the unbiased (n-1) standard deviation. A group with
@@ -34,23 +49,27 @@ def grpo(
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2; singleton rule from verl.
 
     Example:
-        >>> r, g = torch.tensor([1.0, 0.0, 0.0, 0.5]), torch.tensor([0, 0, 0, 1])
-        >>> valid = torch.tensor([True, True, True, True])
-        >>> [round(a, 3) for a in grpo(r, g, valid).tolist()]
+        >>> inputs = advantage_inputs([1.0, 0.0, 0.0, 0.5], group=[0, 0, 0, 1])
+        >>> [round(a, 3) for a in Grpo().rows(inputs).tolist()]
         [1.155, -0.577, -0.577, 0.5]
-        >>> [round(a, 3) for a in grpo(r, g, valid, scale_by_std=False).tolist()]
+        >>> [round(a, 3) for a in Grpo(scale_by_std=False).rows(inputs).tolist()]
         [0.667, -0.333, -0.333, 0.5]
     """
-    count, mean, std = group_statistics(rewards, group, valid)
-    advantages = rewards - torch.where(count > 1, mean, 0)
-    if scale_by_std:
-        advantages = advantages / (torch.where(count > 1, std, 1) + epsilon)
-    return torch.where(valid, advantages, 0)
+
+    epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
+    scale_by_std: bool = setting(True, SCALE_MEANING)
+
+    def rows(self, inputs: AdvantageInputs) -> Tensor:
+        """Return one advantage per row: [B]."""
+        count, mean, std = groups.group_statistics(inputs.rewards, inputs.group, inputs.valid)
+        advantages = inputs.rewards - torch.where(count > 1, mean, 0)
+        if self.scale_by_std:
+            advantages = advantages / (torch.where(count > 1, std, 1) + self.epsilon)
+        return torch.where(inputs.valid, advantages, 0)
 
 
-def grpo_leave_one_out(
-    rewards: Tensor, group: Tensor, valid: Tensor, *, epsilon: float = 1e-6, scale_by_std: bool = True
-) -> Tensor:
+@dataclass(frozen=True)
+class GrpoLeaveOneOut(GroupAdvantage):
     """Compare each reward with mean and standard deviation of its group's *other* samples.
 
     ``A_i = (R_i - mean_others) / (std_others + epsilon)``, divided only where the others differ (their
@@ -61,18 +80,25 @@ def grpo_leave_one_out(
     NeMo-RL's default GRPO.
 
     Example:
-        >>> r, g = torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3)
-        >>> [round(a, 3) for a in grpo_leave_one_out(r, g, torch.ones(3) > 0).tolist()]
+        >>> inputs = advantage_inputs([1.0, 0.0, 0.0], group=[0, 0, 0])
+        >>> [round(a, 3) for a in GrpoLeaveOneOut().rows(inputs).tolist()]
         [1.0, -0.707, -0.707]
     """
-    others, mean, std = leave_one_out_statistics(rewards, group, valid)
-    advantages = rewards - mean
-    if scale_by_std:
-        advantages = torch.where(std > 0, advantages / (std + epsilon), advantages)
-    return torch.where(valid & (others > 0), advantages, 0)
+
+    epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
+    scale_by_std: bool = setting(True, SCALE_MEANING)
+
+    def rows(self, inputs: AdvantageInputs) -> Tensor:
+        """Return one advantage per row: [B]."""
+        others, mean, std = groups.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid)
+        advantages = inputs.rewards - mean
+        if self.scale_by_std:
+            advantages = torch.where(std > 0, advantages / (std + self.epsilon), advantages)
+        return torch.where(inputs.valid & (others > 0), advantages, 0)
 
 
-def grpo_pass_at_k(rewards: Tensor, group: Tensor, valid: Tensor, *, epsilon: float = 1e-6) -> Tensor:
+@dataclass(frozen=True)
+class GrpoPassAtK(GroupAdvantage):
     """Reward only a group's best sample, by its lead over the second: the gradient of pass@k, k = n.
 
     The first sample with the largest reward gets ``(R_max - R_second) / (std_g + epsilon)``, all others 0.
@@ -81,17 +107,24 @@ def grpo_pass_at_k(rewards: Tensor, group: Tensor, valid: Tensor, *, epsilon: fl
     Source: arXiv:2503.19595; form of verl.
 
     Example:
-        >>> r, g = torch.tensor([2.0, 1.0, 0.0]), torch.zeros(3)
-        >>> [round(a, 3) for a in grpo_pass_at_k(r, g, torch.ones(3) > 0).tolist()]
+        >>> inputs = advantage_inputs([2.0, 1.0, 0.0], group=[0, 0, 0])
+        >>> [round(a, 3) for a in GrpoPassAtK().rows(inputs).tolist()]
         [1.0, 0.0, 0.0]
     """
-    count, _, std = group_statistics(rewards, group, valid)
-    largest, second = group_top2(rewards, group, valid)
-    lead = torch.where(count > 1, largest - second, 0) / (std + epsilon)
-    return torch.where(first_best(rewards, group, valid), lead, 0)
+
+    epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
+
+    def rows(self, inputs: AdvantageInputs) -> Tensor:
+        """Return one advantage per row: [B]."""
+        samples = (inputs.rewards, inputs.group, inputs.valid)
+        count, _, std = groups.group_statistics(*samples)
+        largest, second = groups.group_top2(*samples)
+        lead = torch.where(count > 1, largest - second, 0) / (std + self.epsilon)
+        return torch.where(groups.first_best(*samples), lead, 0)
 
 
-def rloo(rewards: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Rloo(GroupAdvantage):
     """Subtract the mean of the group's other samples.
 
     ``A_i = R_i - mean_(j != i) R_j = n / (n - 1) (R_i - mean_g)``. A group with one valid sample has no
@@ -100,14 +133,18 @@ def rloo(rewards: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     Source: Back to Basics, arXiv:2402.14740, section 3; singleton rule from verl.
 
     Example:
-        >>> rloo(torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3), torch.ones(3) > 0).tolist()
+        >>> Rloo().rows(advantage_inputs([1.0, 0.0, 0.5], group=[0, 0, 0])).tolist()
         [0.75, -0.75, 0.0]
     """
-    mean = leave_one_out_statistics(rewards, group, valid).mean
-    return torch.where(valid, rewards - mean, 0)
+
+    def rows(self, inputs: AdvantageInputs) -> Tensor:
+        """Return one advantage per row: [B]."""
+        mean = groups.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid).mean
+        return torch.where(inputs.valid, inputs.rewards - mean, 0)
 
 
-def opo(rewards: Tensor, group: Tensor, valid: Tensor, response_lengths: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Opo(GroupAdvantage):
     """Subtract the group's length-weighted mean, the baseline of least gradient variance.
 
     ``A_i = R_i - sum_j l_j R_j / sum_j l_j`` with response lengths l [B] in tokens, under the assumption
@@ -117,20 +154,24 @@ def opo(rewards: Tensor, group: Tensor, valid: Tensor, response_lengths: Tensor)
     Source: OPO, arXiv:2505.23585; singleton rule from verl.
 
     Example:
-        >>> r, lengths = torch.tensor([1.0, 0.0]), torch.tensor([1, 3])
-        >>> opo(r, torch.zeros(2), torch.ones(2) > 0, lengths).tolist()
+        >>> Opo().rows(advantage_inputs([1.0, 0.0], group=[0, 0], lengths=[1, 3])).tolist()
         [0.75, -0.25]
     """
-    count, mean, std = group_statistics(rewards, group, valid)
-    weights = torch.where(valid, response_lengths.to(rewards.dtype), 0)
-    total = group_sums(weights, group)
-    weighted = group_sums(weights * torch.where(valid, rewards, 0), group) / total.clamp(min=1)
-    baseline = torch.where(std == 0, mean, weighted)
-    baseline = torch.where((count > 1) & (total > 0), baseline, 0)
-    return torch.where(valid, rewards - baseline, 0)
+
+    def rows(self, inputs: AdvantageInputs) -> Tensor:
+        """Return one advantage per row: [B]."""
+        rewards, group, valid = inputs.rewards, inputs.group, inputs.valid
+        count, mean, std = groups.group_statistics(rewards, group, valid)
+        weights = torch.where(valid, inputs.response_lengths.to(rewards.dtype), 0)
+        total = groups.group_sums(weights, group)
+        weighted = groups.group_sums(weights * torch.where(valid, rewards, 0), group) / total.clamp(min=1)
+        baseline = torch.where(std == 0, mean, weighted)
+        baseline = torch.where((count > 1) & (total > 0), baseline, 0)
+        return torch.where(valid, rewards - baseline, 0)
 
 
-def gpg(rewards: Tensor, group: Tensor, valid: Tensor, *, normalizer: float = 1.0) -> Tensor:
+@dataclass(frozen=True)
+class Gpg(GroupAdvantage):
     """Centre on the group's mean and make up for the rows whose reward is zero.
 
     ``A_i = alpha (R_i - mean_g) / normalizer`` with ``alpha = B / max(#{R != 0}, 1)`` over the valid rows of
@@ -139,49 +180,62 @@ def gpg(rewards: Tensor, group: Tensor, valid: Tensor, *, normalizer: float = 1.
     Source: GPG, arXiv:2504.02546, with verl's reading of alpha.
 
     Example:
-        >>> gpg(torch.tensor([1.0, 0.0]), torch.zeros(2), torch.ones(2) > 0).tolist()
+        >>> Gpg().rows(advantage_inputs([1.0, 0.0], group=[0, 0])).tolist()
         [1.0, -1.0]
     """
-    count, mean, _ = group_statistics(rewards, group, valid)
-    alpha = valid.sum().to(rewards.dtype) / (valid & (rewards != 0)).sum().clamp(min=1)
-    return torch.where(valid, alpha * (rewards - torch.where(count > 1, mean, 0)) / normalizer, 0)
+
+    normalizer: float = setting(1.0, "What the advantages are divided by.", more_than=0)
+
+    def rows(self, inputs: AdvantageInputs) -> Tensor:
+        """Return one advantage per row: [B]."""
+        rewards, valid = inputs.rewards, inputs.valid
+        count, mean, _ = groups.group_statistics(rewards, inputs.group, valid)
+        alpha = valid.sum().to(rewards.dtype) / (valid & (rewards != 0)).sum().clamp(min=1)
+        centred = rewards - torch.where(count > 1, mean, 0)
+        return torch.where(valid, alpha * centred / self.normalizer, 0)
 
 
-def gdpo(
-    components: Mapping[str, Tensor],
-    group: Tensor,
-    valid: Tensor,
-    *,
-    weights: Mapping[str, float] | None = None,
-    epsilon: float = 1e-6,
-) -> Tensor:
+@dataclass(frozen=True)
+class Gdpo(GroupAdvantage):
     """Normalise each reward component within the group, then add the components up.
 
-    ``A_i = sum_k w_k GRPO(r_k)_i``; GDPO then whitens over the batch (`whiten`). Normalising the sum
-    instead lets different mixes of components collapse into equal advantages. ``weights`` names the
-    components that take part; None takes all with weight 1. A row whose component is NaN counts as failed
-    in that component.
+    ``A_i = sum_k w_k GRPO(r_k)_i``; GDPO then whitens over the batch (``whiten``). Normalising the sum
+    instead lets different mixes of components collapse into equal advantages. ``reward`` itself is a
+    component only where there is no other. A row whose component is NaN counts as failed in that component.
 
     Source: GDPO, arXiv:2601.05242; the example is the paper's.
 
     Example:
         Rewards (0, 1) in one component and (0, 2) in two are the same to GRPO, not to GDPO.
 
-        >>> one = {"a": torch.tensor([0.0, 1.0]), "b": torch.tensor([0.0, 0.0])}
-        >>> two = {"a": torch.tensor([0.0, 1.0]), "b": torch.tensor([0.0, 1.0])}
-        >>> group, valid = torch.zeros(2), torch.ones(2) > 0
-        >>> [round(a, 3) for a in gdpo(one, group, valid).tolist()]
+        >>> one, two = {"a": [0.0, 1.0], "b": [0.0, 0.0]}, {"a": [0.0, 1.0], "b": [0.0, 1.0]}
+        >>> inputs = advantage_inputs([0.0, 1.0], group=[0, 0], components=one)
+        >>> [round(a, 3) for a in Gdpo().rows(inputs).tolist()]
         [-0.707, 0.707]
-        >>> [round(a, 3) for a in gdpo(two, group, valid).tolist()]
+        >>> inputs = advantage_inputs([0.0, 2.0], group=[0, 0], components=two)
+        >>> [round(a, 3) for a in Gdpo().rows(inputs).tolist()]
         [-1.414, 1.414]
     """
-    chosen = dict.fromkeys(components, 1.0) if not weights else dict(weights)
-    missing = sorted(set(chosen) - set(components))
-    if missing or not chosen:
-        raise ValueError(f"reward components {missing or 'none'} missing; there are {sorted(components)}")
-    total = torch.zeros(len(group), dtype=next(iter(components.values())).dtype, device=group.device)
-    for name, weight in chosen.items():
-        total = total + weight * grpo(
-            components[name], group, valid & components[name].isfinite(), epsilon=epsilon
-        )
-    return total
+
+    epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
+    weights: dict[str, float] = setting(
+        {}, "Weight of each reward component that takes part.", unset="empty: all with weight 1"
+    )
+
+    reads_kl_penalty: ClassVar[bool] = False
+
+    def rows(self, inputs: AdvantageInputs) -> Tensor:
+        """Return one advantage per row: [B]."""
+        components = {name: value for name, value in inputs.components.items() if name != "reward"}
+        components = components or {"reward": inputs.rewards}
+        weights = self.weights or dict.fromkeys(components, 1.0)
+        missing = sorted(set(weights) - set(components))
+        if missing:
+            raise ValueError(f"reward components {missing} missing; there are {sorted(components)}")
+        normalized = Grpo(epsilon=self.epsilon)
+        total = torch.zeros_like(inputs.rewards)
+        for name, weight in weights.items():
+            component = components[name]
+            valid = inputs.valid & component.isfinite()
+            total = total + weight * normalized.rows(replace(inputs, rewards=component, valid=valid))
+        return total

@@ -1,4 +1,4 @@
-"""Advantages along one response: discounted returns (REINFORCE++, ReMax), GAE, VAPO's lambda, whitening.
+"""Advantages along one response: discounted returns (REINFORCE++, ReMax), GAE, VAPO's lambda.
 
 Per-token tensors are ragged [N] with ``lengths`` [B]; ``mask`` [N] marks response tokens. Tokens outside
 the mask (prompts, tool output between turns) are skipped: the recursion goes from one response token to
@@ -7,14 +7,110 @@ the next across them, and their result is 0.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from megatron_rl.algorithms.advantages.inputs import Advantages
-from megatron_rl.algorithms.ragged import broadcast_rows, discounted_sums, row_sums
+from megatron_rl.algorithms.advantages.advantage import Advantage, AdvantageInputs, Advantages
+from megatron_rl.algorithms.lazy import ragged, torch
+from megatron_rl.config.setting import setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GAMMA_MEANING = "Discount of the reward of a later token."
 
 
-def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float = 1.0) -> Tensor:
+@dataclass(frozen=True)
+class Reinforce(Advantage):
+    """Take the discounted returns themselves as advantages.
+
+    Source: Williams (1992); with whitening REINFORCE++, arXiv:2501.03262.
+
+    Example:
+        >>> inputs = advantage_inputs([1.0], group=[0], lengths=[2])
+        >>> Reinforce(gamma=0.5).estimate(inputs).advantages.tolist()
+        [0.5, 1.0]
+    """
+
+    gamma: float = setting(1.0, GAMMA_MEANING, at_least=0, at_most=1)
+
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
+        """Return the returns as advantages and as returns."""
+        returns = discounted_returns(inputs.token_rewards, inputs.mask, inputs.lengths, gamma=self.gamma)
+        return Advantages(returns, returns)
+
+
+@dataclass(frozen=True)
+class Remax(Advantage):
+    """Subtract the reward of the greedy response to the same prompt from the returns.
+
+    ``A_t = G_t - b`` with the greedy response's reward b; the returns are G.
+
+    Source: ReMax, arXiv:2310.10505.
+
+    Example:
+        >>> inputs = advantage_inputs([1.0], group=[0], lengths=[2], baseline_rewards=[0.25])
+        >>> Remax().estimate(inputs).advantages.tolist()
+        [0.75, 0.75]
+    """
+
+    gamma: float = setting(1.0, GAMMA_MEANING, at_least=0, at_most=1)
+
+    needs_greedy_baseline: ClassVar[bool] = True
+
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
+        """Return the returns less the baseline, and the returns."""
+        if inputs.baseline_rewards is None:
+            raise ValueError("ReMax needs rewards of greedy responses: Scores.baseline_rewards is missing")
+        mask, lengths = inputs.mask, inputs.lengths
+        returns = discounted_returns(inputs.token_rewards, mask, lengths, gamma=self.gamma)
+        baseline = ragged.broadcast_rows(inputs.baseline_rewards.to(returns.dtype), lengths)
+        return Advantages(torch.where(mask, returns - baseline, 0), returns)
+
+
+@dataclass(frozen=True)
+class Gae(Advantage):
+    """Estimate advantages from rewards and the critic's values, see `gae`.
+
+    Source: GAE, arXiv:1506.02438; with PPO, arXiv:1707.06347.
+    """
+
+    gamma: float = setting(1.0, GAMMA_MEANING, at_least=0, at_most=1)
+    lam: float = setting(
+        1.0, "Lambda: 1 trusts the rewards alone, 0 the critic's next value.", at_least=0, at_most=1
+    )
+
+    needs_critic: ClassVar[bool] = True
+
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
+        """Return advantages and the critic's targets."""
+        values = _values(inputs)
+        return gae(inputs.token_rewards, values, inputs.mask, inputs.lengths, gamma=self.gamma, lam=self.lam)
+
+
+@dataclass(frozen=True)
+class Vapo(Advantage):
+    """Take `gae` twice: the policy's lambda by response length, the critic's own for its targets.
+
+    Source: VAPO, arXiv:2504.05118, decoupled and length-adaptive GAE.
+    """
+
+    gamma: float = setting(1.0, GAMMA_MEANING, at_least=0, at_most=1)
+    critic_lambda: float = setting(1.0, "Lambda of the critic's targets.", at_least=0, at_most=1)
+    alpha: float = setting(0.05, "The policy's lambda is 1 - 1 / (alpha * response length).", more_than=0)
+
+    needs_critic: ClassVar[bool] = True
+
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
+        """Return the policy's advantages and the critic's targets."""
+        rewards, values, rows = inputs.token_rewards, _values(inputs), (inputs.mask, inputs.lengths)
+        lam = length_adaptive_lambda(inputs.response_lengths, alpha=self.alpha)
+        policy = gae(rewards, values, *rows, gamma=self.gamma, lam=lam)
+        critic = gae(rewards, values, *rows, gamma=self.gamma, lam=self.critic_lambda)
+        return Advantages(policy.advantages, critic.returns)
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
     """Sum the rewards from each response token on: ``G_t = r_t + gamma G_(t+1)``, [N].
 
     With gamma = 1 and the reward on the last token this is REINFORCE++'s return before whitening.
@@ -28,36 +124,14 @@ def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Tensor, *, gamma:
         >>> discounted_returns(r, mask, torch.tensor([3]), gamma=0.5).tolist()
         [0.5, 0.0, 1.0]
     """
-    return _scan(rewards, mask, lengths, gamma)
-
-
-def remax(
-    rewards: Tensor, mask: Tensor, lengths: Tensor, baseline_rewards: Tensor, *, gamma: float = 1.0
-) -> Advantages:
-    """Subtract the reward of the greedy response to the same prompt from the returns.
-
-    ``A_t = G_t - b``, ``baseline_rewards`` b [B]; the returns are G.
-
-    Source: ReMax, arXiv:2310.10505.
-
-    Example:
-        >>> r, mask = torch.tensor([0.0, 1.0]), torch.tensor([True, True])
-        >>> remax(r, mask, torch.tensor([2]), torch.tensor([0.25])).advantages.tolist()
-        [0.75, 0.75]
-    """
-    returns = discounted_returns(rewards, mask, lengths, gamma=gamma)
-    baseline = broadcast_rows(baseline_rewards.to(returns.dtype), lengths)
-    return Advantages(torch.where(mask, returns - baseline, 0), returns)
+    kept = ragged.row_sums(mask.to(torch.float64), lengths).long()
+    result = torch.zeros_like(rewards)
+    result[mask] = ragged.discounted_sums(rewards[mask], kept, gamma)
+    return result
 
 
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    lengths: Tensor,
-    *,
-    gamma: float = 1.0,
-    lam: Tensor | float = 1.0,
+    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float, lam: Tensor | float
 ) -> Advantages:
     """Estimate advantages from rewards and values [N] with the trade-off lambda (a number or [B]).
 
@@ -69,22 +143,22 @@ def gae(
 
     Example:
         >>> r, v = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25])
-        >>> a, g = gae(r, v, torch.tensor([True, True]), torch.tensor([2]), lam=0.5)
+        >>> a, g = gae(r, v, torch.tensor([True, True]), torch.tensor([2]), gamma=1.0, lam=0.5)
         >>> a.tolist(), g.tolist()
         ([0.125, 0.75], [0.625, 1.0])
     """
-    kept = row_sums(mask.to(torch.float64), lengths).long()
+    kept = ragged.row_sums(mask.to(torch.float64), lengths).long()
     r, v = rewards[mask], values[mask]
     following = torch.cat([v[1:], v.new_zeros(1)]) if len(v) else v
     last = torch.cumsum(kept, 0)[kept > 0] - 1
     following[last] = 0
     decay = gamma * torch.as_tensor(lam, dtype=v.dtype, device=v.device)
     advantages = torch.zeros_like(values)
-    advantages[mask] = discounted_sums(r + gamma * following - v, kept, decay)
+    advantages[mask] = ragged.discounted_sums(r + gamma * following - v, kept, decay)
     return Advantages(advantages, torch.where(mask, advantages + values, 0))
 
 
-def length_adaptive_lambda(response_lengths: Tensor, *, alpha: float = 0.05) -> Tensor:
+def length_adaptive_lambda(response_lengths: Tensor, *, alpha: float) -> Tensor:
     """Return VAPO's lambda for each row [B]: ``1 - 1 / (alpha l)``, kept within [0, 1].
 
     It makes the sum of GAE's weights proportional to the length l: ``1 / (1 - lambda) = alpha l``.
@@ -93,35 +167,14 @@ def length_adaptive_lambda(response_lengths: Tensor, *, alpha: float = 0.05) -> 
     Source: VAPO, arXiv:2504.05118, length-adaptive GAE, with alpha = 0.05.
 
     Example:
-        >>> length_adaptive_lambda(torch.tensor([10, 100, 1000])).tolist()
+        >>> length_adaptive_lambda(torch.tensor([10, 100, 1000]), alpha=0.05).tolist()
         [0.0, 0.8, 0.98]
     """
     lengths = response_lengths.to(torch.float64).clamp(min=1)
     return (1 - 1 / (alpha * lengths)).clamp(0, 1)
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Shift and scale masked-in values to mean 0 and variance 1 over the whole batch: [N].
-
-    ``(x - mean) / sqrt(var + 1e-8)`` with the unbiased variance; 0 outside the mask. Fewer than two
-    values cannot be whitened and are returned as they are.
-
-    Source: verl torch_functional.masked_whiten.
-
-    Example:
-        >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()[2]
-        0.0
-    """
-    kept = values[mask]
-    if len(kept) < 2:
-        return torch.where(mask, values, 0)
-    whitened = (values - kept.mean()) * torch.rsqrt(kept.var(correction=1) + 1e-8)
-    return torch.where(mask, whitened, 0)
-
-
-def _scan(values: Tensor, mask: Tensor, lengths: Tensor, discount: Tensor | float) -> Tensor:
-    """Run `discounted_sums` over the masked-in tokens of each row alone."""
-    kept = row_sums(mask.to(torch.float64), lengths).long()
-    result = torch.zeros_like(values)
-    result[mask] = discounted_sums(values[mask], kept, discount)
-    return result
+def _values(inputs: AdvantageInputs) -> Tensor:
+    if inputs.values is None:
+        raise ValueError("GAE needs the critic's values: Scores.values is missing")
+    return inputs.values

@@ -1,1 +1,1 @@
-"""Policy losses: pure per-token functions by family, and their uniform form in `pieces`."""
+"""Policy losses: their form in `policy_loss`, and the losses by family."""

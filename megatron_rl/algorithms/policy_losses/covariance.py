@@ -8,11 +8,105 @@ published choice would use the slightly newer policy.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_rl.algorithms.policy_losses.clipped import ppo_clip
-from megatron_rl.algorithms.policy_losses.token_loss import TokenLoss, log_ratio
+from megatron_rl.algorithms.lazy import torch
+from megatron_rl.algorithms.policy_losses.clipped import HIGH_MEANING, LOW_MEANING, PpoClip
+from megatron_rl.algorithms.policy_losses.policy_loss import PolicyLoss, TokenLoss, fields_of, log_ratio
+from megatron_rl.config.setting import setting
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+    from megatron_rl.types import TrainBatch
+
+FRACTION_MEANING = "Share of the mini-batch's tokens that is treated apart, at least one token."
+
+
+@dataclass(frozen=True)
+class ClipCov(PolicyLoss):
+    """Take PPO's clipped loss without dual clip, and none at all on the selected tokens.
+
+    Selected are max(floor(fraction * tokens), 1) tokens, drawn at random of those with
+    ``covariance_low < covariance < covariance_high``; where fewer qualify, all of them.
+
+    Source: arXiv:2505.22617, Clip-Cov.
+
+    Example:
+        >>> chosen = torch.tensor([True, False])
+        >>> micro = micro_batch([1.0, 1.0], old_log_probs=[0.0, 0.0], selected=chosen)
+        >>> ClipCov().token_loss(micro, torch.zeros(2)).loss.tolist()
+        [0.0, -1.0]
+        >>> micro = micro_batch([1.0, -1.0, 0.0], old_log_probs=[-1.0, -5.0, -3.0])
+        >>> ClipCov().select(micro, torch.Generator()).sum().item()
+        1
+    """
+
+    clip_low: float = setting(0.2, LOW_MEANING, at_least=0)
+    clip_high: float = setting(0.2, HIGH_MEANING, at_least=0)
+    fraction: float = setting(2e-4, FRACTION_MEANING, more_than=0, at_most=1)
+    covariance_low: float = setting(1.0, "Tokens of lower covariance are not selected.")
+    covariance_high: float = setting(5.0, "Tokens of higher covariance are not selected.")
+
+    def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
+        """Return the loss of every token [N]."""
+        clipped = PpoClip(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=None)
+        loss, indicators = clipped.token_loss(micro, log_probs)
+        selected = _selected(micro)
+        return TokenLoss(torch.where(selected, 0, loss), {**indicators, "selected_fraction": selected})
+
+    def select(self, minibatch: TrainBatch, generator: Generator) -> Tensor:
+        """Return the tokens without a loss: [N] bool; an empty mask gives none."""
+        covariance, mask = _covariance_of(minibatch), minibatch.response_mask
+        between = (covariance > self.covariance_low) & (covariance < self.covariance_high)
+        candidates = torch.nonzero(mask & between).squeeze(-1)
+        count = max(int(self.fraction * int(mask.sum())), 1)
+        chosen = candidates[torch.randperm(len(candidates), generator=generator)[:count]]
+        selected = torch.zeros_like(mask)
+        selected[chosen] = True
+        return selected
+
+
+@dataclass(frozen=True)
+class KlCov(PolicyLoss):
+    """Take the unclipped loss ``-A r``, with ``coef |log_probs - old_log_probs|`` added on selected tokens.
+
+    Selected are the max(floor(fraction * tokens), 1) tokens of largest covariance, equal ones in order of
+    position. The paper has ``coef`` 1, verl's configuration 0.1.
+
+    Source: arXiv:2505.22617, KL-Cov.
+
+    Example:
+        >>> chosen, new = torch.tensor([True, True]), torch.tensor([0.5, 0.0])
+        >>> micro = micro_batch([1.0, 1.0], old_log_probs=[0.0, 0.0], selected=chosen)
+        >>> [round(x, 3) for x in KlCov(coef=1.0).token_loss(micro, new).loss.tolist()]
+        [-1.149, -1.0]
+        >>> micro = micro_batch([1.0, 0.0, 0.0], old_log_probs=[-1.0, -5.0, -3.0])
+        >>> KlCov().select(micro, torch.Generator()).tolist()
+        [True, False, False]
+    """
+
+    fraction: float = setting(2e-4, FRACTION_MEANING, more_than=0, at_most=1)
+    coef: float = setting(0.1, "Weight of the penalty on selected tokens.", at_least=0)
+
+    def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
+        """Return the loss of every token [N]."""
+        old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
+        selected = _selected(micro)
+        difference = log_ratio(log_probs, old_log_probs)
+        penalty = torch.where(selected, self.coef * difference.abs(), 0)
+        return TokenLoss(-advantages * difference.exp() + penalty, {"selected_fraction": selected})
+
+    def select(self, minibatch: TrainBatch, generator: Generator) -> Tensor:
+        """Return the tokens with a penalty: [N] bool; an empty mask gives none."""
+        covariance, mask = _covariance_of(minibatch), minibatch.response_mask
+        tokens = int(mask.sum())
+        selected = torch.zeros_like(mask)
+        if tokens:
+            ranked = torch.where(mask, covariance, -torch.inf).sort(descending=True, stable=True).indices
+            selected[ranked[: max(int(self.fraction * tokens), 1)]] = True
+        return selected
 
 
 def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -33,93 +127,13 @@ def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
     return torch.where(mask, covariance, 0)
 
 
-def select_clip_cov(
-    log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    generator: torch.Generator,
-    *,
-    fraction: float = 2e-4,
-    low: float = 1.0,
-    high: float = 5.0,
-) -> Tensor:
-    """Choose at random max(floor(fraction * tokens), 1) tokens with ``low < covariance < high``: [N] bool.
-
-    Where fewer qualify, all of them are chosen; an empty mask chooses none.
-
-    Source: arXiv:2505.22617, Clip-Cov.
-
-    Example:
-        >>> lp, a = torch.tensor([-1.0, -5.0, -3.0]), torch.tensor([1.0, -1.0, 0.0])
-        >>> select_clip_cov(lp, a, torch.ones(3) > 0, torch.Generator()).sum().item()
-        1
-    """
-    covariance = token_covariance(log_probs.double(), advantages.double(), mask)
-    candidates = torch.nonzero(mask & (covariance > low) & (covariance < high)).squeeze(-1)
-    count = max(int(fraction * int(mask.sum())), 1)
-    chosen = candidates[torch.randperm(len(candidates), generator=generator)[:count]]
-    selected = torch.zeros_like(mask)
-    selected[chosen] = True
-    return selected
+def _covariance_of(minibatch: TrainBatch) -> Tensor:
+    """Return the covariance of the old policy's log-probs with the advantages: [N] float64."""
+    old_log_probs, advantages = fields_of(minibatch, "old_log_probs", "advantages")
+    return token_covariance(old_log_probs.double(), advantages.double(), minibatch.response_mask)
 
 
-def select_kl_cov(log_probs: Tensor, advantages: Tensor, mask: Tensor, *, fraction: float = 2e-4) -> Tensor:
-    """Choose the max(floor(fraction * tokens), 1) tokens of largest covariance: [N] bool.
-
-    Equal covariances are taken in order of position; an empty mask chooses none.
-
-    Source: arXiv:2505.22617, KL-Cov.
-
-    Example:
-        >>> lp, a = torch.tensor([-1.0, -5.0, -3.0]), torch.tensor([1.0, 0.0, 0.0])
-        >>> select_kl_cov(lp, a, torch.ones(3) > 0).tolist()
-        [True, False, False]
-    """
-    covariance = token_covariance(log_probs.double(), advantages.double(), mask)
-    tokens = int(mask.sum())
-    selected = torch.zeros_like(mask)
-    if tokens:
-        ranked = torch.where(mask, covariance, -torch.inf).sort(descending=True, stable=True).indices
-        selected[ranked[: max(int(fraction * tokens), 1)]] = True
-    return selected
-
-
-def clip_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    selected: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> TokenLoss:
-    """Take PPO's clipped loss without dual clip, and none at all on the selected tokens.
-
-    Source: arXiv:2505.22617, Clip-Cov.
-
-    Example:
-        >>> chosen = torch.tensor([True, False])
-        >>> clip_cov(torch.zeros(2), torch.zeros(2), torch.ones(2), chosen).loss.tolist()
-        [0.0, -1.0]
-    """
-    loss, indicators = ppo_clip(
-        log_probs, old_log_probs, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=None
-    )
-    return TokenLoss(torch.where(selected, 0, loss), {**indicators, "selected_fraction": selected})
-
-
-def kl_cov(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, selected: Tensor, *, coef: float = 1.0
-) -> TokenLoss:
-    """Take the unclipped loss ``-A r``, with ``coef |log_probs - old_log_probs|`` added on selected tokens.
-
-    Source: arXiv:2505.22617, KL-Cov.
-
-    Example:
-        >>> new, chosen = torch.tensor([0.5, 0.0]), torch.tensor([True, True])
-        >>> [round(x, 3) for x in kl_cov(new, torch.zeros(2), torch.ones(2), chosen).loss.tolist()]
-        [-1.149, -1.0]
-    """
-    difference = log_ratio(log_probs, old_log_probs)
-    penalty = torch.where(selected, coef * difference.abs(), 0)
-    return TokenLoss(-advantages * difference.exp() + penalty, {"selected_fraction": selected})
+def _selected(micro: TrainBatch) -> Tensor:
+    if micro.selected is None:
+        raise ValueError("the batch has no selected tokens; take mini-batches from `minibatches`")
+    return micro.selected

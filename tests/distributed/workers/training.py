@@ -25,7 +25,10 @@ from megatron_rl.types import TrainBatch
 
 ALGORITHM = get_algorithm(
     "grpo",
-    {"kl_in": "loss", "kl_coef": 0.05, "entropy_coef": 0.01, "clip_ratio_low": 0.1, "clip_ratio_high": 0.1},
+    {
+        "kl": {"name": "loss", "coef": 0.05},
+        "policy_loss": {"entropy_coef": 0.01, "clip_low": 0.1, "clip_high": 0.1},
+    },
 )
 # A large epsilon makes Adam's first step a smooth function of the gradient: with a small one it is the
 # gradient's sign, which is rounding noise where the gradient is zero.
