@@ -24,13 +24,13 @@ from pathlib import Path
 from common import ChildFailed, Report, arguments, cores, say, torchrun, warn_if_busy
 
 from megatron_rl.check.configuration import check_config
+from megatron_rl.config.budget import PHASES as MEMORY_PHASES
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.planner.calibrate import observed, read_steps, without_sync
 from megatron_rl.planner.constants import Constants, load_constants
 from megatron_rl.planner.step import PHASES, Observed, RunStep, predict_run
-from megatron_rl.shapes.memory import PHASES as MEMORY_PHASES
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 

@@ -15,9 +15,9 @@ from megatron_rl.planner.constants import GB, Machine
 from megatron_rl.planner.generate import POINTS, RolloutLayout, cache_tokens, decode_cost, prefill_seconds
 from megatron_rl.planner.layer import gather_seconds
 from megatron_rl.planner.learn import TrainChoice, Work
-from megatron_rl.planner.memory import parameters_per_gpu
 from megatron_rl.planner.sync import sync_seconds
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.memory import fullest_parameters
 from megatron_rl.shapes.model import ModelShape
 
 Sync = Callable[[ModelShape, ParallelLayout | None, RolloutLayout, Machine], float]
@@ -165,7 +165,7 @@ def gathering_seconds(choice: TrainChoice, machine: Machine, work: Work, compute
     Weights are gathered for the forward and the backward of every micro-batch; most of it overlaps.
     """
     layout = choice.layout
-    weights = 2.0 * sum(parameters_per_gpu(choice.model, layout))
+    weights = 2.0 * sum(fullest_parameters(choice.model, layout))
     once = gather_seconds(machine, layout.data * layout.context, layout.tensor, weights)
     traffic = 2 * once * work.micro_batches
     return max(0.0, traffic - 0.8 * compute) + 0.1 * min(traffic, compute)

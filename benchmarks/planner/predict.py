@@ -31,7 +31,7 @@ from megatron_rl.planner.learn import (
     score_memory,
     score_seconds,
 )
-from megatron_rl.planner.memory import prefill_workspace_bytes, rollout_weight_bytes, training_memory
+from megatron_rl.planner.memory import fullest_training, prefill_workspace_bytes, rollout_weight_bytes
 from megatron_rl.planner.placement import best_grouping
 from megatron_rl.planner.search import RECOMPUTE, rollout_plans, training_front
 from megatron_rl.planner.step import TRAINED, RoleSeconds, add_up
@@ -138,7 +138,7 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
     layout = choice.layout
     stated = scenario.section("batch").get("global_batch")
     micro = stated / layout.data / choice.micro_batch if stated else 4 * layout.pipeline
-    memory = training_memory(
+    memory = fullest_training(
         choice.model,
         layout,
         choice.optimizer,
@@ -146,6 +146,7 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
         choice.micro_batch * scenario.sequence,
         max(1, round(micro)),
         choice.recompute,
+        scenario.constants.memory.logits_bytes_per_element,
     )
     activations = memory.activations + memory.logits
     return {

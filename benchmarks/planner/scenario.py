@@ -22,9 +22,9 @@ from megatron_rl.errors import UserError, nearest
 from megatron_rl.planner.batch import StepBatch, response_lengths
 from megatron_rl.planner.constants import Constants, Machine
 from megatron_rl.planner.generate import RolloutLayout
-from megatron_rl.planner.memory import OptimizerChoice
 from megatron_rl.planner.placement import ROLES
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 

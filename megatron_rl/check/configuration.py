@@ -23,6 +23,7 @@ from megatron_rl.check.parallel_sizes import (
 from megatron_rl.check.sampling_order import check_asynchrony
 from megatron_rl.check.values import check_values
 from megatron_rl.check.warnings import check_warnings
+from megatron_rl.config.budget import RankMemory, memory_plan
 from megatron_rl.config.derive import (
     BatchPlan,
     batch_plan,
@@ -36,7 +37,6 @@ from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.source import DEFAULT, Origin
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import RankMemory, memory_plan
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.traffic import WeightTraffic
 
@@ -190,7 +190,7 @@ def _report(
         batch = batch_plan(config, layouts)
         memory, sync = [], None
         if inputs.shape is not None:
-            memory = memory_plan(config, layouts, inputs.shape, batch)
+            memory = memory_plan(config, layouts, {"actor": inputs.shape, **inputs.shapes}, batch)
             sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
         records = inputs.preview.count if inputs.preview else None
         check.warnings.extend(

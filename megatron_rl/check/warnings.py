@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_rl.algorithms.algorithm import Algorithm
+from megatron_rl.config.budget import PHASES, RankMemory
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
@@ -13,7 +14,6 @@ from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import sections_of
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import PHASES, RankMemory
 from megatron_rl.shapes.model import ModelShape
 
 _HIGH_RATE = 1e-3

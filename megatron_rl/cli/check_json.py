@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from megatron_rl.check.configuration import CheckReport
+from megatron_rl.config.budget import PHASES
 from megatron_rl.config.load import flatten, to_plain
-from megatron_rl.shapes.memory import PHASES
 
 
 def report_json(report: CheckReport) -> dict[str, Any]:

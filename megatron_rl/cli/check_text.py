@@ -6,13 +6,13 @@ import textwrap
 from collections.abc import Mapping
 
 from megatron_rl.check.configuration import CheckReport
+from megatron_rl.config.budget import PHASES, RankMemory
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, stage_plans
 from megatron_rl.errors import numbered
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import PHASES, RankMemory
 from megatron_rl.shapes.traffic import byte_words, gathered_bytes
 
 WIDTH = 110

@@ -10,11 +10,11 @@ from megatron_rl.planner.batch import StepBatch
 from megatron_rl.planner.constants import GB, Machine
 from megatron_rl.planner.generate import RolloutLayout
 from megatron_rl.planner.learn import TrainChoice, score_memory, score_seconds
-from megatron_rl.planner.memory import OptimizerChoice
 from megatron_rl.planner.search import RolloutPlan, SearchCount, TrainPlan, rollout_plans, training_front
 from megatron_rl.planner.step import TRAINED, RoleSeconds
 from megatron_rl.planner.sync import sync_seconds
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
 
 _STATE_SPREADS = (1.0, 1.3, 2.0, 4.0, 1e9)

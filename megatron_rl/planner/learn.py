@@ -6,19 +6,15 @@ Data parallelism: reduce-scatter of gradients and all-gather of 2-byte parameter
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil, log, sqrt
 
 from megatron_rl.planner.batch import StepBatch
 from megatron_rl.planner.constants import Constants, Machine
 from megatron_rl.planner.layer import gather_seconds, layer_seconds
-from megatron_rl.planner.memory import (
-    OptimizerChoice,
-    TrainingMemory,
-    parameters_per_gpu,
-    training_memory,
-)
+from megatron_rl.planner.memory import fullest_scoring, fullest_training
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.memory import OptimizerChoice, TrainingMemory, fullest_parameters
 from megatron_rl.shapes.model import ModelShape
 
 
@@ -114,7 +110,7 @@ def _pipeline_seconds(
 
 def _gradient_exchange_seconds(choice: TrainChoice, machine: Machine) -> float:
     layout = choice.layout
-    dense, expert = parameters_per_gpu(choice.model, layout)
+    dense, expert = fullest_parameters(choice.model, layout)
     bytes_each = choice.optimizer.gradient_bytes + 2.0
     total = gather_seconds(machine, layout.data * layout.context, layout.tensor, dense * bytes_each)
     if expert:
@@ -125,7 +121,7 @@ def _gradient_exchange_seconds(choice: TrainChoice, machine: Machine) -> float:
 
 def _update_seconds(choice: TrainChoice, machine: Machine) -> float:
     layout, optimizer, efficiency = choice.layout, choice.optimizer, machine.constants.efficiency
-    dense, expert = parameters_per_gpu(choice.model, layout)
+    dense, expert = fullest_parameters(choice.model, layout)
     parameters = dense + expert
     if optimizer.distributed:
         parameters = dense / (layout.data * layout.context) + expert / layout.expert_data
@@ -203,7 +199,7 @@ def learn_memory(choice: TrainChoice, batch: StepBatch, constants: Constants) ->
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
     # The fullest micro-batch holds a whole longest row, whatever the mean fill.
     longest = choice.micro_batch * batch.longest if batch.packing else batch.longest
-    return training_memory(
+    return fullest_training(
         choice.model,
         choice.layout,
         choice.optimizer,
@@ -215,9 +211,5 @@ def learn_memory(choice: TrainChoice, batch: StepBatch, constants: Constants) ->
 
 
 def score_memory(choice: TrainChoice, batch: StepBatch, constants: Constants) -> TrainingMemory:
-    """Return the bytes of a model that only scores: 2-byte weights and one layer's activations."""
-    frozen = OptimizerChoice(gradient_bytes=0, state_bytes=0)
-    memory = training_memory(
-        choice.model, choice.layout, frozen, constants, choice.micro_batch * batch.longest, 1, "full"
-    )
-    return replace(memory, logits=memory.logits * 0.6)
+    """Return the bytes of a role that only scores."""
+    return fullest_scoring(choice.model, choice.layout, constants, choice.micro_batch * batch.longest)

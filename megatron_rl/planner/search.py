@@ -21,8 +21,8 @@ from megatron_rl.planner.learn import (
     score_memory,
     score_seconds,
 )
-from megatron_rl.planner.memory import OptimizerChoice, TrainingMemory, parameters_per_gpu
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.memory import OptimizerChoice, TrainingMemory, fullest_parameters
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.stages import stage_ends
 
@@ -172,7 +172,7 @@ def training_front(
         if (layout.context > 1 and not context_allowed) or (uneven and even_stages):
             continue
         counted.layouts += 1
-        if 2.0 * sum(parameters_per_gpu(model, layout)) > limit:
+        if 2.0 * sum(fullest_parameters(model, layout)) > limit:
             continue
         if trained:
             choices = _choices(model, layout, optimizer, recomputes, micro_batches, offload_allowed)

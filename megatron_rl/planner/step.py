@@ -24,9 +24,9 @@ from megatron_rl.planner.learn import (
     score_memory,
     score_seconds,
 )
-from megatron_rl.planner.memory import OptimizerChoice
 from megatron_rl.planner.sync import sync_seconds
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
 
 PHASES = ("generate", "reshard", "reward", "score", "learn")

@@ -1,236 +1,353 @@
-"""Estimate of what each rank holds in each phase of a step: pure equations on a model's shape.
+"""What a rank holds of a model that trains, scores or generates: equations on a shape, one home for all.
 
 Parameters, gradients and optimizer states follow Megatron's distributed optimizer (float32 main
 gradients; float32 master weights and two moments beside bfloat16 weights; Rajbhandari et al. 2020).
-Activations are counted tensor by tensor for a gated MLP with fused attention (the accounting of
-Korthikanti et al. 2022 applied to these shapes); logits exist one chunk of tokens at a time.
+Activations are counted tensor by tensor, as autograd keeps them (the accounting of Korthikanti et al. 2022):
+for this package's own layers they are compared with what a real forward pass saves; for Transformer
+Engine's fused layers they are Korthikanti's, with flash attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
-from megatron_rl.config.derive import BatchPlan
-from megatron_rl.config.schema import RunConfig
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
+from megatron_rl.shapes.model import LayerKind, ModelShape
+from megatron_rl.shapes.stages import FIRST, LAST, stage_ends, stage_layers
 
-PHASES = ("generate", "score", "learn")
 LOGITS_ELEMENTS = 2**25
 """Logits of a vocabulary shard in one chunk: 128 MiB in float32, whatever the vocabulary."""
-RUNTIME_BYTES = 5 * 2**30
-"""What CUDA, NCCL and allocator fragmentation take on a GPU."""
 
 
-@dataclass(frozen=True)
-class MemoryItem:
-    """Name one contributor, its bytes, the phases in which it is held, and how it was counted."""
+def stage_parameters(
+    shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], first: bool, last: bool
+) -> tuple[int, int]:
+    """Return the dense and the expert parameters of one rank of a pipeline stage that has these layers.
 
-    name: str
-    bytes: int
-    phases: tuple[str, ...]
-    how: str
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Hold the contributors of one rank."""
-
-    rank: int
-    items: tuple[MemoryItem, ...]
-
-    def total(self, phase: str) -> int:
-        """Return the bytes held in a phase."""
-        return sum(item.bytes for item in self.items if phase in item.phases)
-
-    @property
-    def peak(self) -> int:
-        """Return the bytes held in the fullest phase."""
-        return max(self.total(phase) for phase in PHASES)
-
-
-def stage_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> tuple[int, int]:
-    """Return the dense and the expert parameters of one rank of a pipeline stage.
-
-    Layers are cut evenly; a tied embedding has a copy on the last stage of a pipeline.
+    A tied embedding has a copy on the last stage of a pipeline. Latent attention's down projections count
+    whole, as Transformer Engine keeps them; Megatron's own layers cut them.
     """
-    count = -(-shape.layers // layout.pipeline)
-    dense, experts = 0, 0
-    for layer in range(stage * count, min((stage + 1) * count, shape.layers)):
-        for weight in shape.weights(layer):
-            if weight.expert:
-                experts += weight.elements * shape.experts // (layout.expert * layout.expert_tensor)
-            else:
-                dense += weight.elements // (1 if weight.cut in ("whole", "latent") else layout.tensor)
+    dense = experts = 0
+    for kind, count in shape.kinds_of(layers).items():
+        cut, whole, expert = shape.kind_parameters(kind)
+        dense += count * (cut // layout.tensor + whole)
+        experts += count * expert // (layout.expert * layout.expert_tensor)
     vocabulary = shape.padded_vocab(layout.tensor) * shape.hidden // layout.tensor
-    first, last = stage == 0, stage == layout.pipeline - 1
-    dense += vocabulary if first else 0
+    dense += vocabulary + shape.learned_positions * shape.hidden if first else 0
     if last and not (shape.tied and first):
         dense += shape.hidden if shape.scalar_head else vocabulary
     return dense + (shape.final_norm_parameters if last else 0), experts
 
 
-def rollout_parameters(shape: ModelShape, tensor: int) -> int:
-    """Return the parameters of one rank of an engine that cuts the model ``tensor`` ways."""
-    kv_copies = max(1, tensor // shape.kv_heads)
+def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline: int = 1) -> int:
+    """Return the parameters of one rank of an engine; ``expert`` spreads routed experts over more ranks."""
+    copies = max(1, tensor // shape.kv_heads)
     whole = shape.replicated_parameters
-    layers = shape.layer_dense_total - whole + shape.routed_expert_parameters
-    copied = shape.key_value_parameters * (kv_copies - 1)
+    cut = shape.layer_dense_total - whole + shape.key_value_parameters * (copies - 1)
+    layers = cut // tensor + whole + shape.routed_expert_parameters // max(tensor, expert)
     vocabulary = shape.padded_vocab(tensor) * shape.hidden // tensor * (1 if shape.tied else 2)
-    return (layers + copied) // tensor + whole + vocabulary + shape.final_norm_parameters
+    return (layers + vocabulary + shape.final_norm_parameters) // pipeline
 
 
-def activation_elements(shape: ModelShape, layout: ParallelLayout, recompute: str) -> float:
-    """Return the elements that one layer keeps per token for the backward pass.
+@lru_cache(maxsize=4096)
+def kept_bytes(
+    shape: ModelShape,
+    kind: LayerKind,
+    tensor: int,
+    expert_tensor: int,
+    sequence_parallel: bool,
+    recompute: str,
+    dtype_bytes: int = 2,
+    fused: bool = True,
+) -> float:
+    """Return the bytes that one layer keeps for the backward pass, per token of a micro-batch on a rank.
 
-    Kept are the inputs of norms, projections and the activation, query, key, value and the attention's
-    output. ``selective`` recomputes attention's core, ``full`` keeps a layer's input alone.
+    ``fused`` takes Transformer Engine's layers, otherwise this
+    package's own. ``full`` recomputation keeps a layer's input, ``selective`` does not keep what attention's
+    core makes; flash attention makes nothing beside its output, so there it holds what ``none`` holds.
+    Routed tokens are taken to spread evenly over experts.
     """
-    tensor = layout.tensor
-    whole = tensor if layout.sequence_parallel else 1
+    split = tensor if sequence_parallel else 1
     if recompute == "full":
-        return shape.hidden / whole
-    if shape.kv_lora:
-        qk = shape.qk_nope + shape.qk_rope
-        attention = 2 * shape.heads * (qk + shape.v_head_dim) / tensor + shape.q_lora + shape.kv_lora
+        return shape.hidden / split * dtype_bytes
+    layer = _FusedLayer(shape, tensor, split) if fused else _OwnLayer(shape, tensor, split, dtype_bytes)
+    elements = layer.norms() + layer.attention(recompute)
+    if kind.experts:
+        # Experts see the tokens of all their tensor ranks, cut or not.
+        experts = shape.experts_per_token / split
+        elements += layer.mlp(shape.shared_width / tensor) + layer.routed(shape.expert_width) * experts
+        elements += experts * expert_tensor * shape.hidden + layer.router() / split
     else:
-        attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim / tensor
-    moe = shape.moe_layers / shape.layers
-    width = (1 - moe) * shape.mlp_width / tensor + moe * shape.shared_width / tensor
-    # Sequence parallelism cuts the tokens before they go to their experts.
-    width += moe * shape.experts_per_token * shape.expert_width / whole
-    moved = 2 * moe * shape.experts_per_token * shape.hidden / whole
-    return 4 * shape.hidden / whole + attention + 4 * width + moved
+        elements += layer.mlp(shape.mlp_width / tensor)
+    return elements * dtype_bytes
+
+
+@dataclass(frozen=True)
+class _FusedLayer:
+    """Count the elements that Transformer Engine's layers keep per token."""
+
+    shape: ModelShape
+    tensor: int
+    split: int
+
+    def norms(self) -> float:
+        """Count each norm's input and output; the output is the input of the projection behind it."""
+        return (6 if self.shape.sandwich_norms else 4) * self.shape.hidden / self.split
+
+    def attention(self, recompute: str) -> float:
+        shape, heads = self.shape, self.shape.heads / self.tensor
+        if shape.mla:
+            core = heads * (2 * shape.qk_dim + shape.qk_nope + 2 * shape.v_head_dim)
+            return core + 2 * (shape.q_lora + shape.kv_lora) / self.split
+        groups = shape.kv_heads / self.tensor
+        queries = (3 if shape.output_gate else 2) + shape.qk_norm
+        return shape.head_dim * (queries * heads + (2 + shape.qk_norm) * groups)
+
+    def mlp(self, width: float) -> float:
+        return (3 if self.shape.gated else 2) * width
+
+    def routed(self, width: float) -> float:
+        return self.mlp(width)
+
+    def router(self) -> float:
+        return 2.0 * self.shape.experts
+
+
+@dataclass(frozen=True)
+class _OwnLayer:
+    """Count the elements that Megatron's plain layers with this package's norm and attention keep per token.
+
+    Nothing is fused but the core of attention, which sees whole heads: keys and values are repeated.
+    """
+
+    shape: ModelShape
+    tensor: int
+    split: int
+    dtype_bytes: int
+
+    def _norm(self, width: float, output: bool = True) -> float:
+        """Count a norm's float32 input, the normalised values, and the output where something keeps it."""
+        wide = 4 / self.dtype_bytes
+        # Norms whose weight is counted from zero multiply in float32.
+        return width * (wide + (wide if self.shape.sandwich_norms else 1) + output)
+
+    def norms(self) -> float:
+        behind = 2 * self._norm(self.shape.hidden, output=False) if self.shape.sandwich_norms else 0
+        return (2 * self._norm(self.shape.hidden) + behind) / self.split
+
+    def attention(self, recompute: str) -> float:
+        shape, heads, groups = self.shape, self.shape.heads / self.tensor, self.shape.kv_heads / self.tensor
+        output = heads * shape.value_dim
+        core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * 4 / self.dtype_bytes
+        if shape.mla:
+            if recompute == "selective":
+                core = heads * (2 * shape.qk_dim + shape.v_head_dim)
+            return core + output + 4 * shape.qk_rope + self._norm(shape.q_lora + shape.kv_lora) / self.split
+        fused = shape.head_dim * (heads + 2 * groups)
+        norms = self._norm((heads + groups) * shape.head_dim, output=False) if shape.qk_norm else 0
+        shared = shape.qk_norm and self.dtype_bytes == 4
+        if shared:
+            # Keys are kept as a part of the whole projection, and queries too where they lie in one piece.
+            norms += shape.head_dim * (groups + (heads if groups > 1 else 0))
+        if recompute == "selective":
+            core = shape.head_dim * (heads + groups) + (0 if shared else fused)
+        return core + output + 4 * shape.head_dim + norms
+
+    def mlp(self, width: float) -> float:
+        """Count gate and up together, the activation, up once more, and their product."""
+        return 5 * width
+
+    def routed(self, width: float) -> float:
+        return 6 * width  # and the product once more, times the router's weight
+
+    def router(self) -> float:
+        chosen = 5 * self.shape.experts_per_token * 4 / self.dtype_bytes
+        return self.shape.experts * (1 + 1 / self.dtype_bytes) + chosen
 
 
 def in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> float:
-    """Return how many micro-batches' activations a stage holds at once (1F1B, interleaved if virtual)."""
-    stages = layout.pipeline
-    waiting = min(microbatches, stages - stage)
-    if layout.virtual_pipeline > 1:
-        waiting *= 1 + (stages - 1) / (stages * layout.virtual_pipeline)
-    return max(1.0, waiting)
+    """Return how many micro-batches' activations a stage holds at once, in stages' worth of layers.
 
-
-def kv_bytes_per_token(shape: ModelShape, tensor: int, dtype_bytes: int) -> int:
-    """Return the key-value cache bytes of one token on one rank of the engine.
-
-    A latent cache has no heads to divide by.
+    1F1B: min(m, p - s). Interleaved: 2 (p - s - 1) + (v - 1) p + 1 chunks of 1 / v of a stage (Narayanan et
+    al. 2021, section 2.2).
     """
-    if shape.kv_lora:
-        return shape.layers * (shape.kv_lora + shape.qk_rope) * dtype_bytes
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype_bytes // min(tensor, shape.kv_heads)
+    stages, virtual = layout.pipeline, layout.virtual_pipeline
+    if virtual == 1:
+        return max(1, min(microbatches, stages - stage))
+    chunks = min(microbatches * virtual, 2 * (stages - stage - 1) + (virtual - 1) * stages + 1)
+    return chunks / virtual
 
 
-def memory_plan(
-    config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape, batch: BatchPlan
-) -> list[RankMemory]:
-    """Return for each distinct rank what it holds; ranks that hold the same are listed once."""
-    found: dict[tuple[MemoryItem, ...], int] = {}
-    for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
-        items: list[MemoryItem] = []
-        if rank in layouts["actor"].ranks:
-            items.extend(_trained(config, "actor", layouts["actor"], rank, shape, batch))
-        if "critic" in layouts and rank in layouts["critic"].ranks:
-            items.extend(_trained(config, "critic", layouts["critic"], rank, shape, batch))
-        for role, layout in layouts.items():
-            if role.split(".")[0] in ("reference", "reward") and rank in layout.ranks:
-                items.extend(_frozen(config, role, layout, rank, shape))
-        if rank in layouts["rollout"].ranks:
-            items.extend(_rollout(config, layouts["rollout"], shape, batch))
-        if config.gpu_memory_gib is not None:
-            items.append(MemoryItem("runtime", RUNTIME_BYTES, PHASES, "CUDA, NCCL, fragmentation"))
-        found.setdefault(tuple(items), rank)
-    ranks = [RankMemory(rank, items) for items, rank in found.items()]
-    return sorted(ranks, key=lambda memory: -memory.peak)
+@dataclass(frozen=True)
+class Layers:
+    """Say how layers are built: the dtype's bytes, Transformer Engine's or own, and what is recomputed."""
+
+    dtype_bytes: int = 2
+    fused: bool = True
+    recompute: str = "none"
+
+    def kept(self, shape: ModelShape, layout: ParallelLayout, kind: LayerKind, recompute: str) -> float:
+        """Return `kept_bytes` in a layout."""
+        return kept_bytes(
+            shape, kind, layout.tensor, layout.expert_tensor, layout.sequence_parallel, recompute,
+            self.dtype_bytes, self.fused,
+        )  # fmt: skip
 
 
-def _trained(
-    config: RunConfig, role: str, layout: ParallelLayout, rank: int, shape: ModelShape, batch: BatchPlan
-) -> list[MemoryItem]:
-    """Count a role that learns; a critic is taken to have the actor's shape."""
-    section = config.actor if role == "actor" else config.critic
-    assert section is not None
+def activation_bytes(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    layers: Sequence[int],
+    tokens: float,
+    flight: float,
+    built: Layers,
+) -> float:
+    """Return the bytes of activations of a stage with these layers, for micro-batches of ``tokens`` tokens.
 
-    def named(item: str) -> str:
-        return item if role == "actor" else f"{role} {item}"
+    Under ``full`` recomputation one layer at a time exists whole.
+    """
+    kinds = shape.kinds_of(layers)
+    tokens = tokens / layout.context
+    kept = sum(count * built.kept(shape, layout, kind, built.recompute) for kind, count in kinds.items())
+    live = max((built.kept(shape, layout, kind, "none") for kind in kinds), default=0.0)
+    return tokens * (kept * flight + (live if built.recompute == "full" else 0.0))
 
-    stage = layout.coordinates(rank)[3]
-    dense, experts = stage_parameters(shape, layout, stage)
-    size = DTYPE_BYTES[config.model.dtype]
-    states = 8 if config.model.dtype == "float32" else 12
-    optimizer = states * (dense + experts)
-    shared = "not shared"
-    if section.optimizer.distributed:
-        copies = layout.data * layout.context
-        optimizer = states * (dense // copies + experts // layout.expert_data)
-        shared = f"shared by {copies}"
-    training = ("score", "learn") if section.offload else PHASES
-    count = f"{(dense + experts) / 1e6:,.1f}M parameters"
-    items = [
-        MemoryItem(f"{role} weights", size * (dense + experts), training, f"{count} x {size} B"),
-        MemoryItem(named("gradients"), 4 * (dense + experts), training, f"{count} x 4 B (float32)"),
-    ]
-    if not section.optimizer.offload:
-        how = f"{states} B per parameter, {shared}"
-        items.append(MemoryItem(named("optimizer"), optimizer, training, how))
-    tokens = batch.tokens_per_microbatch // layout.context
-    elements = activation_elements(shape, layout, section.recompute)
-    layers = -(-shape.layers // layout.pipeline)
-    held = in_flight(layout, stage, batch.microbatches)
-    activations = size * tokens * elements * layers * held
-    if section.recompute == "full":
-        activations += size * tokens * activation_elements(shape, layout, "none")
-    how = f"{tokens} tokens x {layers} layers x {held:.3g} in flight, recompute {section.recompute}"
-    items.append(MemoryItem(named("activations"), int(activations), ("learn",), how))
-    forward = 2 * activation_elements(shape, layout, "none") * size * tokens
-    items.append(
-        MemoryItem(named("forward activations"), int(forward), ("score",), f"{tokens} tokens, 2 layers")
+
+def forward_bytes(
+    shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], tokens: float, built: Layers
+) -> float:
+    """Return the bytes of activations of a forward pass without gradients: those of two layers at most."""
+    kinds = shape.kinds_of(layers)
+    live = max((built.kept(shape, layout, kind, "none") for kind in kinds), default=0.0)
+    return 2 * live * tokens / layout.context
+
+
+def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> float:
+    """Return the bytes of a chunk of logits, two copies in float32: they exist chunk by chunk."""
+    shard = shape.padded_vocab(layout.tensor) // layout.tensor
+    chunk = min(max(64, LOGITS_ELEMENTS // shard), tokens / layout.context)
+    return 0.0 if shape.scalar_head else chunk * shard * 4 * 2
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """Say how the optimizer keeps its state; bytes are per parameter."""
+
+    distributed: bool = True
+    offload: bool = False
+    gradient_bytes: float = 4
+    state_bytes: float = 12
+
+
+def state_bytes(dtype_bytes: int) -> int:
+    """Return Adam's bytes per parameter: two float32 moments, and a master copy of shorter weights."""
+    return 8 if dtype_bytes == 4 else 12
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Hold the bytes on one rank of a model that trains, or that scores."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    overhead: float = 0.0
+
+    @property
+    def weights_and_gradients(self) -> float:
+        """Return weights and gradients together."""
+        return self.weights + self.gradients
+
+    @property
+    def states(self) -> float:
+        """Return what stays between steps: weights, gradients and optimizer."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        """Return the peak."""
+        return self.states + self.activations + self.logits + self.overhead
+
+
+def training_memory(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    stages: Sequence[Sequence[int]],
+    stage: int,
+    optimizer: OptimizerChoice,
+    built: Layers,
+    tokens: float,
+    microbatches: int,
+) -> TrainingMemory:
+    """Return the bytes on a rank of one pipeline stage while it trains micro-batches of ``tokens`` tokens.
+
+    ``stages`` are the layers of each, as `stages.stage_layers` deals them out.
+    """
+    last = stage == len(stages) - 1
+    dense, experts = stage_parameters(shape, layout, stages[stage], stage == 0, last)
+    state = dense + experts
+    if optimizer.distributed:
+        state = dense / (layout.data * layout.context) + experts / layout.expert_data
+    flight = in_flight(layout, stage, microbatches)
+    return TrainingMemory(
+        weights=built.dtype_bytes * (dense + experts),
+        gradients=optimizer.gradient_bytes * (dense + experts),
+        optimizer=0.0 if optimizer.offload else optimizer.state_bytes * state,
+        activations=activation_bytes(shape, layout, stages[stage], tokens, flight, built),
+        logits=logits_bytes(shape, layout, tokens) if last else 0.0,
     )
-    if stage == layout.pipeline - 1 and role == "actor":
-        shard = shape.padded_vocab(layout.tensor) // layout.tensor
-        chunk = min(max(64, LOGITS_ELEMENTS // shard), tokens)
-        logits = chunk * shard * 4 * 2
-        how = f"{chunk} tokens x vocabulary / {layout.tensor} x 2 float32 copies"
-        items.append(MemoryItem(named("logits chunk"), logits, ("score", "learn"), how))
-    return items
 
 
-def _frozen(
-    config: RunConfig, role: str, layout: ParallelLayout, rank: int, shape: ModelShape
-) -> list[MemoryItem]:
-    dense, experts = stage_parameters(shape, layout, layout.coordinates(rank)[3])
-    size = DTYPE_BYTES[config.model.dtype]
-    how = f"{(dense + experts) / 1e6:,.1f}M parameters x {size} B"
-    if role == "reference":
-        offload = config.reference is not None and config.reference.offload
-    else:
-        offload = config.reward.models[role.removeprefix("reward.")].offload
-    return [MemoryItem(f"{role} weights", size * (dense + experts), ("score",) if offload else PHASES, how)]
+def scoring_memory(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    stages: Sequence[Sequence[int]],
+    stage: int,
+    built: Layers,
+    tokens: float,
+) -> TrainingMemory:
+    """Return the bytes on a rank of one pipeline stage of a model that only scores."""
+    last = stage == len(stages) - 1
+    return TrainingMemory(
+        weights=built.dtype_bytes * sum(stage_parameters(shape, layout, stages[stage], stage == 0, last)),
+        gradients=0.0,
+        optimizer=0.0,
+        activations=forward_bytes(shape, layout, stages[stage], tokens, built),
+        logits=logits_bytes(shape, layout, tokens) if last else 0.0,
+    )
 
 
-def _rollout(
-    config: RunConfig, layout: ParallelLayout, shape: ModelShape, batch: BatchPlan
-) -> list[MemoryItem]:
-    size = DTYPE_BYTES[config.model.dtype]
-    parameters = rollout_parameters(shape, layout.tensor)
-    weights = size * parameters
-    staging = min(config.hybrid_engine.staging_bytes, 2 * weights)
-    per_token = kv_bytes_per_token(shape, layout.tensor, size)
-    cache = per_token * batch.rows_per_replica[1] * batch.longest_row
-    how = f"{batch.rows_per_replica[1]} rows x {batch.longest_row} tokens x {per_token} B: all at full length"
-    if config.gpu_memory_gib is not None:
-        room = max(0, int(config.rollout.memory_fraction * config.gpu_memory_gib * 2**30) - weights)
-        if room < cache:
-            cache, how = (
-                room,
-                f"what memory_fraction leaves; holds {room // max(1, per_token):,} tokens at once",
-            )
-    return [
-        MemoryItem(
-            "rollout weights", weights, ("generate",), f"{parameters / 1e6:,.1f}M parameters x {size} B"
-        ),
-        MemoryItem("key-value cache", cache, ("generate",), how),
-        MemoryItem("sync staging", staging, ("generate",), "at most, while weights move"),
-    ]
+@lru_cache(maxsize=4096)
+def dealt_out(layers: int, stages: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of each stage where none is stated: even, else with shorter ends.
+
+    Where that cannot be either, as evenly as it goes; Megatron takes a stated pipeline layout there.
+    """
+    ends = stage_ends(layers, stages, virtual)
+    if ends is None:
+        bounds = [layers * stage // stages for stage in range(stages + 1)]
+        return tuple(tuple(range(low, high)) for low, high in pairwise(bounds))
+    settings = {} if layers % (stages * virtual) == 0 else {FIRST: ends[0], LAST: ends[1]}
+    layout = ParallelLayout((), pipeline=stages, virtual_pipeline=virtual)
+    return tuple(tuple(held) for held in stage_layers(layers, layout, settings))
+
+
+def telling_stages(count: int) -> list[int]:
+    """Return the stages of which one is the fullest: the first, one between, and the last."""
+    return sorted({0, min(1, count - 1), count - 1})
+
+
+def fullest_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int, int]:
+    """Return the dense and the expert parameters on a rank of the stage that has most."""
+    stages = dealt_out(shape.layers, layout.pipeline, layout.virtual_pipeline)
+    last = len(stages) - 1
+    held = (
+        stage_parameters(shape, layout, stages[stage], stage == 0, stage == last)
+        for stage in telling_stages(len(stages))
+    )
+    return max(held, key=sum)

@@ -5,12 +5,22 @@ FLOPs: Korthikanti et al. 2022 (arXiv 2205.05198) and Narayanan et al. 2021 (arX
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_rl.shapes.weights import EngineCut, Weight, layer_weights
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+class LayerKind(NamedTuple):
+    """Say what a layer has in the place of softmax attention and of an MLP."""
+
+    linear: bool
+    experts: bool
 
 
 @dataclass(frozen=True)
@@ -111,20 +121,39 @@ class ModelShape:
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
         """Return the parameters of a layer, in the order in which checkpoints list their tensors."""
-        return self._weights[layer in self.linear_layers, self.has_experts(layer)]
+        return self._weights[self._kinds[layer]]
+
+    def kinds_of(self, layers: Iterable[int]) -> Counter[LayerKind]:
+        """Count the kinds of some layers."""
+        return Counter(self._kinds[layer] for layer in layers)
+
+    def kind_parameters(self, kind: LayerKind) -> tuple[int, int, int]:
+        """Return one layer's parameters that tensor ranks cut, that they all hold, and of all its experts."""
+        return self._kind_parameters[kind]
 
     @cached_property
-    def _weights(self) -> dict[tuple[bool, bool], tuple[Weight, ...]]:
-        kinds = [(linear, experts) for linear in (False, True) for experts in (False, True)]
+    def _kinds(self) -> list[LayerKind]:
+        linear = [layer in self.linear_layers for layer in range(self.layers)]
+        return [LayerKind(linear[layer], self.has_experts(layer)) for layer in range(self.layers)]
+
+    @cached_property
+    def _layer_kinds(self) -> Counter[LayerKind]:
+        return Counter(self._kinds)
+
+    @cached_property
+    def _weights(self) -> dict[LayerKind, tuple[Weight, ...]]:
+        kinds = [LayerKind(linear, experts) for linear in (False, True) for experts in (False, True)]
         return {kind: layer_weights(self, *kind) for kind in kinds}
 
     @cached_property
-    def _layer_kinds(self) -> dict[tuple[bool, bool], int]:
-        kinds: dict[tuple[bool, bool], int] = {}
-        for layer in range(self.layers):
-            kind = layer in self.linear_layers, self.has_experts(layer)
-            kinds[kind] = kinds.get(kind, 0) + 1
-        return kinds
+    def _kind_parameters(self) -> dict[LayerKind, tuple[int, int, int]]:
+        def count(weights: tuple[Weight, ...]) -> tuple[int, int, int]:
+            experts = sum(weight.elements for weight in weights if weight.expert) * self.experts
+            dense = [weight for weight in weights if not weight.expert]
+            whole = sum(weight.elements for weight in dense if weight.cut in ("whole", "latent"))
+            return sum(weight.elements for weight in dense) - whole, whole, experts
+
+        return {kind: count(weights) for kind, weights in self._weights.items()}
 
     def _total(self, expert: bool, *cuts: EngineCut) -> int:
         """Count the elements of all layers in or outside experts, of all of the engine's cuts or of some."""
@@ -155,7 +184,7 @@ class ModelShape:
     @cached_property
     def expert_parameters(self) -> int:
         """Count one routed expert."""
-        return sum(weight.elements for weight in self._weights[False, True] if weight.expert)
+        return sum(weight.elements for weight in self._weights[LayerKind(False, True)] if weight.expert)
 
     @cached_property
     def routed_expert_parameters(self) -> int:

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.cli.check_json import report_json
 from megatron_rl.cli.check_text import report_text
+from megatron_rl.config.budget import PHASES
 from megatron_rl.config.field_types import hints, known_paths, section_class
 from megatron_rl.config.load import flatten, load, load_text
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.quickstart import SIZES
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import PHASES, stage_parameters
+from megatron_rl.shapes.memory import dealt_out, stage_parameters
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import read_trainable
 
@@ -130,7 +131,9 @@ def test_the_shipped_shape_is_that_of_the_quickstarts_model() -> None:
 def test_stages_hold_the_whole_model(tensor: int, pipeline: int, tied: bool) -> None:
     shape = ModelShape("LlamaForCausalLM", 128, 8, 8, 4, 16, 384, 64, 512, tied=tied)
     layout = ParallelLayout(tuple(range(tensor * pipeline)), tensor, pipeline)
-    total = sum(sum(stage_parameters(shape, layout, stage)) for stage in range(pipeline))
+    stages = dealt_out(shape.layers, pipeline)
+    held = [stage_parameters(shape, layout, stages[s], s == 0, s == pipeline - 1) for s in range(pipeline)]
+    total = sum(map(sum, held))
     replicated = shape.replicated_parameters + shape.hidden
     copy = shape.vocab * shape.hidden if tied and pipeline > 1 else 0
     assert total * tensor - (tensor - 1) * replicated == shape.parameters + copy

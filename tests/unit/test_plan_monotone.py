@@ -13,8 +13,9 @@ from megatron_rl.planner.batch import StepBatch, response_lengths
 from megatron_rl.planner.constants import Cluster, Machine, load_constants
 from megatron_rl.planner.generate import RolloutLayout, replica_seconds
 from megatron_rl.planner.learn import TrainChoice, learn_seconds, score_seconds
-from megatron_rl.planner.memory import OptimizerChoice, kv_capacity_bytes, training_memory
+from megatron_rl.planner.memory import fullest_training, kv_capacity_bytes
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 
@@ -94,7 +95,7 @@ def test_memory_shrinks_with_every_cut_and_grows_with_tokens(
 
     def total(layout: ParallelLayout, tokens: int, optimizer: OptimizerChoice | None = None) -> float:
         optimizer = optimizer or OptimizerChoice()
-        return training_memory(model, layout, optimizer, CONSTANTS, tokens, 64, recompute).total
+        return fullest_training(model, layout, optimizer, CONSTANTS, tokens, 64, recompute).total
 
     def larger(**factors: int) -> ParallelLayout:
         """Return the layout with these of its sizes multiplied."""

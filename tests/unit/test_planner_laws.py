@@ -9,17 +9,13 @@ from megatron_rl.planner.batch import StepBatch, attended_context, response_leng
 from megatron_rl.planner.constants import Cluster, Machine, load_constants
 from megatron_rl.planner.generate import RolloutLayout, experts_read, replica_seconds
 from megatron_rl.planner.groups import Problem
-from megatron_rl.planner.memory import (
-    OptimizerChoice,
-    activation_bytes,
-    activation_bytes_per_token_layer,
-    layers_in_flight,
-    training_memory,
-)
+from megatron_rl.planner.memory import fullest_training
 from megatron_rl.planner.placement import ROLES, compositions, search
 from megatron_rl.planner.search import training_layouts
 from megatron_rl.planner.show import memory_by_phase
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.memory import Layers, OptimizerChoice, activation_bytes, in_flight, kept_bytes
+from megatron_rl.shapes.model import LayerKind
 from megatron_rl.shapes.published import load_shape
 
 CONSTANTS = load_constants()
@@ -63,30 +59,29 @@ def test_more_memory_is_never_worse(algorithm: str) -> None:
 def test_activation_memory_is_linear_in_tokens(model: str, recompute: str) -> None:
     layout = cut(tensor=2, pipeline=4, data=2, expert=2 if model == "deepseek-v3" else 1)
     shape = load_shape(model)
-    one, two, four = (activation_bytes(shape, layout, tokens, 8, recompute) for tokens in (1000, 2000, 4000))
+    one, two, four = (
+        activation_bytes(shape, layout, range(15), tokens, 4, Layers(recompute=recompute))
+        for tokens in (1000, 2000, 4000)
+    )
     assert two == pytest.approx(2 * one) and four == pytest.approx(4 * one)
 
 
 def test_plain_gpt_activations_equal_the_published_formula() -> None:
-    shape, tokens = load_shape("gpt-177b-megatron"), 1
-    alone, sliced = cut(), cut(tensor=8)
-    unsharded = activation_bytes_per_token_layer(shape, alone, "none") * tokens
+    shape, plain = load_shape("gpt-177b-megatron"), LayerKind(linear=False, experts=False)
+    unsharded = kept_bytes(shape, plain, 1, 1, False, "none")
     # Korthikanti et al. 2022: 34 h without scores, of which 2 h are dropout masks that are not kept here.
     assert unsharded == pytest.approx(32 * shape.hidden)
-    assert activation_bytes_per_token_layer(shape, sliced, "none") == pytest.approx(unsharded / 8)
-    without_sequence = activation_bytes_per_token_layer(
-        shape, replace(sliced, sequence_parallel=False), "none"
-    )
-    assert without_sequence == pytest.approx((8 + 24 / 8) * shape.hidden)
-    assert activation_bytes_per_token_layer(shape, alone, "full") == 2 * shape.hidden
+    assert kept_bytes(shape, plain, 8, 1, True, "none") == pytest.approx(unsharded / 8)
+    assert kept_bytes(shape, plain, 8, 1, False, "none") == pytest.approx((8 + 24 / 8) * shape.hidden)
+    assert kept_bytes(shape, plain, 1, 1, False, "full") == 2 * shape.hidden
 
 
-def test_layers_in_flight() -> None:
-    shape = load_shape("deepseek-v3")
-    assert layers_in_flight(shape, cut(pipeline=4), 100) == pytest.approx(61)
+def test_micro_batches_in_flight() -> None:
+    assert [in_flight(cut(pipeline=4), stage, 100) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight(cut(pipeline=4), 0, 1) == 1
     interleaved = cut(pipeline=4, virtual_pipeline=4)
-    assert layers_in_flight(shape, interleaved, 100) == pytest.approx(61 * (1 + 3 / 16))
-    assert layers_in_flight(shape, cut(pipeline=4), 1) == pytest.approx(61 / 4)
+    # Narayanan et al. 2021: interleaving holds 1 + (p - 1) / (p v) times as much on the first stage.
+    assert in_flight(interleaved, 0, 100) == pytest.approx(4 * (1 + 3 / 16))
 
 
 def test_expert_optimizer_is_not_sharded_when_experts_have_one_copy() -> None:
@@ -94,7 +89,7 @@ def test_expert_optimizer_is_not_sharded_when_experts_have_one_copy() -> None:
     sizes = []
     for expert in (8, 16, 32):
         layout = cut(data=32, expert=expert)
-        memory = training_memory(shape, layout, OptimizerChoice(), CONSTANTS, 4096, 1, "none")
+        memory = fullest_training(shape, layout, OptimizerChoice(), CONSTANTS, 4096, 1, "none")
         sizes.append(memory.optimizer)
     assert sizes[0] == pytest.approx(sizes[1]) == pytest.approx(sizes[2])
 

@@ -1,0 +1,179 @@
+"""What each rank of a run holds in each phase of a step: `shapes.memory` for every role by its own shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.memory import (
+    Layers,
+    OptimizerChoice,
+    dealt_out,
+    rollout_parameters,
+    scoring_memory,
+    state_bytes,
+    training_memory,
+)
+from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
+from megatron_rl.shapes.stages import stage_layers
+
+PHASES = ("generate", "score", "learn")
+RUNTIME_BYTES = 5 * 2**30
+"""What CUDA, NCCL and allocator fragmentation take on a GPU."""
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """Name one contributor, its bytes, the phases in which it is held, and how it was counted."""
+
+    name: str
+    bytes: int
+    phases: tuple[str, ...]
+    how: str
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Hold the contributors of one rank."""
+
+    rank: int
+    items: tuple[MemoryItem, ...]
+
+    def total(self, phase: str) -> int:
+        """Return the bytes held in a phase."""
+        return sum(item.bytes for item in self.items if phase in item.phases)
+
+    @property
+    def peak(self) -> int:
+        """Return the bytes held in the fullest phase."""
+        return max(self.total(phase) for phase in PHASES)
+
+
+def memory_plan(
+    config: RunConfig,
+    layouts: Mapping[str, ParallelLayout],
+    shapes: Mapping[str, ModelShape],
+    batch: BatchPlan,
+) -> list[RankMemory]:
+    """Return for each distinct rank what it holds; ranks that hold the same are listed once.
+
+    ``shapes`` are those of the roles that have a model of their own; the others have the actor's.
+    """
+    first_rank: dict[tuple[MemoryItem, ...], int] = {}
+    for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
+        items: list[MemoryItem] = []
+        for role, layout in layouts.items():
+            if rank not in layout.ranks:
+                continue
+            shape = shapes.get(role, shapes["actor"])
+            if role == "rollout":
+                items += _rollout(config, layout, shape, batch)
+            elif role in ("actor", "critic"):
+                items += _trained(config, role, layout, rank, shape, batch)
+            else:
+                items += _frozen(config, role, layout, rank, shape, batch)
+        if config.gpu_memory_gib is not None:
+            items.append(MemoryItem("runtime", RUNTIME_BYTES, PHASES, "CUDA, NCCL, fragmentation"))
+        first_rank.setdefault(tuple(items), rank)
+    ranks = [RankMemory(rank, items) for items, rank in first_rank.items()]
+    return sorted(ranks, key=lambda memory: -memory.peak)
+
+
+def _stages(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
+    """Return the layers of each stage, also where Megatron's settings deal them out in a way of their own."""
+    try:
+        return stage_layers(shape.layers, layout, config.actor.megatron)
+    except UserError:
+        return dealt_out(shape.layers, layout.pipeline)
+
+
+def _built(config: RunConfig, recompute: str) -> Layers:
+    fused = config.model.attention == "transformer_engine"
+    return Layers(DTYPE_BYTES[config.model.dtype], fused, recompute)
+
+
+def _trained(
+    config: RunConfig, role: str, layout: ParallelLayout, rank: int, shape: ModelShape, batch: BatchPlan
+) -> list[MemoryItem]:
+    section = config.actor if role == "actor" else config.critic
+    assert section is not None
+    shape = shape if role == "actor" else shape.with_scalar_head()
+
+    def named(item: str) -> str:
+        return item if role == "actor" else f"{role} {item}"
+
+    built = _built(config, section.recompute)
+    stages, stage = _stages(config, layout, shape), layout.coordinates(rank).pipeline
+    states = state_bytes(built.dtype_bytes)
+    optimizer = OptimizerChoice(
+        distributed=section.optimizer.distributed,
+        offload=section.optimizer.offload,
+        state_bytes=states,
+    )
+    tokens = batch.tokens_per_microbatch
+    memory = training_memory(shape, layout, stages, stage, optimizer, built, tokens, batch.microbatches)
+    scoring = scoring_memory(shape, layout, stages, stage, built, tokens)
+    training = ("score", "learn") if section.offload else PHASES
+    count = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters"
+    items = [
+        MemoryItem(f"{role} weights", int(memory.weights), training, f"{count} x {built.dtype_bytes} B"),
+        MemoryItem(named("gradients"), int(memory.gradients), training, f"{count} x 4 B (float32)"),
+    ]
+    if not optimizer.offload:
+        shared = f"shared by {layout.data * layout.context}" if optimizer.distributed else "not shared"
+        how = f"{states} B per parameter, {shared}"
+        items.append(MemoryItem(named("optimizer"), int(memory.optimizer), training, how))
+    part = f"{tokens // layout.context} tokens"
+    how = f"{part} x {len(stages[stage])} layers x micro-batches in flight, recompute {section.recompute}"
+    items.append(MemoryItem(named("activations"), int(memory.activations), ("learn",), how))
+    how = f"{part}, 2 layers"
+    items.append(MemoryItem(named("forward activations"), int(scoring.activations), ("score",), how))
+    if memory.logits:
+        how = f"a chunk of tokens x vocabulary / {layout.tensor} x 2 float32 copies"
+        items.append(MemoryItem(named("logits chunk"), int(memory.logits), ("score", "learn"), how))
+    return items
+
+
+def _frozen(
+    config: RunConfig, role: str, layout: ParallelLayout, rank: int, shape: ModelShape, batch: BatchPlan
+) -> list[MemoryItem]:
+    if role == "reference":
+        offload = config.reference is not None and config.reference.offload
+    else:
+        offload = config.reward.models[role.removeprefix("reward.")].offload
+        shape = shape.with_scalar_head()
+    built = _built(config, "none")
+    stages, stage = _stages(config, layout, shape), layout.coordinates(rank).pipeline
+    memory = scoring_memory(shape, layout, stages, stage, built, batch.tokens_per_microbatch)
+    how = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters x {built.dtype_bytes} B"
+    return [MemoryItem(f"{role} weights", int(memory.weights), ("score",) if offload else PHASES, how)]
+
+
+def _rollout(
+    config: RunConfig, layout: ParallelLayout, shape: ModelShape, batch: BatchPlan
+) -> list[MemoryItem]:
+    size = DTYPE_BYTES[config.model.dtype]
+    parameters = rollout_parameters(shape, layout.tensor)
+    weights = size * parameters
+    staging = min(config.hybrid_engine.staging_bytes, 2 * weights)
+    per_token = int(shape.kv_bytes_per_gpu(layout.tensor, size))
+    cache = per_token * batch.rows_per_replica[1] * batch.longest_row
+    how = f"{batch.rows_per_replica[1]} rows x {batch.longest_row} tokens x {per_token} B: all at full length"
+    if config.gpu_memory_gib is not None:
+        room = max(0, int(config.rollout.memory_fraction * config.gpu_memory_gib * 2**30) - weights)
+        if room < cache:
+            cache, how = (
+                room,
+                f"what memory_fraction leaves; holds {room // max(1, per_token):,} tokens at once",
+            )
+    return [
+        MemoryItem(
+            "rollout weights", weights, ("generate",), f"{parameters / 1e6:,.1f}M parameters x {size} B"
+        ),
+        MemoryItem("key-value cache", cache, ("generate",), how),
+        MemoryItem("sync staging", staging, ("generate",), "at most, while weights move"),
+    ]

@@ -1,0 +1,51 @@
+"""Count what autograd keeps of a real forward pass of the package's own layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.model import ParallelModel, build_model
+from tests.hf_models import config_of
+
+TOKENS = 256
+
+
+def saved_bytes(model: ParallelModel) -> int:
+    """Return the bytes of all distinct storages, apart from weights, that a forward pass saves."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters().values()}
+    kept: dict[int, torch.Tensor] = {}  # the tensors, so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in weights:
+            kept.setdefault(address, tensor)
+        return tensor
+
+    tokens = torch.randint(0, 100, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    packing = model.pack([TOKENS // 4] * 4)
+    chunk: Any = model.chunks[0].train()
+    with device.megatron_mode(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        chunk(tokens, None, None, packed_seq_params=packing)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def layer_bytes(family: str, groups: ParallelGroups, dtype: torch.dtype, recompute: str) -> tuple[float, Any]:
+    """Return the bytes one layer saves per token, as the difference of two depths, and the model's shape."""
+    changes: dict[str, Any] = {}
+    if family == "qwen3-moe":
+        changes["mlp_only_layers"] = []
+    if family.startswith("deepseek"):
+        changes["first_k_dense_replace"] = 0
+    totals, shape = [], None
+    for layers in (2, 4):
+        if family == "gemma3":
+            changes["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
+        config = config_of(family, num_hidden_layers=layers, **changes)
+        model = build_model(config, groups, dtype=dtype, recompute=recompute)
+        totals.append(saved_bytes(model))
+        shape = model.spec.model.shape
+    return (totals[1] - totals[0]) / 2 / TOKENS, shape

@@ -1,0 +1,33 @@
+"""The memory model's activations are what autograd keeps of a real forward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.memory import kept_bytes
+from megatron_rl.shapes.model import LayerKind
+from tests.saved_tensors import layer_bytes
+
+
+@pytest.fixture(scope="module")
+def groups() -> ParallelGroups:
+    device.initialize()
+    return ParallelGroups(ParallelLayout((0,)))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"]
+)
+def test_a_layer_keeps_what_is_counted(
+    family: str, dtype: torch.dtype, recompute: str, groups: ParallelGroups
+) -> None:
+    saved, shape = layer_bytes(family, groups, dtype, recompute)
+    kind = LayerKind(linear=False, experts=shape.experts > 0)
+    counted = kept_bytes(shape, kind, 1, 1, False, recompute, dtype.itemsize, fused=False)
+    assert counted == pytest.approx(saved, rel=0.05)
