@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
-
-from megatron_rl.config.field_types import convert, hints, type_words
+from megatron_rl.config.sampling_profiles import profile_errors
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
-from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.config.setting import sections_of, setting_of, value_errors
-from megatron_rl.config.source import describe
+from megatron_rl.config.setting import sections_of, value_errors
 from megatron_rl.config.stage_plan import stage_plans
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError
 
 
 def check_values(config: RunConfig) -> list[UserError]:
     """Return what is wrong with single values and with pairs of values."""
     return [
         *value_errors(config),
-        *_profiles(config),
+        *profile_errors(config.rollout),
         *_reward_models(config),
         *_stages(config),
         *_optimizers(config),
@@ -80,45 +75,6 @@ def _reward_models(config: RunConfig) -> list[UserError]:
             )
         )
     return errors
-
-
-def _profiles(config: RunConfig) -> list[UserError]:
-    """Return the errors of sampling profiles, whose values have the types and bounds of the rollout's own."""
-    known = {item.name: setting_of(item) for item in fields(RolloutConfig) if setting_of(item).per_task}
-    errors = []
-    for task, profile in config.rollout.sampling_profiles.items():
-        for name, value in profile.items():
-            path = f"rollout.sampling_profiles.{task}.{name}"
-            if name not in known:
-                errors.append(_profile_name_error(path, name, list(known)))
-                continue
-            hint, said = hints(RolloutConfig)[name], known[name]
-            accepted, typed = convert(hint, value)
-            if not accepted or said.error(path, typed) is not None:
-                expected = ", ".join(filter(None, [type_words(hint), said.bounds()]))
-                errors.append(_profile_error(path, expected, value))
-    return errors
-
-
-def _profile_name_error(path: str, name: str, known: list[str]) -> UserError:
-    close = nearest(name, known)
-    return UserError(
-        f"`{path}` is not a sampling setting" + (f"; did you mean `{close}`?" if close else ""),
-        where=path,
-        expected=f"one of {', '.join(known)}",
-        got=f"`{name}`",
-        fix=f"write `{close}`" if close else "remove it",
-    )
-
-
-def _profile_error(path: str, expected: str, value: Any) -> UserError:
-    return UserError(
-        f"`{path}` is out of range",
-        where=path,
-        expected=expected,
-        got=describe(value),
-        fix="correct it, or remove it to have the value of the rollout section",
-    )
 
 
 def _optimizers(config: RunConfig) -> list[UserError]:

@@ -13,6 +13,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import sections_of
 from megatron_rl.errors import UserError
+from megatron_rl.planner.constants import load_constants
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 
@@ -142,6 +143,17 @@ def _schedule(config: RunConfig, warnings: _Warnings) -> None:
             f"{config.actor.optimizer.learning_rate:g}",
             "1e-6 is usual for billions of parameters, up to 1e-4 for very small models",
         )
+    if config.gpu is not None:
+        try:
+            load_constants().gpu(config.gpu)
+        except UserError as error:
+            warnings.add(
+                f"`plan` does not know the GPU {config.gpu!r} by itself",
+                "gpu",
+                config.gpu,
+                error.fix or "name another",
+                error.expected,
+            )
     if config.data.eval is None:
         warnings.add(
             "nothing is evaluated: there is no held-out data",

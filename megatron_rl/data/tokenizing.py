@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from megatron_rl.config.sampling_profiles import profile_errors, profile_fields
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.records import Record
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.types import SamplingParameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-PROFILE_FIELDS = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
 
 
 @dataclass(frozen=True)
@@ -117,21 +116,14 @@ def sampling_by_task(
     A profile overrides fields of the rollout settings; its ``stop`` replaces theirs. ``ends`` always end
     a response. A field that does not exist or is out of range raises a UserError.
     """
-    base = {name: getattr(rollout, name) for name in PROFILE_FIELDS}
+    errors = profile_errors(rollout)
+    if errors:
+        raise UserErrors(errors)
+    base = {name: getattr(rollout, name) for name in profile_fields()}
     default = _parameters(base, tokenizer, ends, "rollout")
     tasks: dict[str, SamplingParameters] = {}
     for task, profile in rollout.sampling_profiles.items():
         setting = f"rollout.sampling_profiles.{task}"
-        for name in profile:
-            if name not in PROFILE_FIELDS:
-                guess = nearest(name, PROFILE_FIELDS)
-                raise UserError(
-                    f"a sampling profile has no field {name!r}",
-                    where=f"{setting}.{name}",
-                    expected="one of " + ", ".join(PROFILE_FIELDS),
-                    got=name,
-                    fix=f"did you mean {guess!r}?" if guess else "remove it",
-                )
         tasks[task] = _parameters({**base, **profile}, tokenizer, ends, setting)
     return default, tasks
 
@@ -139,28 +131,7 @@ def sampling_by_task(
 def _parameters(
     values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], setting: str
 ) -> SamplingParameters:
-    checks = {
-        "temperature": (lambda v: v >= 0, "a number >= 0 (0 is greedy)"),
-        "top_p": (lambda v: 0 < v <= 1, "a number above 0, at most 1 (1 is off)"),
-        "top_k": (lambda v: v >= 0 and v == int(v), "a whole number >= 0 (0 is off)"),
-        "max_response_tokens": (lambda v: v >= 1 and v == int(v), "a whole number >= 1"),
-    }
-    for name, (accepts, expected) in checks.items():
-        value = values[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not accepts(value):
-            raise UserError(
-                f"{name} is out of range", where=f"{setting}.{name}", expected=expected, got=repr(value)
-            )
-    stop = values["stop"]
-    if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
-        raise UserError(
-            "stop is not a list of strings",
-            where=f"{setting}.stop",
-            expected="a list of strings",
-            got=repr(stop),
-            fix="write it as a list",
-        )
-    ids = dict.fromkeys((*ends, *stop_token_ids(tokenizer, stop, f"{setting}.stop")))
+    ids = dict.fromkeys((*ends, *stop_token_ids(tokenizer, values["stop"], f"{setting}.stop")))
     return SamplingParameters(
         float(values["temperature"]),
         float(values["top_p"]),

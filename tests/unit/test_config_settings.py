@@ -16,6 +16,8 @@ from megatron_rl.config.field_types import convert, entry_class, hints, options,
 from megatron_rl.config.load import load_text
 from megatron_rl.config.placement import APART
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.sections.stages import PreferenceConfig
 from megatron_rl.config.setting import Setting, setting_of, value_errors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +71,36 @@ def test_a_name_of_another_project_means_one_key() -> None:
 def test_placements_are_those_that_can_be_chosen() -> None:
     said = next(setting_of(item) for item in dataclasses.fields(RunConfig) if item.name == "placement")
     assert {*said.choices} == {"colocate", *APART}
+
+
+def choices(section: type, name: str) -> tuple[str, ...]:
+    return next(setting_of(item).choices for item in dataclasses.fields(section) if item.name == name)
+
+
+def test_losses_of_pairs_are_those_that_can_be_chosen() -> None:
+    import torch
+
+    from megatron_rl.algorithms.preference import dpo_loss
+
+    one = torch.ones(1)
+    for kind in set(choices(PreferenceConfig, "loss")) - {"simpo"}:  # which needs no reference
+        assert dpo_loss(one, one, one, one, kind=kind).isfinite()
+    with pytest.raises(ValueError):
+        dpo_loss(one, one, one, one, kind="another")
+
+
+def test_decays_are_those_of_megatron() -> None:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    scheduler = object.__new__(OptimizerParamScheduler)
+    scheduler.__dict__ |= {"lr_warmup_steps": 0, "lr_decay_steps": 10, "num_steps": 5}
+    scheduler.__dict__ |= {"init_lr": 0.0, "min_lr": 0.0, "max_lr": 1.0}
+    group = {"max_lr": 1.0, "min_lr": 0.0}
+    rates = {}
+    for decay in choices(OptimizerConfig, "decay"):
+        scheduler.lr_decay_style = decay
+        rates[decay] = scheduler.get_lr(group)
+    assert rates == {"constant": 1.0, "linear": 0.5, "cosine": pytest.approx(0.5)}
 
 
 @pytest.mark.parametrize(

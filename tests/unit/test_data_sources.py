@@ -163,14 +163,14 @@ def test_sampling_profiles_by_task(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("profile", "message"),
     [
-        ({"temprature": 1.0}, "did you mean 'temperature'"),
-        ({"temperature": -1.0}, "temperature is out of range"),
-        ({"top_p": 0.0}, "top_p is out of range"),
-        ({"top_k": 1.5}, "top_k is out of range"),
-        ({"max_response_tokens": 0}, "max_response_tokens is out of range"),
-        ({"temperature": "hot"}, "temperature is out of range"),
+        ({"temprature": 1.0}, "did you mean `temperature`"),
+        ({"temperature": -1.0}, "temperature` is out of range"),
+        ({"top_p": 0.0}, "top_p` is out of range"),
+        ({"top_k": 1.5}, "top_k` is out of range"),
+        ({"max_response_tokens": 0}, "max_response_tokens` is out of range"),
+        ({"temperature": "hot"}, "temperature` is out of range"),
         ({"stop": ["=="]}, "not one token"),
-        ({"stop": "="}, "not a list"),
+        ({"stop": "="}, "a list of texts"),
     ],
 )
 def test_bad_sampling_profiles(tokenizer: Any, profile: dict[str, Any], message: str) -> None:
