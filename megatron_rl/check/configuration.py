@@ -17,7 +17,6 @@ from megatron_rl.check.parallel_sizes import (
     check_budget,
     check_layout,
     check_lengths,
-    check_model,
     check_world,
 )
 from megatron_rl.check.sampling_order import check_asynchrony
@@ -36,6 +35,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.source import DEFAULT, Origin
 from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.shapes.fit import engine_problems, trainer_problems
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.traffic import WeightTraffic
@@ -296,8 +296,12 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
     for role, layout in layouts.items():
         own = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
         if (own or role in inputs.shapes) and check.fine("actor.megatron"):
-            overrides = {} if role == "rollout" else check.config.actor.megatron
-            check.add(check_model(role, layout, inputs.shapes.get(role, shape), overrides))
+            model = inputs.shapes.get(role, shape)
+            settings = check.config.actor.megatron
+            rollout = role == "rollout"
+            check.add(
+                engine_problems(model, layout) if rollout else trainer_problems(model, layout, settings)
+            )
     if lengths:
         check.add(check_lengths(check.config, shape))
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
 from megatron_rl.config.derive import longest_row, smallest_world
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout, problems
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.stages import stage_layers
 
 
 def check_world(config: RunConfig, launched: int | None) -> list[UserError]:
@@ -55,78 +51,6 @@ def check_layout(role: str, layout: ParallelLayout, world_size: int, config: Run
             )
         )
     return errors
-
-
-def check_model(
-    role: str, layout: ParallelLayout, shape: ModelShape, overrides: Mapping[str, object] | None = None
-) -> list[UserError]:
-    """Return what is wrong between a role's layout and the model's sizes."""
-    where, errors = layout.path, []
-    tensor = layout.tensor
-    fix = f"set {where}.tensor to {_best_tensor(shape, tensor)}"
-    if role != "rollout":
-        fix += " and use pipeline or data parallelism for the other ranks"
-    if shape.heads % tensor:
-        errors.append(_divides(shape.heads, "attention heads", tensor, f"{where}.tensor", fix))
-    if shape.heads % (tensor * layout.context) and not errors:
-        together = f"tensor {tensor} x context {layout.context} = {tensor * layout.context}"
-        errors.append(
-            UserError(
-                f"{together} does not divide the model's {shape.heads} attention heads",
-                where=f"{where}.context",
-                expected=f"a divisor of {shape.heads // tensor}, the heads of a tensor-parallel rank",
-                got=str(layout.context),
-                fix=f"set {where}.context to {math.gcd(layout.context, shape.heads // tensor)}",
-            )
-        )
-    # Where there are fewer key-value heads than ranks, equally many ranks share each.
-    if shape.kv_heads % tensor and tensor % shape.kv_heads and not errors:
-        errors.append(_divides(shape.kv_heads, "key-value heads", tensor, f"{where}.tensor", fix))
-    if role == "rollout":
-        return errors
-    width = shape.expert_width if shape.experts else shape.mlp_width
-    cut = layout.expert_tensor if shape.experts else tensor
-    if width % cut and not errors:
-        name = "expert_tensor" if shape.experts else "tensor"
-        errors.append(_divides(width, "MLP width", cut, f"{where}.{name}", f"lower {where}.{name}"))
-    try:
-        stage_layers(shape.layers, layout, overrides)
-    except UserError as error:
-        errors.append(error)
-    errors.extend(_check_experts(layout, shape, where))
-    return errors
-
-
-def _check_experts(layout: ParallelLayout, shape: ModelShape, where: str) -> list[UserError]:
-    if layout.expert > 1 and not shape.experts:
-        return [
-            UserError(
-                "expert parallelism is set for a model without experts",
-                where=f"{where}.expert",
-                expected=f"1: {shape.name} is dense",
-                got=str(layout.expert),
-                fix=f"remove {where}.expert",
-            )
-        ]
-    if shape.experts and shape.experts % layout.expert:
-        fix = f"set {where}.expert to {math.gcd(shape.experts, layout.expert)}"
-        return [_divides(shape.experts, "experts", layout.expert, f"{where}.expert", fix)]
-    return []
-
-
-def _divides(value: int, what: str, parts: int, where: str, fix: str) -> UserError:
-    return UserError(
-        f"{parts} does not divide the model's {value} {what}",
-        where=where,
-        expected=f"a divisor of {value}",
-        got=str(parts),
-        fix=fix,
-    )
-
-
-def _best_tensor(shape: ModelShape, tensor: int) -> int:
-    both = math.gcd(math.gcd(shape.heads, shape.kv_heads), shape.mlp_width)
-    return max(size for size in range(1, min(tensor, both) + 1) if both % size == 0)
 
 
 def check_lengths(config: RunConfig, shape: ModelShape) -> list[UserError]:

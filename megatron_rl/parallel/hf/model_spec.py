@@ -21,8 +21,8 @@ from megatron_rl.parallel.gemma import both_frequencies, prepare_sandwich_layers
 from megatron_rl.parallel.hf.transformer_settings import transformer_settings
 from megatron_rl.parallel.latent import allow_without_transformer_engine, prepare_latent_attention
 from megatron_rl.shapes.family import rope_parameters
+from megatron_rl.shapes.fit import trainer_problems
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, describe
 
 
@@ -119,7 +119,8 @@ def model_spec(
     """
     model = pretrained(hf_config)
     shape = model.shape
-    _check_layout(shape, layout, overrides or {})
+    for error in trainer_problems(shape, layout, overrides):
+        raise error
     if shape.experts:
         prepare_experts()
     if shape.mla:
@@ -202,70 +203,3 @@ def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
                 fix=f"did you mean {close!r}?" if close else None,
             )
     return dict(overrides)
-
-
-def _check_layout(shape: ModelShape, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
-    def divides(what: str, value: int, name: str, parts: int, fix: str) -> None:
-        if value % parts:
-            raise UserError(
-                f"{name} = {parts} does not divide the model's {what} ({value}).",
-                where=f"layout.{name}",
-                expected=f"a divisor of {value}",
-                got=str(parts),
-                fix=fix,
-            )
-
-    divides(
-        "attention heads",
-        shape.heads,
-        "tensor",
-        layout.tensor,
-        "lower layout.tensor",
-    )
-    groups = shape.kv_heads
-    if layout.tensor % groups or layout.tensor < groups:  # else ranks share a head
-        divides("key-value heads", groups, "tensor", layout.tensor, "lower layout.tensor")
-    divides(
-        "MLP width",
-        shape.mlp_width,
-        "tensor",
-        layout.tensor,
-        "lower layout.tensor",
-    )
-    _check_stages(shape, layout, overrides)
-    if layout.expert > 1 and not shape.experts:
-        raise UserError(
-            "layout.expert is set for a model without experts.",
-            where="layout.expert",
-            expected="1",
-            got=str(layout.expert),
-        )
-    if shape.experts:
-        divides("experts", shape.experts, "expert", layout.expert, "lower layout.expert")
-
-
-def _check_stages(shape: ModelShape, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
-    """Check that the layers can be cut over the pipeline stages."""
-    uneven = {
-        "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-        "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-    }  # fmt: skip
-    ends = [overrides.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
-    if sum(count or 0 for count in ends) > shape.layers:
-        raise UserError(
-            "The first and last pipeline stage would hold more layers than the model has.",
-            where="megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage",
-            expected=f"at most {shape.layers} together",
-            got=" + ".join(str(count) for count in ends if count),
-        )
-    chunks = layout.pipeline * layout.virtual_pipeline
-    if not uneven & set(overrides) and shape.layers % chunks:
-        raise UserError(
-            f"pipeline * virtual_pipeline = {chunks} does not divide the model's layers ({shape.layers}).",
-            where="layout.pipeline * virtual_pipeline",
-            expected=f"a divisor of {shape.layers}",
-            got=str(chunks),
-            fix="choose other sizes, or give megatron.num_layers_in_first_pipeline_stage "
-            "and megatron.num_layers_in_last_pipeline_stage",
-        )
