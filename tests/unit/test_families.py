@@ -1,0 +1,123 @@
+"""Every family of the one table, taken through everything that reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from config_workspace import write_workspace
+
+from megatron_rl.check.configuration import check_config
+from megatron_rl.config.load import load
+from megatron_rl.hybrid_engine.offline import actor_layout, plan_offline
+from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.export import export
+from megatron_rl.parallel.hf.model_spec import pretrained
+from megatron_rl.parallel.hf.weights import load_weights
+from megatron_rl.parallel.model import build_model
+from megatron_rl.shapes.families import FAMILIES as TABLE
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.pretrained import read_json, read_pretrained
+from megatron_rl.shapes.published import load_shape
+from tests.hf_models import FAMILIES, config_of, save_model
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+ROUTER_BIAS = "e_score_correction_bias"  # a weight of the checkpoint that transformers keeps as a buffer
+
+
+def parameters(model) -> int:
+    """Count the weights of a transformers model, tied ones once."""
+    buffers = sum(value.numel() for name, value in model.named_buffers() if name.endswith(ROUTER_BIAS))
+    return buffers + sum(parameter.numel() for parameter in model.parameters())
+
+
+def refusals(checkpoint: Path) -> list[str]:
+    """Return what `check` has against a run of a checkpoint, in a workspace beside it."""
+    overrides = (f"model.path={checkpoint}", "rollout.tensor=2", "rollout.engine=vllm")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (checkpoint / name).write_text("{}")
+    report = check_config(load("config.yaml", overrides), 4, patience=0)
+    return [str(error) for error in report.errors]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_workspace(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    assert {config_of(family).model_type for family in FAMILIES} == set(TABLE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_consumer_takes_what_transformers_saves_and_what_is_exported(family, workspace: Path) -> None:
+    saved, exported = workspace / "saved", workspace / "exported"
+    reference = save_model(family, saved)
+    count = parameters(reference)
+
+    # check and the planner, from config.json alone
+    assert not refusals(saved)
+    described = read_pretrained(saved / "config.json")
+    assert described.shape.parameters == count == load_shape(str(saved)).parameters
+    assert described.shape.tensors == len(described.tensor_shapes())
+    assert sum(torch.Size(shape).numel() for shape in described.tensor_shapes().values()) == count
+    assert described.shape == pretrained(reference.config).shape
+
+    # importer and exporter
+    device.initialize()
+    model = build_model(reference.config, ParallelGroups(ParallelLayout((0,))), dtype=torch.float32)
+    load_weights(model, saved)
+    export(model, exported, saved)
+    assert not refusals(exported)
+    assert read_pretrained(exported / "config.json").shape == described.shape
+    for key, value in described.family.engine_keys.items():
+        assert read_json(exported / "config.json")[key] == value
+
+    # reshard plans
+    plan = plan_offline(
+        reference.config, actor_layout({"pipeline": 2}), (0, 1), 2, torch.float32, ranks_per_node=2
+    )
+    assert sum(plan.needed.values()) >= 4 * count
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_defaults_are_those_of_transformers(family) -> None:
+    """A config.json may leave out what transformers fills in."""
+    tiny = next(name for name in FAMILIES if config_of(name).model_type == family)
+    whole = config_of(tiny).__class__().to_dict()
+    normal = TABLE[family].normal(whole)
+    aliases = {key: spelling for spelling, key in TABLE[family].aliases.items()}
+    for key, value in TABLE[family].defaults.items():
+        if value is not None and normal.get(key) is not None:
+            told = whole.get(key, whole.get(aliases.get(key, key)))
+            assert told == value, key
+
+
+def test_a_model_with_text_inside_says_how_to_save_it(workspace: Path) -> None:
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    config["text_config"] = config_of("gemma3").to_dict()
+    save_model("gemma3", workspace / "nested")
+    (workspace / "nested/config.json").write_text(json.dumps(config))
+    (error,) = refusals(workspace / "nested")
+    assert "Gemma3ForCausalLM.from_pretrained" in error
+
+
+def test_a_model_that_can_only_be_planned_says_what_it_needs(workspace: Path) -> None:
+    save_model("qwen2", workspace / "gpt")
+    config = json.loads((workspace / "gpt/config.json").read_text())
+    config |= {"architectures": ["GPTForCausalLM"], "model_type": "gpt", "norm": "layernorm"}
+    (workspace / "gpt/config.json").write_text(json.dumps(config))
+    (error,) = refusals(workspace / "gpt")
+    assert "LayerNorm" in error and "two matrices" in error
+
+
+def test_the_readme_lists_the_table() -> None:
+    section = README.read_text(encoding="utf-8").split("## Models\n", 1)[1].split("\n## ", 1)[0]
+    listed = re.sub(r"\s*\([^)]*\)", "", " ".join(section.split()).split(", from", 1)[0])
+    assert set(re.split(", | and ", listed)) == {family.title for family in TABLE.values()}
