@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_rl.algorithms.piece import Piece
+from megatron_rl.algorithms.table import KINDS, Kind
 from megatron_rl.config.field_types import entry_class, hints, options, section_class, type_words
 from megatron_rl.config.load import to_plain
 from megatron_rl.config.schema import RunConfig
@@ -33,7 +35,8 @@ def reference() -> str:
     places: dict[type, list[str]] = {}
     for path, section in _sections(RunConfig, ""):
         places.setdefault(section, []).append(path)
-    return "\n".join([_HEAD, *(_table(section, paths) for section, paths in places.items())])
+    sections = [_table(section, paths) for section, paths in places.items()]
+    return "\n".join([_HEAD, *sections, *(_pieces(key, kind) for key, kind in KINDS.items())])
 
 
 def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
@@ -53,6 +56,27 @@ def _table(section: type, paths: list[str]) -> str:
     rows = [_row(item, hints(section)[item.name], paths[0]) for item in dataclasses.fields(section)]
     lines = [f"| {' | '.join(row)} |" for row in (_COLUMNS, ["---"] * len(_COLUMNS), *rows)]
     return "\n".join([f"## {title}", "", _meaning(section), "", *lines, ""])
+
+
+def _pieces(key: str, kind: Kind) -> str:
+    """Return the named pieces of one kind, with the settings of each and their bounds."""
+    rows = []
+    for name, piece in kind.named.items():
+        first, *others = dataclasses.fields(piece) or [None]
+        summary = inspect.cleandoc(type(piece).__doc__ or "").partition("\n")[0].replace("``", "`")
+        rows.append([f"`{name}`", summary, *_piece_row(piece, first)])
+        rows.extend(["", "", *_piece_row(piece, item)] for item in others)
+    header = ("Name", "What it does", "Setting", "Default", "Allowed", "Meaning")
+    lines = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+    return "\n".join([f"## Pieces: `algorithm.{key}`", "", *lines, ""])
+
+
+def _piece_row(piece: Piece, item: dataclasses.Field | None) -> list[str]:
+    if item is None:
+        return ["", "", "", ""]
+    said, value = setting_of(item), getattr(piece, item.name)
+    default = f"*{said.unset or 'none'}*" if value is None else f"`{one_line(to_plain(value))}`"
+    return [cell.replace("|", "\\|") for cell in (f"`{item.name}`", default, _allowed(said), said.meaning)]
 
 
 def _meaning(section: type) -> str:

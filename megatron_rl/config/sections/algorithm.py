@@ -18,7 +18,7 @@ class AlgorithmConfig:
 
     A piece is a name, the path of one of your own (``file.py:Name`` or ``module:Name``), or a section with
     ``name`` and its settings; without ``name`` the settings are of the algorithm's own piece.
-    `algorithms.table` has the names, and each piece's class its settings with their bounds.
+    The tables of pieces below have the names, and the settings of each with their bounds.
     """
 
     name: str = setting(
