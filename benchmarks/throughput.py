@@ -30,7 +30,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.planner.calibrate import observed, read_steps, without_sync
 from megatron_rl.planner.constants import Constants, load_constants
-from megatron_rl.planner.step import PHASES, Observed, RunStep, predict_run
+from megatron_rl.planner.step import PHASES, Observed, RunStep, predict_run, role_shapes
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 
@@ -52,7 +52,7 @@ class Case:
     memory: Mapping[str, float]
     shipped: tuple[Path, ...]
 
-    def model_of(self, path: str) -> ModelShape:
+    def shape_of(self, path: str) -> ModelShape:
         """Return the shape of a model by its path in the configuration, shipped where it is not here."""
         places = [Path(path), *(folder / Path(path).name for folder in self.shipped)]
         found = next((place for place in places if (place / "config.json").is_file()), None)
@@ -60,7 +60,7 @@ class Case:
 
     def predict(self, gpu: str, constants: Constants, observed: Observed | None = None) -> RunStep:
         """Predict one step on a GPU."""
-        return predict_run(self.config, constants, gpu, self.model_of, observed)
+        return predict_run(self.config, constants, gpu, role_shapes(self.config, self.shape_of), observed)
 
 
 def read_case(path: str, overrides: Sequence[str]) -> Case:

@@ -6,21 +6,24 @@ slowest link of the method; the constants' sources are in constants.json.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.planner.batch import Lengths
 from megatron_rl.planner.constants import GB, Machine
 from megatron_rl.planner.generate import POINTS, RolloutLayout, cache_tokens, decode_cost, prefill_seconds
+from megatron_rl.planner.groups import Sync
 from megatron_rl.planner.layer import gather_seconds
 from megatron_rl.planner.learn import TrainChoice, Work
-from megatron_rl.planner.sync import sync_seconds
+from megatron_rl.planner.memory import rollout_weight_bytes
+from megatron_rl.planner.sync import copy_seconds
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import fullest_parameters
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.traffic import gathered_bytes, received_by_peers
 
-Sync = Callable[[ModelShape, ParallelLayout | None, RolloutLayout, Machine], float]
+Method = Callable[[ModelShape, ParallelLayout | None, RolloutLayout, Machine], float]
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,11 @@ def volume(
     train = layout.tensor * layout.pipeline
     shard = rollout.tensor * rollout.pipeline
     if method == "strided_reshard":
-        return SyncVolume(max(0.0, (train - shard) / (shard * train)) * total, total / shard, 0.0)
+        received = received_by_peers(total, layout, shard).get("HybridFlow", 0.0)
+        return SyncVolume(received, total / shard, 0.0)
     if method == "planned_peer_to_peer":
         return SyncVolume(total / shard, total / shard, 0.0)
-    return SyncVolume((train - 1) / train * total, total, total / train)
+    return SyncVolume(gathered_bytes(total, layout), total, total / train)
 
 
 def strided_seconds(
@@ -98,15 +102,27 @@ def broadcast_seconds(
     return sync.host_fixed_seconds + machine.weight_bytes * model.parameters / (rate * GB)
 
 
-METHODS: dict[str, Sync] = {
+def planned_seconds(
+    model: ModelShape, layout: ParallelLayout | None, rollout: RolloutLayout, machine: Machine
+) -> float:
+    """Return seconds of copies that are planned between ranks, on ranks apart: every shard arrives whole.
+
+    ``layout`` None says nothing of the senders.
+    """
+    received = rollout_weight_bytes(model, rollout, machine.precision)
+    sent = machine.weight_bytes * model.parameters / layout.size if layout else 0.0
+    return copy_seconds(received, sent, machine)
+
+
+METHODS: dict[str, Method] = {
     "strided_reshard": strided_seconds,
     "gather_and_load": gathered_seconds,
     "host_broadcast": broadcast_seconds,
-    "planned_peer_to_peer": sync_seconds,
+    "planned_peer_to_peer": planned_seconds,
 }
 
 
-def sync_of(method: str) -> Sync:
+def method_of(method: str) -> Method:
     """Return a method's seconds as a function; raises UserError on an unknown one."""
     if method in METHODS:
         return METHODS[method]
@@ -118,6 +134,22 @@ def sync_of(method: str) -> Sync:
         got=method,
         fix=f"did you mean {guess}?" if guess else None,
     )
+
+
+def sync_of(method: str) -> Sync:
+    """Return a method's seconds as the search asks for them, wherever the engine's ranks are."""
+    seconds = method_of(method)
+
+    def sync_seconds(
+        model: ModelShape,
+        layout: ParallelLayout,
+        rollout: RolloutLayout,
+        ranks: Sequence[int],
+        machine: Machine,
+    ) -> float:
+        return seconds(model, layout, rollout, machine)
+
+    return sync_seconds
 
 
 def decode_milliseconds(

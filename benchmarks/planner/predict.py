@@ -10,6 +10,7 @@ from typing import Any
 from peers import (
     decode_milliseconds,
     gathering_seconds,
+    method_of,
     model_flops_per_token,
     serving_tokens_per_second,
     sync_of,
@@ -213,7 +214,7 @@ def rl_step_seconds(scenario: Scenario) -> Prediction:
     step = add_up(
         works,
         generate=generate_seconds(actor.model, rollout, batch, machine),
-        reshard=sync_of(scenario.sync_method)(actor.model, actor.layout, rollout, machine),
+        reshard=method_of(scenario.sync_method)(actor.model, actor.layout, rollout, machine),
         fixed=scenario.constants.efficiency.rl_fixed_seconds,
         ahead=scenario.disaggregated,
     )
@@ -237,7 +238,7 @@ def weight_sync(scenario: Scenario) -> Prediction:
     layout = scenario.layout
     if layout is None and scenario.sync_method in ("strided_reshard", "gather_and_load"):
         layout = _choice(scenario, "actor", scenario.batch, scenario.train_gpus).layout
-    seconds = sync_of(scenario.sync_method)(scenario.model(), layout, rollout, scenario.machine)
+    seconds = method_of(scenario.sync_method)(scenario.model(), layout, rollout, scenario.machine)
     return {"seconds_weight_sync": seconds}
 
 

@@ -295,7 +295,8 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
         return
     for role, layout in layouts.items():
         own = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
-        if (own or role in inputs.shapes) and check.fine("actor.megatron"):
+        known = role in inputs.shapes or (own and role not in inputs.shapeless)
+        if known and check.fine("actor.megatron"):
             model = inputs.shapes.get(role, shape)
             settings = check.config.actor.megatron
             rollout = role == "rollout"

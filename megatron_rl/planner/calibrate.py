@@ -19,8 +19,7 @@ from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import Constants
-from megatron_rl.planner.step import PHASES, Observed, RunStep, predict_run
-from megatron_rl.shapes.model import ModelShape
+from megatron_rl.planner.step import PHASES, Observed, RunStep, predict_run, role_shapes
 from megatron_rl.shapes.published import load_shape
 
 
@@ -121,11 +120,10 @@ def calibrate(
     config = load(path).valid()
     lengths, measured = observed(config, steps), measured_phases(steps)
 
-    def model_of(name: str) -> ModelShape:
-        return load_shape(model or name)
+    shapes = role_shapes(config, lambda path: load_shape(model or path))
 
     def predict(with_constants: Constants) -> RunStep:
-        return predict_run(config, with_constants, gpu or config.gpu or "h100", model_of, lengths)
+        return predict_run(config, with_constants, gpu or config.gpu or "h100", shapes, lengths)
 
     predicted = predict(constants)
     phases = {

@@ -12,9 +12,9 @@ from megatron_rl.planner.batch import StepBatch, response_lengths
 from megatron_rl.planner.calibrate import calibrate
 from megatron_rl.planner.constants import Machine, load_constants
 from megatron_rl.planner.groups import Problem
-from megatron_rl.planner.placement import ROLES, PlacementPlan, search
-from megatron_rl.planner.show import plan_record, plans_text
-from megatron_rl.planner.writer import Paths, config_text
+from megatron_rl.planner.placement import ROLES, search
+from megatron_rl.planner.show import config_text, plan_record, plans_text
+from megatron_rl.planner.writer import Paths, planned_run
 from megatron_rl.shapes.published import load_shape
 
 
@@ -152,15 +152,15 @@ def _search(args: argparse.Namespace) -> int:
     problem = problem_of(args)
     started = time.monotonic()
     result = search(problem, args.one_step_off)
-    plans = result.plans[: max(1, args.best)]
-    print(plans_text(problem, plans, result.layouts, result.evaluated))
+    runs = [planned_run(problem, plan, _paths(args)) for plan in result.plans]
+    runs = sorted(runs, key=lambda run: run.prediction.total)[: max(1, args.best)]
+    print(plans_text(problem, runs, result.layouts, result.evaluated))
     print(f"\nsearched {time.monotonic() - started:.1f} s")
     if args.json:
-        Path(args.json).write_text(
-            json.dumps([plan_record(problem, plan) for plan in plans], indent=1) + "\n"
-        )
+        Path(args.json).write_text(json.dumps([plan_record(run) for run in runs], indent=1) + "\n")
     if args.out:
-        _write(args, problem, plans[0])
+        Path(args.out).write_text(config_text(problem, runs[0]))
+        print(f"wrote {args.out}: {runs[0].plan.name}")
     return 0
 
 
@@ -170,13 +170,11 @@ def _path(model: str) -> str:
     return str(Path(path).parent) if path.endswith("config.json") else path
 
 
-def _write(args: argparse.Namespace, problem: Problem, plan: PlacementPlan) -> None:
-    paths = Paths(
+def _paths(args: argparse.Namespace) -> Paths:
+    return Paths(
         model=args.model_path or _path(args.model),
         data=args.data,
         reward=args.reward,
         reward_model=args.reward_model_path,
         critic=_path(args.critic) if args.critic else None,
     )
-    Path(args.out).write_text(config_text(problem, plan, paths))
-    print(f"wrote {args.out}: {plan.name}")

@@ -12,13 +12,17 @@ from megatron_rl.planner.generate import RolloutLayout
 from megatron_rl.planner.learn import TrainChoice, score_memory, score_seconds
 from megatron_rl.planner.search import RolloutPlan, SearchCount, TrainPlan, rollout_plans, training_front
 from megatron_rl.planner.step import TRAINED, RoleSeconds
-from megatron_rl.planner.sync import sync_seconds
+from megatron_rl.planner.sync import planned_seconds
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
 
 _STATE_SPREADS = (1.0, 1.3, 2.0, 4.0, 1e9)
 """Multiples of a role's least resting state within which it takes its fastest cut."""
+
+
+Sync = Callable[[ModelShape, ParallelLayout, RolloutLayout, Sequence[int], Machine], float]
+"""Return the seconds of a weight sync from an actor's layout into an engine on some ranks."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Problem:
     machine: Machine
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
     engine: str = "current"
-    sync_seconds: Callable[[ModelShape, ParallelLayout, RolloutLayout, Machine], float] = sync_seconds
+    sync_seconds: Sync = planned_seconds
     memory_fraction: float | None = None
     max_sequences: int | None = None
     rollout_tensor: int | None = None

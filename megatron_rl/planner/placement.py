@@ -67,13 +67,13 @@ def _score(
     ahead: bool = False,
 ) -> PlacementPlan:
     """Return a placement of planned groups with its step."""
-    actor = next(group.plans["actor"] for group in groups if "actor" in group.plans)
+    layout = next(group.plans["actor"].choice.layout for group in groups if "actor" in group.plans)
+    # Ranks of the actor's own numbering: an engine apart from it shares none of them.
+    ranks = range(layout.size, layout.size + rollout_gpus) if rollout_gpus else layout.ranks
     step = add_up(
         [work for place, group in enumerate(groups) for work in group.works(place)],
         generate=rollout.seconds,
-        reshard=problem.sync_seconds(
-            problem.models["actor"], actor.choice.layout, rollout.layout, problem.machine
-        ),
+        reshard=problem.sync_seconds(problem.models["actor"], layout, rollout.layout, ranks, problem.machine),
         fixed=problem.machine.constants.efficiency.rl_fixed_seconds,
         ahead=ahead,
     )

@@ -1,42 +1,21 @@
-"""Print plans as text and as plain JSON values."""
+"""Print planned runs as text, as plain JSON values and as configuration files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import yaml
+
+from megatron_rl.config.budget import PHASES
 from megatron_rl.planner.constants import GB
 from megatron_rl.planner.groups import Problem
-from megatron_rl.planner.learn import score_memory
-from megatron_rl.planner.placement import PlacementPlan
 from megatron_rl.planner.step import TRAINED
+from megatron_rl.planner.writer import PlannedRun
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.traffic import byte_words
 
-
-def memory_by_phase(problem: Problem, plan: PlacementPlan) -> dict[str, float]:
-    """Return bytes on the fullest GPU in each phase: generate, log_probs, train."""
-    context = problem.machine.constants.memory.context_gigabytes * GB
-    generate = plan.rollout.layout.memory_fraction * problem.machine.gpu.memory
-    for group in plan.groups:
-        if group.rollout is not None:
-            generate += group.resident + context
-    if any(group.offloaded for group in plan.groups):
-        generate += problem.machine.constants.memory.after_offload_gigabytes * GB
-    log_probs = train = 0.0
-    for group in plan.groups:
-        resting = sum(entry.memory.states for entry in group.plans.values())
-        for role, entry in group.plans.items():
-            others = resting - entry.memory.states
-            if group.swap and entry.memory.total + others > problem.machine.usable_memory:
-                others = 0.0  # they wait in host memory
-            scoring = score_memory(entry.choice, problem.batch, problem.machine.constants)
-            # A trained role scores with its optimizer state beside it.
-            held = entry.memory.states if role in TRAINED else scoring.weights_and_gradients
-            work = scoring.total - scoring.weights_and_gradients
-            log_probs = max(log_probs, held + work + others)
-            if role in TRAINED:
-                train = max(train, entry.memory.total + others)
-    return {"generate": generate, "log_probs": log_probs or context, "train": train}
+GIB = 2**30
 
 
 def layout_words(layout: ParallelLayout) -> str:
@@ -52,8 +31,9 @@ def layout_words(layout: ParallelLayout) -> str:
     return " ".join(f"{name}{size}" for name, size in names if size > 1 or name in ("TP", "DP"))
 
 
-def plan_record(problem: Problem, plan: PlacementPlan) -> dict[str, Any]:
-    """Return a plan as plain JSON values; seconds, and gigabytes of 1e9 bytes."""
+def plan_record(run: PlannedRun) -> dict[str, Any]:
+    """Return a planned run as plain JSON values: seconds, and gigabytes of 1e9 bytes on its fullest rank."""
+    plan, seconds, fullest = run.plan, run.prediction.seconds, run.memory[0]
     roles = {}
     for group in plan.groups:
         for role, entry in group.plans.items():
@@ -70,19 +50,20 @@ def plan_record(problem: Problem, plan: PlacementPlan) -> dict[str, Any]:
                 "micro_batch": choice.micro_batch,
                 "optimizer_offload": choice.optimizer.offload,
             }
-    rollout, phases = plan.rollout.layout, plan.step.seconds
+    rollout = plan.rollout.layout
     return {
         "placement": plan.name,
         "gpus": plan.gpus,
         "seconds": {
-            "total": plan.step.total,
-            "generate": phases["generate"],
-            "log_probs": phases["reward"] + phases["score"],
-            "train": phases["learn"],
-            "weight_sync": phases["reshard"],
+            "total": run.prediction.total,
+            "generate": seconds["generate"],
+            "log_probs": seconds["reward"] + seconds["score"],
+            "train": seconds["learn"],
+            "weight_sync": seconds["reshard"],
         },
-        "tokens_per_second_per_gpu": problem.batch.tokens / plan.step.total / problem.gpus,
-        "gigabytes": {name: value / GB for name, value in memory_by_phase(problem, plan).items()},
+        "tokens_per_second_per_gpu": run.prediction.tokens / run.prediction.total / plan.gpus,
+        "gigabytes": {phase: fullest.total(phase) / GB for phase in PHASES},
+        "gigabytes_received_per_sync": run.traffic.received_most / GB,
         "roles": roles,
         "rollout": {
             "gpus": rollout.replicas * rollout.gpus,
@@ -95,16 +76,29 @@ def plan_record(problem: Problem, plan: PlacementPlan) -> dict[str, Any]:
     }
 
 
-def _plan_lines(problem: Problem, number: int, plan: PlacementPlan) -> list[str]:
-    record = plan_record(problem, plan)
-    seconds, memory = record["seconds"], record["gigabytes"]
+def _seconds_words(run: PlannedRun) -> str:
+    seconds = plan_record(run)["seconds"]
+    return (
+        f"generate {seconds['generate']:.1f}   log-probs {seconds['log_probs']:.1f}   "
+        f"train {seconds['train']:.1f}   weight sync {seconds['weight_sync']:.2f}"
+    )
+
+
+def _memory_words(run: PlannedRun) -> str:
+    """Return what the fullest rank holds in each phase, in GiB as `check` prints it."""
+    fullest = run.memory[0]
+    held = "   ".join(f"{phase} {fullest.total(phase) / GIB:,.1f}" for phase in PHASES)
+    return f"{held}   (of {run.config.gpu_memory_gib:g})"
+
+
+def _plan_lines(problem: Problem, number: int, run: PlannedRun) -> list[str]:
+    plan, total = run.plan, run.prediction.total
+    rate = run.prediction.tokens / total / plan.gpus
     lines = [
-        f"{number}. {plan.name}: {seconds['total']:.1f} s a step, "
-        f"{record['tokens_per_second_per_gpu']:.0f} tokens/s/GPU on {plan.gpus} GPUs",
-        f"     seconds    generate {seconds['generate']:.1f}   log-probs {seconds['log_probs']:.1f}   "
-        f"train {seconds['train']:.1f}   weight sync {seconds['weight_sync']:.2f}",
-        f"     GB per GPU generate {memory['generate']:.0f}   log-probs {memory['log_probs']:.0f}   "
-        f"train {memory['train']:.0f}   (of {problem.machine.gpu.memory / GB:.0f})",
+        f"{number}. {plan.name}: {total:.1f} s a step, {rate:.0f} tokens/s/GPU on {plan.gpus} GPUs",
+        f"     seconds     {_seconds_words(run)}",
+        f"     GiB per GPU {_memory_words(run)}",
+        f"     weight sync {byte_words(run.traffic.received_most)} received by the busiest rank",
     ]
     for group in plan.groups:
         for role, entry in group.plans.items():
@@ -116,7 +110,8 @@ def _plan_lines(problem: Problem, number: int, plan: PlacementPlan) -> list[str]
                 f"     {role:10} {group.gpus:5} GPUs  {words}{extra}{rows if role in TRAINED else ''}"
             )
     rollout, count = plan.rollout.layout, plan.rollout.layout.replicas * plan.rollout.layout.gpus
-    state = ", training state waits on the host" if record["training_state_offloaded"] else ""
+    offloaded = any(group.offloaded for group in plan.groups)
+    state = ", training state waits on the host" if offloaded else ""
     lines.append(
         f"     {'rollout':10} {count:5} GPUs  TP{rollout.tensor} x {rollout.replicas} "
         f"replicas, memory fraction {rollout.memory_fraction:.2f}{state}"
@@ -124,7 +119,7 @@ def _plan_lines(problem: Problem, number: int, plan: PlacementPlan) -> list[str]
     return lines
 
 
-def plans_text(problem: Problem, plans: Sequence[PlacementPlan], layouts: int, evaluated: int) -> str:
+def plans_text(problem: Problem, runs: Sequence[PlannedRun], layouts: int, evaluated: int) -> str:
     """Return the best plans as text."""
     model, batch = problem.models["actor"], problem.batch
     lines = [
@@ -137,6 +132,20 @@ def plans_text(problem: Problem, plans: Sequence[PlacementPlan], layouts: int, e
         f"{layouts} layouts, {evaluated} ways to run them",
         "",
     ]
-    for number, plan in enumerate(plans, start=1):
-        lines += [*_plan_lines(problem, number, plan), ""]
+    for number, run in enumerate(runs, start=1):
+        lines += [*_plan_lines(problem, number, run), ""]
     return "\n".join(lines).rstrip()
+
+
+def config_text(problem: Problem, run: PlannedRun) -> str:
+    """Return the configuration of a planned run as YAML, its prediction in comments."""
+    head = [
+        f"# {problem.algorithm} of {problem.models['actor'].name} on {run.plan.gpus} x "
+        f"{problem.machine.gpu.name}, {run.plan.name}.",
+        f"# Predicted: {run.prediction.total:.1f} s a step: {_seconds_words(run)}.",
+        f"# GiB on the fullest rank: {_memory_words(run)}.",
+    ]
+    if "data/gsm8k" in run.config.prepare:
+        head.append("# Data and reward are the grade-school mathematics example: put yours in their place.")
+    body = yaml.safe_dump(dict(run.mapping), sort_keys=False, default_flow_style=None, width=100)
+    return "\n".join(head) + "\n" + body

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_rl.config.derive import token_budget
-from megatron_rl.config.placement import role_layouts
+from megatron_rl.config.placement import placed, role_layouts, shared_weights
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import CriticConfig
 from megatron_rl.planner.batch import StepBatch, response_lengths
@@ -162,13 +162,17 @@ def _choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelSh
     return TrainChoice(model, layout, section.recompute, optimizer)
 
 
-def _model_path(config: RunConfig, role: str) -> str:
-    section = {"critic": config.critic, "reference": config.reference}.get(role)
-    if role.startswith("reward."):
-        section = config.reward.models[role.removeprefix("reward.")]
-    path = getattr(section, "path", None) if section is not None else None
-    # A model that the run itself makes (after a warm-up) has the shape of the one it starts from.
-    return config.model.path if path is None or path.startswith(config.run_dir) else path
+def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dict[str, ModelShape]:
+    """Return the shape of every role's model; ``shape_of`` returns that of the model at a path."""
+    sections = {"critic": config.critic, "reference": config.reference}
+    sections |= {f"reward.{name}": model for name, model in config.reward.models.items()}
+    actor = shape_of(config.model.path)
+    shapes = {"actor": actor, "rollout": actor}
+    for role, section in sections.items():
+        path = (section.path if section else None) or config.model.path
+        # A model that the run itself makes (after a warm-up) has the shape of the one it starts from.
+        shapes[role] = actor if path.startswith(config.run_dir) else shape_of(path)
+    return shapes
 
 
 def _moving_seconds(
@@ -197,25 +201,25 @@ def predict_run(
     config: RunConfig,
     constants: Constants,
     gpu: str,
-    model_of: Callable[[str], ModelShape],
+    shapes: Mapping[str, ModelShape],
     observed: Observed | None = None,
+    precision: str = "bf16",
 ) -> RunStep:
-    """Predict one step of a configuration whose ``world_size`` is stated.
+    """Predict one step of a configuration whose ``world_size`` is stated; ``shapes`` are by role.
 
-    ``model_of`` returns the shape of the model at a path of the configuration. Raises UserError on an
-    unknown GPU.
+    Raises UserError on an unknown GPU.
     """
     world = config.world_size or 1
     layouts = role_layouts(config, world)
     cluster = constants.cluster(gpu, world, config.gpus_per_node, config.network_gigabits_per_gpu)
-    machine = Machine(cluster, constants)
+    machine = Machine(cluster, constants, precision)
     batch = run_batch(config, layouts, observed or Observed())
     flops: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     works = []
     for role, layout in layouts.items():
         if role == "rollout":
             continue
-        choice = _choice(config, role, layout, model_of(_model_path(config, role)))
+        choice = _choice(config, role, layout, shapes[role])
         trained = role in TRAINED
         works.append(
             RoleSeconds(
@@ -229,12 +233,13 @@ def predict_run(
         forward_flops = choice.model.forward_flops(batch.context) * batch.tokens
         flops["reward" if role.startswith("reward") else "score"] += forward_flops
         flops["learn"] += 3.0 * batch.epochs * forward_flops if trained else 0.0
-    actor, rollout = model_of(config.model.path), _rollout(config, layouts["rollout"])
+    actor, rollout = shapes["actor"], _rollout(config, layouts["rollout"])
     flops["generate"] = actor.forward_flops(batch.context) * batch.tokens
+    traffic = shared_weights(placed(config, world), actor).traffic(layouts["rollout"].ranks)
     step = add_up(
         works,
         generate=generate_seconds(actor, rollout, batch, machine),
-        reshard=sync_seconds(actor, layouts["actor"], rollout, machine),
+        reshard=sync_seconds(traffic, layouts["actor"].size, machine),
         fixed=constants.efficiency.rl_fixed_seconds,
         ahead=config.asynchrony.steps_ahead > 0,
     )

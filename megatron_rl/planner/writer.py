@@ -1,4 +1,4 @@
-"""Write a plan as a run configuration in the terms of megatron_rl.config.schema."""
+"""Write a plan as a run configuration, and predict what that configuration takes and holds."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.placement import APART
+from megatron_rl.config.budget import RankMemory, memory_plan
+from megatron_rl.config.derive import batch_plan, resolve
+from megatron_rl.config.load import load_text
+from megatron_rl.config.placement import APART, role_layouts, shared_weights
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.planner.constants import GB
 from megatron_rl.planner.groups import Problem
 from megatron_rl.planner.placement import PlacementPlan
-from megatron_rl.planner.search import TrainPlan
-from megatron_rl.planner.show import plan_record
-from megatron_rl.planner.step import TRAINED
+from megatron_rl.planner.search import TrainPlan, stage_settings
+from megatron_rl.planner.step import TRAINED, Observed, RunStep, predict_run
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.stages import FIRST, LAST, stage_ends
+from megatron_rl.shapes.traffic import WeightTraffic
 
 _TRAIN_DATA = "data/gsm8k/main/train-00000-of-00001.parquet"
 _REWARD = "megatron_rl.rewards.math_answer:marked_number"
@@ -51,15 +53,6 @@ def _layout(layout: ParallelLayout) -> dict[str, Any]:
     return values
 
 
-def _stages(model: ModelShape, layout: ParallelLayout) -> dict[str, int]:
-    """Return Megatron's settings of an uneven pipeline, empty for an even one."""
-    if model.layers % layout.pipeline == 0:
-        return {}
-    ends = stage_ends(model.layers, layout.pipeline)
-    assert ends is not None, "the search yields only pipelines with a split"
-    return {FIRST: ends[0], LAST: ends[1]}
-
-
 def group_ranks(plan: PlacementPlan) -> dict[str, tuple[int, int]]:
     """Return (first rank, number of ranks) of every role and the rollout; the actor's group comes first."""
     groups = sorted(plan.groups, key=lambda group: "actor" not in group.plans)
@@ -79,6 +72,21 @@ def preset_of(places: Mapping[str, tuple[int, int]], world: int) -> str | None:
         if wanted == dict(places):
             return name
     return None
+
+
+def _prepare(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the commands that fetch what the configuration names and this machine may not have."""
+    models = [paths.model, paths.critic]
+    models += [model["path"] for model in config["reward"].get("models", {}).values()]
+    wanted = dict.fromkeys(path for path in models if path and not path.startswith(("/", ".")))
+    commands = {
+        path: f"hf download ORGANISATION/{path.rsplit('/', 1)[-1]} --local-dir {path}"
+        for path in wanted
+        if not Path(path).exists()
+    }
+    if paths.data is None:
+        commands["data/gsm8k"] = "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k"
+    return commands
 
 
 class _Writer:
@@ -109,7 +117,7 @@ class _Writer:
         }
         if choice.optimizer.offload:
             section["optimizer"] = {"offload": True}
-        stages = _stages(choice.model, choice.layout)
+        stages = stage_settings(choice.model, choice.layout)
         if role != "actor" and stages:
             del section["layout"]  # the actor's, with its stages
         elif stages:
@@ -120,7 +128,7 @@ class _Writer:
         """Return the section of a role that only scores."""
         chosen = self.plan.plan_of(role)
         assert chosen is not None
-        if _stages(chosen.choice.model, chosen.choice.layout):
+        if stage_settings(chosen.choice.model, chosen.choice.layout):
             return {}
         return {"layout": self.layout(role, chosen.choice.layout)}
 
@@ -199,37 +207,40 @@ class _Writer:
         return config
 
 
-def _prepare(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the commands that fetch what the configuration names and this machine may not have."""
-    models = [paths.model, paths.critic]
-    models += [model["path"] for model in config["reward"].get("models", {}).values()]
-    wanted = dict.fromkeys(path for path in models if path and not path.startswith(("/", ".")))
-    commands = {
-        path: f"hf download ORGANISATION/{path.rsplit('/', 1)[-1]} --local-dir {path}"
-        for path in wanted
-        if not Path(path).exists()
-    }
-    if paths.data is None:
-        commands["data/gsm8k"] = "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k"
-    return commands
+@dataclass(frozen=True)
+class PlannedRun:
+    """Hold a plan as a run: its configuration, how long a step takes, what ranks hold and what a sync moves.
+
+    All of them are worked out from the configuration, by the functions that `check` calls.
+    """
+
+    plan: PlacementPlan
+    mapping: Mapping[str, Any]
+    config: RunConfig
+    prediction: RunStep
+    memory: tuple[RankMemory, ...]
+    traffic: WeightTraffic
 
 
-def config_text(problem: Problem, plan: PlacementPlan, paths: Paths) -> str:
-    """Return the configuration of a plan as YAML, its prediction in comments."""
-    config = _Writer(problem, plan, paths).config()
-    name = problem.models["actor"].name
-    if prepare := _prepare(paths, config):
-        config["prepare"] = prepare
-    record = plan_record(problem, plan)
-    seconds = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in record["seconds"].items())
-    memory = ", ".join(f"{name.replace('_', ' ')} {value:.0f}" for name, value in record["gigabytes"].items())
-    head = [
-        f"# {problem.algorithm} of {name} on {plan.gpus} x {problem.machine.gpu.name}, {plan.name}.",
-        f"# Predicted seconds a step: {seconds}.",
-        f"# Predicted GB per GPU: {memory}.",
-    ]
-    if paths.data is None:
-        head.append("# Data and reward are the grade-school mathematics example: put yours in their place.")
-    return (
-        "\n".join(head) + "\n" + yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=100)
+def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedRun:
+    """Return a plan as the run that its configuration describes."""
+    mapping = _Writer(problem, plan, paths).config()
+    if prepare := _prepare(paths, mapping):
+        mapping["prepare"] = prepare
+    actor = problem.models["actor"]
+    stated = load_text(yaml.safe_dump(mapping), name=plan.name).valid()
+    config = resolve(stated, plan.gpus, shape=actor).config
+    layouts = role_layouts(config, plan.gpus)
+    shapes = {role: problem.models.get(role.split(".")[0], actor) for role in layouts}
+    observed = Observed(problem.batch.prompt, problem.batch.lengths.mean)
+    machine = problem.machine
+    return PlannedRun(
+        plan=plan,
+        mapping=mapping,
+        config=config,
+        prediction=predict_run(
+            config, machine.constants, machine.gpu.name, shapes, observed, machine.precision
+        ),
+        memory=tuple(memory_plan(config, layouts, shapes, batch_plan(config, layouts))),
+        traffic=shared_weights(config, actor).traffic(layouts["rollout"].ranks),
     )

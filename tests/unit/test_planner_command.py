@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +11,16 @@ import pytest
 import yaml
 
 from megatron_rl.check.configuration import check_config
+from megatron_rl.cli.main import main as command
 from megatron_rl.config.load import load
 from megatron_rl.errors import UserError
 from megatron_rl.planner.calibrate import calibrate
 from megatron_rl.planner.command import add_arguments, problem_of, run
 from megatron_rl.planner.constants import load_constants
 from megatron_rl.planner.placement import search
-from megatron_rl.planner.step import PHASES, Observed, predict_run
-from megatron_rl.planner.writer import Paths, config_text, preset_of
+from megatron_rl.planner.show import config_text, plan_record
+from megatron_rl.planner.step import PHASES, Observed, predict_run, role_shapes
+from megatron_rl.planner.writer import Paths, planned_run, preset_of
 from megatron_rl.shapes.published import load_shape, presets
 
 
@@ -57,7 +60,9 @@ def test_every_written_plan_passes_check(tmp_path, words) -> None:
         model = tmp_path / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(_hf_config(words[0])))
-        out.write_text(config_text(problem, plan, Paths(str(model), critic=_critic(words, tmp_path))))
+        critic = _critic(words, tmp_path)
+        run = planned_run(problem, plan, Paths(str(model), reward_model=critic, critic=critic))
+        out.write_text(config_text(problem, run))
         report = checked(out)
         assert not report.errors, (plan.name, [str(error) for error in report.errors])
         assert report.shape is not None and report.layouts is not None
@@ -71,6 +76,11 @@ def test_every_written_plan_passes_check(tmp_path, words) -> None:
             )
         ahead = report.config.asynchrony.steps_ahead
         assert ahead == (1 if plan.step.ahead else 0)
+        # What `plan` printed of this configuration is what `check` prints of it, to the last byte.
+        assert run.memory == report.memory
+        assert run.traffic == report.sync
+        assert plan_record(run)["gigabytes"]["learn"] == report.memory[0].total("learn") / 1e9
+        assert plan_record(run)["gigabytes_received_per_sync"] == report.sync.received_most / 1e9
 
 
 def test_plan_prints_and_writes(tmp_path, capsys) -> None:
@@ -78,10 +88,43 @@ def test_plan_prints_and_writes(tmp_path, capsys) -> None:
     words = ("llama-3-70b", "--gpus", "64", "--one-step-off")
     assert plan(*words, "--out", str(out), "--json", str(record)) == 0
     printed = capsys.readouterr().out
-    assert "tokens/s/GPU" in printed and "weight sync" in printed and "GB per GPU" in printed
+    assert "tokens/s/GPU" in printed and "weight sync" in printed and "GiB per GPU" in printed
     plans = json.loads(record.read_text())
     assert plans[0]["seconds"]["total"] <= plans[-1]["seconds"]["total"]
     assert not checked(out).errors
+
+
+def test_plan_and_check_print_the_same_words(tmp_path, capsys) -> None:
+    model, out = tmp_path / "model", tmp_path / "plan.yaml"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(_hf_config("qwen3-8b")))
+    plan(str(model), "--gpus", "16", "--best", "1", "--out", str(out))
+    printed = capsys.readouterr().out.splitlines()
+    assert command(["check", str(out), "--without-files"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    total = next(line for line in shown if line.strip().startswith("total "))
+    held = [number for number in re.findall(r"([\d.]+) GiB", total)]
+    assert len(held) >= 3
+    line = next(line for line in printed if "GiB per GPU" in line)
+    assert re.findall(r"(?:generate|score|learn) ([\d.]+)", line) == held[:3]
+    received = next(line for line in shown if "received by the busiest rank" in line).split("  ")[-1].strip()
+    assert f"{received} received by the busiest rank" in "\n".join(printed)
+
+
+def test_plan_predicts_what_its_configuration_is_predicted_to_take(tmp_path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    problem = problem_of(parser.parse_args(["qwen3-8b", "--gpus", "16", "--algorithm", "ppo"]))
+    for placed in search(problem).plans:
+        run = planned_run(problem, placed, Paths("models/qwen3-8b"))
+        (tmp_path / "plan.yaml").write_text(config_text(problem, run))
+        config = checked(tmp_path / "plan.yaml").valid()
+        shapes = role_shapes(config, lambda path: load_shape("qwen3-8b"))
+        mean = problem.batch.lengths.mean
+        step = predict_run(config, load_constants(), "h100", shapes, Observed(response=mean))
+        assert step.seconds == pytest.approx(dict(run.prediction.seconds))
+        # The search's own estimate differs where the configuration has one token budget for every role.
+        assert placed.step.total == pytest.approx(step.total, rel=0.15)
 
 
 def _hf_config(name: str) -> dict:
@@ -158,7 +201,9 @@ def _run_folder(path: Path, slower: dict[str, float]) -> None:
     path.mkdir(exist_ok=True)
     (path / "config.yaml").write_text(CONFIG)
     config = load(path / "config.yaml").valid()
-    expected = predict_run(config, load_constants(), "a100", load_shape, Observed(200.0, 400.0)).seconds
+    expected = predict_run(
+        config, load_constants(), "a100", role_shapes(config, load_shape), Observed(200.0, 400.0)
+    ).seconds
     lines = [{"step": 0, "time/generate": 999.0}]
     for step in (1, 2, 3):
         taken = {name: expected[name] * slower[name] for name in PHASES if expected[name]}
