@@ -124,43 +124,38 @@ def check_config(
         check.refuse(check_model_settings(loaded.config.actor.megatron))
     if check.fine("rollout.vllm"):
         check.refuse(check_engine_arguments(loaded.config.rollout.vllm))
-    trial = Trial(loaded.config.actor.megatron if patience > 0 and check.fine("actor.megatron") else {})
+    tried = loaded.config.actor.megatron if patience > 0 and check.fine("actor.megatron") else {}
+    files = Files(prepare=loaded.config.prepare, absent=without_files)
+    inputs = Inputs(loaded.config, files, check.fine, shipped_models)
+    trial = Trial(tried, patience)
     try:
-        return _checked(check, loaded, trial, training, without_files, shipped_models, patience)
+        return _checked(check, inputs, trial, loaded.origins, training)
     finally:
         trial.stop()
 
 
 def _checked(
-    check: _Check,
-    loaded: LoadedConfig,
-    trial: Trial,
-    training: bool,
-    without_files: bool,
-    shipped_models: Path | None,
-    patience: float,
+    check: _Check, inputs: Inputs, trial: Trial, origins: Mapping[str, Origin], training: bool
 ) -> CheckReport:
-    config = check.config
-    algorithm = None
+    """Apply the rules that need more than single values, while Megatron tries its settings."""
+    config, files, algorithm = check.config, inputs.files, None
     if check.fine("algorithm", "rollout.max_response_tokens"):
         algorithm, mistakes = check_algorithm(config)
         check.add(mistakes)
     world = _world(check)
     layouts = _layouts(check, world)
     check.add(check_asynchrony(config, layouts, algorithm))
-    files = Files(prepare=config.prepare, absent=without_files)
-    inputs = Inputs(config, files, check.fine, shipped_models)
     check_inputs(inputs)
     _check_model(check, inputs, layouts)
     if not check.errors:
-        errors, warnings = trial.result(_tried_roles(inputs, layouts), config.model.dtype, patience)
+        errors, warnings = trial.result(_tried_roles(inputs, layouts), config.model.dtype)
         check.errors.extend(errors)
         check.warnings.extend(warnings)
     # Findings about files leave the arithmetic whole: it is shown beside them.
     inputs.errors.extend(files.errors)
     inputs.warnings.extend(files.missing)
-    (inputs.errors if training and not without_files else inputs.warnings).extend(files.unmade())
-    return _report(check, inputs, loaded.origins, world, algorithm)
+    (inputs.errors if training and not files.absent else inputs.warnings).extend(files.unmade())
+    return _report(check, inputs, origins, world, algorithm)
 
 
 def _tried_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TriedRole]:

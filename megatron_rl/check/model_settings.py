@@ -125,11 +125,12 @@ class Trial:
     """Have Megatron make the TransformerConfig of every role in a process that is started at once.
 
     Nothing is tried where there is nothing to try; ``missing`` is the package that trying needs and that is
-    not installed, if any.
+    not installed, if any. ``patience`` in seconds counts from the start of the process.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], patience: float) -> None:
         self._values = values
+        self._patience = patience
         self._start = time.monotonic()
         self._process: subprocess.Popen[str] | None = None
         self.missing = next((name for name in ("torch", "megatron.core") if find_module(name)[1]), None)
@@ -142,13 +143,8 @@ class Trial:
                 text=True,
             )
 
-    def result(
-        self, roles: list[TriedRole], dtype: str, patience: float
-    ) -> tuple[list[UserError], list[UserError]]:
-        """Return errors and warnings: what Megatron refuses, and that it could not be asked.
-
-        ``patience`` is counted in seconds from the start of the process.
-        """
+    def result(self, roles: list[TriedRole], dtype: str) -> tuple[list[UserError], list[UserError]]:
+        """Return errors and warnings: what Megatron refuses, and that it could not be asked."""
         if not self._values:
             return [], []
         if self._process is None:
@@ -165,12 +161,12 @@ class Trial:
             }
             for role in roles
         ]
-        left = max(0.1, patience - (time.monotonic() - self._start))
+        left = max(0.1, self._patience - (time.monotonic() - self._start))
         try:
             answer, problem = self._process.communicate(json.dumps(request), timeout=left)
         except subprocess.TimeoutExpired:
             self.stop()
-            return [], [self._untried(f"Megatron did not answer within {patience:g} seconds")]
+            return [], [self._untried(f"Megatron did not answer within {self._patience:g} seconds")]
         if self._process.returncode != 0:
             return [], [self._untried(problem.strip().rpartition("\n")[2] or "the process died")]
         refused = json.loads(answer)
