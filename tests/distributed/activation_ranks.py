@@ -1,0 +1,44 @@
+"""Compare what a tensor-parallel rank keeps of a forward pass with the memory model. Run with torchrun."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.memory import kept_bytes
+from megatron_rl.shapes.model import LayerKind
+from tests.saved_tensors import layer_bytes
+
+CASES = [
+    ("qwen2", ParallelLayout((0, 1), tensor=2, sequence_parallel=True)),
+    ("qwen2", ParallelLayout((0, 1), tensor=2)),
+    ("mixtral", ParallelLayout((0, 1), tensor=2, expert=2, sequence_parallel=True)),
+    ("mixtral", ParallelLayout((0, 1), tensor=2, expert_tensor=2, sequence_parallel=True)),
+    ("deepseek-v3", ParallelLayout((0, 1), tensor=2, expert=2, sequence_parallel=True)),
+]
+
+
+def main() -> None:
+    device.initialize()
+    for family, layout in CASES:
+        groups = ParallelGroups(layout)
+        for recompute in ("none", "selective", "full"):
+            saved, shape = layer_bytes(family, groups, torch.float32, recompute)
+            total = torch.tensor([saved])
+            dist.all_reduce(total)  # routed tokens differ between ranks; their mean is what is counted
+            mean = float(total) / layout.size
+            kind = LayerKind(linear=False, experts=shape.experts > 0)
+            counted = kept_bytes(
+                shape, kind, 2, layout.expert_tensor, layout.sequence_parallel, recompute, 4, fused=False
+            )
+            assert abs(counted / mean - 1) < 0.1, (family, layout, recompute, counted, mean)
+    if device.rank() == 0:
+        print("all cases")
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()

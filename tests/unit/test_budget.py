@@ -1,0 +1,43 @@
+"""The memory of a run, role by role."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from config_workspace import CONFIG
+
+from megatron_rl.config.budget import memory_plan
+from megatron_rl.config.derive import batch_plan
+from megatron_rl.config.load import load_text
+from megatron_rl.config.sections.models import CriticConfig
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
+
+SHAPE = ModelShape("Qwen2ForCausalLM", 128, 8, 8, 4, 32, 384, 21, 1 << 20, qkv_bias=True)
+
+
+def gradients(role: str, shapes: dict[str, ModelShape], layout: ParallelLayout, **megatron: int) -> list[int]:
+    """Return the bytes of gradients of a role on every kind of rank."""
+    config = load_text(CONFIG).valid()
+    config = replace(config, critic=CriticConfig(), actor=replace(config.actor, megatron=megatron))
+    layouts = dict.fromkeys(("actor", "critic"), layout) | {"rollout": ParallelLayout((0,))}
+    name = "gradients" if role == "actor" else f"{role} gradients"
+    ranks = memory_plan(config, layouts, shapes, batch_plan(config, layouts))
+    return [item.bytes for rank in ranks for item in rank.items if item.name == name]
+
+
+def test_every_role_is_counted_by_its_own_shape() -> None:
+    small = replace(SHAPE, layers=4)
+    (whole,) = gradients("critic", {"actor": SHAPE}, ParallelLayout((0,)))
+    (half,) = gradients("critic", {"actor": SHAPE, "critic": small}, ParallelLayout((0,)))
+    assert whole - half == 4 * (SHAPE.layer_dense_total - small.layer_dense_total)
+    assert half == 4 * (small.parameters - small.head_parameters + small.hidden)
+
+
+def test_uneven_stages_are_counted_as_they_are() -> None:
+    layout = ParallelLayout((0, 1), pipeline=2)
+    even = gradients("actor", {"actor": SHAPE}, layout)
+    uneven = gradients("actor", {"actor": SHAPE}, layout, num_layers_in_first_pipeline_stage=2)
+    assert sum(even) == sum(uneven)
+    layer = 4 * SHAPE.layer_dense_total // SHAPE.layers
+    assert max(uneven) - max(even) == 2 * layer
