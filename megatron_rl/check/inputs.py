@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_rl.check.checkpoint_files import Files, check_model_files, has_chat_template
 from megatron_rl.check.data_sets import DataPreview, check_data
 from megatron_rl.check.reward_function import check_reward
-from megatron_rl.config.checkpoint_meta import check_same_model, latest, read_meta
+from megatron_rl.config.checkpoint_meta import check_same_model, checkpoints, latest, read_meta
 from megatron_rl.config.placement import role_of
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
@@ -76,40 +76,57 @@ def _check_stage_data(check: Inputs, plan: StagePlan, fields: dict[str, str]) ->
 
 
 def _resume(config: RunConfig) -> list[UserError]:
-    """Return the error of a checkpoint that is missing, broken or of another model."""
+    """Return the error of a checkpoint that is missing, broken or of another model.
+
+    A broken one stops nothing while there is an older one to continue from.
+    """
     resume, folder = config.checkpoint.resume, RunFolder(config.run_dir)
-    path = folder.resumed_checkpoint(resume)
-    if path is None:
+    if resume == "never":
         return []
-    if not path.is_dir():
-        near = latest(folder.checkpoints)
-        return [
-            UserError(
-                "the checkpoint to resume from does not exist",
-                where="checkpoint.resume",
-                expected="auto, never, or the directory of a checkpoint",
-                got=repr(resume),
-                fix=f"the newest of this run is {near}" if near else "write auto, or a directory that exists",
-            )
-        ]
+    if resume == "auto":
+        errors = []
+        for path in reversed(checkpoints(folder.checkpoints)):
+            readable, error = _resumable(path, config)
+            if readable:
+                return [error] if error is not None else []
+            errors.append(error)
+        return [error for error in errors[:1] if error is not None]
+    if Path(resume).is_dir():
+        error = _resumable(Path(resume), config)[1]
+        return [error] if error is not None else []
+    near = latest(folder.checkpoints)
+    return [
+        UserError(
+            "the checkpoint to resume from does not exist",
+            where="checkpoint.resume",
+            expected="auto, never, or the directory of a checkpoint",
+            got=repr(resume),
+            fix=f"the newest of this run is {near}" if near else "write auto, or a directory that exists",
+        )
+    ]
+
+
+def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
+    """Return whether a checkpoint says what it is of, and the error that stands against resuming from it."""
     try:
         meta = read_meta(path)
+    except UserError as error:
+        return False, replace(error, got=error.got or f"no such file in {path}")
+    try:
         model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
         check_same_model(path, meta, model)
     except UserError as error:
-        return [replace(error, got=error.got or f"no such file in {path}")]
+        return True, error
     except (OSError, ValueError):
-        return []  # the model's own check says so
+        return True, None  # the model's own check says so
     except (KeyError, TypeError, AttributeError) as error:
-        return [
-            UserError(
-                "the checkpoint's meta.json is not what a save leaves",
-                where=str(path),
-                got=f"{type(error).__name__}: {error}",
-                fix="resume from another checkpoint, or checkpoint.resume=never with a new run_dir",
-            )
-        ]
-    return []
+        return False, UserError(
+            "the checkpoint's meta.json is not what a save leaves",
+            where=str(path),
+            got=f"{type(error).__name__}: {error}",
+            fix="resume from another checkpoint, or checkpoint.resume=never with a new run_dir",
+        )
+    return True, None
 
 
 def _model(check: Inputs, path: str, where: str) -> ModelShape | None:

@@ -19,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="a Hugging Face directory, or a run's checkpoints/step_N",
     )
+    parser.add_argument(
+        "--trust", action="store_true", help="load the checkpoint even if that may run code which it holds"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from megatron_rl.trainer.offline import evaluate_checkpoint
 
-    evaluate_checkpoint(config, checkpoint)
+    evaluate_checkpoint(config, checkpoint, trusted=arguments.trust)
     return 0
 
 

@@ -12,6 +12,9 @@ from megatron_rl.errors import UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``export``."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's checkpoints/step_N")
+    parser.add_argument(
+        "--trust", action="store_true", help="load the checkpoint even if that may run code which it holds"
+    )
     parser.add_argument("--out", metavar="DIR", required=True, help="where the Hugging Face model is written")
 
 
@@ -29,5 +32,5 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from megatron_rl.trainer.offline import export_checkpoint
 
-    export_checkpoint(checkpoint, out)
+    export_checkpoint(checkpoint, out, trusted=arguments.trust)
     return 0

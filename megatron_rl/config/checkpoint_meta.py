@@ -16,7 +16,7 @@ from typing import Any
 from megatron_rl.errors import UserError
 
 META = "meta.json"
-_FORMAT = 2
+_FORMAT = 3
 _STEP = re.compile(r"step_(\d+)")
 _IDENTITY = (
     "model_type", "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads",

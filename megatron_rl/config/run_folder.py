@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.checkpoint_meta import latest
-
 
 class RunFolder:
     """Name and create the places of one run below ``path``.
@@ -60,12 +58,6 @@ class RunFolder:
         for directory in (self.stages, self.reward_models, self.checkpoints):
             set_aside(directory)
         self.checkpoints.mkdir(exist_ok=True)
-
-    def resumed_checkpoint(self, resume: str) -> Path | None:
-        """Return the checkpoint that ``checkpoint.resume`` names: ``auto``, ``never`` or a path."""
-        if resume == "auto":
-            return latest(self.checkpoints)
-        return None if resume == "never" else Path(resume)
 
     def write_config(self, text: str) -> None:
         """Store the resolved configuration."""

@@ -138,6 +138,9 @@ class CheckpointConfig:
         "auto (the newest checkpoint of the run folder, if any), never, or the path of a checkpoint.",
         also_called={"verl": "resume_mode"},
     )
+    trust: bool = setting(
+        False, "Load a checkpoint also where its files name more than data: loading it may run code."
+    )
     export: bool = setting(True, "Write a Hugging Face checkpoint at the end of the run.")
 
 

@@ -1,15 +1,16 @@
 """Save and restore a trained model with everything the next step depends on, across parallel layouts.
 
-A checkpoint is a folder: ``model/`` is Megatron's distributed checkpoint of weights and optimizer, stored
-independent of the layout; ``rng/`` has the generators of each rank, ``state.pt`` what is equal on all
-ranks, and ``meta.json`` what the checkpoint is of. ``meta.json`` is written last.
+A checkpoint is a folder: one folder per role is Megatron's distributed checkpoint of weights and optimizer,
+stored independent of the layout; ``rng/`` has the generators of each rank, ``state.pt`` what is equal on all
+ranks, ``meta.json`` what the checkpoint is of, and ``checksums.json`` the digest of each of these files.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl import durable
 from megatron_rl.config.checkpoint_meta import (
     check_same_model,
     model_identity,
@@ -28,6 +30,14 @@ from megatron_rl.config.checkpoint_meta import (
 )
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
+from megatron_rl.parallel.checkpoint_files import (
+    digests_of_all,
+    disk_or,
+    everywhere,
+    gathered,
+    require_intact,
+)
+from megatron_rl.parallel.checkpoint_origin import refuse_code
 from megatron_rl.parallel.checkpoint_tensors import load_tensors, save_tensors
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
@@ -50,17 +60,20 @@ def save(
     ``seed``. Files go into ``directory`` + ``.partial``, which is renamed at the end. Collective over the
     world; the folder is on a file system that all ranks share.
     """
-    final, first = Path(directory), next(iter(parts))
+    final, first_role = Path(directory), next(iter(parts))
     partial = final.with_name(final.name + ".partial")
+    needed = sum(gathered(sum(_bytes(part) for part in parts.values())))
     schedules = {
         name: _from_member(part.optimizer.scheduler.num_steps if part.optimizer else None, part.model)
         for name, part in parts.items()
     }
-    content = {"state": _from_member(dict(state), parts[first].model), "schedules": schedules}
+    content = {"state": _from_member(dict(state), parts[first_role].model), "schedules": schedules}
 
     def prepare() -> None:
         if device.rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            durable.require_space(final.parent, needed, f"the checkpoint {final.name}")
             for name in (*parts, "rng"):
                 (partial / name).mkdir(parents=True)
 
@@ -68,11 +81,12 @@ def save(
         torch.save(_generator_states(), partial / "rng" / f"rank_{device.rank()}.pt")
         if device.rank() == 0:
             torch.save(content, partial / "state.pt")
+            write_meta(partial, meta)
 
     def publish() -> None:
         if device.rank() == 0:
-            write_meta(partial, meta)
-            _replace(partial, final)
+            durable.write_digests(partial, known)
+            durable.publish(partial, final)
             if keep is not None:
                 prune(final.parent, keep)
 
@@ -80,16 +94,25 @@ def save(
         name: _from_member(_describe(*part) if part.model else None, part.model)
         for name, part in parts.items()
     }
-    meta = {**described[first], **_facts(state), "roles": described}
-    _everywhere(prepare, "prepare the checkpoint's folder")
-    _everywhere(write_own, "write the state of the run")
-    for name, part in parts.items():
-        save_tensors(partial / name, part.model, part.optimizer)
-    _everywhere(publish, "complete the checkpoint")
+    meta = {**described[first_role], **_facts(state), "roles": described}
+    everywhere(prepare, "prepare the checkpoint's folder", final)
+    everywhere(write_own, "write the state of the run", final)
+    try:
+        for name, part in parts.items():
+            save_tensors(partial / name, part.model, part.optimizer)
+    except Exception as error:
+        raise disk_or(error, final) from error
+    known = digests_of_all(partial)
+    everywhere(publish, "complete the checkpoint", final)
 
 
-def load(directory: str | Path, parts: Mapping[str, Part]) -> dict[str, Any]:
+def load(
+    directory: str | Path, parts: Mapping[str, Part], types: Sequence[type] = (), *, trusted: bool = False
+) -> dict[str, Any]:
     """Restore a checkpoint into models and their optimizers, in any layouts; return the saved ``state``.
+
+    ``types`` are the classes that ``state`` may hold beside plain values and tensors. Unless ``trusted`` a
+    checkpoint that would run code is refused.
 
     On the layouts it was saved from, the random generators of every rank continue too; on another they are
     seeded from the saved seed and step. Learning rate, decay and other settings stay as configured now.
@@ -102,7 +125,9 @@ def load(directory: str | Path, parts: Mapping[str, Part]) -> dict[str, Any]:
     for name, part in parts.items():
         if part.model is not None:
             _check(folder, meta["roles"][name], name, part.model, part.optimizer)
-    content = torch.load(folder / "state.pt", weights_only=False)
+    for name in parts:
+        refuse_code(folder / name, trusted=trusted)
+    content = _read(folder / "state.pt", types)
     for name, part in parts.items():
         load_tensors(folder / name, part.model, part.optimizer)
         if part.optimizer is not None:
@@ -115,24 +140,42 @@ def load(directory: str | Path, parts: Mapping[str, Part]) -> dict[str, Any]:
     }
     if all(layouts[name] == meta["roles"][name]["layout"] for name in parts):
         own = folder / "rng" / f"rank_{device.rank()}.pt"
-        _set_generator_states(torch.load(own, weights_only=False))
+        _set_generator_states(_read(own))
     else:
         seed_generators(int(meta["seed"]), int(meta["step"]), next(iter(parts.values())).model)
     return content["state"]
 
 
 def read_state(directory: str | Path) -> dict[str, Any]:
-    """Return the saved ``state`` of a checkpoint alone."""
-    return torch.load(Path(directory) / "state.pt", weights_only=False)["state"]
+    """Return the saved ``state`` of a checkpoint of plain values and tensors alone."""
+    return _read(Path(directory) / "state.pt")["state"]
 
 
-def load_model(directory: str | Path, model: ParallelModel | None) -> dict[str, Any]:
+def _read(path: Path, types: Sequence[type] = ()) -> Any:
+    try:
+        with torch.serialization.safe_globals(list(types)):
+            return torch.load(path, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        raise UserError(
+            "a file of the checkpoint cannot be read",
+            where=str(path),
+            expected="plain values and tensors, as a save writes them",
+            got=str(error).splitlines()[0],
+            fix="use another checkpoint: this one is damaged, or of another version",
+        ) from error
+
+
+def load_model(
+    directory: str | Path, model: ParallelModel | None, *, trusted: bool = False
+) -> dict[str, Any]:
     """Restore only the actor's weights, into a model that need not train; return the checkpoint's meta.json.
 
-    Raises UserError as `load`. Collective over the world.
+    Raises UserError as `load`, and where a file is damaged. Collective over the world.
     """
     folder = Path(directory)
+    require_intact(folder)
     meta = read_meta(folder)
+    refuse_code(folder / "actor", trusted=trusted)
     if model is not None:
         _check(folder, meta, "actor", model, None)
     load_tensors(folder / "actor", model, None)
@@ -221,12 +264,16 @@ def _check(
 
 
 def _generator_states() -> dict[str, Any]:
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": device.generator_states()}
+    array: Any = np.random.get_state(legacy=False)
+    array = {**array, "state": {**array["state"], "key": array["state"]["key"].tolist()}}
+    return {"python": random.getstate(), "numpy": array, "torch": device.generator_states()}
 
 
 def _set_generator_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+    array = states["numpy"]
+    key = np.array(array["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**array, "state": {**array["state"], "key": key}})
     device.set_generator_states(states["torch"])
 
 
@@ -238,13 +285,18 @@ def seed_generators(seed: int, step: int, model: ParallelModel | None) -> None:
     device.seed_generators(value, model.groups.coordinates.tensor if model is not None else 0)
 
 
-def _replace(partial: Path, final: Path) -> None:
-    old = final.with_name(final.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.rename(old)
-    partial.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
+def _bytes(part: Part) -> int:
+    """Return what this rank's share of a role takes on the disk, counting each shard on one rank."""
+    if part.model is None:
+        return 0
+    places = part.model.groups.coordinates
+    first = places.data == 0 and places.context == 0
+    weights = [parameter for chunk in part.model.chunks for parameter in chunk.parameters()]
+    total = sum(weight.numel() * weight.element_size() for weight in weights) if first else 0
+    if part.optimizer is None:
+        return total
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad) if first else 0
+    return total + 12 * trained  # a float32 copy and two moments
 
 
 def _from_member(value: Any, model: ParallelModel | None) -> Any:
@@ -253,16 +305,3 @@ def _from_member(value: Any, model: ParallelModel | None) -> Any:
     values: list[Any] = [None] * device.world_size()
     dist.all_gather_object(values, (value,) if first else None)
     return next((item[0] for item in values if item is not None), value)
-
-
-def _everywhere(action: Callable[[], None], words: str) -> None:
-    """Run ``action``; if it fails on one rank, fail on all. Collective over the world."""
-    failure = None
-    try:
-        action()
-    except Exception as error:
-        failure = f"rank {device.rank()}: {error!r}"
-    failures: list[Any] = [None] * device.world_size()
-    dist.all_gather_object(failures, failure)
-    if any(failures):
-        raise RuntimeError(f"could not {words}: " + "; ".join(item for item in failures if item))

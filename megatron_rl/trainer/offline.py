@@ -23,7 +23,7 @@ from megatron_rl.trainer.failure import report_failure
 from megatron_rl.trainer.phases import Phases
 
 
-def evaluate_checkpoint(config: RunConfig, path: Path) -> dict[str, float]:
+def evaluate_checkpoint(config: RunConfig, path: Path, *, trusted: bool = False) -> dict[str, float]:
     """Answer the evaluation set with a Hugging Face model or a run's checkpoint; return the metrics.
 
     Collective over the world.
@@ -38,7 +38,7 @@ def evaluate_checkpoint(config: RunConfig, path: Path) -> dict[str, float]:
             training = is_checkpoint(path)
             roles = build_frozen_roles(config, tokenizer, path=None if training else str(path))
             if training:
-                checkpoint.load_model(path, roles.actor.model)
+                checkpoint.load_model(path, roles.actor.model, trusted=trusted)
         with phases("evaluate"):
             prompts = source.everything(config.evaluation.max_prompts, config.evaluation.temperature)
             values = evaluate(roles, prompts, config).metrics.values()
@@ -50,7 +50,7 @@ def evaluate_checkpoint(config: RunConfig, path: Path) -> dict[str, float]:
     return values
 
 
-def export_checkpoint(path: Path, out: Path) -> None:
+def export_checkpoint(path: Path, out: Path, *, trusted: bool = False) -> None:
     """Write a run's checkpoint as a Hugging Face model, with the processes that the launcher gives.
 
     Under torchrun with as many processes as the run had the run's own layout is used; else the layers are
@@ -75,7 +75,7 @@ def export_checkpoint(path: Path, out: Path) -> None:
     with report_failure(config, Phases()):
         device.initialize(config.rank_timeout)
         model = build_policy(config, role_layout(layout, "layout"), trainable=False)
-        checkpoint.load_model(path, model)
+        checkpoint.load_model(path, model, trusted=trusted)
         if model is not None:
             export(model, out, config.model.path)
         leave()

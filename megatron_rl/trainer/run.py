@@ -14,6 +14,7 @@ from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint, device
+from megatron_rl.parallel.checkpoint_files import newest_intact, require_intact
 from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.roles.build import Roles, build_roles
@@ -88,13 +89,22 @@ class Run:
 
     def _left_to_do(self) -> tuple[Path | None, tuple[StagePlan, ...]]:
         """Return the checkpoint to resume from, or the stages still to run. Collective over the world."""
-        newest = self.folder.resumed_checkpoint(self.config.checkpoint.resume)
+        newest = self._resumed_checkpoint()
         stages = () if newest is not None else pending_stages(self.config)
         # What the first rank sees: a shared file system may tell the ranks different things for a while.
-        newest, stages = gather_objects((newest, stages))[0]
+        stages = gather_objects(stages)[0]
         if newest is not None:
             require_stages(self.config)
         return newest, stages
+
+    def _resumed_checkpoint(self) -> Path | None:
+        resume = self.config.checkpoint.resume
+        if resume == "auto":
+            return newest_intact(self.folder.checkpoints, self.job.say)
+        if resume == "never":
+            return None
+        require_intact(Path(resume))
+        return Path(resume)
 
     def _prompts(self, setting: str) -> PromptSource:
         source = load_prompts(self.config, setting, self.tokenizer)
@@ -112,7 +122,7 @@ class Run:
 
     def _resume(self, path: Path) -> None:
         with self.phases("resume"):
-            self.state.restore(path, self.roles)
+            self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
         self.job.say(f"resumed from {path} at step {self.state.step}")
 
     def _run_stages(self) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_model_objective, sft_objective
-from megatron_rl.config.checkpoint_meta import checkpoint_path, latest
+from megatron_rl.config.checkpoint_meta import checkpoint_path
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans
@@ -18,7 +18,8 @@ from megatron_rl.data.responses import ResponseSource
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint
-from megatron_rl.parallel.exchange import Members, barrier, gather_metrics, gather_objects
+from megatron_rl.parallel.checkpoint_files import newest_intact
+from megatron_rl.parallel.exchange import Members, barrier, gather_metrics
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.optimizer import Optimizer, wrap
@@ -202,7 +203,7 @@ def _take_steps(stage: Stage, job: Job) -> None:
     role, plan, data = stage.role, stage.plan, stage.data
     parts = {role.name: checkpoint.Part(role.model, role.optimizer)}
     folder = job.folder.stage_checkpoints(plan.name)
-    newest = gather_objects(latest(folder))[0]
+    newest = newest_intact(folder, job.say)
     done = 0
     if newest is not None:
         state = checkpoint.read_state(newest)

@@ -9,9 +9,15 @@ from typing import Any
 from megatron_rl.algorithms import AlgorithmState
 from megatron_rl.config.checkpoint_meta import checkpoint_path
 from megatron_rl.data.prompts import PromptSource
+from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint
 from megatron_rl.roles.build import Roles
+from megatron_rl.rollout.partial import InFlight
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
+from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
+
+TYPES = (PromptBatch, Rollouts, SamplingParameters, InFlight, Metrics)
+"""Classes of the values in a state; a checkpoint that holds others is not read."""
 
 
 @dataclass
@@ -34,10 +40,10 @@ class TrainerState:
         with roles.learners_resident():
             checkpoint.save(checkpoint_path(folder, self.step), _parts(roles), self.state_dict(roles), keep)
 
-    def restore(self, path: Path, roles: Roles) -> None:
-        """Continue from a checkpoint of any layout. Collective over the world."""
+    def restore(self, path: Path, roles: Roles, *, trusted: bool = False) -> None:
+        """Continue from a checkpoint of any layout; see `checkpoint.load`. Collective over the world."""
         with roles.learners_resident():
-            state = checkpoint.load(path, _parts(roles))
+            state = checkpoint.load(path, _parts(roles), TYPES, trusted=trusted)
         self.step = int(state["step"])
         self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
         self.prompts.load_state_dict(state["prompts"])

@@ -1,0 +1,122 @@
+"""Checkpoint folders as all ranks see them: agreement on what is written, and on what is whole."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl import durable
+from megatron_rl.config.checkpoint_meta import checkpoints, read_meta
+from megatron_rl.errors import UserError
+from megatron_rl.parallel import device
+
+_FULL_BYTES = 2**20
+"""A disk with less room than this is full, whatever a writer that failed on it says."""
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return every rank's small value, by rank. Collective over the world."""
+    values: list[Any] = [None] * device.world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def first(value: Callable[[], Any]) -> Any:
+    """Return what the first rank finds: a shared file system may tell others something else for a while.
+
+    Collective over the world.
+    """
+    return gathered(value() if device.rank() == 0 else None)[0]
+
+
+def everywhere(action: Callable[[], None], words: str, folder: Path) -> None:
+    """Run ``action``; if it fails on one rank, fail on all. Collective over the world."""
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        failure = disk_or(error, folder)
+    told = (
+        failure if failure is None or isinstance(failure, UserError) else f"rank {device.rank()}: {failure!r}"
+    )
+    failures = [item for item in gathered(told) if item is not None]
+    for item in failures:
+        if isinstance(item, UserError):
+            raise item
+    if failures:
+        raise RuntimeError(f"could not {words}: " + "; ".join(failures))
+
+
+def disk_or(error: Exception, folder: Path) -> Exception:
+    """Return the error, or that the disk is full, which writers of tensors do not say."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, UserError) or not (full or shutil.disk_usage(existing).free < _FULL_BYTES):
+        return error
+    return durable.no_space(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
+
+
+def digests_of_all(folder: Path) -> dict[str, str]:
+    """Return the digests of a folder's files, of which each rank takes its share.
+
+    Collective over the world.
+    """
+    names = first(lambda: durable.files_below(folder))
+    shares = gathered(durable.digests(folder, names[device.rank() :: device.world_size()]))
+    return {name: digest for share in shares for name, digest in share.items()}
+
+
+def newest_intact(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """Return the newest checkpoint in ``folder`` whose files are what was written, None where there is none.
+
+    ``say`` is told of damaged ones, which stay where they are. Raises UserError where there are checkpoints
+    and all are damaged. Collective over the world.
+    """
+    first_words = ""
+    for path in reversed(first(lambda: checkpoints(folder))):
+        problems = damages(path)
+        if not problems:
+            return path
+        words = "; ".join(problems[:5]) + (f" and {len(problems) - 5} more" if len(problems) > 5 else "")
+        first_words = first_words or f"{path.name}: {words}"
+        say(f"{path} is damaged and stays unused: {words}")
+    if first_words:
+        raise UserError(
+            "every checkpoint to continue from is damaged",
+            where=str(folder),
+            expected="a checkpoint whose files are what was written",
+            got=first_words,
+            fix="restore one from a copy, or start over with checkpoint.resume=never",
+        )
+    return None
+
+
+def require_intact(path: Path) -> None:
+    """Raise a UserError unless the checkpoint ``path`` is what was written. Collective over the world."""
+    read_meta(path)
+    problems = damages(path)
+    if problems:
+        raise UserError(
+            "the checkpoint is damaged",
+            where=str(path),
+            expected="files that are what was written",
+            got="\n".join(problems[:8]),
+            fix="name another checkpoint, or restore this one from a copy",
+        )
+
+
+def damages(path: Path) -> list[str]:
+    """Return what is wrong with a checkpoint's files, of which each rank reads its share.
+
+    Collective over the world.
+    """
+    known = first(lambda: durable.read_digests(path))
+    if known is None:
+        return [f"{durable.DIGESTS} is missing or damaged"]
+    share = list(known)[device.rank() :: device.world_size()]
+    return [line for lines in gathered(durable.damages(path, known, share)) for line in lines]

@@ -1,0 +1,154 @@
+"""What a checkpoint could run when it is loaded, found without running it.
+
+Megatron's distributed format keeps its directory, and small values beside the tensors, as pickles, and a
+pickle calls whatever it names. Here pickles are read with every name replaced by something inert, and the
+names are compared with those that Megatron and torch write themselves.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import UserError
+
+_DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
+_STORAGES = (
+    "DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage ByteStorage BoolStorage"
+)
+_METADATA = (
+    "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata _MEM_FORMAT_ENCODING"
+)
+_PLANNER = "SavePlan TensorWriteData WriteItem WriteItemType BytesIOWriteData"
+HARMLESS = frozenset(
+    {
+        *(("torch", name) for name in f"Size {_DTYPES} {_STORAGES}".split()),
+        *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA.split()),
+        *(("torch.distributed.checkpoint.planner", name) for name in _PLANNER.split()),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch.storage", "UntypedStorage"),
+        ("collections", "OrderedDict"),
+        ("_codecs", "encode"),
+        ("_io", "BytesIO"),
+        ("io", "BytesIO"),
+        ("numpy", "dtype"),
+        ("numpy", "ndarray"),
+        ("numpy.core.multiarray", "_reconstruct"),
+        ("numpy._core.multiarray", "_reconstruct"),
+    }
+)
+"""Names in the pickles of Megatron's format that build values and do nothing else."""
+
+
+class _Inert:
+    """Stand for anything that a pickle names: takes every argument and state, and does nothing."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Inert:
+        return super().__new__(cls)
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    def __setitem__(self, _: Any, __: Any) -> None:
+        pass
+
+    def __call__(self, *_: Any, **__: Any) -> _Inert:
+        return self
+
+    def append(self, _: Any) -> None:
+        """Take an element of what would be a list."""
+
+    def extend(self, _: Any) -> None:
+        """Take elements of what would be a list."""
+
+
+class _Names(pickle.Unpickler):
+    """Collect the names that a pickle asks for, and give it none of them."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self.names: set[tuple[str, str]] = set()
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        self.names.add((module_name, global_name))
+        return _Inert
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        return _Inert()
+
+
+def refuse_code(folder: Path, *, trusted: bool) -> None:
+    """Raise a UserError if loading the distributed checkpoint ``folder`` would run more than its format does.
+
+    A ``trusted`` checkpoint is not looked at.
+    """
+    if trusted:
+        return
+    for place, names in _pickled_names(folder):
+        strange = sorted(f"{module}.{name}" for module, name in names - HARMLESS)
+        if strange:
+            raise UserError(
+                "the checkpoint could run code when it is loaded",
+                where=str(place),
+                expected="names of data types and containers, as Megatron's distributed format writes them",
+                got=f"it names {', '.join(strange[:8])}",
+                fix="take it from where it was made; checkpoint.trust=true (--trust) if you know its origin",
+            )
+
+
+def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
+    """Yield each file with pickles and the names in them: the directory first, then what it leads to."""
+    directory = folder / ".metadata"
+    if directory.exists():
+        content = directory.read_bytes()
+        yield directory, _names(content, directory)
+        # Its names are harmless, or the caller has stopped here; now it may be read for what it says.
+        for path, offset, length in _stored_values(folder, pickle.loads(content)):
+            with open(path, "rb") as file:
+                file.seek(offset)
+                yield path, _names_in_archive(file.read(length), path)
+    for path in sorted(folder.glob("*.pt")):
+        yield path, _names_in_archive(path.read_bytes(), path)
+
+
+def _stored_values(folder: Path, directory: Any) -> Iterator[tuple[Path, int, int]]:
+    """Yield file, offset and length of what is stored as a pickle; tensors are read as tensors alone."""
+    values = {name for name, entry in directory.state_dict_metadata.items() if not hasattr(entry, "chunks")}
+    for index, info in (directory.storage_data or {}).items():
+        if index.fqn in values:
+            yield folder / info.relative_path, info.offset, info.length
+
+
+def _names(content: bytes, place: Path) -> set[tuple[str, str]]:
+    reader = _Names(io.BytesIO(content))
+    try:
+        reader.load()
+    except Exception as error:
+        raise _unreadable(place, error) from error
+    return reader.names
+
+
+def _names_in_archive(content: bytes, place: Path) -> set[tuple[str, str]]:
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(content))
+        pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        raise _unreadable(place, error) from error
+    return set().union(*(_names(item, place) for item in pickles))
+
+
+def _unreadable(place: Path, error: Exception) -> UserError:
+    return UserError(
+        "the checkpoint holds a value that cannot be read",
+        where=str(place),
+        expected="what torch.save writes",
+        got=f"{type(error).__name__}: {error}",
+        fix="use another checkpoint: this one is damaged",
+    )

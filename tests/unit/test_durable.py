@@ -1,0 +1,77 @@
+"""Every damage of a folder is told from what was written, and named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl import durable
+from megatron_rl.errors import UserError
+
+
+def folder_with(path: Path) -> Path:
+    (path / "deep").mkdir(parents=True)
+    (path / "a.bin").write_bytes(bytes(range(256)) * 40)
+    (path / "deep/b.json").write_text('{"step": 3}')
+    (path / "empty").touch()
+    durable.write_digests(path, durable.digests(path, durable.files_below(path)))
+    return path
+
+
+def damages(path: Path) -> list[str]:
+    known = durable.read_digests(path)
+    assert known is not None
+    return durable.damages(path, known, list(known))
+
+
+def test_a_whole_folder_has_no_damage_and_further_files_are_none(tmp_path: Path) -> None:
+    path = folder_with(tmp_path / "step_1")
+    assert damages(path) == [] and durable.files_below(path) == ["a.bin", "deep/b.json", "empty"]
+    (path / "note").write_text("left by somebody")
+    assert damages(path) == []
+
+
+def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
+    path = folder_with(tmp_path / "step_1")
+    (path / "deep/b.json").unlink()
+    with open(path / "a.bin", "r+b") as file:
+        file.truncate(704)
+    (path / "empty").unlink()
+    (path / "empty").mkdir()
+    assert damages(path) == [
+        "a.bin has 704 bytes instead of 10240",
+        "deep/b.json is missing",
+        "empty is unreadable: Is a directory",
+    ]
+    for text in ("", "[1]", "{", '{"a.bin": 1}', "{}"):
+        (path / durable.DIGESTS).write_text(text)
+        assert durable.read_digests(path) is None
+
+
+@given(place=st.integers(0, 10239), bit=st.integers(0, 7))
+@settings(max_examples=50, deadline=None)
+def test_one_flipped_bit_is_found(tmp_path_factory, place: int, bit: int) -> None:
+    path = folder_with(tmp_path_factory.mktemp("flip") / "step_1")
+    content = bytearray((path / "a.bin").read_bytes())
+    content[place] ^= 1 << bit
+    (path / "a.bin").write_bytes(content)
+    assert damages(path) == ["a.bin has other content than was written"]
+
+
+def test_a_folder_replaces_another_of_its_name(tmp_path: Path) -> None:
+    folder_with(tmp_path / "step_1")
+    (tmp_path / "aside").mkdir()
+    (tmp_path / "aside/new").touch()
+    durable.publish(tmp_path / "aside", tmp_path / "step_1")
+    assert os.listdir(tmp_path) == ["step_1"] and os.listdir(tmp_path / "step_1") == ["new"]
+
+
+def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
+    durable.require_space(tmp_path, 10, "a file")
+    with pytest.raises(UserError, match="too full for a checkpoint") as refused:
+        durable.require_space(tmp_path, 2**70, "a checkpoint")
+    assert str(tmp_path) in str(refused.value) and "GiB" in str(refused.value)
