@@ -118,16 +118,17 @@ class Execution:
             range(len(self._regions)) if mode == "full" else range(turn % SAMPLE, len(self._regions), SAMPLE)
         )
         told = torch.zeros(len(chosen), dtype=torch.int32)
-        teller = [(place, self._sums[index][0]) for place, index in enumerate(chosen) if self._sums[index][0]]
-        if teller:
-            told[[place for place, _ in teller]] = torch.stack(
-                [own.compute() for _, own in teller if own]
-            ).cpu()
+        held = [(position, self._sums[index][0]) for position, index in enumerate(chosen)]
+        known = [(position, box_sum) for position, box_sum in held if box_sum is not None]
+        if known:
+            sums = [box_sum.compute() for _, box_sum in known]
+            told[[position for position, _ in known]] = torch.stack(sums).cpu()
         sum_over_ranks(told, self._group)
         faults = self._compare(chosen, told)
         count = int(sum_over_ranks(torch.tensor([len(faults)]), self._group))
         if count:
-            everywhere = [fault for part in gather_objects(faults, self._group) for fault in part]
+            by_rank = gather_objects(faults, self._group)
+            everywhere = [fault for rank_faults in by_rank for fault in rank_faults]
             raise WeightMismatchError(
                 f"{count} regions of the engine's weights differ from the trainer's after the sync:\n  "
                 + "\n  ".join(everywhere[:10])
@@ -136,27 +137,29 @@ class Execution:
 
     def _box_sums(self, index: int, region: Region) -> tuple[BoxSum | None, list[BoxSum]]:
         """Return what computes a region's checksum here: as the one holder that tells it, as its receiver."""
-        own = None
+        held = None
         if region.holders[index % len(region.holders)] == self._rank:
-            own = BoxSum(self._held_view(region), region.start, region.dtype)
+            held = BoxSum(self._held_view(region), region.start, region.dtype)
         written = self._written_views(region) if self._rank in region.receivers else ()
-        return own, [BoxSum(view, region.start, region.dtype) for view in written]
+        return held, [BoxSum(view, region.start, region.dtype) for view in written]
 
     def _compare(self, chosen: range, told: Tensor) -> list[str]:
         assert self._sums is not None
         checked = [
-            (place, index, sum_) for place, index in enumerate(chosen) for sum_ in self._sums[index][1]
+            (position, index, box_sum)
+            for position, index in enumerate(chosen)
+            for box_sum in self._sums[index][1]
         ]
         if not checked:
             return []
-        found = torch.stack([sum_.compute() for _, _, sum_ in checked]).cpu()
-        expected = told[[place for place, _, _ in checked]]
+        written = torch.stack([box_sum.compute() for _, _, box_sum in checked]).cpu()
+        expected = told[[position for position, _, _ in checked]]
         faults = []
-        for wrong in (found != expected).nonzero()[:, 0].tolist():
+        for wrong in (written != expected).nonzero()[:, 0].tolist():
             region = self._regions[checked[wrong][1]]
-            where = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
-            there = f"ranks {list(region.holders)} hold {int(expected[wrong]) % 2**32:#010x}"
-            faults.append(f"{where}: rank {self._rank} has {int(found[wrong]) % 2**32:#010x}, {there}")
+            box = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
+            holders = f"ranks {list(region.holders)} hold {int(expected[wrong]) % 2**32:#010x}"
+            faults.append(f"{box}: rank {self._rank} has {int(written[wrong]) % 2**32:#010x}, {holders}")
         return faults
 
 

@@ -49,12 +49,18 @@ class Sampler(Protocol):
 class WeightStore(Protocol):
     """Say where weights lie that somebody else writes, and take them into use.
 
-    A store may start without weights (``needs_weights`` true): copy every box into ``parameters()``, then
-    call ``finish_update``. ``weights_version`` is the version of the last finished update, -1 before it.
+    A store may start without weights: copy every box into ``parameters()``, then call ``finish_update``.
     """
 
-    weights_version: int
-    needs_weights: bool
+    @property
+    def weights_version(self) -> int:
+        """Return the version of the last finished update, -1 before it."""
+        ...
+
+    @property
+    def needs_weights(self) -> bool:
+        """Say whether there are no weights, or no longer: every box must be written."""
+        ...
 
     def boxes(self) -> list[TensorBox]:
         """Return where each box of a Hugging Face tensor lies in this rank's ``parameters()``."""

@@ -75,14 +75,14 @@ def begin(prompts: PromptBatch, samples: int, seed: int, version: int) -> InFlig
     return InFlight(prompts, rollouts, torch.tensor(row_seeds(seed, range(len(rows))), dtype=torch.int64))
 
 
-def join(parts: Sequence[InFlight]) -> InFlight:
-    """Return the prompts of all parts, one after the other, with their rows."""
-    rollouts = Rollouts.concatenate([part.rollouts for part in parts])
-    samples = max(part.samples for part in parts)
+def join(flights: Sequence[InFlight]) -> InFlight:
+    """Return the prompts of all flights, one after the other, with their rows."""
+    rollouts = Rollouts.concatenate([flight.rollouts for flight in flights])
+    samples = max(flight.samples for flight in flights)
     return InFlight(
-        PromptBatch.concatenate([part.prompts for part in parts]),
+        PromptBatch.concatenate([flight.prompts for flight in flights]),
         replace(rollouts, group=torch.arange(len(rollouts)) // max(samples, 1)),
-        torch.cat([part.seeds for part in parts]),
+        torch.cat([flight.seeds for flight in flights]),
     )
 
 
@@ -207,7 +207,7 @@ def sample_rounds(engine: Sampler, layout: ParallelLayout, rank: int, sweep: Swe
     turn = 0
     while not is_enough(_ended(flight, rows, turns), sweep.must, sweep.wanted):
         turn += 1
-        ended = [mine[place] for place in work.advance(tokens)]
+        ended = [mine[position] for position in work.advance(tokens)]
         for indices in members.gather_objects(ended if replica.tensor == 0 else []):
             turns |= dict.fromkeys(indices, turn)
     if replica.tensor:
@@ -230,8 +230,8 @@ class _Work:
         going = [row for row, added in enumerate(self.added) if added.finish_reason == UNFINISHED]
         begun = [_longer(self._begun[row], self.added[row]) for row in going]
         seeds = [self._seeds[row] for row in going]
-        more = self._engine.advance(self._prompts.rows(going), begun, seeds=seeds, tokens=tokens)
-        for row, response in zip(going, more, strict=True):
+        responses = self._engine.advance(self._prompts.rows(going), begun, seeds=seeds, tokens=tokens)
+        for row, response in zip(going, responses, strict=True):
             self.added[row] = _longer(self.added[row], response)
         return [row for row in going if self.added[row].finish_reason != UNFINISHED]
 

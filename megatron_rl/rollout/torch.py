@@ -266,11 +266,11 @@ def _sample(
     logits: Tensor, sampling: Sequence[SamplingParameters], generators: Sequence[torch.Generator]
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row of ``logits`` [B, V]: tokens [B] and their log-probs [B]."""
-    where = logits.device
-    greedy = torch.tensor([is_greedy(s) for s in sampling], device=where)
-    temperature = torch.tensor([log_prob_temperature(s) for s in sampling], device=where)
-    top_k = torch.tensor([0 if is_greedy(s) else s.top_k for s in sampling], device=where)
-    top_p = torch.tensor([1.0 if is_greedy(s) else s.top_p for s in sampling], device=where)
+    target = logits.device
+    greedy = torch.tensor([is_greedy(s) for s in sampling], device=target)
+    temperature = torch.tensor([log_prob_temperature(s) for s in sampling], device=target)
+    top_k = torch.tensor([0 if is_greedy(s) else s.top_k for s in sampling], device=target)
+    top_p = torch.tensor([1.0 if is_greedy(s) else s.top_p for s in sampling], device=target)
     filtered = filtered_logits(logits, temperature, top_k, top_p)
     chosen = draw(filtered, greedy, generators)
     return chosen, filtered.log_softmax(dim=1).gather(1, chosen[:, None])[:, 0]

@@ -42,16 +42,16 @@ def learn(
     """Update critic and actor from a step's batch; return this rank's metrics. Collective over both roles."""
     metrics = Metrics()
     steps, epochs = config.batch.optimizer_steps, config.batch.epochs
-    parts = list(minibatches(batch, algorithm, steps, epochs, step_seed(config, step)))
+    batches = list(minibatches(batch, algorithm, steps, epochs, step_seed(config, step)))
     # One role after the other, so that on shared ranks only one need be resident; on ranks of their own they
     # learn at the same time.
     if roles.critic is not None:
         with roles.critic.resident():
-            for minibatch in parts:
+            for minibatch in batches:
                 metrics += roles.critic.update(minibatch, partial(value_objective, algorithm))
     if actor_learns(config, roles, step):
         with roles.actor.resident():
-            for minibatch in parts:
+            for minibatch in batches:
                 metrics += roles.actor.update(minibatch, partial(policy_objective, algorithm, state=state))
     return metrics
 

@@ -154,10 +154,10 @@ class RolloutSource:
         version, asynchrony = self.roles.hybrid_engine.version, self.config.asynchrony
         carried, self.carried = self.carried, None
         flights = [carried] if carried is not None and len(carried.prompts) else []
-        more = in_flight(wanted, self.config.rollout.oversample) - sum(len(f.prompts) for f in flights)
-        if more > 0:
+        count = in_flight(wanted, self.config.rollout.oversample) - sum(len(f.prompts) for f in flights)
+        if count > 0:
             samples = self.config.batch.samples_per_prompt
-            flights.append(partial.begin(self._prompts(more), samples, seed, version))
+            flights.append(partial.begin(self._prompts(count), samples, seed, version))
         flight = partial.join(flights)
         must = (False,) * len(flight.prompts)
         if self.config.rollout.partial:
@@ -241,9 +241,9 @@ def grade(roles: Roles, sampled: SampledBatch, members: Members) -> ScoredBatch:
     prompts = sampled.prompts.repeat(samples)
     scores, metrics, failures = judge(roles, prompts, sampled.rollouts, members)
     if sampled.greedy is not None:
-        baseline, more, failed = judge(roles, sampled.prompts, sampled.greedy, members)
-        scores = replace(scores, baseline_rewards=baseline.rewards.repeat_interleave(samples))
-        metrics, failures = metrics + more, failures + failed
+        greedy, greedy_metrics, greedy_failures = judge(roles, sampled.prompts, sampled.greedy, members)
+        scores = replace(scores, baseline_rewards=greedy.rewards.repeat_interleave(samples))
+        metrics, failures = metrics + greedy_metrics, failures + greedy_failures
     return ScoredBatch(prompts, sampled.rollouts, scores, sampled.metrics + metrics, failures)
 
 
@@ -369,5 +369,5 @@ def _joined_baselines(rounds: Sequence[ScoredBatch]) -> torch.Tensor | None:
 
 def _greedy(prompts: PromptBatch) -> PromptBatch:
     """Return the prompts with greedy decoding."""
-    sampling = tuple(one._replace(temperature=0.0, top_p=1.0, top_k=0) for one in prompts.sampling)
+    sampling = tuple(s._replace(temperature=0.0, top_p=1.0, top_k=0) for s in prompts.sampling)
     return replace(prompts, sampling=sampling)

@@ -56,8 +56,6 @@ class VllmEngine:
         shapes: weights.Shapes | None = None,
         sleep_level: int = 2,
     ) -> None:
-        self.weights_version = 0 if load else -1
-        self.needs_weights = not load
         self.replica = layout.coordinates(rank).data
         self._path = Path(model_path)
         self._max_model_len = max_model_len
@@ -74,7 +72,11 @@ class VllmEngine:
         self._model: Any = live_model(self._llm)
         self._vocabulary: int = self._llm.llm_engine.model_config.get_vocab_size()
         self._live: Any = LiveWeights(
-            self._model, shapes or self._path, rank, lambda: self._llm.reset_prefix_cache()
+            self._model,
+            shapes or self._path,
+            rank,
+            reset_cache=lambda: self._llm.reset_prefix_cache(),
+            loaded=load,
         )
 
     def _arguments(self, config: RolloutConfig, tensor: int, dtype: str, seed: int) -> dict[str, Any]:
@@ -102,6 +104,16 @@ class VllmEngine:
         if errors:
             raise UserErrors(errors)
         return arguments | config.vllm
+
+    @property
+    def weights_version(self) -> int:
+        """Return the version of the weights in use, -1 where none were ever there."""
+        return self._live.weights_version
+
+    @property
+    def needs_weights(self) -> bool:
+        """Say whether weights must be written before anything can be sampled."""
+        return self._live.needs_weights
 
     def generate(self, prompts: PromptBatch, *, seed: int, rows: Sequence[int] | None = None) -> Rollouts:
         """Sample one response per prompt of this replica; see `Sampler.generate`.
@@ -169,13 +181,8 @@ class VllmEngine:
         return self._live.boxes()
 
     def finish_update(self, version: int) -> None:
-        """Take the written weights into use as ``version``; cached prefixes of older ones are dropped.
-
-        Raises RuntimeError when requests are still running, since their cache would stay.
-        """
+        """Take the written weights into use as ``version``; see `LiveWeights`."""
         self._live.finish_update(version)
-        self.weights_version = version
-        self.needs_weights = False
 
     def sleep(self) -> None:
         """Give device memory back: the cache, and the weights for good (level 2) or to host memory (1).
@@ -188,7 +195,7 @@ class VllmEngine:
         self._wake("kv_cache")  # vLLM puts only a whole engine to sleep
         self._llm.sleep(self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
-        self.needs_weights = self.needs_weights or self._sleep_level > 1
+        self._live.needs_weights = self._live.needs_weights or self._sleep_level > 1
 
     def wake(self) -> None:
         """Bring the weights' storage back; the cache follows with the next `generate`."""

@@ -20,7 +20,8 @@ class LiveWeights:
     """Say where a vLLM model's weights lie, and take them into use once they are written.
 
     ``model`` is one rank's module inside vLLM; ``checkpoint`` a Hugging Face directory, or the shapes of its
-    tensors; ``reset_cache`` drops cached prefixes of older weights and says whether it could.
+    tensors; ``reset_cache`` drops cached prefixes of older weights and says whether it could. ``loaded`` says
+    that vLLM has read the checkpoint itself.
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class LiveWeights:
         checkpoint: str | Path | weights.Shapes,
         rank: int,
         reset_cache: Callable[[], bool] = lambda: True,
+        loaded: bool = False,
     ) -> None:
-        self.weights_version = -1
-        self.needs_weights = True
+        self.weights_version = 0 if loaded else -1
+        self.needs_weights = not loaded
         self._model, self._checkpoint, self._rank = model, checkpoint, rank
         self._reset_cache = reset_cache
         self._packed = PackedModules(model)
