@@ -18,6 +18,18 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
     """Return what is wrong with the name, the place and the parameters of the reward function, if any."""
     if reward.function is None:
         return []
+    taken = [name for name in reward.arguments if name in ARGUMENTS]
+    if taken:
+        return [
+            UserError(
+                "an argument of the reward function is one that every call already has",
+                where=f"reward.arguments.{name}",
+                expected=f"names other than {', '.join(ARGUMENTS)}",
+                got=repr(name),
+                fix="give it another name, in the function too",
+            )
+            for name in taken
+        ]
     place, colon, name = reward.function.rpartition(":")
     if not colon or not place or not name.isidentifier():
         return [_name_error(reward.function)]

@@ -141,6 +141,14 @@ class CheckpointConfig:
     trust: bool = setting(
         False, "Load a checkpoint also where its files name more than data: loading it may run code."
     )
+    stop_seconds: float = setting(
+        25.0,
+        "Time that a job which a signal asks to stop has until it has saved; torchrun kills its ranks 30 s "
+        "after it was asked itself.",
+        unit="seconds",
+        at_least=0,
+        at_most=MOST_SECONDS,
+    )
     export: bool = setting(True, "Write a Hugging Face checkpoint at the end of the run.")
 
 

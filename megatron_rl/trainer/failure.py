@@ -14,6 +14,7 @@ from megatron_rl.errors import EXIT_BAD_INPUT, UserError
 from megatron_rl.launcher import report_errors
 from megatron_rl.parallel import device
 from megatron_rl.trainer.phases import Phases
+from megatron_rl.trainer.stop import Stopped
 
 
 @contextmanager
@@ -27,6 +28,8 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise
+    except Stopped as stopped:
+        _leave(stopped.code)
     except UserError as error:
         report_errors(error)
         _leave(EXIT_BAD_INPUT)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from megatron_rl.config.load import dump
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import barrier, leave
+from megatron_rl.parallel.exchange import barrier, gather_objects, leave
 from megatron_rl.trainer.failure import describe_rank, report_failure
 from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.phases import Phases
 from megatron_rl.trainer.run_lock import only_job_in
-from megatron_rl.trainer.stop import leave_with_launcher, report_stop
+from megatron_rl.trainer.stop import Stop, Stopped, leave_with_launcher, report_stop
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,29 @@ class Job:
     console: TextIO
     phases: Phases
     main: bool
+    stop: Stop
 
     def say(self, text: str) -> None:
         """Print a line on the console, on the main rank."""
         if self.main:
             self.console.write(text + "\n")
             self.console.flush()
+
+    def stop_if_asked(self, save: Callable[[], Path]) -> None:
+        """End the job in order if any rank was asked to stop, with what ``save`` wrote.
+
+        The same step ends it on all ranks. Collective over the world.
+        """
+        asked = [number for number in gather_objects(self.stop.asked) if number is not None]
+        if not asked:
+            return
+        with self.phases("checkpoint"):
+            saved = save()
+        code = 128 + asked[0]
+        name = signal.Signals(asked[0]).name
+        self.say(f"stopped by {name} after step {self.phases.step}: saved {saved}; exit code {code}")
+        barrier()
+        raise Stopped(code)
 
     def join(self) -> None:
         """Start communication between the ranks, then write the folder's first files.
@@ -65,10 +84,10 @@ def job(config: RunConfig) -> Iterator[Job]:
     main = device.rank() == 0
     with (
         # Outermost: a rank may be stopped while it reports the failure that a lost peer caused it.
-        report_stop(describe_rank(config, device.rank()), phases),
+        report_stop(describe_rank(config, device.rank()), phases, config.checkpoint.stop_seconds) as stop,
         report_failure(config, phases),
         only_job_in(folder.path, sys.stdout) if main else nullcontext(),
         output_to(folder.rank_log(device.rank()), main) as console,
     ):
-        yield Job(config, folder, console, phases, main)
+        yield Job(config, folder, console, phases, main, stop)
         leave()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
+from megatron_rl.config.checkpoint_meta import checkpoint_path
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
@@ -24,6 +26,7 @@ from megatron_rl.trainer.job import Job, job
 from megatron_rl.trainer.logging import MetricsLog, Progress, write_rollouts
 from megatron_rl.trainer.loop import StepResult, train_step
 from megatron_rl.trainer.report import write as write_report
+from megatron_rl.trainer.reward_failures import FailureWatch
 from megatron_rl.trainer.sample import RolloutSource
 from megatron_rl.trainer.stages import end_of, load_stage_data, require_stages, run_stage, stage_of
 from megatron_rl.trainer.state import TrainerState
@@ -65,6 +68,9 @@ class Run:
             self.ahead = AheadTrainer(config, self.roles, self.algorithm, self.source)
         queue = [] if self.ahead is None else self.ahead.queue
         state = initial_state(self.algorithm)
+        self.failures = FailureWatch(config.reward)
+        self.saved: int | None = None
+        """The step whose checkpoint this process has written."""
         self.state = TrainerState(self.prompts, state, config.seed, self.source, queue)
 
     def run(self) -> None:
@@ -81,8 +87,10 @@ class Run:
         self.phases.metrics()  # what came before belongs to no step
         if self.checkpoint is None and self.held_out is not None and config.evaluation.at_start:
             self._record(log, 0, self._evaluate(0, self.held_out))
-        while self.state.step < config.steps:
-            self._step(log)
+        with self.job.stop.saves():
+            while self.state.step < config.steps:
+                self._step(log)
+                self.job.stop_if_asked(self._save)
         if log is not None:
             log.close()
         self._finish()
@@ -165,7 +173,15 @@ class Run:
         self._record(log, step, metrics)
         if step % config.checkpoint.every == 0 or step == config.steps:
             with self.phases("checkpoint"):
-                self.state.save(self.folder.checkpoints, self.roles, config.checkpoint.keep)
+                self._save()
+
+    def _save(self) -> Path:
+        """Have a checkpoint of the present step and return its place. Collective over the world."""
+        path = checkpoint_path(self.folder.checkpoints, self.state.step)
+        if self.saved != self.state.step:
+            self.state.save(path, self.roles, self.config.checkpoint.keep)
+            self.saved = self.state.step
+        return path
 
     def _take(self, step: int) -> StepResult | None:
         """Take one step; None on a rank that only samples, ahead of the others."""
@@ -190,13 +206,15 @@ class Run:
     def _keep_rollouts(self, step: int, result: StepResult | None) -> None:
         """Store the step's samples with their judgement, and say why rewards failed."""
         failures = () if result is None else result.batch.failures
-        counts, shown = zip(*gather_objects((len(failures), failures[:SHOWN_FAILURES])), strict=True)
+        reasons = Counter(failure.reason for failure in failures)
+        counts, shown = zip(*gather_objects((reasons, failures[:SHOWN_FAILURES])), strict=True)
         if not self.job.main or result is None:
             return
-        for failure in [failure for few in shown for failure in few][:SHOWN_FAILURES]:
+        reasons, examples = sum(counts, Counter()), [failure for few in shown for failure in few]
+        for failure in examples[:SHOWN_FAILURES]:
             self.job.say(f"step {step}: a reward failed ({failure.reason}): {failure.message.strip()[-300:]}")
-        if sum(counts) > SHOWN_FAILURES:
-            self.job.say(f"step {step}: {sum(counts)} rewards failed in all")
+        if reasons.total() > SHOWN_FAILURES:
+            self.job.say(f"step {step}: {reasons.total()} rewards failed in all")
         batch, rollouts = result.batch, result.batch.rollouts
         columns = self._columns(batch.prompts, rollouts)
         columns["group"] = rollouts.group.tolist()
@@ -205,6 +223,7 @@ class Run:
         columns["policy_version"] = rollouts.policy_version.tolist()
         columns["finish_reason"] = rollouts.finish_reason.tolist()
         write_rollouts(self.folder, step, columns)
+        self.failures.look(step, 1.0 - float(batch.scores.valid.float().mean()), reasons, examples)
 
     def _columns(self, prompts: Any, rollouts: Any) -> dict[str, Any]:
         return {

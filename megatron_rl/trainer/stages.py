@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_model_objective, sft_objective
@@ -219,6 +220,7 @@ def _take_steps(stage: Stage, job: Job) -> None:
     with (
         _Record(stage, job, None if newest is None else done) as record,
         Progress(stage.title, data.steps, shown=job.main, console=job.console) as progress,
+        job.stop.saves(),
     ):
         progress.advance(done)
         if held_out is not None and newest is None:
@@ -231,10 +233,17 @@ def _take_steps(stage: Stage, job: Job) -> None:
                 metrics += _held_out_metrics(stage, held_out, job)
             values = record.write(step, metrics)
             progress.advance(note=f"loss {values[f'{plan.name}/loss']:.3f}")
+            state = {"step": step, "seed": job.config.seed, "data": position}
+            save = partial(_save, checkpoint_path(folder, step), parts, state)
             if step % save_every == 0 and step < data.steps:
                 with job.phases("checkpoint"):
-                    state = {"step": step, "seed": job.config.seed, "data": position}
-                    checkpoint.save(checkpoint_path(folder, step), parts, state, keep=1)
+                    save()
+            job.stop_if_asked(save)
+
+
+def _save(path: Path, parts: Mapping[str, checkpoint.Part], state: Mapping[str, Any]) -> Path:
+    checkpoint.save(path, parts, state, keep=1)
+    return path
 
 
 def _is_due(step: int, every: int | None, last: int) -> bool:

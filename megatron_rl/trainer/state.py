@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import AlgorithmState
-from megatron_rl.config.checkpoint_meta import checkpoint_path
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint
@@ -35,10 +34,10 @@ class TrainerState:
     queue: list[SampledBatch] = field(default_factory=list)
     step: int = 0
 
-    def save(self, folder: Path, roles: Roles, keep: int) -> None:
-        """Write ``step_N`` into a folder and drop old ones beyond ``keep``. Collective over the world."""
+    def save(self, path: Path, roles: Roles, keep: int) -> None:
+        """Write a checkpoint and drop older ones beside it beyond ``keep``. Collective over the world."""
         with roles.learners_resident():
-            checkpoint.save(checkpoint_path(folder, self.step), _parts(roles), self.state_dict(roles), keep)
+            checkpoint.save(path, _parts(roles), self.state_dict(roles), keep)
 
     def restore(self, path: Path, roles: Roles, *, trusted: bool = False) -> None:
         """Continue from a checkpoint of any layout; see `checkpoint.load`. Collective over the world."""

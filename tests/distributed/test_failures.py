@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -106,3 +107,28 @@ def test_a_folder_has_one_job_and_ranks_leave_with_their_launcher(fork, material
     # What a killed job leaves behind stops nobody.
     changes = ["steps=1", "checkpoint.resume=never", "checkpoint.export=false"]
     fork("megatron_rl", 2, "train", config, *changes, module=True)
+
+
+@pytest.mark.parametrize(
+    ("sent", "to"), [(signal.SIGTERM, "launcher"), (signal.SIGINT, "launcher"), (signal.SIGUSR1, "rank")]
+)
+def test_a_job_that_is_asked_to_stop_saves_after_its_step(fork, material, tmp_path, sent, to):
+    config = endless(tmp_path, material)
+    launcher = launch(tmp_path, config)
+    try:
+        await_step(tmp_path, launcher)
+        target = launcher.pid if to == "launcher" else rank_process(launcher.pid, 1).pid
+        os.kill(target, sent)
+        assert launcher.wait(timeout=120) != 0
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+    text = (tmp_path / "output").read_text()
+    code = 128 + sent
+    told = re.search(rf"stopped by {sent.name} after step (\d+): saved (\S+); exit code {code}", text)
+    assert told, text[-3000:]
+    assert Path(told[2]).name == f"step_{told[1]}" and (Path(told[2]) / "meta.json").is_file()
+    result = fork("megatron_rl", 2, "train", config, f"steps={int(told[1]) + 1}", module=True)
+    assert f"resumed from {told[2]} at step {told[1]}" in result.output
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, int(told[1]) + 2))

@@ -137,6 +137,21 @@ def test_failed_rewards_are_counted_and_never_zero(fork, material, tmp_path):
     assert "cannot judge this" in result.output
 
 
+def test_a_run_whose_rewards_all_fail_stops_and_says_why(fork, material, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def judge(**sample):\n    raise KeyError('no key named answer')\n")
+    changes = {
+        "reward": {"function": f"{reward}:judge", "invalid_steps": 2},
+        "rollout": {"tensor": 1, "engine": "torch", "max_response_tokens": 6},
+    }
+    config = _config(tmp_path, material, sft=None, evaluation={"at_start": False}, **changes)
+    result = fork("megatron_rl", 2, "train", config, module=True, check=False)
+    assert result.returncode != 0
+    assert "rewards fail in 100% of the samples, in 2 steps running" in result.output
+    assert "most often: exception" in result.output and "no key named answer" in result.output
+    assert sorted(_lines(tmp_path / "run")) == [1, 2]
+
+
 def test_a_failure_names_rank_role_and_phase_and_ends_the_job(torchrun, material, tmp_path):
     config = _config(tmp_path, material, sft=None, mismatch={"warn": 1e-30, "stop": 1e-29})
     result = torchrun("megatron_rl", 2, "train", config, module=True, check=False, timeout=240)

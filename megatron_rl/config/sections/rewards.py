@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.sections.bounds import LARGE, MOST_SECONDS
+from megatron_rl.config.sections.bounds import LARGE, MOST_SECONDS, MOST_STEPS
 from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.config.sections.stages import PairsConfig
 from megatron_rl.config.setting import setting
@@ -89,6 +89,21 @@ class RewardConfig:
     )
     workers: int = setting(
         1, "Processes per rank that call the function.", unit="processes", at_least=1, at_most=1024
+    )
+    max_invalid_fraction: float = setting(
+        0.5,
+        "Share of a step's rewards that may fail; a run whose steps go over it `invalid_steps` times running "
+        "stops and says why they fail.",
+        at_least=0,
+        at_most=1,
+        advice="1 never stops a run",
+    )
+    invalid_steps: int = setting(
+        3,
+        "Steps running over `max_invalid_fraction` that stop a run.",
+        unit="steps",
+        at_least=1,
+        at_most=MOST_STEPS,
     )
     limits: RewardLimitsConfig = setting(RewardLimitsConfig(), "What a call of the function may use.")
     weight: float = setting(

@@ -1,0 +1,38 @@
+"""Stop a run in which too many rewards fail: it would learn from the rest alone, or from nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.errors import UserError
+from megatron_rl.rewards.function import Failure
+
+
+class FailureWatch:
+    """Count the steps running in which more rewards failed than `reward.max_invalid_fraction` allows."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._most, self._patience = config.max_invalid_fraction, config.invalid_steps
+        self._running = 0
+
+    def look(
+        self, step: int, invalid_fraction: float, reasons: Counter[str], examples: Sequence[Failure]
+    ) -> None:
+        """Take note of a step in which rewards failed for ``reasons``; raise UserError for too many."""
+        if invalid_fraction <= self._most:
+            self._running = 0
+            return
+        self._running += 1
+        if self._running < self._patience:
+            return
+        commonest = reasons.most_common(1)[0][0] if reasons else "the engine gave no response"
+        example = next((failure.message.strip() for failure in examples if failure.reason == commonest), "")
+        raise UserError(
+            f"rewards fail in {invalid_fraction:.0%} of the samples, in {self._running} steps running",
+            where=f"reward (step {step})",
+            expected=f"at most {self._most:.0%} (reward.max_invalid_fraction)",
+            got=f"most often: {commonest}" + (f"\n{example[-600:]}" if example else ""),
+            fix="mend the reward function; reward.max_invalid_fraction=1 goes on whatever fails",
+        )

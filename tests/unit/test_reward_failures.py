@@ -1,0 +1,32 @@
+"""A run stops when rewards keep failing, and says why."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.errors import UserError
+from megatron_rl.rewards.function import Failure
+from megatron_rl.trainer.reward_failures import FailureWatch
+
+EXAMPLES = [Failure(0, "timeout", "ran longer than 10 s"), Failure(1, "exception", "KeyError: 'answer'")]
+
+
+def test_steps_running_with_too_many_failures_stop_a_run_with_the_commonest_reason() -> None:
+    watch = FailureWatch(RewardConfig("m:f", max_invalid_fraction=0.5, invalid_steps=3))
+    reasons = Counter({"exception": 5, "timeout": 1})
+    for step, fraction in enumerate((0.9, 0.9, 0.5, 1.0, 0.6), start=1):  # the third breaks the row
+        watch.look(step, fraction, reasons, EXAMPLES)
+    with pytest.raises(UserError) as stopped:
+        watch.look(6, 0.75, reasons, EXAMPLES)
+    text = str(stopped.value)
+    assert "rewards fail in 75% of the samples, in 3 steps running" in text
+    assert "most often: exception" in text and "KeyError: 'answer'" in text
+
+
+def test_a_run_may_be_told_to_go_on_whatever_fails() -> None:
+    watch = FailureWatch(RewardConfig("m:f", max_invalid_fraction=1.0))
+    for step in range(10):
+        watch.look(step, 1.0, Counter(), [])
