@@ -20,6 +20,7 @@ from megatron_rl.check.parallel_sizes import (
     check_world,
 )
 from megatron_rl.check.sampling_order import check_asynchrony
+from megatron_rl.check.stages import check_row_lengths
 from megatron_rl.check.values import check_values
 from megatron_rl.check.warnings import check_warnings
 from megatron_rl.config.budget import RankMemory, memory_plan
@@ -31,9 +32,10 @@ from megatron_rl.config.derive import (
 )
 from megatron_rl.config.load import LoadedConfig, flatten
 from megatron_rl.config.placement import layout_sections, role_layouts, shared_weights, where_of
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.source import DEFAULT, Origin
+from megatron_rl.config.stage_plan import for_job
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.fit import engine_problems, trainer_problems
 from megatron_rl.shapes.layout import ParallelLayout
@@ -116,6 +118,8 @@ def check_config(
     loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config, None, {})
     if loaded.config is None:
         raise UserErrors(loaded.errors)
+    loaded = replace(loaded, config=for_job(loaded.config))
+    assert loaded.config is not None
     check = _Check(loaded.config, world_size)
     check.errors.extend(loaded.errors)
     check.bad.update(loaded.broken)
@@ -182,9 +186,9 @@ def _report(
         config = resolved.config
         config, template = _chat_template(inputs, config)
         layouts = role_layouts(config, world)
-        batch = batch_plan(config, layouts)
+        batch = batch_plan(config, layouts) if config.job == TRAIN else None
         memory, sync = [], None
-        if inputs.shape is not None:
+        if batch is not None and inputs.shape is not None:
             memory = memory_plan(config, layouts, {"actor": inputs.shape, **inputs.shapes}, batch)
             sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
         records = inputs.preview.count if inputs.preview else None
@@ -286,6 +290,7 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
     lengths = check.fine("data.max_prompt_tokens", "rollout.max_response_tokens", "rollout.sampling_profiles")
     if lengths and check.fine("batch.tokens_per_microbatch"):
         check.add(check_budget(check.config))
+        check.add(check_row_lengths(check.config, shape))
     if shape is None:
         return
     for role, layout in layouts.items():

@@ -14,7 +14,7 @@ from megatron_rl.check.reward_function import check_reward
 from megatron_rl.config.checkpoint_meta import check_same_model, checkpoints, latest, read_meta
 from megatron_rl.config.placement import role_of
 from megatron_rl.config.run_folder import RunFolder
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape
@@ -50,18 +50,18 @@ def check_inputs(check: Inputs) -> None:
         where = f"reward.models.{name}"
         if check.fine(where):
             _same_vocabulary(check, model.path, f"{where}.path")
-    if check.fine("data.train", "data.prompt_field"):
+    if config.data.train is not None and check.fine("data.train", "data.prompt_field"):
         check.preview = check_data(Path(config.data.train), "data.train", fields, files)
         _check_prompts(check)
     if config.data.eval is not None and check.fine("data.eval", "data.prompt_field"):
         check_data(Path(config.data.eval), "data.eval", fields, files)
     for plan in stage_plans(config):
         _check_stage_data(check, plan, fields)
-    if check.fine("reward"):
+    if config.job == TRAIN and check.fine("reward"):
         check.errors.extend(check_reward(config.reward))
     if check.fine("run_dir"):
         check.errors.extend(_run_dir(Path(config.run_dir)))
-    if check.fine("checkpoint.resume", "run_dir", "model.path"):
+    if config.job == TRAIN and check.fine("checkpoint.resume", "run_dir", "model.path"):
         check.errors.extend(_resume(config))
 
 

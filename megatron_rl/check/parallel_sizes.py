@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.config.derive import longest_row, smallest_world
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout, problems
@@ -56,7 +56,7 @@ def check_layout(role: str, layout: ParallelLayout, world_size: int, config: Run
 def check_lengths(config: RunConfig, shape: ModelShape) -> list[UserError]:
     """Return the error of rows longer than the model's positions or than the micro-batch budget."""
     longest, prompt, errors = longest_row(config), config.data.max_prompt_tokens, []
-    if longest > shape.max_positions:
+    if config.job == TRAIN and longest > shape.max_positions:
         errors.append(
             UserError(
                 "prompt and response together are longer than the model's positions",
@@ -73,7 +73,7 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> list[UserError]:
 def check_budget(config: RunConfig) -> list[UserError]:
     """Return the error of a micro-batch budget below the longest row."""
     budget, longest = config.batch.tokens_per_microbatch, longest_row(config)
-    if budget is None or budget >= longest:
+    if budget is None or budget >= longest or config.job != TRAIN:
         return []
     return [
         UserError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from megatron_rl.check.stages import check_stages
 from megatron_rl.config.sampling_profiles import profile_errors
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import sections_of, value_errors
 from megatron_rl.config.stage_plan import stage_plans
@@ -16,28 +17,10 @@ def check_values(config: RunConfig) -> list[UserError]:
         *value_errors(config),
         *profile_errors(config.rollout),
         *_reward_models(config),
-        *_stages(config),
+        *check_stages(config),
         *_optimizers(config),
         *_pairs(config),
     ]
-
-
-def _stages(config: RunConfig) -> list[UserError]:
-    """Return the errors of stages that do not say how long they take, or say it twice."""
-    errors = []
-    for plan in stage_plans(config):
-        steps, epochs = plan.settings.steps, plan.settings.epochs
-        if (steps is None) == (epochs is None):
-            errors.append(
-                UserError(
-                    "a stage takes a number of steps or a number of epochs",
-                    where=f"{plan.where}.steps",
-                    expected=f"one of {plan.where}.steps and {plan.where}.epochs",
-                    got="neither" if steps is None else f"steps {steps} and epochs {epochs:g}",
-                    fix=f"set {plan.where}.steps=200" if steps is None else "remove one of them",
-                )
-            )
-    return errors
 
 
 def _reward_models(config: RunConfig) -> list[UserError]:
@@ -64,7 +47,7 @@ def _reward_models(config: RunConfig) -> list[UserError]:
                     fix=f"set {where}.path, or {where}.training to train one from the starting model",
                 )
             )
-    if config.reward.function is None and not config.reward.models:
+    if config.job == TRAIN and config.reward.function is None and not config.reward.models:
         errors.append(
             UserError(
                 "nothing judges the responses",

@@ -32,16 +32,21 @@ def check_warnings(
     config: RunConfig,
     world_size: int,
     layouts: Mapping[str, ParallelLayout],
-    batch: BatchPlan,
+    batch: BatchPlan | None,
     shape: ModelShape | None,
     algorithm: Algorithm | None,
     memory: list[RankMemory],
     records: int | None,
 ) -> list[UserError]:
-    """Return warnings for a configuration without errors; ``records`` is the number of training records."""
+    """Return warnings for a configuration without errors; ``records`` is the number of training records.
+
+    ``batch`` is None for a job without reinforcement learning.
+    """
     warnings = _Warnings()
-    _sampling(config, algorithm, shape, warnings)
-    _batch(config, batch, records, warnings)
+    if batch is not None:
+        _sampling(config, algorithm, shape, warnings)
+        _batch(config, batch, records, warnings)
+        _learning(config, warnings)
     _schedule(config, warnings)
     _placement(config, world_size, layouts, warnings)
     if algorithm is not None and config.reference is not None and not algorithm.needs_reference:
@@ -136,6 +141,9 @@ def _schedule(config: RunConfig, warnings: _Warnings) -> None:
                 f"decay {optimizer.decay} from {optimizer.learning_rate:g} to {optimizer.learning_rate:g}",
                 f"set {path}.minimum_learning_rate=0, or {path}.decay=constant",
             )
+
+
+def _learning(config: RunConfig, warnings: _Warnings) -> None:
     if config.actor.optimizer.learning_rate > _HIGH_RATE:
         warnings.add(
             "the learning rate is high for reinforcement learning",

@@ -9,6 +9,7 @@ import sys
 from megatron_rl.cli.check_json import report_json
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.cli.common import add_config_arguments, checked
+from megatron_rl.config.schema import JOBS
 from megatron_rl.errors import EXIT_BAD_INPUT, UserErrors
 from megatron_rl.launcher import launch, process_rank
 
@@ -17,6 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``check``."""
     add_config_arguments(parser)
     parser.add_argument("--world-size", metavar="N", type=int, help="number of processes (GPUs) of the job")
+    parser.add_argument(
+        "--for", dest="job", metavar="COMMAND", choices=JOBS, help=f"what it is to run: {', '.join(JOBS)}"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object for machines")
     parser.add_argument(
         "--without-files", action="store_true", help="missing model and data files are warnings"
@@ -30,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.world_size is not None:
         world_size = arguments.world_size
     try:
-        report = checked(arguments, world_size, without_files=arguments.without_files)
+        report = checked(arguments, world_size, job=arguments.job, without_files=arguments.without_files)
     except UserErrors as errors:
         if not arguments.json:
             raise

@@ -24,11 +24,8 @@ def report_text(report: CheckReport, name: str) -> str:
     """Return the whole check as text."""
     size = f"{report.world_size} process{'es' if report.world_size > 1 else ''}"
     blocks = [f"{name} on {size}", _configuration(report)]
-    if report.batch is not None and report.layouts is not None:
-        blocks.append(
-            _section("BATCH", "one training step, from prompts to micro-batches", batch_lines(report))
-        )
-        blocks.append(_section("ROLES", _legend(report.layouts), _roles(report)))
+    if report.layouts is not None:
+        blocks.append(summary(report))
     if report.memory:
         note = "estimate; phases of one step"
         blocks.append(_section("MEMORY", note, _memory(report.memory, report.config.gpu_memory_gib)))
@@ -48,7 +45,8 @@ def summary(report: CheckReport) -> str:
     """Return the batch arithmetic and the roles, for the start of a run."""
     if report.layouts is None:
         return ""
-    batch = _section("BATCH", "one training step, from prompts to micro-batches", batch_lines(report))
+    note = "one training step, from prompts to micro-batches" if report.batch is not None else ""
+    batch = _section("BATCH", note, batch_lines(report))
     return batch + "\n\n" + _section("ROLES", _legend(report.layouts), _roles(report))
 
 
@@ -96,12 +94,19 @@ def _value(value: object) -> str:
 
 def batch_lines(report: CheckReport) -> list[str]:
     """Return the batch arithmetic in words."""
-    batch, config = report.batch, report.config
-    assert batch is not None
+    rows = [_stage_line(plan) for plan in stage_plans(report.config)]
+    if report.batch is not None:
+        rows += _step_lines(report, report.batch)
+    width = max(len(left) for left, _ in rows)
+    return [f"{left:<{width}}  =  {right}" for left, right in rows]
+
+
+def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
+    config = report.config
     minibatch = f"{_pair(batch.rows_per_minibatch)} rows"
     steps = f"{_count(batch.updates, 'optimizer step')} per training step"
     prompt, response = config.data.max_prompt_tokens, batch.longest_row - config.data.max_prompt_tokens
-    rows = [
+    return [
         (f"{batch.prompts:,} prompts x {batch.samples:,} samples", f"{batch.rows:,} rows per step"),
         (
             f"{batch.rows:,} rows / {_count(batch.replicas, 'rollout replica')}",
@@ -130,21 +135,15 @@ def batch_lines(report: CheckReport) -> list[str]:
         ),
         (f"{config.steps:,} steps x {batch.prompts:,} prompts", _passes(config.steps, batch, report.records)),
     ]
-    rows = [*(_stage_line(plan) for plan in stage_plans(config)), *rows]
-    width = max(len(left) for left, _ in rows)
-    return [f"{left:<{width}}  =  {right}" for left, right in rows]
 
 
 def _stage_line(plan: StagePlan) -> tuple[str, str]:
     settings = plan.settings
-    if settings.epochs is not None:
-        return (
-            f"{plan.where}: {settings.epochs:g} epochs x {settings.data}",
-            f"{settings.per_step:,} per step",
-        )
-    steps, records = settings.steps or 0, f"{settings.UNIT}s"
-    total = f"{steps * settings.per_step:,} {records} before the first RL step"
-    return f"{plan.where}: {steps:,} steps x {settings.per_step:,} {records}", total
+    size = f"{settings.per_step:,} {settings.UNIT}s"
+    if settings.steps is None:
+        return f"{plan.where}: {settings.epochs:g} epochs", f"steps of {size}"
+    total = f"{settings.steps * settings.per_step:,} {settings.UNIT}s in all"
+    return f"{plan.where}: {settings.steps:,} steps x {size}", total
 
 
 def _passes(steps: int, batch: BatchPlan, records: int | None) -> str:
@@ -171,7 +170,9 @@ def _legend(layouts: Mapping[str, ParallelLayout]) -> str:
         names.append("d data")
     if any(layout.pipeline > 1 for layout in layouts.values()):
         names.append("p pipeline")
-    return ", ".join([*names, "r replica"])
+    if "rollout" in layouts:
+        names.append("r replica")
+    return ", ".join(names)
 
 
 def _roles(report: CheckReport) -> list[str]:

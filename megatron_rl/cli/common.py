@@ -27,11 +27,16 @@ def checked(
     arguments: argparse.Namespace,
     world_size: int | None,
     *,
+    job: str | None = None,
     training: bool = False,
     without_files: bool = False,
 ) -> CheckReport:
-    """Load and check the configuration of a command; raises UserErrors where it cannot be read at all."""
-    loaded = load(Path(arguments.config), arguments.overrides)
+    """Load and check the configuration of a command; raises UserErrors where it cannot be read at all.
+
+    ``job`` None takes the configuration's own.
+    """
+    overrides = arguments.overrides if job is None else [*arguments.overrides, f"job={job}"]
+    loaded = load(Path(arguments.config), overrides)
     patience = LONG_PATIENCE if training else PATIENCE
     folders = [above / "models" for file in loaded.files for above in (file.parent, file.parent.parent)]
     return check_config(

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.cli.common import add_config_arguments, checked
+from megatron_rl.config.schema import TRAIN
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import launch
 
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and the checkpoint's directory, then evaluate."""
-    report = checked(arguments, launch(joins=True).world_size, training=True)
+    report = checked(arguments, launch(joins=True).world_size, job=TRAIN, training=True)
     config = report.valid()
     checkpoint = Path(arguments.checkpoint)
     require_directory(checkpoint, "--checkpoint")

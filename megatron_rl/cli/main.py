@@ -12,6 +12,12 @@ from megatron_rl.launcher import report_errors
 
 COMMANDS = {
     "train": ("megatron_rl.cli.train", "train a configuration; under torchrun for more than one process"),
+    "sft": ("megatron_rl.cli.train", "train the actor on given responses alone, as the section sft says"),
+    "prefer": ("megatron_rl.cli.train", "train the actor on preferences alone, as preference says"),
+    "reward-model": (
+        "megatron_rl.cli.train",
+        "train reward models on preferences alone, as reward.models.NAME.training says",
+    ),
     "check": ("megatron_rl.cli.check", "check a configuration and show what follows from it, in seconds"),
     "plan": ("megatron_rl.planner.command", "find layouts and placements for a model and a number of GPUs"),
     "plan-reshard": (

@@ -1,4 +1,4 @@
-"""Train a configuration: check it, then hand it to the trainer."""
+"""Train a configuration, the whole run or one stage of it: check it, then hand it to the trainer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megatron_rl.launcher import launch, process_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``train``."""
+    """Add the arguments of ``train`` and of the stages' commands."""
     add_config_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, then train. Every rank checks the same input before any of them waits for another."""
-    report = checked(arguments, launch(joins=True).world_size, training=True)
+    report = checked(arguments, launch(joins=True).world_size, job=arguments.command, training=True)
     if report.warnings and process_rank() == 0:
         print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
     config = report.valid()
     if process_rank() == 0:
         print(summary(report), flush=True)
-    from megatron_rl.trainer.run import run as train
+    from megatron_rl.trainer import run as trainer
 
-    train(config)
+    trainer.run(config)
     return 0

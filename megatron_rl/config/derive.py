@@ -9,11 +9,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron_rl.config.placement import APART, layout_sections, placed, role_layout, with_best_rank_order
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import CriticConfig, LayoutConfig, ReferenceConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import AsynchronyConfig, MismatchConfig, RolloutConfig
-from megatron_rl.config.stage_plan import starting_model
+from megatron_rl.config.stage_plan import stage_plans, starting_model
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 
@@ -107,17 +107,26 @@ def longest_row(config: RunConfig) -> int:
     return config.data.max_prompt_tokens + max(responses)
 
 
-def token_budget(config: RunConfig, actor: ParallelLayout) -> tuple[int, str]:
-    """Return the derived tokens per micro-batch and the reason in words."""
-    longest = longest_row(config)
-    rows = config.batch.prompts_per_step * config.batch.samples_per_prompt
-    per_rank = spread(spread(rows, config.batch.optimizer_steps)[1], actor.data)[1]
-    stages = actor.pipeline
+def longest_trained_row(config: RunConfig) -> int:
+    """Return the most tokens that a row may have wherever the job learns from rows."""
+    limits = [plan.settings.max_row_tokens or longest_row(config) for plan in stage_plans(config)]
+    return max([longest_row(config), *limits] if config.job == TRAIN else limits or [longest_row(config)])
+
+
+def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
+    """Return the derived tokens per micro-batch and the reason in words, for a learner with a layout."""
+    longest = longest_trained_row(config)
+    batch = config.batch
+    rows = spread(batch.prompts_per_step * batch.samples_per_prompt, batch.optimizer_steps)[1]
+    if config.job != TRAIN:
+        sizes = [plan.settings.per_step * len(plan.settings.RESPONSES) for plan in stage_plans(config)]
+        rows = max(sizes, default=rows)
+    stages = layout.pipeline
     wanted = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
-    share = -(-per_rank * longest // wanted)
+    share = -(-spread(rows, layout.data)[1] * longest // wanted)
     budget = max(longest, min(share, MICROBATCH_TOKENS))
     if budget == longest:
-        return budget, f"the longest row (max_prompt_tokens + max_response_tokens = {longest})"
+        return budget, f"the longest row has {longest} tokens"
     if budget == share and stages > 1:
         return budget, f"{wanted} micro-batches keep {stages} pipeline stages busy"
     if budget == share:
@@ -245,7 +254,7 @@ def _place(
     config = placed(config, world_size)
     if free:
         reasons["rollout.ranks"] = why
-    if free and shape is not None:
+    if free and shape is not None and config.job == TRAIN:
         config, reason = with_best_rank_order(config, shape)
         reasons["rollout.ranks"] += f", in {reason}"
     filled = {}

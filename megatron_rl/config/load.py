@@ -11,9 +11,9 @@ from typing import Any
 from megatron_rl.config.base import read_with_base, refuse_base
 from megatron_rl.config.parse import Parse, parse_section
 from megatron_rl.config.ranges import format_ranges
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import JOBS, RunConfig
 from megatron_rl.config.setting import is_section, settings
-from megatron_rl.config.source import Origin, apply_overrides, one_line, read_tree
+from megatron_rl.config.source import Leaf, Origin, apply_overrides, one_line, read_tree
 from megatron_rl.errors import UserError, UserErrors
 
 
@@ -69,7 +69,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 def _finish(tree: Any, path: Path | None, overrides: Iterable[str], errors: list[UserError]) -> LoadedConfig:
     apply_overrides(tree, overrides, errors)
     refuse_base(tree, errors)
-    parse = Parse(errors=errors)
+    job = tree.children.get("job")
+    parse = Parse(job.value, errors) if isinstance(job, Leaf) and job.value in JOBS else Parse(errors=errors)
     config = parse_section(RunConfig, tree, parse)
     return LoadedConfig(config, path, parse.origins, tuple(parse.errors), frozenset(parse.broken))
 

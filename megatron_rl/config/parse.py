@@ -18,7 +18,7 @@ from megatron_rl.config.field_types import (
     type_fix,
     type_words,
 )
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.setting import setting_of
 from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe
 from megatron_rl.config.unknown import note_unknown
@@ -27,8 +27,12 @@ from megatron_rl.errors import UserError
 
 @dataclass
 class Parse:
-    """Collect what parsing finds: mistakes, the origin of each value, and the paths left broken."""
+    """Collect what parsing finds: mistakes, the origin of each value, and the paths left broken.
 
+    ``job`` says which of the required keys are needed.
+    """
+
+    job: str = TRAIN
     errors: list[UserError] = field(default_factory=list)
     origins: dict[str, Origin] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
@@ -60,10 +64,11 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
         full = f"{path}.{name}" if path else name
         default = _default(item, defaults)
         node = section.children.get(name)
-        if node is None and default is dataclasses.MISSING:
+        jobs = setting_of(item).jobs
+        if node is None and (default is dataclasses.MISSING or jobs):
             if section_class(hints(cls)[name]) is not None and full not in parse.broken:
                 node = Section()
-            else:
+            elif not jobs or parse.job in jobs:
                 parse.fail(
                     full,
                     None,
@@ -161,4 +166,4 @@ def _note_defaults(value: Any, path: str, parse: Parse) -> None:
 
 
 def _placeholder(hint: Any) -> Any:
-    return {str: "", int: 1, float: 1.0, bool: False}.get(options(hint)[0])
+    return None if optional(hint) else {str: "", int: 1, float: 1.0, bool: False}.get(options(hint)[0])

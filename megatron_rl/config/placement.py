@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
@@ -109,7 +109,10 @@ def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout
     for path, section in layout_sections(config).items():
         assert section is not None
         layouts[role_of(path)] = role_layout(section, path)
-    layouts["rollout"] = rollout_layout(config.rollout)
+    if config.job == "reward-model":
+        del layouts["actor"]  # its sizes are those of models without a layout of their own
+    if config.job == TRAIN:
+        layouts["rollout"] = rollout_layout(config.rollout)
     return layouts
 
 

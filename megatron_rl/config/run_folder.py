@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,21 @@ class RunFolder:
         for directory in (self.stages, self.reward_models, self.checkpoints):
             set_aside(directory)
         self.checkpoints.mkdir(exist_ok=True)
+
+    def publish(self, model: Path) -> None:
+        """Make a stage's model the run's model, of the same files where the file system has links."""
+
+        def link(source: str, target: str) -> None:
+            try:
+                os.link(source, target)
+            except OSError:
+                shutil.copy2(source, target)
+
+        incomplete = self.model.with_name(self.model.name + ".incomplete")
+        shutil.rmtree(incomplete, ignore_errors=True)
+        shutil.copytree(model, incomplete, copy_function=link)
+        shutil.rmtree(self.model, ignore_errors=True)
+        incomplete.rename(self.model)
 
     def write_config(self, text: str) -> None:
         """Store the resolved configuration."""

@@ -36,6 +36,11 @@ _EPOCHS = "ours counts steps: epochs x prompts / batch.prompts_per_step"
 _PROCESSES = "ours is the number of processes: nodes x GPUs per node"
 
 
+TRAIN = "train"
+STAGE_JOBS = ("sft", "prefer", "reward-model")
+JOBS = (TRAIN, *STAGE_JOBS)
+
+
 @dataclass(frozen=True)
 class BatchConfig:
     """State the batch in prompts; rows, mini-batches and micro-batches follow."""
@@ -170,6 +175,7 @@ class RunConfig:
     )
     steps: int = required(
         "Training steps of the run.",
+        jobs=(TRAIN,),
         unit="steps",
         at_least=1,
         at_most=MOST_STEPS,
@@ -181,6 +187,11 @@ class RunConfig:
             "TRL": "max_steps",
         },
         conversion={"total_epochs": _EPOCHS, "max_num_epochs": _EPOCHS},
+    )
+    job: str = setting(
+        TRAIN,
+        "What is run: everything, or one stage before reinforcement learning alone. The command says it.",
+        choices=JOBS,
     )
     seed: int = setting(1, "Seed of weights, data order and sampling.", at_least=0, at_most=2**32 - 1)
     world_size: int | None = setting(

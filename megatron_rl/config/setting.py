@@ -47,7 +47,8 @@ class Setting:
     ``meaning`` is one sentence, ``unset`` says what None stands for, ``advice`` what to do about a value out
     of bounds. ``at_least`` and ``at_most`` are allowed values, ``more_than`` and ``less_than`` are not.
     ``spelled`` maps other spellings of a choice to it; ``refused`` says of values why they are no choice.
-    ``per_task`` marks what a sampling profile may set for one task.
+    ``per_task`` marks what a sampling profile may set for one task; a key with ``jobs`` is required for these
+    alone.
     """
 
     meaning: str
@@ -63,6 +64,7 @@ class Setting:
     advice: str = ""
     example: str = ""
     per_task: bool = False
+    jobs: tuple[str, ...] = ()
     foreign_names: tuple[ForeignName, ...] = ()
     foreign_names_below: tuple[tuple[str, ForeignName], ...] = ()
 

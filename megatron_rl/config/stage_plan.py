@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.config.run_folder import RunFolder
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import TRAIN, AlgorithmConfig, RunConfig
+from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.config.sections.rollout import AsynchronyConfig, RolloutConfig
 from megatron_rl.config.sections.stages import StageConfig
 
 
@@ -44,6 +47,34 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
             place = folder.reward_model(name)
             plans.append(StagePlan(f"reward_{name}", f"{role}.training", role, model.training, place))
     return tuple(plans)
+
+
+def for_job(config: RunConfig) -> RunConfig:
+    """Return the configuration without what its job has no use for, so that a stage alone needs no more.
+
+    Lengths of prompts and responses stay: they bound rows.
+    """
+    if config.job == TRAIN:
+        return config
+    rollout = RolloutConfig(
+        max_response_tokens=config.rollout.max_response_tokens,
+        sampling_profiles=config.rollout.sampling_profiles,
+    )
+    trained = {name: model for name, model in config.reward.models.items() if model.training is not None}
+    return replace(
+        config,
+        data=replace(config.data, train=None, eval=None),
+        actor=replace(config.actor, optimizer=OptimizerConfig()),
+        reward=RewardConfig(models=trained if config.job == "reward-model" else {}),
+        sft=config.sft if config.job == "sft" else None,
+        preference=config.preference if config.job == "prefer" else None,
+        placement="colocate",
+        algorithm=AlgorithmConfig(),
+        critic=None,
+        reference=None,
+        rollout=rollout,
+        asynchrony=AsynchronyConfig(),
+    )
 
 
 def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:

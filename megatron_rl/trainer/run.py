@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
 from megatron_rl.config.checkpoint_meta import checkpoint_path
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
@@ -28,7 +28,15 @@ from megatron_rl.trainer.loop import StepResult, train_step
 from megatron_rl.trainer.report import write as write_report
 from megatron_rl.trainer.reward_failures import FailureWatch
 from megatron_rl.trainer.sample import RolloutSource
-from megatron_rl.trainer.stages import end_of, load_stage_data, require_stages, run_stage, stage_of
+from megatron_rl.trainer.stages import (
+    drop_checkpoints,
+    end_of,
+    load_stage_data,
+    require_stages,
+    run_alone,
+    run_stage,
+    stage_of,
+)
 from megatron_rl.trainer.state import TrainerState
 from megatron_rl.types import PromptBatch
 
@@ -37,12 +45,15 @@ SHOWN_FAILURES = 4
 
 
 def run(config: RunConfig) -> None:
-    """Train as a resolved and checked configuration says; results lie in ``config.run_dir``.
+    """Do the job of a resolved and checked configuration; results lie in ``config.run_dir``.
 
     Collective over the world.
     """
     with job(config) as current:
-        Run(current).run()
+        if config.job == TRAIN:
+            Run(current).run()
+        else:
+            run_alone(current)
 
 
 class Run:
@@ -144,6 +155,7 @@ class Run:
                 run_stage(stage_of(plan, roles[plan.role], data[plan], at_end), self.job)
             else:
                 self.job.say(f"{plan.where}: has ended before, and left {plan.model}")
+                drop_checkpoints(plan, self.job)
             if plan.role == "actor":
                 self.roles.hybrid_engine.mark_updated()
         if plans:

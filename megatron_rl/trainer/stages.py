@@ -13,18 +13,19 @@ from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_mod
 from megatron_rl.config.checkpoint_meta import checkpoint_path
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
-from megatron_rl.config.stage_plan import StagePlan, stage_plans
+from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
 from megatron_rl.data.records import load_records
 from megatron_rl.data.responses import ResponseSource
+from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint
 from megatron_rl.parallel.checkpoint_files import newest_intact
-from megatron_rl.parallel.exchange import Members, barrier, gather_metrics
+from megatron_rl.parallel.exchange import Members, barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.optimizer import Optimizer, wrap
-from megatron_rl.roles.build import Roles
+from megatron_rl.roles.build import Roles, build_learner
 from megatron_rl.roles.model_role import ModelRole, Objective
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.logging import MetricsLog, Progress
@@ -195,8 +196,39 @@ def run_stage(stage: Stage, job: Job) -> None:
                 export(role.model, plan.model, job.config.model.path)
             barrier()
         stage.at_end()
+    drop_checkpoints(plan, job)
+
+
+def drop_checkpoints(plan: StagePlan, job: Job) -> None:
+    """Delete the checkpoints of a stage that has ended, on the main rank."""
     if job.main:
         shutil.rmtree(job.folder.stage_checkpoints(plan.name), ignore_errors=True)
+
+
+def run_alone(job: Job) -> None:
+    """Run the stages of a job that has nothing else; the actor's model is the job's model too.
+
+    Collective over the world.
+    """
+    config = job.config
+    tokenizer = load_tokenizer(config.model.path)
+    job.join()
+    pending = gather_objects(pending_stages(config))[0]
+    with job.phases("data"):
+        data = {plan: load_stage_data(config, plan, tokenizer) for plan in pending}
+    for plan in stage_plans(config):
+        if plan in data:
+            with job.phases("build"):
+                role = build_learner(config, plan)
+            at_end = role.freeze
+            run_stage(stage_of(plan, role, data[plan], at_end), job)
+        else:
+            job.say(f"{plan.where}: has ended before")
+            drop_checkpoints(plan, job)
+        if job.main and plan.role == "actor":
+            job.folder.publish(plan.model)
+        barrier()
+        job.say(f"{plan.where}: the model is in {job.folder.model if plan.role == 'actor' else plan.model}")
 
 
 def _take_steps(stage: Stage, job: Job) -> None:

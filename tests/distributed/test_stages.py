@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 WORKER = Path(__file__).parent / "workers" / "killed_train.py"
 STAGES = "megatron_rl.trainer.stages"
@@ -18,8 +19,8 @@ SFT, DPO, REWARD = 6, 5, 4
 """Steps of the three stages."""
 
 
-def write(folder: Path, material: Path, **changes: Any) -> Path:
-    """Write a run with all three stages, the parts of each in the middle of an epoch, and two more steps."""
+def write(folder: Path, material: Path) -> Path:
+    """Write a run of all three stages, whose checkpoints lie in the middle of epochs, and two more steps."""
     folder.mkdir(parents=True)
     for name, count in (("sft", 40), ("pairs", 30)):
         lines = (material / f"{name}.jsonl").read_text().splitlines()
@@ -28,7 +29,7 @@ def write(folder: Path, material: Path, **changes: Any) -> Path:
 
     def stage(name: str, **settings: Any) -> dict[str, Any]:
         data = {"data": str(folder / f"{name}.jsonl"), "held_out": str(folder / f"{name}_held_out.jsonl")}
-        return {**data, "optimizer": OPTIMIZER, "checkpoint_every": 2, **settings}
+        return {**data, "optimizer": OPTIMIZER, "checkpoint_every": 2, "max_row_tokens": 14, **settings}
 
     config = {
         "run_dir": str(folder / "run"),
@@ -44,7 +45,6 @@ def write(folder: Path, material: Path, **changes: Any) -> Path:
         "rollout": {"engine": "torch", "max_response_tokens": 6},
         "evaluation": {"at_start": False, "every": 100},
         "checkpoint": {"every": 100},
-        **changes,
     }
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -81,24 +81,27 @@ def assert_same_runs(run: Path, expected: Path, names: dict[str, int]) -> None:
 
 
 KILLS = [
-    ("in the first step", UPDATE, 1, 1, False),
     ("in the middle of sft", UPDATE, 4, 0, False),
     ("while a checkpoint of sft is written", "megatron_rl.parallel.checkpoint:save_tensors", 1, 1, False),
-    ("before sft has left its model", f"{STAGES}:export", 1, 0, False),
     ("when sft has left its model", f"{STAGES}:export", 1, 1, True),
     ("in the middle of preference", UPDATE, 4, 1, False),
-    ("when a checkpoint of preference is there", f"{STAGES}:checkpoint.save", 1, 0, True),
     ("when preference has left its model", f"{STAGES}:export", 1, 0, True),
     ("in the middle of reward-model training", UPDATE, 4, 0, False),
     ("before the reward model is left", f"{STAGES}:export", 1, 1, False),
-    ("when the reward model is left", f"{STAGES}:export", 1, 0, True),
     ("in the first step of reinforcement learning", UPDATE, 1, 0, False),
 ]
 
 
+def whole_run(fork: Any, material: Path) -> Path:
+    """Return the folder of a run that nothing interrupts, made once."""
+    folder = material / "whole"
+    if not folder.exists():
+        fork("megatron_rl", 2, "train", write(folder, material), module=True)
+    return folder / "run"
+
+
 def test_a_run_killed_anywhere_in_its_stages_gives_the_same_bits(fork, material, tmp_path):
-    whole = write(tmp_path / "whole", material)
-    fork("megatron_rl", 2, "train", whole, module=True)
+    whole = whole_run(fork, material)
     killed = write(tmp_path / "killed", material)
     for words, place, call, rank, after in KILLS:
         env = {"KILL_AT": place, "KILL_CALL": str(call), "KILL_RANK": str(rank)}
@@ -108,12 +111,59 @@ def test_a_run_killed_anywhere_in_its_stages_gives_the_same_bits(fork, material,
         assert not (tmp_path / "killed/run/hf").exists(), words
     fork("megatron_rl", 2, "train", killed, module=True)
     steps = {"sft": SFT, "dpo": DPO, "reward_judge": REWARD, "metrics": 2}
-    assert_same_runs(tmp_path / "killed/run", tmp_path / "whole/run", steps)
+    assert_same_runs(tmp_path / "killed/run", whole, steps)
 
-    sft = lines(tmp_path / "whole/run", "sft")
+    sft = lines(whole, "sft")
     measured = [line["step"] for line in sft if "sft/held_out_loss" in line]
     assert measured == [0, 2, 4, 6] and sft[0]["sft/held_out_loss"] > sft[-1]["sft/held_out_loss"]
-    assert not list((tmp_path / "whole/run/stages").glob("*/checkpoints"))
+    assert not list((whole / "stages").glob("*/checkpoints"))
     # A folder that has ended repeats nothing.
     again = fork("megatron_rl", 2, "train", killed, "steps=3", module=True)
     assert "resumed from" in again.output and "supervised warm-up" not in again.output
+
+
+def write_job(folder: Path, whole: Path, model: Path, **stage: Any) -> Path:
+    """Write a job of one stage of the whole run: no prompts, no rollout, no reward that judges."""
+    folder.mkdir()
+    config = yaml.safe_load((whole.parent / "config.yaml").read_text())
+    kept = {name: config[name] for name in ("batch", "actor", "checkpoint")}
+    kept |= {"run_dir": str(folder / "run"), "data": {"max_prompt_tokens": 8}}
+    kept |= {"model": {"path": str(model), "dtype": "bfloat16"}, **stage}
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(kept))
+    return file
+
+
+def test_stages_as_jobs_of_their_own_give_what_they_give_in_a_run(fork, material, tmp_path):
+    whole = whole_run(fork, material)
+    config = yaml.safe_load((whole.parent / "config.yaml").read_text())
+    sft = write_job(tmp_path / "sft", whole, material / "model", sft=config["sft"])
+    kill = {"KILL_AT": UPDATE, "KILL_CALL": "4", "KILL_RANK": "1"}
+    assert fork(WORKER, 2, "sft", sft, env=kill, check=False).returncode
+    fork("megatron_rl", 2, "sft", sft, module=True)
+    assert lines(tmp_path / "sft/run", "sft") == lines(whole, "sft")
+    trained = tmp_path / "sft/run/hf"
+    assert weights(trained) == weights(whole / "stages/sft/hf")
+
+    prefer = write_job(tmp_path / "prefer", whole, trained, preference=config["preference"])
+    fork("megatron_rl", 2, "prefer", prefer, module=True)
+    assert lines(tmp_path / "prefer/run", "dpo") == lines(whole, "dpo")
+    assert weights(tmp_path / "prefer/run/hf") == weights(whole / "stages/dpo/hf")
+
+    start = tmp_path / "prefer/run/hf"
+    judge = write_job(tmp_path / "judge", whole, start, reward=config["reward"])
+    fork("megatron_rl", 2, "reward-model", judge, module=True)
+    assert lines(tmp_path / "judge/run", "reward_judge") == lines(whole, "reward_judge")
+    scorer = tmp_path / "judge/run/reward_models/judge"
+    assert weights(scorer) == weights(whole / "reward_models/judge")
+
+    AutoModelForCausalLM.from_pretrained(start)
+    assert AutoModelForSequenceClassification.from_pretrained(scorer).config.num_labels == 1
+    # A run starts from what the jobs have left, with the numbers of the run that did it all itself.
+    config |= {"run_dir": str(tmp_path / "run"), "sft": None, "preference": None}
+    config["model"]["path"] = str(start)
+    config["reward"] = {"models": {"judge": {"path": str(scorer)}}}
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
+    fork("megatron_rl", 2, "train", tmp_path / "train.yaml", module=True)
+    assert weights(tmp_path / "run/hf") == weights(whole / "hf")
+    assert "has ended before" in fork("megatron_rl", 2, "sft", sft, module=True).output

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.sections.bounds import MOST_ROWS, MOST_STEPS, MOST_TOKENS
-from megatron_rl.config.setting import required, setting
+from megatron_rl.config.setting import setting
 
 _NEVER = "a number above `steps` means never"
 
@@ -17,8 +17,11 @@ class DataConfig:
     A data set is a .jsonl or .parquet file or a directory saved by Hugging Face ``datasets``.
     """
 
-    train: str = required(
+    train: str | None = setting(
+        None,
         "Prompts to learn from.",
+        jobs=("train",),
+        unset="no reinforcement learning",
         example="data/train.jsonl",
         also_called={"verl": "train_files", "NeMo-RL": "train_data_path", "slime": "prompt_data"},
     )

@@ -1,0 +1,89 @@
+"""Stages and jobs of one stage: what they need, what they derive, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from config_workspace import write_workspace
+
+from megatron_rl.check.configuration import CheckReport, check_config
+from megatron_rl.config.load import dump, load, load_text
+from megatron_rl.config.stage_plan import pending_stages, present_model, stage_plans, starting_model
+
+ALONE = "model: {path: model, dtype: float32}\ndata: {max_prompt_tokens: 8}\nrun_dir: alone\n"
+SECTIONS = {
+    "sft": "sft: {data: sft.jsonl, epochs: 2, rows_per_step: 4}\n",
+    "prefer": "preference: {data: pairs.jsonl, steps: 5, max_row_tokens: 16}\n",
+    "reward-model": "reward: {models: {judge: {training: {data: pairs.jsonl, steps: 5}}}}\n",
+}
+STAGES = "".join(SECTIONS.values())
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_workspace(tmp_path)
+    values = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}
+    for name in ("sft", "pairs"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(values) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check(text: str, *overrides: str) -> CheckReport:
+    return check_config(load_text(text, overrides), 1)
+
+
+@pytest.mark.parametrize("job", SECTIONS)
+def test_a_stage_alone_needs_its_section_only(job: str) -> None:
+    report = check(ALONE + SECTIONS[job], f"job={job}", "rollout.max_response_tokens=8")
+    assert report.errors == ()
+    (plan,) = stage_plans(report.config)
+    assert plan.settings.max_row_tokens == 16 and plan.settings.checkpoint_every == 50
+    learner = "reward.judge" if job == "reward-model" else "actor"
+    assert list(report.layouts or {}) == [learner] and report.batch is None
+    assert load_text(dump(report.config)).valid() == report.config, "the run folder's copy loads"
+
+
+@pytest.mark.parametrize("job", SECTIONS)
+def test_a_stage_alone_without_its_section_is_an_error(job: str) -> None:
+    others = "".join(text for name, text in SECTIONS.items() if name != job)
+    (error,) = check(ALONE + others, f"job={job}", "rollout.max_response_tokens=8").errors
+    assert f"nothing to do for {job}" in error.message and error.fix
+
+
+def test_reinforcement_learning_needs_more() -> None:
+    missing = {error.message for error in check(ALONE + SECTIONS["sft"]).errors}
+    assert {"`data.train` is missing", "`steps` is missing", "nothing judges the responses"} <= missing
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sft.steps=3", "a number of steps or a number of epochs"),
+        ("checkpoint.resume=runs/other/checkpoints/step_3", "goes on from its own checkpoints"),
+        ("sft.max_row_tokens=100000", "rows may be longer than the model's positions"),
+        ("sft.held_out=gone.jsonl", "does not exist"),
+        ("batch.tokens_per_microbatch=8", "rows may be longer than batch.tokens_per_microbatch"),
+    ],
+)
+def test_mistakes_of_a_stage(override: str, message: str) -> None:
+    errors = check(ALONE + SECTIONS["sft"], "job=sft", "rollout.max_response_tokens=8", override).errors
+    assert any(message in error.message and error.fix for error in errors), [str(error) for error in errors]
+
+
+def test_a_stage_has_ended_when_its_model_is_there(workspace: Path) -> None:
+    (workspace / "stages.yaml").write_text("base: config.yaml\n" + STAGES)
+    config = load("stages.yaml", ["reward.function=null"]).valid()
+    sft, dpo, judge = stage_plans(config)
+    assert [plan.name for plan in (sft, dpo, judge)] == ["sft", "dpo", "reward_judge"]
+    assert starting_model(config) == str(dpo.model)
+    assert pending_stages(config) == (sft, dpo, judge) and present_model(config) == config.model.path
+    sft.model.mkdir(parents=True)
+    assert pending_stages(config) == (dpo, judge) and present_model(config) == str(sft.model)
+    judge.model.mkdir(parents=True)
+    assert pending_stages(config) == (dpo,)
+    dpo.model.mkdir(parents=True)
+    sft.model.rmdir()
+    assert pending_stages(config) == (), "a stage before one that has ended is not run after it"
