@@ -26,6 +26,7 @@ from megatron_rl.rollout.sampling import (
 from megatron_rl.rollout.vllm import setup, weights
 from megatron_rl.rollout.vllm.live import LiveWeights, live_model
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
 
 
@@ -80,8 +81,10 @@ class VllmEngine:
         )
 
     def _arguments(self, config: RolloutConfig, tensor: int, dtype: str, seed: int) -> dict[str, Any]:
+        model = read_pretrained(self._path / "config.json")
         arguments: dict[str, Any] = {
             "model": str(self._path),
+            "hf_overrides": dict(model.family.engine_keys),
             "skip_tokenizer_init": True,  # tokens in, tokens out
             "generation_config": "vllm",  # no sampling defaults from the checkpoint
             "distributed_executor_backend": "external_launcher",
@@ -97,6 +100,10 @@ class VllmEngine:
         if device.on_host():
             size = setup.host_cache_bytes(self._path, tensor, dtype, self._max_model_len)
             arguments["kv_cache_memory_bytes"] = size
+            if model.shape.kv_lora:
+                # Processors with AMX get another backend, which computes with packed copies of the weights
+                # that no write reaches.
+                arguments["attention_backend"] = "CPU_MLA"
         else:
             arguments |= {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
             arguments["moe_backend"] = "triton"  # the one that reads experts as the checkpoint has them
