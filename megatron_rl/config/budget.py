@@ -19,7 +19,7 @@ from megatron_rl.shapes.memory import (
     training_memory,
 )
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
-from megatron_rl.shapes.stages import stage_layers
+from megatron_rl.shapes.pipeline_stages import stage_layers
 
 PHASES = ("generate", "score", "learn")
 RUNTIME_BYTES = 5 * 2**30

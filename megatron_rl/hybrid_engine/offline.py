@@ -19,10 +19,10 @@ from megatron_rl.parallel.hf.layout_boxes import megatron_layout
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.planner.constants import Cluster, Constants
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.pipeline_stages import FIRST, LAST, stage_ends, stage_layers
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.shapes.published import presets
 from megatron_rl.shapes.rank_order import best_rank_order
-from megatron_rl.shapes.stages import FIRST, LAST, stage_ends, stage_layers
 from megatron_rl.shapes.traffic import Slice, engine_experts, engine_slice, shared_bytes
 from megatron_rl.types import TensorBox
 

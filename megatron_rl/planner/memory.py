@@ -18,7 +18,7 @@ from megatron_rl.shapes.memory import (
     training_memory,
 )
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.stages import stage_ends
+from megatron_rl.shapes.pipeline_stages import stage_ends
 
 if TYPE_CHECKING:
     from megatron_rl.planner.generate import RolloutLayout

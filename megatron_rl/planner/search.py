@@ -24,7 +24,7 @@ from megatron_rl.planner.learn import (
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import OptimizerChoice, TrainingMemory, fullest_parameters
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.stages import FIRST, LAST, stage_ends
+from megatron_rl.shapes.pipeline_stages import FIRST, LAST, stage_ends
 
 RECOMPUTE = ("none", "full")  # with flash attention, selective saves nothing
 _MICRO_BATCHES = (1, 2, 4)

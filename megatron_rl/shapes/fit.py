@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.stages import stage_layers
+from megatron_rl.shapes.pipeline_stages import stage_layers
 
 
 def trainer_problems(

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import LayerKind, ModelShape
-from megatron_rl.shapes.stages import FIRST, LAST, stage_ends, stage_layers
+from megatron_rl.shapes.pipeline_stages import FIRST, LAST, stage_ends, stage_layers
 
 LOGITS_ELEMENTS = 2**25
 """Logits of a vocabulary shard in one chunk: 128 MiB in float32, whatever the vocabulary."""

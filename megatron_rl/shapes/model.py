@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_rl.shapes.weights import EngineCut, Weight, layer_weights
+from megatron_rl.shapes.layer_weights import EngineCut, Weight, layer_weights
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 

@@ -12,8 +12,8 @@ from typing import Any
 from megatron_rl.errors import UserError, UserErrors, nearest
 from megatron_rl.shapes.families import FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
+from megatron_rl.shapes.layer_weights import OUTPUT, Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.weights import OUTPUT, Source, Weight, outer_weights
 
 LAYER = "model.layers.{layer}."
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.stages import stage_layers
-from megatron_rl.shapes.weights import Source, Weight, outer_weights
+from megatron_rl.shapes.pipeline_stages import stage_layers
 
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it cuts it."""

@@ -16,7 +16,7 @@ from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import _global_name, live_parameters
 from megatron_rl.parallel.model import build_model
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.stages import FIRST, stage_layers
+from megatron_rl.shapes.pipeline_stages import FIRST, stage_layers
 from megatron_rl.shapes.traffic import shared_bytes
 from tests.hf_models import FAMILIES, config_of
 

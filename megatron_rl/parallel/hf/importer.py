@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_rl.shapes.layer_weights import Weight, outer_weights
 from megatron_rl.shapes.pretrained import LAYER, PretrainedModel
-from megatron_rl.shapes.weights import Weight, outer_weights
 
 
 @dataclass(frozen=True)

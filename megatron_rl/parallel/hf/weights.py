@@ -17,9 +17,9 @@ from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.importer import Shard, import_parameters
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.trace import CopyRecorder, merge_boxes
+from megatron_rl.shapes.layer_weights import OUTPUT, SCALAR
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
-from megatron_rl.shapes.weights import OUTPUT, SCALAR
 from megatron_rl.types import TensorBox
 
 
