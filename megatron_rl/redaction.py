@@ -35,3 +35,10 @@ def redacted(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(redacted(content) for content in value)
     return value
+
+
+def is_hidden(value: Any) -> bool:
+    """Say whether something in ``value`` was hidden by `redacted`."""
+    if isinstance(value, Mapping):
+        return any(map(is_hidden, value.values()))
+    return any(map(is_hidden, value)) if isinstance(value, list | tuple) else value == HIDDEN

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_rl.check.installed_source import find_module
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError, nearest
+from megatron_rl.redaction import HIDDEN, is_hidden
 
 ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")
 _WHERE = "reward.function"
@@ -29,6 +30,16 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
                 fix="give it another name, in the function too",
             )
             for name in taken
+        ]
+    if is_hidden(reward.arguments):
+        return [
+            UserError(
+                "an argument of the reward function is hidden, as a run writes secrets down",
+                where="reward.arguments",
+                expected="the value itself",
+                got=HIDDEN,
+                fix="give it again, in a file of your own or on the command line",
+            )
         ]
     place, colon, name = reward.function.rpartition(":")
     if not colon or not place or not name.isidentifier():

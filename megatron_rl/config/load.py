@@ -15,6 +15,7 @@ from megatron_rl.config.schema import JOBS, RunConfig
 from megatron_rl.config.setting import is_section, settings
 from megatron_rl.config.source import Leaf, Origin, apply_overrides, one_line, read_tree
 from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.redaction import redacted
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,11 @@ def _entries(section: Any) -> list[tuple[str, Any]]:
     if isinstance(section, dict):
         return list(section.items())
     return [(item.name, getattr(section, item.name)) for item in dataclasses.fields(section)]
+
+
+def without_secrets(config: RunConfig) -> RunConfig:
+    """Return the configuration as it may be written down: values under names of secrets are hidden."""
+    return replace(config, reward=replace(config.reward, arguments=redacted(config.reward.arguments)))
 
 
 def dump(config: RunConfig, origins: Mapping[str, Origin] | None = None) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from megatron_rl.config.load import dump
+from megatron_rl.config.load import dump, without_secrets
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel import device
@@ -65,7 +65,7 @@ class Job:
         """
         device.initialize(self.config.rank_timeout)
         if self.main:
-            self.folder.write_config(dump(self.config))
+            self.folder.write_config(dump(without_secrets(self.config)))
             if self.config.checkpoint.resume == "never":
                 self.folder.start_over()
         barrier()

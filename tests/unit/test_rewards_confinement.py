@@ -10,9 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.check.reward_function import check_reward
+from megatron_rl.config.load import dump, without_secrets
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
+from megatron_rl.config.setting import settings
 from megatron_rl.errors import UserError
-from megatron_rl.redaction import HIDDEN, is_secret, redacted
+from megatron_rl.redaction import HIDDEN, is_hidden, is_secret, redacted
 from megatron_rl.rewards import process
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 
@@ -240,3 +246,21 @@ def test_secrets_are_known_by_their_names() -> None:
     assert all(map(is_secret, hidden)) and not any(map(is_secret, shown))
     told = redacted({"url": "http://x", "headers": [{"api_key": "abc"}], "token": ""})
     assert told == {"url": "http://x", "headers": [{"api_key": HIDDEN}], "token": ""}
+    assert is_hidden(told) and not is_hidden({"url": ["http://x"]})
+
+
+def test_a_run_writes_no_secret_down_and_takes_no_hidden_one(file: str) -> None:
+    arguments = {"url": "http://x", "api_key": "abc"}
+    config = RunConfig(
+        model=ModelConfig("m"),
+        data=DataConfig("d"),
+        reward=RewardConfig(file, arguments),
+        run_dir="r",
+        steps=1,
+    )
+    written = dump(without_secrets(config))
+    assert "abc" not in written and HIDDEN in written and "http://x" in written
+    names = [path for path, _, _ in settings(config)]
+    assert not [path for path in names if is_secret(path.rpartition(".")[2])], "a key of ours would be hidden"
+    (error,) = check_reward(RewardConfig(file, {"api_key": HIDDEN}))
+    assert "hidden" in str(error)
