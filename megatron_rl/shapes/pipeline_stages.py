@@ -63,7 +63,7 @@ def _uneven(layers: int, layout: ParallelLayout, settings: Mapping[str, Any]) ->
     ends = stage_ends(layers, stages, virtual)
     divisors = [number for number in range(1, layers + 1) if layers % number == 0]
     fix = "choose one of these" if not stated else "change or remove " + ", ".join(stated)
-    if ends is not None:
+    if ends is not None and (stages > 2 or virtual == 1):
         fix += f", or set {FIRST}: {ends[0]} and {LAST}: {ends[1]} in actor.megatron"
     return UserError(
         f"the model's {layers} layers cannot be dealt out to {words}",
@@ -89,6 +89,6 @@ def stage_ends(layers: int, stages: int, virtual: int = 1) -> tuple[int, int] | 
     chunks = layers // virtual  # a stage holds a whole number of chunks of ``virtual`` layers
     for middle in (-(-chunks // stages), chunks // stages):
         rest = chunks - middle * (stages - 2)
-        if 2 <= rest <= 2 * middle + 2:
+        if 2 <= rest <= 2 * middle + 2 and (middle or stages == 2):
             return -(-rest // 2) * virtual, rest // 2 * virtual
     return None

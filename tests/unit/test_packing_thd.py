@@ -162,7 +162,11 @@ def test_what_a_micro_batch_must_be_a_multiple_of(settings, tensor, multiple):
 def test_padding_of_ranks_is_a_share_of_all_their_tokens():
     """A rank with few tokens must not weigh as much as one with many."""
     model: Any = SimpleNamespace(
-        groups=SimpleNamespace(layout=ParallelLayout((0,)), coordinates=SimpleNamespace(data=0, context=0)),
+        groups=SimpleNamespace(
+            layout=ParallelLayout((0,)),
+            coordinates=SimpleNamespace(data=0, context=0),
+            data=SimpleNamespace(size=lambda: 1),
+        ),
         transformer_config=SimpleNamespace(hidden_size=8),
         token_multiple=4,
         pack=lambda lengths: pack_for_transformer_engine(lengths, torch.device("cpu")),
