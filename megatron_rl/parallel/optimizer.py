@@ -31,6 +31,12 @@ def wrap(model: ParallelModel, distributed: bool) -> None:
         overlap_grad_reduce=False,
         overlap_param_gather=False,
     )
+    for chunk in model.chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                # Megatron marks experts so only where they are cut by expert parallelism, and otherwise never
+                # adds up what tensor-parallel ranks, each with tokens of its own, find for whole experts.
+                setattr(parameter, "allreduce", False)
     with device.megatron_mode():
         model.wrapped = [
             DistributedDataParallel(
