@@ -19,6 +19,7 @@ from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint_files import newest_intact, require_intact
 from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
+from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadTrainer
 from megatron_rl.trainer.evaluation import evaluate
@@ -179,10 +180,13 @@ class Run:
             metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
             if result.warning:
                 self.job.say(f"step {step}: warning: {result.warning}")
-        self._keep_rollouts(step, result)
+        reasons, examples = self._keep_rollouts(step, result)
         if self.held_out is not None and (step % config.evaluation.every == 0 or step == config.steps):
             metrics += self._evaluate(step, self.held_out)
         self._record(log, step, metrics)
+        if result is not None and self.job.main:
+            invalid = 1.0 - float(result.batch.scores.valid.float().mean())
+            self.failures.look(step, invalid, reasons, examples)
         if step % config.checkpoint.every == 0 or step == config.steps:
             with self.phases("checkpoint"):
                 self._save()
@@ -215,14 +219,14 @@ class Run:
         if log is not None:
             log.write(step, metrics.values())
 
-    def _keep_rollouts(self, step: int, result: StepResult | None) -> None:
-        """Store the step's samples with their judgement, and say why rewards failed."""
+    def _keep_rollouts(self, step: int, result: StepResult | None) -> tuple[Counter[str], list[Failure]]:
+        """Store the step's samples with their judgement; return and say why rewards failed, with examples."""
         failures = () if result is None else result.batch.failures
         reasons = Counter(failure.reason for failure in failures)
         counts, shown = zip(*gather_objects((reasons, failures[:SHOWN_FAILURES])), strict=True)
-        if not self.job.main or result is None:
-            return
         reasons, examples = sum(counts, Counter()), [failure for few in shown for failure in few]
+        if not self.job.main or result is None:
+            return reasons, examples
         for failure in examples[:SHOWN_FAILURES]:
             self.job.say(f"step {step}: a reward failed ({failure.reason}): {failure.message.strip()[-300:]}")
         if reasons.total() > SHOWN_FAILURES:
@@ -235,7 +239,7 @@ class Run:
         columns["policy_version"] = rollouts.policy_version.tolist()
         columns["finish_reason"] = rollouts.finish_reason.tolist()
         write_rollouts(self.folder, step, columns)
-        self.failures.look(step, 1.0 - float(batch.scores.valid.float().mean()), reasons, examples)
+        return reasons, examples
 
     def _columns(self, prompts: Any, rollouts: Any) -> dict[str, Any]:
         return {

@@ -44,7 +44,7 @@ def test_a_plain_step_goes_through_few_files(fork, material, tmp_path, engine):
 def test_every_failed_reward_of_every_call_is_counted(fork, material, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/reward.py").write_text(REWARD)
-    file = grpo(tmp_path / "run", material, "torch", algorithm={"name": "remax", "settings": {}})
+    file = grpo(tmp_path / "run", material, "torch", algorithm={"name": "remax"})
     config = yaml.safe_load(file.read_text())
     config["reward"]["function"] = f"{tmp_path / 'run/reward.py'}:score"
     file.write_text(yaml.safe_dump(config))
