@@ -110,7 +110,23 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
                     got=f"{type(values).__name__}: {line[:80].decode('utf-8', 'replace').strip()}",
                     fix="correct or remove the line",
                 )
+            if b"\\u" in line:
+                _require_characters(values, where)
             yield Record(values, where)
+
+
+def _require_characters(values: dict, where: str) -> None:
+    """Raise UserError where an escape is half of a character, which no tokenizer and no file takes."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            "a record holds half of a character",
+            where=where,
+            expected="text that UTF-8 can hold: \\ud800 to \\udbff are followed by \\udc00 to \\udfff",
+            got=repr(error.object[max(0, error.start - 20) : error.end + 20]),
+            fix="correct or remove the line",
+        ) from None
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:

@@ -79,3 +79,11 @@ def test_directories_that_are_no_single_data_set(tmp_path: Path) -> None:
     Dataset.from_list(ROWS).save_to_disk(str(saved))
     next(saved.glob("*.arrow")).unlink()
     assert "cannot be read" in error_of(saved)
+
+
+def test_half_of_a_character_is_named_by_its_line(tmp_path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "\\ud83d\\ude00 \\u00e9"}\n{"prompt": "1+1 \\ud800"}\n')
+    with pytest.raises(UserError, match="half of a character") as caught:
+        load_records(path, ["prompt"], "data.train")
+    assert f"{path}:2" in str(caught.value) and r"'1+1 \ud800'" in str(caught.value).replace('"', "'")
