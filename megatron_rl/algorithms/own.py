@@ -26,7 +26,7 @@ def load_path(path: str, where: str) -> Any:
         module = _load_file(place, where) if place.endswith(".py") else importlib.import_module(place)
     except UserError:
         raise
-    except Exception as error:  # the user's own module may fail in any way
+    except (Exception, SystemExit) as error:  # the user's own module may fail in any way, or be a script
         absent = isinstance(error, ModuleNotFoundError) and error.name == place.partition(".")[0]
         raise UserError(
             f"cannot import {place}",

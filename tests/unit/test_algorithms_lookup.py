@@ -88,6 +88,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the name of a file of pieces of the user's own, in the current directory."""
     (tmp_path / "my_loss.py").write_text(OWN_FILE)
     (tmp_path / "broken.py").write_text("import torch_of_another_name\n")
+    (tmp_path / "script.py").write_text("import sys\n\nsys.exit(3)\n")
     monkeypatch.chdir(tmp_path)
     return "my_loss.py"
 
@@ -211,6 +212,7 @@ def test_pieces_of_the_user_by_file(own):
         ("my_los.py:Raised", ["the file my_los.py does not exist", "seen from"]),
         ("my_loss_module:Raised", ["cannot import my_loss_module", "PYTHONPATH"]),
         ("broken.py:Raised", ["cannot import broken.py", "torch_of_another_name", "correct the module"]),
+        ("script.py:Raised", ["cannot import script.py", "SystemExit: 3", "correct the module"]),
         ({"name": "my_loss.py:Raised", "sharpnes": 1.0}, ["policy_loss.sharpnes", "policy_loss.sharpness"]),
         (
             {"name": "my_loss.py:Raised", "sharpness": 0},
