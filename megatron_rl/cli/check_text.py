@@ -244,7 +244,11 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
     lines += ["-" * (name_width + 12 * len(PHASES)), f"{'total':<{name_width}}{totals}"]
     if gib is not None:
         lines[-1] += f"    of {gib:g} GiB"
+    if any(len(worst.turns(phase)) > 1 for phase in PHASES):
+        lines.append("roles on one rank work in turn: of their activations and logits the largest count")
     if len(ranks) > 1:
+        most = "".join(f"{_bytes(max(memory.total(phase) for memory in ranks)):>12}" for phase in PHASES)
+        lines.append(f"{'most on any rank':<{name_width}}{most}")
         others = ", ".join(f"rank {memory.rank} {_bytes(memory.peak)}" for memory in ranks[1:6])
         lines.append(f"others at their peak: {others}" + (" ..." if len(ranks) > 6 else ""))
     return lines

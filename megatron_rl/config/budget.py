@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.derive import BatchPlan
@@ -12,6 +12,7 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import (
     Layers,
     OptimizerChoice,
+    TrainingMemory,
     dealt_out,
     rollout_parameters,
     scoring_memory,
@@ -28,12 +29,16 @@ RUNTIME_BYTES = 5 * 2**30
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """Name one contributor, its bytes, the phases in which it is held, and how it was counted."""
+    """Name one contributor, its bytes, the phases in which it is held, and how it was counted.
+
+    What has a ``turn`` is held only while that role works: roles that share ranks work one after the other.
+    """
 
     name: str
     bytes: int
     phases: tuple[str, ...]
     how: str
+    turn: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,16 @@ class RankMemory:
     items: tuple[MemoryItem, ...]
 
     def total(self, phase: str) -> int:
-        """Return the bytes held in a phase."""
-        return sum(item.bytes for item in self.items if phase in item.phases)
+        """Return the most bytes held at once in a phase: what stays, and the largest of the roles' turns."""
+        turns = (self._bytes(phase, role) for role in self.turns(phase))
+        return self._bytes(phase, None) + max(turns, default=0)
+
+    def _bytes(self, phase: str, turn: str | None) -> int:
+        return sum(item.bytes for item in self.items if phase in item.phases and item.turn == turn)
+
+    def turns(self, phase: str) -> list[str]:
+        """Return the roles that work one after the other in a phase, in the order of their items."""
+        return list(dict.fromkeys(item.turn for item in self.items if phase in item.phases and item.turn))
 
     @property
     def peak(self) -> int:
@@ -129,12 +142,24 @@ def _trained(
         items.append(MemoryItem(named("optimizer"), int(memory.optimizer), training, how))
     part = f"{tokens // layout.context} tokens"
     how = f"{part} x {len(stages[stage])} layers x micro-batches in flight, recompute {section.recompute}"
-    items.append(MemoryItem(named("activations"), int(memory.activations), ("learn",), how))
+    items.append(MemoryItem(named("activations"), int(memory.activations), ("learn",), how, role))
+    return items + _forward(role, named, scoring, ("score", "learn"), part, layout)
+
+
+def _forward(
+    role: str,
+    named: Callable[[str], str],
+    scoring: TrainingMemory,
+    phases: tuple[str, ...],
+    part: str,
+    layout: ParallelLayout,
+) -> list[MemoryItem]:
+    """Return what a forward pass holds; a chunk of logits exists in all of ``phases``."""
     how = f"{part}, 2 layers"
-    items.append(MemoryItem(named("forward activations"), int(scoring.activations), ("score",), how))
-    if memory.logits:
+    items = [MemoryItem(named("forward activations"), int(scoring.activations), ("score",), how, role)]
+    if scoring.logits:
         how = f"a chunk of tokens x vocabulary / {layout.tensor} x 2 float32 copies"
-        items.append(MemoryItem(named("logits chunk"), int(memory.logits), ("score", "learn"), how))
+        items.append(MemoryItem(named("logits chunk"), int(scoring.logits), phases, how, role))
     return items
 
 
@@ -148,9 +173,12 @@ def _frozen(
         shape = shape.with_scalar_head()
     built = _built(config, "none")
     stages, stage = _stages(config, layout, shape), layout.coordinates(rank).pipeline
-    memory = scoring_memory(shape, layout, stages, stage, built, batch.tokens_per_microbatch)
+    tokens = batch.tokens_per_microbatch
+    memory = scoring_memory(shape, layout, stages, stage, built, tokens)
     how = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters x {built.dtype_bytes} B"
-    return [MemoryItem(f"{role} weights", int(memory.weights), ("score",) if offload else PHASES, how)]
+    weights = MemoryItem(f"{role} weights", int(memory.weights), ("score",) if offload else PHASES, how)
+    part = f"{tokens // layout.context} tokens"
+    return [weights, *_forward(role, lambda item: f"{role} {item}", memory, ("score",), part, layout)]
 
 
 def _rollout(

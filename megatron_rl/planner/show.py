@@ -31,9 +31,14 @@ def layout_words(layout: ParallelLayout) -> str:
     return " ".join(f"{name}{size}" for name, size in names if size > 1 or name in ("TP", "DP"))
 
 
+def most_held(run: PlannedRun, phase: str) -> int:
+    """Return the bytes on the rank that holds most in a phase; it need not be the same in every phase."""
+    return max(memory.total(phase) for memory in run.memory)
+
+
 def plan_record(run: PlannedRun) -> dict[str, Any]:
-    """Return a planned run as plain JSON values: seconds, and gigabytes of 1e9 bytes on its fullest rank."""
-    plan, seconds, fullest = run.plan, run.prediction.seconds, run.memory[0]
+    """Return a planned run as plain JSON values: seconds, and 1e9 bytes on the fullest rank of each phase."""
+    plan, seconds = run.plan, run.prediction.seconds
     roles = {}
     for group in plan.groups:
         for role, entry in group.plans.items():
@@ -62,7 +67,7 @@ def plan_record(run: PlannedRun) -> dict[str, Any]:
             "weight_sync": seconds["reshard"],
         },
         "tokens_per_second_per_gpu": run.prediction.tokens / run.prediction.total / plan.gpus,
-        "gigabytes": {phase: fullest.total(phase) / GB for phase in PHASES},
+        "gigabytes": {phase: most_held(run, phase) / GB for phase in PHASES},
         "gigabytes_received_per_sync": run.traffic.received_most / GB,
         "roles": roles,
         "rollout": {
@@ -85,9 +90,8 @@ def _seconds_words(run: PlannedRun) -> str:
 
 
 def _memory_words(run: PlannedRun) -> str:
-    """Return what the fullest rank holds in each phase, in GiB as `check` prints it."""
-    fullest = run.memory[0]
-    held = "   ".join(f"{phase} {fullest.total(phase) / GIB:,.1f}" for phase in PHASES)
+    """Return what the fullest rank of each phase holds, in GiB as `check` prints it."""
+    held = "   ".join(f"{phase} {most_held(run, phase) / GIB:,.1f}" for phase in PHASES)
     return f"{held}   (of {run.config.gpu_memory_gib:g})"
 
 
@@ -143,7 +147,7 @@ def config_text(problem: Problem, run: PlannedRun) -> str:
         f"# {problem.algorithm} of {problem.models['actor'].name} on {run.plan.gpus} x "
         f"{problem.machine.gpu.name}, {run.plan.name}.",
         f"# Predicted: {run.prediction.total:.1f} s a step: {_seconds_words(run)}.",
-        f"# GiB on the fullest rank: {_memory_words(run)}.",
+        f"# GiB on the fullest rank of each phase: {_memory_words(run)}.",
     ]
     if "data/gsm8k" in run.config.prepare:
         head.append("# Data and reward are the grade-school mathematics example: put yours in their place.")

@@ -185,7 +185,8 @@ class _Writer:
             # What the reference is for: a penalty in the loss, or in the reward as PPO has it.
             algorithm["kl"] = "reward" if problem.algorithm == "ppo" else "loss"
         config: dict[str, Any] = {
-            "model": {"path": self.paths.model},
+            # Plans are made with its fused layers: without them activations take several times the memory.
+            "model": {"path": self.paths.model, "attention": "transformer_engine"},
             "data": {"train": self.paths.data or _TRAIN_DATA, "max_prompt_tokens": int(problem.batch.prompt)},
             "reward": self.reward(),
             "run_dir": f"runs/{problem.models['actor'].name.rsplit('/', 1)[-1]}",

@@ -9,7 +9,7 @@ from config_workspace import CONFIG
 from megatron_rl.config.budget import memory_plan
 from megatron_rl.config.derive import batch_plan
 from megatron_rl.config.load import load_text
-from megatron_rl.config.sections.models import CriticConfig
+from megatron_rl.config.sections.models import CriticConfig, ReferenceConfig
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 
@@ -32,6 +32,23 @@ def test_every_role_is_counted_by_its_own_shape() -> None:
     (half,) = gradients("critic", {"actor": SHAPE, "critic": small}, ParallelLayout((0,)))
     assert whole - half == 4 * (SHAPE.layer_dense_total - small.layer_dense_total)
     assert half == 4 * (small.parameters - small.head_parameters + small.hidden)
+
+
+def test_roles_on_one_rank_work_in_turn() -> None:
+    config = load_text(CONFIG).valid()
+    config = replace(config, critic=CriticConfig(), reference=ReferenceConfig())
+    layout = ParallelLayout((0,))
+    layouts = dict.fromkeys(("actor", "critic", "reference", "rollout"), layout)
+    (rank,) = memory_plan(config, layouts, {"actor": SHAPE}, batch_plan(config, layouts))
+    size = {item.name: item.bytes for item in rank.items}
+    stays = sum(item.bytes for item in rank.items if item.turn is None and "learn" in item.phases)
+    # The critic has updated, and let its activations go, before the actor begins.
+    assert size["critic activations"] == size["activations"] > 0
+    assert rank.total("learn") == stays + size["activations"] + size["logits chunk"]
+    # The reference makes a forward pass of its own: alone on a rank it needs the same as the actor.
+    assert size["reference forward activations"] == size["forward activations"] > 0
+    assert size["reference logits chunk"] == size["logits chunk"] > 0
+    assert rank.total("score") == stays + size["forward activations"] + size["logits chunk"]
 
 
 def test_uneven_stages_are_counted_as_they_are() -> None:
