@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Only the chosen command's module is imported: the others may need what is not installed here.
     chosen = next((word for word in words if not word.startswith("-")), None)
     for name, (module, words_about) in COMMANDS.items():
-        command = commands.add_parser(name, help=words_about, description=words_about.capitalize() + ".")
+        command = commands.add_parser(
+            name, help=words_about, description=words_about[0].upper() + words_about[1:] + "."
+        )
         if name == chosen:
             import_module(module).add_arguments(command)
     try:
