@@ -11,7 +11,7 @@ from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.algorithm import check_algorithm
 from megatron_rl.check.checkpoint_files import Files
 from megatron_rl.check.engine_arguments import check_engine_arguments
-from megatron_rl.check.inputs import Inputs, check_inputs
+from megatron_rl.check.inputs import Inputs, check_attention, check_inputs, check_paths
 from megatron_rl.check.model_settings import PATIENCE, Trial, TriedRole, check_model_settings
 from megatron_rl.check.parallel_sizes import (
     check_budget,
@@ -128,6 +128,7 @@ def check_config(
         check.refuse(check_model_settings(loaded.config.actor.megatron))
     if check.fine("rollout.vllm"):
         check.refuse(check_engine_arguments(loaded.config.rollout.vllm))
+    check.refuse(check_paths(loaded.config))
     tried = loaded.config.actor.megatron if patience > 0 and check.fine("actor.megatron") else {}
     files = Files(prepare=loaded.config.prepare, absent=without_files)
     inputs = Inputs(loaded.config, files, check.fine, shipped_models)
@@ -150,6 +151,7 @@ def _checked(
     layouts = _layouts(check, world)
     check.add(check_asynchrony(config, layouts, algorithm))
     check_inputs(inputs)
+    (check.errors if training else check.warnings).extend(check_attention(config))
     _check_model(check, inputs, layouts)
     if not check.errors:
         errors, warnings = trial.result(_tried_roles(inputs, layouts), config.model.dtype)

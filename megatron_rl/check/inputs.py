@@ -6,18 +6,23 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rl.check.checkpoint_files import Files, check_model_files, has_chat_template
 from megatron_rl.check.data_sets import DataPreview, check_data
 from megatron_rl.check.reward_function import check_reward
 from megatron_rl.config.checkpoint_meta import check_same_model, checkpoints, latest, read_meta
+from megatron_rl.config.load import flatten
 from megatron_rl.config.placement import role_of
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape
+
+_PATHS = ("path", "train", "eval", "data", "held_out", "run_dir", "resume")
+"""Last names of the settings that hold a path."""
 
 
 @dataclass
@@ -35,6 +40,46 @@ class Inputs:
     shapeless: set[str] = field(default_factory=set)  # roles whose model is another one, which is not here
     models: dict[str, Path] = field(default_factory=dict)  # config.json by role, where one is here
     preview: DataPreview | None = None
+
+
+def check_paths(config: RunConfig) -> list[UserError]:
+    """Return the paths that no file can have, before anything looks for one."""
+    errors = []
+    for where, value in flatten(config).items():
+        if where.rpartition(".")[2] not in _PATHS or not isinstance(value, str):
+            continue
+        try:
+            os.lstat(value)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue  # whether something is missing, or in the way, is said where it is read
+        except (OSError, ValueError) as error:
+            shown = value if len(value) <= 60 else f"{value[:60]}... ({len(value):,} characters)"
+            errors.append(
+                UserError(
+                    f"{where} cannot be a path",
+                    where=where,
+                    expected="a path that this system takes",
+                    got=f"{shown!r}: {getattr(error, 'strerror', None) or error}",
+                    fix=f"correct {where}",
+                )
+            )
+    return errors
+
+
+def check_attention(config: RunConfig) -> list[UserError]:
+    """Return the error of a stated attention whose package is not on this machine."""
+    if config.model.attention != "transformer_engine" or find_spec("transformer_engine") is not None:
+        return []
+    return [
+        UserError(
+            "Transformer Engine is not installed on this machine",
+            where="model.attention",
+            expected="the package transformer_engine where the run is started",
+            got="transformer_engine",
+            fix="install it (pip install transformer_engine[pytorch]), or set model.attention=torch, "
+            "whose activations take more memory",
+        )
+    ]
 
 
 def check_inputs(check: Inputs) -> None:

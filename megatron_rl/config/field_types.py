@@ -87,7 +87,7 @@ def _convert(option: Any, raw: Any) -> tuple[bool, Any]:
             return False, raw
         return number and math.isfinite(raw), float(raw) if number else raw
     if option is str:
-        return isinstance(raw, str), raw
+        return isinstance(raw, str) and _is_utf8(raw), raw
     origin, arguments = typing.get_origin(option), typing.get_args(option)
     if origin is tuple:
         return _convert_tuple(arguments[0], raw)
@@ -104,7 +104,16 @@ def _is_plain(raw: Any) -> bool:
         return all(isinstance(key, str) and _is_plain(value) for key, value in raw.items())
     if isinstance(raw, list):
         return all(_is_plain(value) for value in raw)
-    return raw is None or isinstance(raw, str | bool | int | float)
+    return raw is None or (_is_utf8(raw) if isinstance(raw, str) else isinstance(raw, bool | int | float))
+
+
+def _is_utf8(text: str) -> bool:
+    """Return whether files and terminals can take a text: YAML's escapes also make halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _convert_tuple(item: Any, raw: Any) -> tuple[bool, Any]:
@@ -157,6 +166,8 @@ def type_fix(hint: Any, raw: Any, path: str) -> str:
         return f"write it without quotes: {name}: {raw.strip().lower()}"
     if isinstance(raw, str) and (int in taken or float in taken) and _reads_as_number(raw):
         return f"write it without quotes: {name}: {raw}"
+    if isinstance(raw, str) and not _is_utf8(raw):
+        return "write whole characters: an escape from \\ud800 to \\udfff is half of one"
     if raw is None:
         return f"give a value, or remove the line to have the default of `{path}`"
     if any(typing.get_origin(option) is tuple for option in taken) and not isinstance(raw, list):
@@ -166,7 +177,6 @@ def type_fix(hint: Any, raw: Any, path: str) -> str:
 
 def _reads_as_number(text: str) -> bool:
     try:
-        float(text)
+        return math.isfinite(float(text))
     except ValueError:
         return False
-    return True

@@ -140,7 +140,9 @@ def read_file(path: Path, errors: list[UserError]) -> Section:
                 where=str(path),
                 expected="a YAML file in UTF-8",
                 got="a directory" if path.is_dir() else str(error),
-                fix="name a file that ends in .yaml",
+                fix="save it as UTF-8"
+                if isinstance(error, UnicodeDecodeError)
+                else "name a file that ends in .yaml",
             )
         )
         return Section()

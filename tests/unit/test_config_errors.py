@@ -85,6 +85,21 @@ def test_all_errors_come_at_once() -> None:
     assert len(messages) == 6
 
 
+@pytest.mark.parametrize("where", ["run_dir", "data.train", "data.eval", "model.path", "checkpoint.resume"])
+def test_a_path_longer_than_the_system_takes(where: str) -> None:
+    (error,) = check(f"{where}={'r' * 5000}").errors
+    assert error.where.startswith(where) and f"{where} cannot be a path" in str(error)
+    assert "File name too long" in str(error) and len(str(error)) < 600
+
+
+def test_stated_attention_that_is_not_installed() -> None:
+    stated = "model.attention=transformer_engine"
+    (error,) = check(stated, training=True).errors
+    assert "Transformer Engine is not installed" in str(error) and "model.attention=torch" in str(error)
+    planned = check(stated)  # a run for other machines
+    assert not planned.errors and "not installed on this machine" in str(planned.warnings[0])
+
+
 def test_an_error_names_where_its_value_was_written() -> None:
     assert check("steps=0").errors[0].where == "steps (override steps=0)"
     Path("stated.yaml").write_text(Path("config.yaml").read_text().replace("tensor: 2", "tensor: 0", 1))
