@@ -68,6 +68,11 @@ class RewardRole:
         ids = [tokens[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
         return self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
 
+    @property
+    def not_enforced(self) -> tuple[str, ...]:
+        """Return in words what of the reward function's limits this machine does not enforce."""
+        return () if self._function is None else self._function.missing
+
     def close(self) -> None:
         """End the worker processes."""
         if self._function is not None:

@@ -74,6 +74,8 @@ class Run:
             self.stage_data = [load_stage_data(config, plan, self.tokenizer) for plan in self.stages]
         with self.phases("build"), self._progress("build models and engine"):
             self.roles: Roles = build_roles(config, self.algorithm, self.tokenizer)
+        for words in self.roles.reward.not_enforced:
+            self.job.say(f"warning: reward workers are not contained here: {words}")
         self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
         self.ahead = None
         if config.asynchrony.steps_ahead:
