@@ -25,4 +25,5 @@ if ! report="$(.venv/bin/python -m megatron_rl check "$config" --world-size "$pr
     exit 2
 fi
 exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$processes" \
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     -m megatron_rl train "$config" "$@"
