@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.check.installed_source import InstalledField, class_fields
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.check.installed_source import InstalledField, class_fields, field_error
+from megatron_rl.errors import UserError
 
 ENGINE_ARGUMENTS = ("vllm.engine.arg_utils", "EngineArgs")
 
@@ -113,25 +113,7 @@ def _error(name: str, value: Any, installed: Mapping[str, InstalledField] | None
         )
     if installed is None:
         return None
-    if name not in installed:
-        close = nearest(name, installed)
-        return UserError(
-            f"vLLM's EngineArgs of the installed version has no field `{name}`"
-            + (f"; did you mean `{close}`?" if close else ""),
-            where=where,
-            expected="a field of vLLM's EngineArgs",
-            got=got,
-            fix=f"write `rollout.vllm.{close}`" if close else "remove it",
-        )
-    if not installed[name].accepts(value):
-        return UserError(
-            f"`{where}` has a value of the wrong type",
-            where=where,
-            expected=installed[name].words(),
-            got=got,
-            fix="correct it, or remove it to have vLLM's default",
-        )
-    return None
+    return field_error("rollout.vllm", name, value, installed, "vLLM's EngineArgs")
 
 
 def _is_off(value: Any) -> bool:

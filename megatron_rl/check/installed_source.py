@@ -14,6 +14,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.errors import UserError, nearest
+
 _SIMPLE: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
@@ -83,6 +85,32 @@ def class_fields(*classes: tuple[str, str]) -> dict[str, InstalledField] | None:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 fields[node.target.id] = InstalledField(node.target.id, node.annotation, module)
     return fields
+
+
+def field_error(
+    section: str, name: str, value: Any, installed: Mapping[str, InstalledField], owner: str
+) -> UserError | None:
+    """Return the error of a pass-through value whose name or type ``owner``, a class, does not have."""
+    where, got = f"{section}.{name}", f"`{name}: {value}`"
+    if name not in installed:
+        close = nearest(name, installed)
+        return UserError(
+            f"{owner} of the installed version has no field `{name}`"
+            + (f"; did you mean `{close}`?" if close else ""),
+            where=where,
+            expected=f"a field of {owner}",
+            got=got,
+            fix=f"write `{section}.{close}`" if close else "remove it",
+        )
+    if not installed[name].accepts(value):
+        return UserError(
+            f"`{where}` has a value of the wrong type",
+            where=where,
+            expected=installed[name].words(),
+            got=got,
+            fix=f"correct it, or remove it to have the default of {owner}",
+        )
+    return None
 
 
 @functools.cache

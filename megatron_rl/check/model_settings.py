@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.installed_source import InstalledField, class_fields, find_module
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.check.installed_source import InstalledField, class_fields, field_error, find_module
+from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 
 TRANSFORMER_CONFIG = (
@@ -89,25 +89,7 @@ def _error(name: str, value: Any, installed: Mapping[str, InstalledField] | None
         )
     if installed is None:
         return None
-    if name not in installed:
-        close = nearest(name, installed)
-        return UserError(
-            f"Megatron-Core's TransformerConfig of the installed version has no field `{name}`"
-            + (f"; did you mean `{close}`?" if close else ""),
-            where=where,
-            expected="a field of Megatron-Core's TransformerConfig",
-            got=got,
-            fix=f"write `actor.megatron.{close}`" if close else "remove it",
-        )
-    if not installed[name].accepts(value):
-        return UserError(
-            f"`{where}` has a value of the wrong type",
-            where=where,
-            expected=installed[name].words(),
-            got=got,
-            fix="correct it, or remove it to have Megatron's default",
-        )
-    return None
+    return field_error("actor.megatron", name, value, installed, "Megatron-Core's TransformerConfig")
 
 
 @dataclass(frozen=True)

@@ -117,12 +117,13 @@ class WrongType(Exception):
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, int | float):
-        return float(value)
     if hasattr(value, "item"):  # numpy and torch scalars
         value = value.item()
-        if isinstance(value, int | float):
+    if isinstance(value, int | float):
+        try:
             return float(value)
+        except OverflowError:  # an integer beyond every float
+            return math.inf if value > 0 else -math.inf
     raise WrongType(
         f"expected a number or a mapping with 'reward', got {type(value).__name__}: {value!r:.80}"
     )

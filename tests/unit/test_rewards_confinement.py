@@ -145,7 +145,7 @@ def one(
     [
         ("huge", "not_finite: reward is 1e+300, beyond what float32 holds"),
         ("huge component", "not_finite: score is -1e+300"),
-        ("huge integer", "exception"),
+        ("huge integer", "not_finite: reward is inf"),
         ("surrogate_error", "half ? pair"),
         ("many components", "wrong_type: more than 64 components"),
         ("memory", "MemoryError"),
