@@ -34,11 +34,11 @@ from megatron_rl.parallel.checkpoint_files import (
     digests_of_all,
     disk_or,
     everywhere,
-    gathered,
     require_intact,
 )
 from megatron_rl.parallel.checkpoint_origin import refuse_code
 from megatron_rl.parallel.checkpoint_tensors import load_tensors, save_tensors
+from megatron_rl.parallel.exchange import gather_objects
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
 
@@ -62,7 +62,7 @@ def save(
     """
     final, first_role = Path(directory), next(iter(parts))
     partial = final.with_name(final.name + ".partial")
-    needed = sum(gathered(sum(_bytes(part) for part in parts.values())))
+    needed = sum(gather_objects(sum(_bytes(part) for part in parts.values())))
     schedules = {
         name: _from_member(part.optimizer.scheduler.num_steps if part.optimizer else None, part.model)
         for name, part in parts.items()

@@ -8,22 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_rl import durable
 from megatron_rl.config.checkpoint_meta import checkpoints, read_meta
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import gather_objects
 
 _FULL_BYTES = 2**20
 """A disk with less room than this is full, whatever a writer that failed on it says."""
-
-
-def gathered(value: Any) -> list[Any]:
-    """Return every rank's small value, by rank. Collective over the world."""
-    values: list[Any] = [None] * device.world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def first(value: Callable[[], Any]) -> Any:
@@ -31,7 +23,7 @@ def first(value: Callable[[], Any]) -> Any:
 
     Collective over the world.
     """
-    return gathered(value() if device.rank() == 0 else None)[0]
+    return gather_objects(value() if device.rank() == 0 else None)[0]
 
 
 def everywhere(action: Callable[[], None], words: str, folder: Path) -> None:
@@ -44,7 +36,7 @@ def everywhere(action: Callable[[], None], words: str, folder: Path) -> None:
     told = (
         failure if failure is None or isinstance(failure, UserError) else f"rank {device.rank()}: {failure!r}"
     )
-    failures = [item for item in gathered(told) if item is not None]
+    failures = [item for item in gather_objects(told) if item is not None]
     for item in failures:
         if isinstance(item, UserError):
             raise item
@@ -67,7 +59,7 @@ def digests_of_all(folder: Path) -> dict[str, str]:
     Collective over the world.
     """
     names = first(lambda: durable.files_below(folder))
-    shares = gathered(durable.digests(folder, names[device.rank() :: device.world_size()]))
+    shares = gather_objects(durable.digests(folder, names[device.rank() :: device.world_size()]))
     return {name: digest for share in shares for name, digest in share.items()}
 
 
@@ -119,4 +111,4 @@ def damages(path: Path) -> list[str]:
     if known is None:
         return [f"{durable.DIGESTS} is missing or damaged"]
     share = list(known)[device.rank() :: device.world_size()]
-    return [line for lines in gathered(durable.damages(path, known, share)) for line in lines]
+    return [line for lines in gather_objects(durable.damages(path, known, share)) for line in lines]
