@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.parallel.hf.weights import _global_name, live_parameters
+from megatron_rl.parallel.hf.weights import _global_name
+from megatron_rl.parallel.model import live_parameters
 
 Named = tuple[str, Tensor]
 Load = Callable[[Iterable[Named]], Any]

@@ -22,21 +22,49 @@ from transformers import Qwen2Config
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.hybrid_engine.offline import actor_layout, read_layout
 from megatron_rl.hybrid_engine.sync import HybridEngine
-from megatron_rl.hybrid_engine.target import MegatronTarget
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.hf.weights import live_parameters
-from megatron_rl.parallel.model import ParallelModel, build_model
+from megatron_rl.parallel.hf.weights import source_boxes
+from megatron_rl.parallel.model import ParallelModel, build_model, live_parameters
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.rank_order import best_rank_order
 from megatron_rl.shapes.traffic import shared_bytes
+from megatron_rl.types import TensorBox
 
 RANKS = tuple(range(4))
 STAGING = 32 * 2**20
 FULL = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 32000}
 QUICK = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 8000}
+
+
+class MegatronTarget:
+    """Let a `HybridEngine` write into a Megatron model, of another layout, as into a generation engine."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self.weights_version = -1
+        self.needs_weights = True
+        self._model = model
+
+    def boxes(self) -> list[TensorBox]:
+        """Return where each part of the checkpoint's tensors lies in this rank's parameters."""
+        return source_boxes(self._model)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return this rank's live parameters."""
+        return live_parameters(self._model)
+
+    def finish_update(self, version: int) -> None:
+        """Note the version of the weights that have arrived."""
+        self.weights_version = version
+        self.needs_weights = False
+
+    def sleep(self) -> None:
+        """Do nothing: the model stays where it is."""
+
+    def wake(self) -> None:
+        """Do nothing: the model is always there."""
 
 
 def hybrid_methods(model: ParallelModel, receiver: Any) -> tuple[dict[str, Callable[[], None]], HybridEngine]:

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.parallel.model import ParallelModel, build_model
+from megatron_rl.parallel.model import ParallelModel, build_model, live_parameters
 from tests.hf_models import config_of
 
 TOKENS = 256
@@ -16,7 +16,7 @@ TOKENS = 256
 
 def saved_bytes(model: ParallelModel) -> int:
     """Return the bytes of all distinct storages, apart from weights, that a forward pass saves."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters().values()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in live_parameters(model).values()}
     kept: dict[int, torch.Tensor] = {}  # the tensors, so that no address is used twice
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.hybrid_engine.sync import HybridEngine
-from megatron_rl.parallel import span
+from megatron_rl.parallel.groups import join_span, leave_span
 from megatron_rl.rollout.vllm.setup import keep_weights_writable, prepare_vllm
 
 
@@ -65,10 +65,10 @@ def _connect(meeting: Any, live: Any, rank: int) -> tuple[HybridEngine, Callable
     """Return the engine that moves weights at a meeting, its plan built, and what ends it."""
     group, end = None, _nothing
     if meeting.address is not None:
-        group = span.join(meeting.address, meeting.port, rank, meeting.trainers + meeting.workers)
+        group = join_span(meeting.address, meeting.port, rank, meeting.trainers + meeting.workers)
 
         def end() -> None:
-            span.leave(group)
+            leave_span(group)
 
     hybrid = HybridEngine(
         meeting.model, live, staging_bytes=meeting.staging_bytes, verify=meeting.verify, group=group

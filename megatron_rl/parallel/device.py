@@ -148,12 +148,10 @@ def prepare_megatron() -> None:
 
 
 def seed_generators(seed: int, tensor_rank: int) -> None:
-    """Seed torch's generators, equal on all ranks, and Megatron's, which differ by tensor-parallel rank."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
+    """Seed torch's generators, equal on all ranks, and the device's as `seed_tensor_parallel` does."""
     torch.manual_seed(seed)
     with megatron_mode():
-        model_parallel_cuda_manual_seed(seed, tp_rank=tensor_rank, ep_rank=0, etp_rank=0)
+        seed_tensor_parallel(seed, tensor_rank)
 
 
 def generator_states() -> dict[str, Any]:
@@ -227,9 +225,6 @@ def megatron_mode() -> Iterator[None]:
             yield
     finally:
         _depth = 0
-
-
-_timeout: timedelta | None = None
 
 
 class _HostStream:

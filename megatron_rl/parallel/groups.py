@@ -1,12 +1,14 @@
-"""Turn a layout into live communicators, without Megatron's process-global groups."""
+"""Live communicators: of a layout, without Megatron's process-global groups, and across several worlds."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import distributed_c10d as c10d
 
 from megatron_rl.parallel import device
 from megatron_rl.shapes.layout import Coordinates, ParallelLayout
@@ -112,3 +114,25 @@ class ParallelGroups:
         groups.hcp = None  # pyright: ignore[reportAttributeAccessIssue]
         groups.inter_dist_opt = None  # pyright: ignore[reportAttributeAccessIssue]
         return groups
+
+
+def join_span(address: str, port: int, rank: int, count: int, timeout: float = 600.0) -> Any:
+    """Return a span: the group of ``count`` processes that meet at ``address:port``, of whatever worlds.
+
+    Trainers and the workers of a server meet so. Rank 0 opens the port. Inside the group a rank is its own
+    global rank. Works with and without a default group. ``timeout`` in seconds bounds the meeting and every
+    collective. Collective over the ``count``.
+    """
+    patience = timedelta(seconds=timeout)
+    store = dist.TCPStore(address, port, count, is_master=rank == 0, timeout=patience)
+    name: Any = f"span {address}:{port}"
+    backends = c10d.Backend(device.backends())
+    group, _ = c10d._new_process_group_helper(count, rank, [], backends, store, name, timeout=patience)
+    # torch looks up global ranks for every collective; a span has none but its own.
+    c10d._world.pg_group_ranks[group] = {position: position for position in range(count)}  # pyright: ignore[reportArgumentType]
+    return group
+
+
+def leave_span(group: Any) -> None:
+    """End a span on this rank."""
+    dist.destroy_process_group(group)

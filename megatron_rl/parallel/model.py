@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -21,6 +21,29 @@ from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, has_t
 from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
+
+
+class Chunked(Protocol):
+    """What any Megatron model has: bare GPTModel chunks and the transformers config."""
+
+    @property
+    def chunks(self) -> Sequence[Any]: ...
+
+    @property
+    def hf_config(self) -> Any: ...
+
+
+def live_parameters(model: Chunked) -> dict[str, Tensor]:
+    """Return this rank's weights by storage name, ``<chunk>.<parameter name>``.
+
+    Biases that balance experts are buffers in Megatron, but weights of the checkpoint.
+    """
+    found: dict[str, Tensor] = {}
+    for index, chunk in enumerate(model.chunks):
+        found |= {f"{index}.{name}": parameter.data for name, parameter in chunk.named_parameters()}
+        buffers = chunk.named_buffers()
+        found |= {f"{index}.{name}": buffer for name, buffer in buffers if name.endswith(".expert_bias")}
+    return found
 
 
 @dataclass
@@ -46,14 +69,6 @@ class ParallelModel:
     def hf_config(self) -> Any:
         """Return the transformers configuration of the model."""
         return self.spec.hf_config
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        """Return this rank's parameters by name, prefixed with the chunk: ``0.decoder.layers.0.…``."""
-        return {
-            f"{index}.{name}": parameter
-            for index, chunk in enumerate(self.chunks)
-            for name, parameter in chunk.named_parameters()
-        }
 
     def freeze(self) -> None:
         """End training: gradient buffers and wrappers go, the weights stay where they are."""

@@ -24,8 +24,7 @@ from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.roles.model_role import ModelRole
-from megatron_rl.roles.reward import RewardRole
-from megatron_rl.roles.reward_model import RewardModel
+from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.engine import make_engine
 from megatron_rl.shapes.layout import ParallelLayout

@@ -15,9 +15,16 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import Members, gather_objects
 from megatron_rl.parallel.groups import communicator
 from megatron_rl.roles.build import Roles
-from megatron_rl.trainer.learn import actor_learns, check_mismatch, fresh_difference, learn, score, step_seed
-from megatron_rl.trainer.loop import StepResult
-from megatron_rl.trainer.phases import Phases
+from megatron_rl.trainer.loop import (
+    Phases,
+    StepResult,
+    actor_learns,
+    check_mismatch,
+    fresh_difference,
+    learn,
+    score,
+    step_seed,
+)
 from megatron_rl.trainer.sample import (
     ROUND_CEILING,
     Pending,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,13 +13,15 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_rl.config.load import dump, without_secrets
+from megatron_rl.config.placement import role_layouts
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import EXIT_BAD_INPUT, UserError
+from megatron_rl.launcher import report_errors
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import barrier, gather_objects, leave
-from megatron_rl.trainer.failure import describe_rank, report_failure
 from megatron_rl.trainer.logging import output_to
-from megatron_rl.trainer.phases import Phases
+from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.run_lock import only_job_in
 from megatron_rl.trainer.stop import Stop, Stopped, leave_with_launcher, report_stop
 
@@ -91,3 +95,51 @@ def job(config: RunConfig) -> Iterator[Job]:
     ):
         yield Job(config, folder, console, phases, main, stop)
         leave()
+
+
+@contextmanager
+def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
+    """Report an exception of the block and leave the process at once.
+
+    Other ranks may wait for this one inside a collective, so nothing here waits for them: the launcher
+    ends them when this process is gone. What the user can mend exits with 2, anything else with 1.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except Stopped as stopped:
+        _leave(stopped.code)
+    except UserError as error:
+        report_errors(error)
+        _leave(EXIT_BAD_INPUT)
+    except BaseException as error:
+        place = describe_rank(config, device.rank())
+        print(
+            f"\n{place} failed in phase '{phases.current}' of step {phases.step}: "
+            f"{type(error).__name__}: {error}\n{traceback.format_exc()}",
+            file=sys.stderr,
+            flush=True,
+        )
+        _leave(1)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Orderly interpreter shutdown would wait for communicators whose other ends are stuck.
+    os._exit(code)
+
+
+def describe_rank(config: RunConfig, rank: int) -> str:
+    """Return a rank with the roles it holds and its place in them."""
+    words = []
+    for role, layout in role_layouts(config, device.world_size()).items():
+        if rank not in layout.ranks:
+            continue
+        place = layout.coordinates(rank)
+        if role == "rollout":
+            words.append(f"rollout: replica {place.data}, tensor {place.tensor}")
+        else:
+            words.append(f"{role}: tensor {place.tensor}, pipeline {place.pipeline}, data {place.data}")
+    return f"rank {rank} ({'; '.join(words) or 'no role'})"

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
-from megatron_rl.algorithms import Algorithm, AlgorithmState, estimate, next_state
+from megatron_rl.algorithms import (
+    Algorithm,
+    AlgorithmState,
+    estimate,
+    minibatches,
+    next_state,
+    policy_objective,
+    value_objective,
+)
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.rollout import MismatchConfig
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.exchange import Members
+from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import Members, RowTraffic
 from megatron_rl.roles.build import Roles
-from megatron_rl.trainer.learn import actor_learns, check_mismatch, fresh_difference, learn, score, step_seed
-from megatron_rl.trainer.phases import Phases
 from megatron_rl.trainer.sample import RolloutSource, ScoredBatch, choose_groups, grade, prompts_wanted
+from megatron_rl.types import Rollouts, Scores, TrainBatch, row_index
 
 
 @dataclass(frozen=True)
@@ -60,3 +73,138 @@ def train_step(
         roles.hybrid_engine.mark_updated()
     metrics = estimated + everyone.gather_metrics(learned) + everyone.gather_metrics(metrics + batch.metrics)
     return StepResult(metrics, batch, next_state(algorithm, state, batch.rollouts, scores), warning)
+
+
+def score(roles: Roles, rollouts: Rollouts, scores: Scores, members: Members) -> Scores:
+    """Return ``scores`` with what actor, critic and reference say of each token. Collective over the members.
+
+    All are asked before any answer is gathered: roles on ranks of their own work at the same time.
+    """
+    answers = [role.infer(rollouts) for role in (roles.actor, roles.critic, roles.reference) if role]
+    tokens = {
+        name: values for answer in answers for name, values in members.gather_rows(answer).tokens.items()
+    }
+    return replace(
+        scores,
+        old_log_probs=tokens["old_log_probs"],
+        entropy=tokens["entropy"],
+        ref_log_probs=tokens.get("ref_log_probs"),
+        values=tokens.get("values"),
+    )
+
+
+def learn(
+    batch: TrainBatch, roles: Roles, algorithm: Algorithm, state: AlgorithmState, config: RunConfig, step: int
+) -> Metrics:
+    """Update critic and actor from a step's batch; return this rank's metrics. Collective over both roles."""
+    metrics = Metrics()
+    steps, epochs = config.batch.optimizer_steps, config.batch.epochs
+    batches = list(minibatches(batch, algorithm, steps, epochs, step_seed(config, step)))
+    # One role after the other, so that on shared ranks only one need be resident; on ranks of their own they
+    # learn at the same time.
+    if roles.critic is not None:
+        with roles.critic.resident():
+            for minibatch in batches:
+                metrics += roles.critic.update(minibatch, partial(value_objective, algorithm))
+    if actor_learns(config, roles, step):
+        with roles.actor.resident():
+            for minibatch in batches:
+                metrics += roles.actor.update(minibatch, partial(policy_objective, algorithm, state=state))
+    return metrics
+
+
+def actor_learns(config: RunConfig, roles: Roles, step: int) -> bool:
+    """Say whether the actor learns in ``step``, or the critic warms up alone."""
+    return roles.critic is None or config.critic is None or step > config.critic.warmup_steps
+
+
+def step_seed(config: RunConfig, step: int) -> int:
+    """Return the seed of everything random in a step, so that a resumed run draws the same.
+
+    The seeds after it up to the next step's are for further rounds of sampling.
+    """
+    return (config.seed * 1_000_003 + step) * 1_000
+
+
+def fresh_difference(rollouts: Rollouts, scores: Scores, version: int) -> float | None:
+    """Return how far trainer and engine are apart on tokens that weights of ``version`` sampled.
+
+    The mean absolute difference of log-probs per response token of valid rows; None without such a token.
+    Older tokens are another policy's: there the two differ by what was learned since.
+    """
+    if scores.old_log_probs is None:
+        return None
+    rows = row_index(rollouts.lengths)
+    versions = rollouts.token_versions
+    if versions is None:
+        versions = rollouts.policy_version[rows]
+    fresh = rollouts.response_mask & (versions == version) & scores.valid[rows]
+    difference = (scores.old_log_probs - rollouts.rollout_log_probs)[fresh].abs().double()
+    return float(difference.mean()) if len(difference) else None
+
+
+class MismatchError(RuntimeError):
+    """Trainer and rollout engine disagree too much to go on."""
+
+
+def check_mismatch(difference: float | None, config: MismatchConfig) -> str | None:
+    """Return a warning where `fresh_difference` is above one threshold; raise above another.
+
+    Silent disagreement of trainer and rollout engine ruins runs.
+    """
+    assert config.warn is not None and config.stop is not None
+    if difference is None or difference <= config.warn:
+        return None
+    words = (
+        f"log-probs of trainer and rollout engine differ by {difference:.2e} per response token on average "
+        f"(warn above {config.warn:.0e}, stop above {config.stop:.0e})"
+    )
+    if difference <= config.stop:
+        return words
+    raise MismatchError(
+        f"{words}. Training would follow gradients of another policy. Likely causes: weights that did not "
+        "arrive (see hybrid_engine.verify), another dtype or attention kernel in the engine, or sampling "
+        "filters (top_p, top_k) without correction. mismatch.stop sets the limit."
+    )
+
+
+class Phases:
+    """Collect seconds per phase on this rank; ``current`` names where the process is.
+
+    ``rows`` counts what gathering rows moves, for those who gather with it.
+    """
+
+    def __init__(self) -> None:
+        self.current = "start"
+        self.step = 0
+        self.rows = RowTraffic()
+        self._seconds: dict[str, float] = {}
+        self._peaks: dict[str, int] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the block as ``time/<name>`` and take its ``memory/<name>_peak_bytes``.
+
+        After an exception ``current`` still names it.
+        """
+        outer, self.current = self.current, name
+        device.synchronize()
+        begun = time.perf_counter()
+        yield
+        device.synchronize()
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
+        self._peaks[name] = max(self._peaks.get(name, 0), device.peak_memory(reset=True))
+        self.current = outer
+
+    def metrics(self) -> Metrics:
+        """Return what was measured since the last call, the busiest rank's when gathered, and start anew."""
+        largest = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        largest |= {f"memory/{name}_peak_bytes": float(peak) for name, peak in self._peaks.items()}
+        if self._peaks:
+            largest["memory/peak_bytes"] = float(max(self._peaks.values()))
+        if self.rows.seconds:
+            largest |= {"rows/bytes_received_max": float(self.rows.bytes), "time/rows": self.rows.seconds}
+        self._seconds.clear()
+        self._peaks.clear()
+        self.rows = RowTraffic()
+        return Metrics({}, largest)

@@ -19,8 +19,8 @@ from megatron_rl.parallel.exchange import leave
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.roles.build import build_frozen_roles, build_policy
 from megatron_rl.trainer.evaluation import evaluate
-from megatron_rl.trainer.failure import report_failure
-from megatron_rl.trainer.phases import Phases
+from megatron_rl.trainer.job import report_failure
+from megatron_rl.trainer.loop import Phases
 
 
 def evaluate_checkpoint(config: RunConfig, path: Path, *, trusted: bool = False) -> dict[str, float]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_rl.parallel import device
-from megatron_rl.trainer.phases import Phases
+from megatron_rl.trainer.loop import Phases
 
 _LOOKS_SECONDS = 1.0
 """Time between two looks at whether the launcher is still there."""

@@ -24,8 +24,8 @@ from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.hf.weights import live_parameters, load_weights, view_of
-from megatron_rl.parallel.model import build_model
+from megatron_rl.parallel.hf.weights import load_weights, view_of
+from megatron_rl.parallel.model import build_model, live_parameters
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.live import LiveWeights
 from megatron_rl.rollout.vllm.setup import join_groups

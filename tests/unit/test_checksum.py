@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.hybrid_engine.checksum import checksum
+from megatron_rl.hybrid_engine.execute import checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -95,7 +95,7 @@ def hidden_states(model: Any, tokens: torch.Tensor, lengths: list[int]) -> torch
 def test_thd_gives_the_states_of_packed_rows(family, lengths, tmp_path):
     model = build(family, tmp_path)
     tokens = torch.randint(0, 131, (sum(lengths),), generator=torch.Generator().manual_seed(1))
-    weight = next(iter(model.parameters().values()))
+    weight = next(model.chunks[0].parameters())
     expected = hidden_states(model, tokens, lengths)
     (wanted,) = torch.autograd.grad(expected.square().sum(), weight)
     as_with_transformer_engine(model)

@@ -13,8 +13,8 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.layout_boxes import dense_shapes, expert_shapes, megatron_layout
 from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.hf.weights import _global_name, live_parameters
-from megatron_rl.parallel.model import build_model
+from megatron_rl.parallel.hf.weights import _global_name
+from megatron_rl.parallel.model import build_model, live_parameters
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pipeline_stages import FIRST, stage_layers
 from megatron_rl.shapes.traffic import shared_bytes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.config.sections.rollout import MismatchConfig
-from megatron_rl.trainer.learn import MismatchError, check_mismatch, fresh_difference
+from megatron_rl.trainer.loop import MismatchError, check_mismatch, fresh_difference
 from megatron_rl.trainer.sample import StalenessError, in_flight, partial_fraction, staleness
 from megatron_rl.types import Rollouts, Scores
 

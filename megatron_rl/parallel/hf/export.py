@@ -19,7 +19,8 @@ from megatron_rl.parallel.boxes import BoxGroup, BoxIndex, Region, regions
 from megatron_rl.parallel.exchange import gather_objects
 from megatron_rl.parallel.hf.files import SafetensorsWriter, copy_tokenizer, shard_files, write_index
 from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.hf.weights import live_parameters, source_boxes, view_of
+from megatron_rl.parallel.hf.weights import source_boxes, view_of
+from megatron_rl.parallel.model import live_parameters
 from megatron_rl.parallel.transfer import Exchange, gather_layout
 from megatron_rl.types import TensorBox
 

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.importer import Shard, import_parameters
 from megatron_rl.parallel.hf.model_spec import pretrained
+from megatron_rl.parallel.model import Chunked, live_parameters
 from megatron_rl.parallel.trace import CopyRecorder, merge_boxes
 from megatron_rl.shapes.layer_weights import OUTPUT, SCALAR
 from megatron_rl.shapes.model import ModelShape
@@ -23,31 +23,8 @@ from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.types import TensorBox
 
 
-class Chunked(Protocol):
-    """What this module needs of a model: bare GPTModel chunks and the transformers config."""
-
-    @property
-    def chunks(self) -> Sequence[Any]: ...
-
-    @property
-    def hf_config(self) -> Any: ...
-
-
 class CoverageError(RuntimeError):
     """Report parameters that the boxes do not fill exactly."""
-
-
-def live_parameters(model: Chunked) -> dict[str, Tensor]:
-    """Return this rank's weights by storage name, ``<chunk>.<parameter name>``.
-
-    Biases that balance experts are buffers in Megatron, but weights of the checkpoint.
-    """
-    found: dict[str, Tensor] = {}
-    for index, chunk in enumerate(model.chunks):
-        found |= {f"{index}.{name}": parameter.data for name, parameter in chunk.named_parameters()}
-        buffers = chunk.named_buffers()
-        found |= {f"{index}.{name}": buffer for name, buffer in buffers if name.endswith(".expert_bias")}
-    return found
 
 
 def source_boxes(model: Chunked) -> list[TensorBox]:

@@ -16,8 +16,8 @@ from megatron_rl.algorithms.objectives import policy_objective
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.parallel.hf.weights import live_parameters, load_weights, source_boxes, view_of
-from megatron_rl.parallel.model import ParallelModel, build_model
+from megatron_rl.parallel.hf.weights import load_weights, source_boxes, view_of
+from megatron_rl.parallel.model import ParallelModel, build_model, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.schedule import learn, score
 from megatron_rl.shapes.layout import ParallelLayout
