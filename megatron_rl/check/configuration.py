@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.algorithm import check_algorithm
-from megatron_rl.check.checkpoint_files import Files
 from megatron_rl.check.engine_arguments import check_engine_arguments
+from megatron_rl.check.files import Files
 from megatron_rl.check.inputs import Inputs, check_attention, check_inputs, check_paths
 from megatron_rl.check.model_settings import PATIENCE, Trial, TriedRole, check_model_settings
 from megatron_rl.check.parallel_sizes import (
@@ -159,7 +159,7 @@ def _checked(
         check.warnings.extend(warnings)
     # Findings about files leave the arithmetic whole: it is shown beside them.
     inputs.errors.extend(files.errors)
-    inputs.warnings.extend(files.missing)
+    inputs.warnings.extend((*files.warnings, *files.missing))
     (inputs.errors if training and not files.absent else inputs.warnings).extend(files.unmade())
     return _report(check, inputs, origins, world, algorithm)
 

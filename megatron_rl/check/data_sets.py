@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.checkpoint_files import Files
+from megatron_rl.check.files import Files
 from megatron_rl.errors import UserError, nearest
 
 LINES = 200

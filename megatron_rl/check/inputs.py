@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_rl.check.checkpoint_files import Files, check_model_files, has_chat_template
 from megatron_rl.check.data_sets import DataPreview, check_data
+from megatron_rl.check.files import Files
+from megatron_rl.check.model_config import check_model_config
+from megatron_rl.check.model_tokens import check_tokenizer, has_chat_template
+from megatron_rl.check.model_weights import check_weights
 from megatron_rl.check.reward_function import check_reward
 from megatron_rl.config.checkpoint_meta import check_same_model, checkpoints, latest, read_meta
 from megatron_rl.config.load import flatten
@@ -20,9 +23,12 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.pretrained import PretrainedModel
+from megatron_rl.shapes.published import read_trainable
 
 _PATHS = ("path", "train", "eval", "data", "held_out", "run_dir", "resume")
 """Last names of the settings that hold a path."""
+_MODEL_FILES = "a directory with config.json, *.safetensors and tokenizer files"
 
 
 @dataclass
@@ -94,7 +100,7 @@ def check_inputs(check: Inputs) -> None:
     for name, model in config.reward.models.items():
         where = f"reward.models.{name}"
         if check.fine(where):
-            _same_vocabulary(check, model.path, f"{where}.path")
+            _same_vocabulary(check, model.path, f"{where}.path", judges=model.training is None)
     if config.data.train is not None and check.fine("data.train", "data.prompt_field"):
         check.preview = check_data(Path(config.data.train), "data.train", fields, files)
         _check_prompts(check)
@@ -180,7 +186,70 @@ def _model(check: Inputs, path: str, where: str) -> ModelShape | None:
     file = Path(path) / "config.json" if Path(path).is_dir() else shipped
     if file is not None and file.is_file():
         check.models[role] = file
-    return check_model_files(Path(path), where, check.files, shipped)
+    model = _model_files(Path(path), where, check.files, shipped)
+    if model is not None:
+        check.errors.extend(_head_errors(model, where, check.config))
+    return None if model is None else model.shape
+
+
+def _model_files(path: Path, where: str, files: Files, shipped: Path | None) -> PretrainedModel | None:
+    """Check a Hugging Face checkpoint and return its model.
+
+    ``shipped`` is a config.json to take the sizes from where the checkpoint is not on this machine.
+    """
+    if not path.is_dir():
+        if path.is_file():
+            files.errors.append(_file_error(path, where))
+            return None
+        download = f"hf download ORGANISATION/{path.name} --local-dir {path}, or correct the path"
+        files.miss(path, f"the model directory {path} does not exist", where, _MODEL_FILES, download)
+        return read_trainable(shipped, files.errors) if shipped is not None and shipped.is_file() else None
+    config, model = path / "config.json", None
+    if config.is_file():
+        model = check_model_config(config, files)
+    else:
+        files.miss(
+            config,
+            "the model has no config.json",
+            where,
+            "a Hugging Face checkpoint directory",
+            "name the directory that holds config.json",
+        )
+    check_weights(path, where, files, model)
+    check_tokenizer(path, where, files, None if model is None else model.shape.vocab)
+    return model
+
+
+def _file_error(path: Path, where: str) -> UserError:
+    return UserError(
+        "the model path is a file",
+        where=where,
+        expected=_MODEL_FILES,
+        got=str(path),
+        fix="name the directory that holds the checkpoint",
+    )
+
+
+def _head_errors(model: PretrainedModel, where: str, config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of a policy without a vocabulary, or of a judge without a head of one number."""
+    name = where.removeprefix("reward.models.").removesuffix(".path")
+    judge = config.reward.models.get(name) if where.startswith("reward.models.") else None
+    policy = where in ("model.path", "reference.path")
+    if (policy and model.shape.scalar_head) or (
+        judge is not None and judge.training is None and not model.shape.scalar_head
+    ):
+        family = model.family
+        yield UserError(
+            f"{where} is a reward model, which gives no next tokens"
+            if policy
+            else f"{where} is a policy, which gives no scores",
+            where=where,
+            expected=family.architecture if policy else family.scalar_architecture,
+            got=model.shape.name,
+            fix="name the checkpoint of a policy"
+            if policy
+            else f"name the checkpoint of a reward model, or train one: reward.models.{name}.training",
+        )
 
 
 def _shipped(folder: Path | None, path: Path) -> Path | None:
@@ -192,9 +261,9 @@ def _shipped(folder: Path | None, path: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _same_vocabulary(check: Inputs, path: str | None, where: str) -> None:
-    """Check the files of another role's model, which reads the actor's tokens."""
-    if path is None or path == starting_model(check.config):
+def _same_vocabulary(check: Inputs, path: str | None, where: str, judges: bool = False) -> None:
+    """Check the files of another role's model, which reads the actor's tokens and ``judges`` as it is."""
+    if path is None or (path == starting_model(check.config) and not judges):
         return  # the actor's own model, or what the run makes of it
     shape, actor = _model(check, path, where), check.shape
     role = where.removesuffix(".path")

@@ -60,6 +60,8 @@ def find_module(name: str) -> tuple[Path | None, str | None]:
     parts = name.split(".")
     for position, part in enumerate(parts):
         spec = PathFinder.find_spec(part, places) if part.isidentifier() and places is not None else None
+        if spec is None and position == 0 and part in sys.modules:
+            spec = sys.modules[part].__spec__  # packages that are edited where they lie are not on sys.path
         if spec is None:
             builtin = position == 0 and part in sys.builtin_module_names
             return None, None if builtin else ".".join(parts[: position + 1])

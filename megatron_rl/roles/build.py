@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.derive import longest_row
@@ -20,6 +19,7 @@ from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans,
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
@@ -253,7 +253,7 @@ def build_policy(
     if not groups.member:
         return None
     model = build_model(
-        AutoConfig.from_pretrained(path),
+        read_hf_config(path),
         groups,
         dtype=getattr(torch, config.model.dtype),
         recompute=recompute,

@@ -14,7 +14,7 @@ from megatron_rl.errors import UserError, UserErrors, each, nearest
 from megatron_rl.shapes.families import FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Fields, sliding
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pretrained import read_json, read_pretrained
+from megatron_rl.shapes.pretrained import PretrainedModel, read_json, read_pretrained
 
 _TWO_MATRIX = ("gpt", "gpt2", "gpt_neox", "opt", "falcon", "phi", "starcoder2", "bloom")
 _QKV_BIAS_ONLY = ("qwen2_moe", "glm4", "glm4_moe")
@@ -83,14 +83,24 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     return shape
 
 
-def read_trainable(path: Path, errors: list[UserError]) -> ModelShape | None:
-    """Return the shape of a config.json that can be trained; else add what is wrong to ``errors``."""
+def read_trainable(path: Path, errors: list[UserError]) -> PretrainedModel | None:
+    """Return the model of a config.json that can be trained; else add what is wrong to ``errors``."""
     try:
-        return read_pretrained(path).shape
+        return read_pretrained(path)
     except UserError as error:
         lacking = _untrainable(path)
         for single in each(error):
             errors.append(replace(single, got=f"{single.got}, which needs {lacking}") if lacking else single)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        errors.append(
+            UserError(
+                "the model's config.json has a value that means nothing",
+                where=str(path),
+                expected="values as transformers writes them",
+                got=f"{type(error).__name__}: {error}",
+                fix="copy the file again from the checkpoint",
+            )
+        )
     return None
 
 
@@ -98,7 +108,7 @@ def _untrainable(path: Path) -> str:
     """Return what a model that can only be planned has that no family in the table has."""
     try:
         return ", ".join(untrainable(shape_of(read_json(path))))
-    except UserError:
+    except (UserError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
         return ""
 
 

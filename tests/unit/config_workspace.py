@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.pretrained import describe
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -68,10 +74,18 @@ partial = score
 """
 
 
-def write_safetensors(path: Path) -> None:
-    """Write a whole safetensors file with one tensor of four bytes."""
-    header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+TOKENS = [*"0123456789+-*/=,.", "<pad>", "<eos>", "<bos>", "<unk>"]
+
+
+def write_safetensors(path: Path, shapes: Mapping[str, Sequence[int]], dtype: str = "F32") -> None:
+    """Write a whole safetensors file of zeros, which takes no room on the disk."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + end)
 
 
 def write_model(path: Path, **changes: Any) -> None:
@@ -79,9 +93,13 @@ def write_model(path: Path, **changes: Any) -> None:
     path.mkdir(parents=True)
     shape = {name: value for name, value in {**SHAPE, **changes}.items() if value is not None}
     (path / "config.json").write_text(json.dumps(shape))
-    (path / "tokenizer.json").write_text("{}")
-    (path / "tokenizer_config.json").write_text("{}")
-    write_safetensors(path / "model.safetensors")
+    words = {"model": {"vocab": {text: number for number, text in enumerate(TOKENS)}}}
+    (path / "tokenizer.json").write_text(json.dumps(words))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    try:
+        write_safetensors(path / "model.safetensors", describe(shape).tensor_shapes())
+    except UserError:  # of a configuration that is broken itself
+        write_safetensors(path / "model.safetensors", {"weight": [1]})
 
 
 def write_lines(path: Path, count: int = 32) -> None:
@@ -121,8 +139,8 @@ def _write_broken_models(root: Path) -> None:
     write_model(root / "no_weights")
     (root / "no_weights/model.safetensors").unlink()
     write_model(root / "half")
-    whole = (root / "half/model.safetensors").read_bytes()
-    (root / "half/model.safetensors").write_bytes(whole[:-2])
+    half = root / "half/model.safetensors"
+    os.truncate(half, half.stat().st_size - 2)
     write_model(root / "pointer")
     (root / "pointer/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     write_model(root / "missing_shard")

@@ -114,14 +114,15 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("path", "parameters"), PUBLISHED)
 def test_parameters_equal_published_totals(path: str, parameters: int) -> None:
-    shape = read_trainable(ROOT / path / "config.json", [])
-    assert shape is not None and shape.parameters == parameters
+    model = read_trainable(ROOT / path / "config.json", [])
+    assert model is not None and model.shape.parameters == parameters
 
 
 def test_the_shipped_shape_is_that_of_the_quickstarts_model() -> None:
-    shape = read_trainable(ROOT / "configs/models/quickstart-data/model/config.json", [])
+    model = read_trainable(ROOT / "configs/models/quickstart-data/model/config.json", [])
     made = SIZES["small"]
-    assert shape is not None
+    assert model is not None
+    shape = model.shape
     assert (shape.hidden, shape.layers, shape.heads) == (made.hidden, made.layers, made.heads)
     assert (shape.kv_heads, shape.mlp_width, shape.vocab) == (made.kv_heads, made.intermediate, 21)
 

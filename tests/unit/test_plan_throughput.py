@@ -47,8 +47,10 @@ def run(throughput: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_shipped_shape_has_the_published_total(name: str) -> None:
     path = ROOT / "configs/models" / name / "config.json"
-    shape = read_trainable(path, [])
-    assert shape is not None and shape.parameters == PUBLISHED[name] == load_shape(str(path)).parameters
+    model = read_trainable(path, [])
+    assert model is not None
+    shape = model.shape
+    assert shape.parameters == PUBLISHED[name] == load_shape(str(path)).parameters
     assert shape.active_parameters == load_shape(str(path)).active_parameters
 
 

@@ -6,11 +6,13 @@ import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
+from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.check.model_settings import DERIVED
@@ -29,6 +31,20 @@ from megatron_rl.shapes.pretrained import PretrainedModel, describe
 def pretrained(hf_config: Any) -> PretrainedModel:
     """Return what the table of families says of a transformers config."""
     return describe(hf_config.to_dict())
+
+
+def read_hf_config(path: str | Path) -> Any:
+    """Return the transformers config of a checkpoint; raises UserError for what transformers refuses."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:  # transformers' validation raises whatever a value leads to
+        raise UserError(
+            "transformers refuses the model's config.json",
+            where=str(Path(path) / "config.json"),
+            expected="a config.json that AutoConfig.from_pretrained reads",
+            got=f"{type(error).__name__}: {error}".strip(),
+            fix="correct what it names, or copy config.json again from the checkpoint",
+        ) from error
 
 
 def with_scalar_head(hf_config: Any) -> Any:

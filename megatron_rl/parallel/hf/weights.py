@@ -107,7 +107,22 @@ def load_weights(model: Chunked, path: str | Path) -> None:
         for box in boxes:
             if box.name == SCALAR and SCALAR not in files.names():
                 continue  # a policy's checkpoint: the head keeps the values it was built with
-            view_of(parameters[box.storage], box).copy_(files.read(box.name, box.start, box.size))
+            values = files.read(box.name, box.start, box.size)
+            require_finite(values, box.name, files)
+            view_of(parameters[box.storage], box).copy_(values)
+
+
+def require_finite(values: Tensor, name: str, files: CheckpointFiles) -> None:
+    """Raise UserError for weights that are not numbers; one pass, and no copy."""
+    if values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax()):
+        return
+    raise UserError(
+        f"the checkpoint's tensor {name} has values that are not numbers",
+        where=str(files.path),
+        expected="finite weights",
+        got=f"{int(values.isnan().sum())} NaN and {int(values.isinf().sum())} infinite of {values.numel()}",
+        fix="download the checkpoint again, or use one that was saved before training diverged",
+    )
 
 
 def check_tensors(files: CheckpointFiles, model: Chunked) -> None:

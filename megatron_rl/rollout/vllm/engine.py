@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.check.engine_arguments import check_engine_arguments
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.errors import UserErrors
+from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
 from megatron_rl.rollout.sampling import (
     FAILED,
@@ -68,7 +68,10 @@ class VllmEngine:
         with setup.unchanged_random_state(), setup.layout_as_world(layout):
             from vllm import LLM
 
-            self._llm: Any = LLM(**arguments, load_format="auto" if load else "dummy")
+            try:
+                self._llm: Any = LLM(**arguments, load_format="auto" if load else "dummy")
+            except (ValueError, NotImplementedError) as error:
+                raise _refusal(self._path, config, error) from error
         setup.count_engine(1)
         self._model: Any = live_model(self._llm)
         self._vocabulary: int = self._llm.llm_engine.model_config.get_vocab_size()
@@ -256,3 +259,14 @@ def _response(output: Any, at_limit: int) -> Response:
     if not math.isfinite(sum(values)):
         return FAILED  # broken logits: whatever was sampled from them is no answer of the policy
     return Response(output.token_ids, values, reason)
+
+
+def _refusal(path: Path, config: RolloutConfig, error: Exception) -> UserError:
+    stated = f", or one of rollout.vllm: {', '.join(config.vllm)}" if config.vllm else ""
+    return UserError(
+        "vLLM refuses the model or the engine's settings",
+        where="rollout",
+        expected=f"a model and settings that vLLM takes: {path}",
+        got=f"{type(error).__name__}: {error}",
+        fix=f"correct what it names in the model's files{stated}, or set rollout.engine=torch",
+    )

@@ -141,9 +141,9 @@ def host_cache_bytes(path: str | Path, tensor: int, dtype: str, max_model_len: i
 
     One row of full length always fits. vLLM touches all of it at once, so more costs memory unused.
     """
-    from transformers import AutoConfig
+    from megatron_rl.parallel.hf.model_spec import read_hf_config
 
-    config: Any = AutoConfig.from_pretrained(path).get_text_config()
+    config: Any = read_hf_config(path).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * -(-heads // tensor) * width * getattr(torch, dtype).itemsize
