@@ -39,7 +39,7 @@ def refusals(checkpoint: Path) -> list[str]:
     """Return what `check` has against a run of a checkpoint, in a workspace beside it."""
     overrides = (f"model.path={checkpoint}", "rollout.tensor=2", "rollout.engine=vllm")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (checkpoint / name).write_text("{}")
+        (checkpoint / name).write_text('{"model": {"vocab": {}}}')
     report = check_config(load("config.yaml", overrides), 4, patience=0)
     return [str(error) for error in report.errors]
 
