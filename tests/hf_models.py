@@ -60,7 +60,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
             "num_key_value_heads": 4,
             "rope_parameters": YARN_ROPE,
-            "topk_method": "noaux_tc",
         },
     ),
     "deepseek-v2": (

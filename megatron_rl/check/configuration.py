@@ -27,6 +27,7 @@ from megatron_rl.config.budget import RankMemory, memory_plan
 from megatron_rl.config.derive import (
     BatchPlan,
     batch_plan,
+    has_transformer_engine,
     resolve,
     smallest_world,
 )
@@ -167,6 +168,8 @@ def _checked(
 def _tried_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TriedRole]:
     """Return the roles with a trained or frozen model whose config.json is here."""
     roles, config = [], inputs.config
+    attention = config.model.attention
+    fused = has_transformer_engine() if attention is None else attention == "transformer_engine"
     for role, layout in layouts.items():
         model = inputs.models.get(role, inputs.models.get("actor"))
         if role == "rollout" or model is None:
@@ -174,7 +177,7 @@ def _tried_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
         section = {"actor": config.actor, "critic": config.critic}.get(role)
         recompute = section.recompute if section is not None else "none"
         scalar_head = role not in ("actor", "reference")
-        roles.append(TriedRole(role, model, layout, scalar_head, recompute))
+        roles.append(TriedRole(role, model, layout, scalar_head, recompute, fused))
     return roles
 
 

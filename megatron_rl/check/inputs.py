@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rl.check.data_sets import DataPreview, check_data
@@ -16,6 +15,7 @@ from megatron_rl.check.model_tokens import check_tokenizer, has_chat_template
 from megatron_rl.check.model_weights import check_weights
 from megatron_rl.check.reward_function import check_reward
 from megatron_rl.config.checkpoint_meta import check_same_model, checkpoints, latest, read_meta
+from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.load import flatten
 from megatron_rl.config.placement import role_of
 from megatron_rl.config.run_folder import RunFolder
@@ -74,13 +74,13 @@ def check_paths(config: RunConfig) -> list[UserError]:
 
 def check_attention(config: RunConfig) -> list[UserError]:
     """Return the error of a stated attention whose package is not on this machine."""
-    if config.model.attention != "transformer_engine" or find_spec("transformer_engine") is not None:
+    if config.model.attention != "transformer_engine" or has_transformer_engine():
         return []
     return [
         UserError(
-            "Transformer Engine is not installed on this machine",
+            "Transformer Engine is not installed on this machine, or not its extension of PyTorch",
             where="model.attention",
-            expected="the package transformer_engine where the run is started",
+            expected="the package transformer_engine[pytorch] where the run is started",
             got="transformer_engine",
             fix="install it (pip install transformer_engine[pytorch]), or set model.attention=torch, "
             "whose activations take more memory",

@@ -101,6 +101,8 @@ class TriedRole:
     layout: ParallelLayout
     scalar_head: bool
     recompute: str
+    fused: bool
+    """Its layers are Transformer Engine's."""
 
 
 class Trial:
@@ -138,6 +140,7 @@ class Trial:
                 "layout": dataclasses.asdict(role.layout),
                 "scalar_head": role.scalar_head,
                 "recompute": role.recompute,
+                "fused": role.fused,
                 "dtype": dtype,
                 "overrides": dict(self._values),
             }

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.placement import APART, layout_sections, placed, role_layout, with_best_rank_order
@@ -326,13 +327,25 @@ def _optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:
     return replace(optimizer, minimum_learning_rate=optimizer.learning_rate)
 
 
+def has_transformer_engine() -> bool:
+    """Say whether Transformer Engine is installed whole, with its extension of PyTorch; nothing is imported.
+
+    ``pip install transformer_engine`` alone leaves the extension out.
+    """
+    package = find_spec("transformer_engine")
+    folders = [Path(folder) for folder in (package and package.submodule_search_locations) or ()]
+    places = [place for folder in folders for place in (folder, folder / "wheel_lib", folder.parent)]
+    extended = any(True for place in places for _ in place.glob("transformer_engine_torch*.so"))
+    return extended and any((folder / "pytorch").is_dir() for folder in folders)
+
+
 def _attention(config: RunConfig, reasons: dict[str, str]) -> str:
     if any(section is not None and section.context > 1 for section in layout_sections(config).values()):
         reasons["model.attention"] = (
             "context parallelism exchanges heads for whole rows around torch's attention"
         )
         return "torch"
-    if find_spec("transformer_engine") is not None:
+    if has_transformer_engine():
         reasons["model.attention"] = "Transformer Engine is installed"
         return "transformer_engine"
     reasons["model.attention"] = "Transformer Engine is not installed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,40 +10,77 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import multi_latent_attention
 from torch import Tensor, nn
 
-from megatron_rl.parallel import tensor_scope
-from megatron_rl.parallel.layers import PackedAttention, PackedRotaryEmbedding, has_transformer_engine
+from megatron_rl.config.derive import has_transformer_engine
+from megatron_rl.parallel.layers import PackedAttention, PackedRotaryEmbedding
 
 
 def allow_without_transformer_engine() -> None:
-    """Correct what Megatron's latent attention takes for granted here. May be repeated.
-
-    It believes that Transformer Engine is installed, and it gathers its cut down projections over the
-    process-global tensor-parallel group.
-    """
+    """Tell Megatron's latent attention that Transformer Engine is absent, where it is. May be repeated."""
     if not has_transformer_engine():
         module: Any = multi_latent_attention
         module.HAVE_TE = False
-        module.gather_from_tensor_model_parallel_region = lambda value: (
-            mappings.gather_from_tensor_model_parallel_region(value, group=tensor_scope.group())
-        )
-        module.scatter_to_sequence_parallel_region = lambda value: (
-            mappings.scatter_to_sequence_parallel_region(value, group=tensor_scope.group())
-        )
+
+
+def in_group(linear: type, group: Any) -> type:
+    """Return the class of a projection that is built in ``group`` where no group is named.
+
+    Megatron names none for a query that is not compressed, and would take the process-global one.
+    """
+
+    def __init__(self: Any, *args: Any, tp_group: Any = None, **more: Any) -> None:
+        linear.__init__(self, *args, tp_group=tp_group or group, **more)
+
+    return type(linear.__name__, (linear,), {"__init__": __init__})
 
 
 def prepare_latent_attention(chunk: Any, inverse_frequencies: Tensor) -> None:
     """Give every layer of a GPTModel chunk the rotary angles and attention of packed rows.
 
-    Layers whose attention is Transformer Engine's are left as they are.
+    Layers whose attention is Transformer Engine's keep both. In all of them the projections to latents come
+    out whole, with gradients that tensor-parallel ranks have added up.
     """
     for layer in chunk.decoder.layers:
         attention = layer.self_attention
+        config = attention.config
         if isinstance(attention.core_attention, PackedAttention):
             device = next(layer.parameters()).device
-            scaled = attention.config.rope_type == "yarn"
+            scaled = config.rope_type == "yarn"
             attention.rotary_pos_emb = _LatentRotaryEmbedding(inverse_frequencies.to(device), scaled)
             attention.core_attention = _LatentAttention(attention.core_attention)
-            tensor_scope.bind(attention)
+        if attention.pg_collection.tp.size() == 1:
+            continue
+        whole = partial(_whole_latent, attention.pg_collection.tp, config.sequence_parallel)
+        attention.linear_kv_down_proj.register_forward_hook(
+            partial(whole, config.kv_lora_rank, config.qk_pos_emb_head_dim)
+        )
+        if config.q_lora_rank is not None:
+            attention.linear_q_down_proj.register_forward_hook(partial(whole, config.q_lora_rank, 0))
+
+
+def _whole_latent(
+    group: Any,
+    sequence_parallel: bool,
+    latent: int,
+    shared: int,
+    module: Any,
+    inputs: Any,
+    output: tuple[Tensor, Any],
+) -> tuple[Tensor, Any]:
+    """Return a projection [.., latent + shared] in the form in which Megatron does not gather it itself.
+
+    Megatron's gather, over the process-global group, would give each rank's ``shared`` columns, a key that
+    the heads of all ranks use, the gradient of its own heads alone.
+    """
+    projected, bias = output
+    if projected.shape[-1] != latent + shared:  # cut by columns
+        projected = mappings.gather_from_tensor_model_parallel_region(projected, group)
+        if sequence_parallel:
+            return mappings.scatter_to_sequence_parallel_region(projected, group), bias
+    if shared and not sequence_parallel:
+        own, key = projected.split((latent, shared), dim=-1)
+        key = mappings.copy_to_tensor_model_parallel_region(key, group)
+        projected = torch.cat((own, key), dim=-1)
+    return projected, bias
 
 
 class _LatentRotaryEmbedding(PackedRotaryEmbedding):

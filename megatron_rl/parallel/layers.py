@@ -5,7 +5,7 @@ Megatron's own local norm refuses sequence parallelism and its attention refuses
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from typing import Any
 
 import torch
@@ -22,13 +22,23 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import divide
 from torch import Tensor, nn
 
+from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.packing import PackedRows
 
 
-def has_transformer_engine() -> bool:
-    """Say whether Transformer Engine is installed."""
-    return importlib.util.find_spec("transformer_engine") is not None
+def require_transformer_engine() -> None:
+    """Raise UserError, with the reason, where Transformer Engine cannot be imported."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(
+            "Transformer Engine cannot be used",
+            where="model.attention",
+            expected="torch, or a transformer_engine[pytorch] that fits this PyTorch and this driver",
+            got=f"{type(error).__name__}: {error}",
+            fix="set model.attention to torch, or install Transformer Engine again",
+        ) from error
 
 
 class RmsNorm(nn.Module):
@@ -215,4 +225,6 @@ def _local_layer(config: TransformerConfig, moe: bool) -> Any:
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if config.qk_layernorm and hasattr(attention, name):
             setattr(attention, name, RmsNorm)
+    if config.multi_latent_attention and getattr(config, "q_lora_rank", None) is None:
+        attention.q_layernorm = None  # the query is not compressed
     return layer

@@ -12,12 +12,14 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from torch import Tensor
 
+from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import ModelSpec, model_spec, with_scalar_head
 from megatron_rl.parallel.hf.transformer_settings import role_settings
-from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, has_transformer_engine
+from megatron_rl.parallel.latent import in_group
+from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, require_transformer_engine
 from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
@@ -149,11 +151,13 @@ def build_model(
     layout = groups.layout
     if head == "value":
         hf_config = with_scalar_head(hf_config)
-    spec = model_spec(hf_config, layout, dtype, role_settings(layout, recompute, overrides))
+    fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
+    spec = model_spec(hf_config, layout, dtype, role_settings(layout, recompute, overrides), fused)
     if device.on_host():
         spec.transformer_config.gradient_accumulation_fusion = False
-    fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
     fused = fused and not spec.local_layers
+    if fused:
+        require_transformer_engine()
     if fused and layout.context > 1:
         raise UserError(
             "Transformer Engine's attention is used with whole rows, which context parallelism cuts",
@@ -191,9 +195,14 @@ def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: boo
     layout, config = groups.layout, spec.transformer_config
     vp_stage = stage if layout.virtual_pipeline > 1 else None
     last = stage == layout.virtual_pipeline - 1
+    layers: Any = block_spec(config, fused, vp_stage, groups.coordinates.pipeline)
+    if config.multi_latent_attention:
+        for layer in layers.layer_specs:
+            attention = layer.submodules.self_attention.submodules
+            attention.linear_q_proj = in_group(attention.linear_q_proj, groups.tensor)
     chunk: Any = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, fused, vp_stage, groups.coordinates.pipeline),  # pyright: ignore[reportArgumentType]
+        transformer_layer_spec=layers,
         pre_process=groups.is_first_stage and stage == 0,
         post_process=groups.is_last_stage and last,
         parallel_output=True,

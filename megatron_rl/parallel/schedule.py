@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -219,8 +220,14 @@ def _run(
 def _finalize(
     chunks: Any, num_tokens: Any, pg_collection: Any = None, force_all_reduce: bool = False
 ) -> None:
-    # The token count is withheld: loss weights are global already, gradients must not be divided again.
-    finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+    # The routers' biases are balanced over a process-global group, which does not exist here.
+    original = parallel_state.get_tensor_and_data_parallel_group
+    parallel_state.get_tensor_and_data_parallel_group = lambda *_, **__: pg_collection.tp_dp_cp
+    try:
+        # The token count is withheld: loss weights are global already, gradients must not be divided again.
+        finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+    finally:
+        parallel_state.get_tensor_and_data_parallel_group = original
 
 
 def _forward_step(

@@ -1,8 +1,8 @@
 """Try Megatron's settings of every role without building a model: ``python -m megatron_rl.parallel.trial``.
 
 Reads a JSON list of roles from standard input, each with ``role``, ``model`` (a config.json),
-``scalar_head``, ``layout``, ``dtype``, ``recompute`` and ``overrides``, and writes a JSON object to standard
-output that maps the roles whose TransformerConfig cannot be made to the reason.
+``scalar_head``, ``layout``, ``dtype``, ``recompute``, ``fused`` and ``overrides``, and writes a JSON object
+to standard output that maps the roles whose TransformerConfig cannot be made to the reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
             model = describe(_DEFAULTS | read_json(Path(role["model"])))
             model = model.with_scalar_head() if role["scalar_head"] else model
             layout = ParallelLayout(**{**role["layout"], "ranks": tuple(role["layout"]["ranks"])})
-            settings = transformer_settings(model, layout, getattr(torch, role["dtype"]))
+            settings = transformer_settings(model, layout, getattr(torch, role["dtype"]), role["fused"])
             settings |= role_settings(layout, role["recompute"], role["overrides"])
         except UserError:
             continue  # the checks of files and layouts say so

@@ -256,9 +256,4 @@ def deepseek_megatron(config: Mapping[str, Any]) -> Fields:
     }
     names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     settings |= {name: rope[name] for name in names if yarn and rope.get(name) is not None}
-    if (config.get("n_group") or 1) > 1:
-        settings |= {
-            "moe_router_num_groups": config["n_group"],
-            "moe_router_group_topk": config["topk_group"],
-        }
     return settings

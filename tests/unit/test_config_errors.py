@@ -100,6 +100,15 @@ def test_stated_attention_that_is_not_installed() -> None:
     assert not planned.errors and "not installed on this machine" in str(planned.warnings[0])
 
 
+def test_half_of_transformer_engine_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformer_engine/pytorch").mkdir(parents=True)
+    (tmp_path / "transformer_engine/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert check().config.model.attention == "torch"
+    (tmp_path / "transformer_engine_torch.cpython-311-x86_64-linux-gnu.so").touch()
+    assert check().config.model.attention == "transformer_engine"
+
+
 def test_an_error_names_where_its_value_was_written() -> None:
     assert check("steps=0").errors[0].where == "steps (override steps=0)"
     Path("stated.yaml").write_text(Path("config.yaml").read_text().replace("tensor: 2", "tensor: 0", 1))

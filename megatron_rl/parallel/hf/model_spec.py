@@ -127,10 +127,12 @@ def model_spec(
     layout: ParallelLayout,
     dtype: torch.dtype,
     overrides: Mapping[str, Any] | None = None,
+    fused: bool = False,
 ) -> ModelSpec:
     """Translate a transformers config for a layout.
 
-    ``overrides`` are TransformerConfig fields that win over the derived ones. Raises UserError for an
+    ``overrides`` are TransformerConfig fields that win over the derived ones; ``fused`` says that the layers
+    are Transformer Engine's, where the family allows it. Raises UserError for an
     unsupported architecture or setting, and where the layout does not divide the model.
     """
     model = pretrained(hf_config)
@@ -143,7 +145,7 @@ def model_spec(
         allow_without_transformer_engine()
     elif shape.kv_heads < layout.tensor:
         tensor_scope.allow_shared_heads()
-    settings = transformer_settings(model, layout, dtype)
+    settings = transformer_settings(model, layout, dtype, fused and not model.family.local_layers)
     settings.update(_checked_overrides(overrides or {}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about defaults that are set on purpose here

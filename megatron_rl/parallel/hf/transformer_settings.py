@@ -5,7 +5,6 @@ This module imports torch, and nothing of Megatron: `parallel.trial` shares it, 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -29,10 +28,12 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = dict(
 
 
 def transformer_settings(
-    model: PretrainedModel, layout: ParallelLayout, dtype: torch.dtype
+    model: PretrainedModel, layout: ParallelLayout, dtype: torch.dtype, fused: bool = False
 ) -> dict[str, Any]:
-    """Return the TransformerConfig fields of a pretrained model on a layout."""
-    fused = importlib.util.find_spec("transformer_engine") is not None
+    """Return the TransformerConfig fields of a pretrained model on a layout.
+
+    ``fused`` says that its layers are Transformer Engine's.
+    """
     shape, config = model.shape, model.config
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
     settings: dict[str, Any] = {

@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def keep_weights_writable() -> None:
     if device.on_host() and not _writable:
         _keep_weights_unpacked()
         _sample_without_compiling()
+        _rotate_heads_apart()
     _writable = True
 
 
@@ -134,6 +136,23 @@ def _sample_without_compiling() -> None:
         return (values >= thresholds).sum(-1)
 
     sampler.batched_count_greater_than = count
+
+
+def _rotate_heads_apart() -> None:
+    """Rotate queries and keys of [tokens, heads, size], as latent attention's are, in torch on the host.
+
+    vLLM's kernel (csrc/cpu/pos_encoding.cpp, behind RotaryEmbedding.forward_cpu) takes the heads of such a
+    tensor for further tokens.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    kernel = RotaryEmbedding.forward_cpu
+
+    def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None, **more: Any) -> Any:
+        apart = query.dim() == 3
+        return (self.forward_native if apart else partial(kernel, self))(positions, query, key, **more)
+
+    setattr(RotaryEmbedding, "forward_cpu", rotate)
 
 
 def host_cache_bytes(path: str | Path, tensor: int, dtype: str, max_model_len: int) -> int:

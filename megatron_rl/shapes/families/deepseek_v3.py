@@ -9,12 +9,22 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields, deepseek, de
 def _structure(reader: ConfigReader) -> Fields:
     reader.allow("topk_method", "noaux_tc", None)
     reader.allow("norm_topk_prob", True)
+    chosen = reader.size("num_experts_per_tok")
+    if (reader.get("n_group", 1)) > 1 and chosen // reader.size("topk_group") != 2:
+        reader.refuse(
+            "Megatron ranks groups of experts by the sum of their best num_experts_per_tok / topk_group, "
+            "where the model takes the best 2",
+            "topk_group",
+            f"half of num_experts_per_tok, {chosen}",
+        )
     return {**deepseek(reader), "router_bias": True}
 
 
 def _megatron(config: Mapping[str, Any]) -> Fields:
+    groups = {"moe_router_num_groups": config["n_group"], "moe_router_group_topk": config["topk_group"]}
     return {
         **deepseek_megatron(config),
+        **(groups if (config["n_group"] or 1) > 1 else {}),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         # The bias is the checkpoint's: it must not drift away from the generation engine's.
