@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 
 class SamplingParameters(NamedTuple):
-    """How one prompt's responses are sampled. ``top_p=1`` and ``top_k=0`` switch those filters off.
+    """How one prompt's responses are sampled: ``top_p=1``, ``top_k=0`` and ``min_p=0`` switch filters off.
 
     ``temperature=0`` means greedy decoding.
     """
@@ -30,6 +31,7 @@ class SamplingParameters(NamedTuple):
     top_k: int = 0
     max_response_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
 
 
 FINISH_STOP = 0
@@ -53,7 +55,10 @@ def row_index(lengths: Tensor) -> Tensor:
 
 
 def token_index(lengths: Tensor, rows: Tensor) -> Tensor:
-    """Return the positions of all tokens of ``rows`` [b] int64, row after row: [n] int64."""
+    """Return the positions of all tokens of ``rows`` [b] int64, row after row: [n] int64.
+
+    Likewise of all items of tokens, where ``lengths`` [N] counts the items of each token.
+    """
     counts = lengths[rows]
     first = (lengths.cumsum(0) - lengths)[rows]
     shift = first - (counts.cumsum(0) - counts)
@@ -65,15 +70,20 @@ def row_counts(mask: Tensor, lengths: Tensor) -> Tensor:
     return torch.zeros(len(lengths), dtype=torch.long).index_add_(0, row_index(lengths), mask.long())
 
 
+_SUPPORT: Mapping[str, str] = {"support": "support_sizes"}
+
+
 class _Rows:
     """Row selection shared by the ragged batch types below.
 
     ``TOKEN_FIELDS`` are [N], ``ROW_FIELDS`` are [B] tensors, ``TUPLE_FIELDS`` are tuples of length B.
+    ``ITEM_FIELDS`` hold several items a token, token after token: name -> the token field that counts them.
     """
 
     TOKEN_FIELDS: tuple[str, ...] = ()
     ROW_FIELDS: tuple[str, ...] = ()
     TUPLE_FIELDS: tuple[str, ...] = ()
+    ITEM_FIELDS: Mapping[str, str] = MappingProxyType({})
     lengths: Tensor
 
     def __len__(self) -> int:
@@ -88,6 +98,9 @@ class _Rows:
         for name in self.TOKEN_FIELDS:
             value = getattr(self, name)
             changes[name] = None if value is None else value[tokens]
+        for name, counts in self.ITEM_FIELDS.items():
+            value = getattr(self, name)
+            changes[name] = None if value is None else value[token_index(getattr(self, counts), tokens)]
         for name in self.ROW_FIELDS:
             value = getattr(self, name)
             changes[name] = None if value is None else value[index]
@@ -98,7 +111,7 @@ class _Rows:
 
     def to(self, device: torch.device):
         """Return the batch with its tensors on ``device``."""
-        names = (*self.TOKEN_FIELDS, *self.ROW_FIELDS)
+        names = (*self.TOKEN_FIELDS, *self.ITEM_FIELDS, *self.ROW_FIELDS)
         tensors = {name: getattr(self, name) for name in names}
         return replace(self, **{k: None if v is None else v.to(device) for k, v in tensors.items()})  # pyright: ignore[reportArgumentType]
 
@@ -106,7 +119,7 @@ class _Rows:
     def concatenate(cls, parts: Sequence[Any]):
         """Join batches row after row; a field that is None in one part must be None in all."""
         changes: dict[str, Any] = {}
-        for name in (*cls.TOKEN_FIELDS, *cls.ROW_FIELDS):
+        for name in (*cls.TOKEN_FIELDS, *cls.ITEM_FIELDS, *cls.ROW_FIELDS):
             values = [getattr(part, name) for part in parts]
             changes[name] = None if values[0] is None else torch.cat(values)
         for name in cls.TUPLE_FIELDS:
@@ -152,6 +165,9 @@ class Rollouts(_Rows):
     ``policy_version`` [B] int64, the weights' version that sampled the row's oldest token; ``temperature``
     [B] float32. ``token_versions`` [N] int32 has the version of every token, -1 on prompt tokens, where a row
     may have been continued by newer weights; without it all tokens of a row are of one version.
+    ``support`` [K] int32 has the token ids that top-p, top-k and min-p left to each token, of which
+    ``rollout_log_probs`` are the distribution; ``support_sizes`` [N] int32 counts them, 0 where nothing was
+    filtered out.
     """
 
     tokens: Tensor
@@ -163,8 +179,11 @@ class Rollouts(_Rows):
     policy_version: Tensor
     temperature: Tensor
     token_versions: Tensor | None = None
+    support_sizes: Tensor | None = None
+    support: Tensor | None = None
 
-    TOKEN_FIELDS = ("tokens", "response_mask", "rollout_log_probs", "token_versions")
+    TOKEN_FIELDS = ("tokens", "response_mask", "rollout_log_probs", "token_versions", "support_sizes")
+    ITEM_FIELDS = _SUPPORT
     ROW_FIELDS = ("lengths", "group", "finish_reason", "policy_version", "temperature")
 
 
@@ -202,8 +221,8 @@ class TrainBatch(_Rows):
     ``selected`` [N] bool marks tokens that a policy loss treats apart, chosen with statistics of the
     whole mini-batch; ``nll_weights`` [N] weigh an imitation loss beside it. ``temperature`` is [B];
     ``group`` [B] int64 keeps samples of one prompt in one mini-batch; ``response_counts`` [B] int64
-    counts the response tokens before any were rejected, 0 for
-    a failed row.
+    counts the response tokens before any were rejected, 0 for a failed row. ``support_sizes`` and
+    ``support`` as in `Rollouts`.
     """
 
     tokens: Tensor
@@ -223,12 +242,15 @@ class TrainBatch(_Rows):
     nll_weights: Tensor | None = None
     group: Tensor | None = None
     response_counts: Tensor | None = None
+    support_sizes: Tensor | None = None
+    support: Tensor | None = None
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",
         "rollout_log_probs", "correction", "ref_log_probs", "old_values", "value_weights", "selected",
-        "nll_weights",
+        "nll_weights", "support_sizes",
     )  # fmt: skip
+    ITEM_FIELDS = _SUPPORT
     ROW_FIELDS = ("lengths", "temperature", "group", "response_counts")
 
 

@@ -54,6 +54,8 @@ def estimate(
         nll_weights=algorithm.imitation.marks(scores.rewards, valid, mask, rollouts.lengths),
         group=rollouts.group,
         response_counts=row_sums(answered.double(), rollouts.lengths).long(),
+        support_sizes=rollouts.support_sizes,
+        support=rollouts.support,
     )
     return batch, metrics + step_metrics(rollouts, scores, inputs, batch, algorithm, state.kl_coef)
 

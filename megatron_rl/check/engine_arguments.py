@@ -32,7 +32,8 @@ _REFUSED: Mapping[str, str] = {
         skip_tokenizer_init tokenizer tokenizer_mode tokenizer_revision enable_prompt_embeds tokens_only
         reasoning_parser reasoning_parser_plugin reasoning_config io_processor_plugin renderer_num_workers""",
     "log-probs and sampling must be what the trainer computes": """
-        logprobs_mode generation_config override_generation_config logits_processors watermark_config""",
+        logprobs_mode generation_config override_generation_config logits_processors watermark_config
+        return_sampling_mask""",
     "the weights come from the actor, not from files": """
         load_format model_weights download_dir safetensors_load_strategy safetensors_prefetch_num_threads
         safetensors_prefetch_block_size ignore_patterns model_loader_extra_config pt_load_map_location

@@ -73,14 +73,6 @@ def _sampling(
             "set it to 8 or more, or choose an algorithm without groups",
             "2 or more",
         )
-    if rollout.top_p < 1 or rollout.top_k > 0:
-        warnings.add(
-            "the rollout samples from a truncated distribution that the trainer does not see",
-            "rollout.top_p" if rollout.top_p < 1 else "rollout.top_k",
-            f"top_p {rollout.top_p:g}, top_k {rollout.top_k}",
-            "train with top_p=1.0 and top_k=0, or watch mismatch/* and set a correction",
-            "top_p 1 and top_k 0: log-probs of engine and trainer then are of the same distribution",
-        )
     if config.evaluation.samples > 1 and config.evaluation.temperature == 0:
         warnings.add(
             "greedy evaluation gives the same answer every time",

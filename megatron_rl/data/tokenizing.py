@@ -138,6 +138,7 @@ def _parameters(
         int(values["top_k"]),
         int(values["max_response_tokens"]),
         tuple(ids),
+        float(values["min_p"]),
     )
 
 

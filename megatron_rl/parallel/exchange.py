@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,14 +28,16 @@ class RowShard:
     """Hold one rank's answers for the rows it worked on.
 
     ``rows`` [b] int64 are positions in the whole batch, ``lengths`` [b] the tokens of each row;
-    ``tokens`` maps names to ragged [n, ...] tensors, ``values`` names to [b, ...] tensors. Every rank
-    names the same fields with the same dtypes, in the same order; a rank without rows has empty ones.
+    ``tokens`` maps names to ragged [n, ...] tensors, ``values`` names to [b, ...] tensors. ``items`` maps the
+    name of a token field that counts to what it counts, token after token. Every rank names the same fields
+    with the same dtypes, in the same order; a rank without rows has empty ones.
     """
 
     rows: Tensor
     lengths: Tensor
     tokens: Mapping[str, Tensor]
     values: Mapping[str, Tensor]
+    items: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -70,9 +72,9 @@ class Members:
         begun = time.perf_counter()
         sizes = self._sizes(shard)
         received = [
-            self._broadcast(shard, rank, rows, tokens)
-            for rank, (rows, tokens) in zip(self.ranks, sizes, strict=True)
-            if rows
+            self._broadcast(shard, rank, counts)
+            for rank, counts in zip(self.ranks, sizes, strict=True)
+            if counts[0]
         ]
         gathered = _in_order(received) if received else shard
         self._traffic.seconds += time.perf_counter() - begun
@@ -87,19 +89,17 @@ class Members:
         return gather_objects(value, self.group)
 
     def _sizes(self, shard: RowShard) -> list[list[int]]:
-        """Return each member's numbers of rows and of tokens."""
-        mine = torch.tensor(
-            [len(shard.rows), int(shard.lengths.sum())], dtype=torch.int64, device=device.device()
-        )
-        sizes = torch.empty((len(self.ranks), 2), dtype=torch.int64, device=device.device())
+        """Return each member's numbers of rows, of tokens, and of each field's items."""
+        counts = [len(shard.rows), int(shard.lengths.sum()), *map(len, shard.items.values())]
+        mine = torch.tensor(counts, dtype=torch.int64, device=device.device())
+        sizes = torch.empty((len(self.ranks), len(counts)), dtype=torch.int64, device=device.device())
         dist.all_gather_into_tensor(sizes.view(-1), mine, group=self.group)
         return sizes.tolist()
 
-    def _broadcast(self, shard: RowShard, source: int, rows: int, tokens: int) -> RowShard:
+    def _broadcast(self, shard: RowShard, source: int, counts: list[int]) -> RowShard:
         fields = _fields(shard)
         sizes = [
-            (tokens if per_token else rows) * math.prod(tensor.shape[1:]) * tensor.element_size()
-            for _, tensor, per_token in fields
+            counts[kind] * math.prod(tensor.shape[1:]) * tensor.element_size() for _, tensor, kind in fields
         ]
         if self.rank == source:
             buffer = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor, _ in fields])
@@ -108,24 +108,28 @@ class Members:
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
             self._traffic.bytes += sum(sizes)
         dist.broadcast(buffer, source, group=self.group)
-        received: dict[str, Tensor] = {}
-        for (name, tensor, per_token), raw in zip(fields, buffer.cpu().split(sizes), strict=True):
+        received: list[Tensor] = []
+        for (_, tensor, kind), raw in zip(fields, buffer.cpu().split(sizes), strict=True):
             # A copy starts at an aligned address; a slice of the buffer may not.
-            shape = (tokens if per_token else rows, *tensor.shape[1:])
-            received[name] = raw.clone().view(tensor.dtype).view(shape)
+            shape = (counts[kind], *tensor.shape[1:])
+            received.append(raw.clone().view(tensor.dtype).view(shape))
+        rest = iter(received[2:])
         return RowShard(
-            received["rows"],
-            received["lengths"],
-            {name: received[name] for name in shard.tokens},
-            {name: received[name] for name in shard.values},
+            received[0],
+            received[1],
+            {name: next(rest) for name in shard.tokens},
+            {name: next(rest) for name in shard.values},
+            {name: next(rest) for name in shard.items},
         )
 
 
-def _fields(shard: RowShard) -> list[tuple[str, Tensor, bool]]:
-    """List (name, tensor, per token) of everything that travels."""
-    fixed = [("rows", shard.rows, False), ("lengths", shard.lengths, False)]
-    ragged = [(name, tensor, True) for name, tensor in shard.tokens.items()]
-    return [*fixed, *ragged, *((name, tensor, False) for name, tensor in shard.values.items())]
+def _fields(shard: RowShard) -> list[tuple[str, Tensor, int]]:
+    """List (name, tensor, which of `_sizes` is its length) of everything that travels."""
+    fixed = [("rows", shard.rows, 0), ("lengths", shard.lengths, 0)]
+    ragged = [(name, tensor, 1) for name, tensor in shard.tokens.items()]
+    values = [(name, tensor, 0) for name, tensor in shard.values.items()]
+    items = [(name, tensor, kind) for kind, (name, tensor) in enumerate(shard.items.items(), 2)]
+    return [*fixed, *ragged, *values, *items]
 
 
 def _in_order(shards: Sequence[RowShard]) -> RowShard:
@@ -136,11 +140,14 @@ def _in_order(shards: Sequence[RowShard]) -> RowShard:
     order = rows.argsort()
     lengths = torch.cat([shard.lengths for shard in shards])
     index = token_index(lengths, order)
+    tokens = {name: torch.cat([shard.tokens[name] for shard in shards]) for name in shards[0].tokens}
+    items = {name: torch.cat([shard.items[name] for shard in shards]) for name in shards[0].items}
     return RowShard(
         rows[order],
         lengths[order],
-        {name: torch.cat([shard.tokens[name] for shard in shards])[index] for name in shards[0].tokens},
+        {name: values[index] for name, values in tokens.items()},
         {name: torch.cat([shard.values[name] for shard in shards])[order] for name in shards[0].values},
+        {name: values[token_index(tokens[name], index)] for name, values in items.items()},
     )
 
 

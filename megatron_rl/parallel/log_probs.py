@@ -32,19 +32,41 @@ class VocabularyShard(NamedTuple):
     group: Any
 
 
+class Support(NamedTuple):
+    """Say which tokens of the vocabulary each position's distribution is over.
+
+    ``sizes`` [n] counts them, 0 where it is over all; ``tokens`` [k] are their ids, position after position.
+    """
+
+    sizes: Tensor
+    tokens: Tensor
+
+    def mask(self, part: slice, columns: int, start: int) -> Tensor:
+        """Mark what is outside: [positions of ``part``, columns] bool, for ids from ``start`` on."""
+        ends = self.sizes.cumsum(0)
+        sizes = self.sizes[part]
+        last = int(ends[part][-1])
+        tokens = self.tokens[last - int(sizes.sum()) : last] - start
+        positions = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+        here = (tokens >= 0) & (tokens < columns)
+        outside = (sizes > 0)[:, None].repeat(1, columns)
+        outside[positions[here], tokens[here]] = False
+        return outside
+
+
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor,
-        shard: VocabularyShard, chunk: int, reduce_hidden_gradient: bool,
+        shard: VocabularyShard, chunk: int, reduce_hidden_gradient: bool, support: Support | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        if kernel_applies(hidden, weight):
+        if support is None and kernel_applies(hidden, weight):
             stats = kernel_statistics(hidden, weight, targets, temperature, shard)
         else:
-            stats = chunked_statistics(hidden, weight, targets, temperature, shard, chunk)
+            stats = chunked_statistics(hidden, weight, targets, temperature, shard, chunk, support)
         log_normaliser, log_probs, entropy = _combine(_gather(stats, shard.group))
         ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy)
-        ctx.shard, ctx.chunk, ctx.reduce = shard, chunk, reduce_hidden_gradient
+        ctx.shard, ctx.chunk, ctx.reduce, ctx.support = shard, chunk, reduce_hidden_gradient, support
         return log_probs, entropy
 
     @staticmethod
@@ -55,28 +77,31 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight)
         for begin in range(0, len(hidden), ctx.chunk):
             part = slice(begin, begin + ctx.chunk)
+            logits = _logits(hidden[part], weight, temperature[part], ctx.shard, ctx.support, part)
             _add_gradients(
-                hidden[part], targets[part], temperature[part], log_normaliser[part], entropy[part],
+                logits, hidden[part], targets[part], temperature[part], log_normaliser[part], entropy[part],
                 log_prob_gradient[part], entropy_gradient[part],
                 weight, ctx.shard, hidden_gradient[part], weight_gradient,
             )  # fmt: skip
+            del logits
         if ctx.reduce and ctx.shard.group.size() > 1:
             dist.all_reduce(hidden_gradient, group=ctx.shard.group)
-        return hidden_gradient, weight_gradient, None, None, None, None, None
+        return hidden_gradient, weight_gradient, *(None,) * 6
 
 
 def _add_gradients(
-    hidden: Tensor, targets: Tensor, temperature: Tensor, log_normaliser: Tensor, entropy: Tensor,
+    logits: Tensor, hidden: Tensor, targets: Tensor, temperature: Tensor,
+    log_normaliser: Tensor, entropy: Tensor,
     log_prob_gradient: Tensor, entropy_gradient: Tensor, weight: Tensor, shard: VocabularyShard,
     hidden_gradient: Tensor, weight_gradient: Tensor,
 ) -> None:  # fmt: skip
-    """Project one chunk of tokens again and add its gradients; two tensors [chunk, V / tp] live meanwhile."""
-    log_p = _logits(hidden, weight, temperature, shard).sub_(log_normaliser[:, None])
+    """Add the gradients of one chunk of tokens; overwrites its logits, and holds one more [chunk, V / tp]."""
+    log_p = logits.sub_(log_normaliser[:, None])
     p = log_p.exp()
     slope = log_p.add_(entropy[:, None]).mul_(-entropy_gradient[:, None])
     slope = slope.sub_(log_prob_gradient[:, None]).mul_(p)
-    del log_p, p
-    local, mine = _local_targets(targets, weight, shard)
+    del p
+    local, mine = _local_targets(targets, len(weight), shard)
     slope.scatter_add_(1, local[:, None], (log_prob_gradient * mine)[:, None])
     slope = slope.div_(temperature[:, None]).to(weight.dtype)
     torch.mm(slope, weight, out=hidden_gradient)
@@ -84,26 +109,35 @@ def _add_gradients(
 
 
 def chunked_statistics(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: VocabularyShard, chunk: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    shard: VocabularyShard,
+    chunk: int,
+    support: Support | None = None,
 ) -> Tensor:
     """Return [4, n]: what a softmax over this shard needs, from logits of ``chunk`` tokens at a time.
 
     The four are the peak of logits, the sum of exp(logit - peak), the sum of exp(logit - peak) * (logit -
     peak), and the target's logit (a very low number where another shard holds it).
     """
-    parts = (slice(begin, begin + chunk) for begin in range(0, len(hidden), chunk))
+    parts = [slice(begin, begin + chunk) for begin in range(0, len(hidden), chunk)]
     return torch.cat(
-        [_statistics(hidden[part], weight, targets[part], temperature[part], shard) for part in parts], dim=1
+        [
+            _statistics(
+                _logits(hidden[part], weight, temperature[part], shard, support, part), targets[part], shard
+            )
+            for part in parts
+        ],
+        dim=1,
     )
 
 
-def _statistics(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: VocabularyShard
-) -> Tensor:
-    """Reduce one chunk of tokens; two tensors [chunk, V / tp] live meanwhile and none afterwards."""
-    logits = _logits(hidden, weight, temperature, shard)
+def _statistics(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
+    """Reduce one chunk of tokens, overwriting its logits; another tensor [chunk, V / tp] lives meanwhile."""
     peak = logits.amax(dim=-1)
-    local, mine = _local_targets(targets, weight, shard)
+    local, mine = _local_targets(targets, logits.shape[1], shard)
     target = logits.gather(1, local[:, None])[:, 0].masked_fill(~mine, _MASKED)
     shifted = logits.sub_(peak[:, None])
     exponents = shifted.exp()
@@ -160,7 +194,15 @@ def kernel_works(dtype: torch.dtype) -> bool:
     return False
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor, shard: VocabularyShard) -> Tensor:
+def _logits(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: Tensor,
+    shard: VocabularyShard,
+    support: Support | None = None,
+    part: slice = slice(None),
+) -> Tensor:
+    """Return the logits of the positions ``part``, a very low number where a token does not take part."""
     logits = hidden @ weight.t()
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
@@ -168,13 +210,15 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor, shard: Vocabula
     real = shard.size - shard.start
     if real < len(weight):
         logits[:, max(real, 0) :] = _MASKED
+    if support is not None:
+        logits.masked_fill_(support.mask(part, len(weight), shard.start), _MASKED)
     return logits
 
 
-def _local_targets(targets: Tensor, weight: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+def _local_targets(targets: Tensor, words: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
     local = targets - shard.start
-    mine = (local >= 0) & (local < len(weight))
-    return local.clamp(0, len(weight) - 1), mine
+    mine = (local >= 0) & (local < words)
+    return local.clamp(0, words - 1), mine
 
 
 def _gather(stats: Tensor, group: Any) -> Tensor:
@@ -209,14 +253,15 @@ def vocab_parallel_log_probs(
     shard: VocabularyShard,
     chunk: int = 1024,
     reduce_hidden_gradient: bool = True,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs of ``targets`` and the entropy of the whole distribution, both [n] float32.
+    """Return log-probs of ``targets`` and the entropy of the distribution, both [n] float32.
 
     ``hidden`` [n, h] is the same on all ranks of the group, ``weight`` [V / tp, h] this rank's rows of the
     output projection, ``targets`` [n] token ids, ``temperature`` [n] divides the logits. Gradients of
     ``hidden`` are summed over the group unless ``reduce_hidden_gradient`` is false (where a
-    sequence-parallel reduce-scatter follows). Collective over the tensor-parallel group.
-    float64 inputs give float64 results.
+    sequence-parallel reduce-scatter follows). ``support`` says over which tokens each distribution is, None
+    over all. Collective over the tensor-parallel group. float64 inputs give float64 results.
     """
     if not len(hidden):
         # Keeps the graph connected so that the pipeline's backward pass runs on empty micro-batches too.
@@ -224,5 +269,5 @@ def vocab_parallel_log_probs(
         return zero, zero
     temperature = temperature.to(torch.promote_types(hidden.dtype, torch.float32))
     return _VocabParallelLogProbs.apply(
-        hidden, weight, targets, temperature, shard, chunk, reduce_hidden_gradient
+        hidden, weight, targets, temperature, shard, chunk, reduce_hidden_gradient, support
     )

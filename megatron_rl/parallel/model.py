@@ -20,7 +20,7 @@ from megatron_rl.parallel.hf.model_spec import ModelSpec, model_spec, with_scala
 from megatron_rl.parallel.hf.transformer_settings import role_settings
 from megatron_rl.parallel.latent import in_group
 from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, require_transformer_engine
-from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.parallel.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
@@ -98,13 +98,20 @@ class ParallelModel:
         )
 
     def token_outputs(
-        self, chunk: GPTModel, hidden: Tensor, index: Tensor, targets: Tensor, temperature: Tensor
+        self,
+        chunk: GPTModel,
+        hidden: Tensor,
+        index: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        support: Support | None = None,
     ) -> tuple[Tensor, ...]:
         """Return what the head says of tokens, from the last stage's hidden states.
 
         A language model gives log-prob and entropy [n] of ``targets``, a model with a scalar head one value
         [n]. ``hidden`` [1, T, h] is the chunk's output (a shard of T under sequence parallelism); ``index``
-        [n] says whose hidden state speaks for each token. Collective over the tensor-parallel group.
+        [n] says whose hidden state speaks for each token, and ``support`` over which tokens its distribution
+        is. Collective over the tensor-parallel group.
         """
         states, shape = hidden[0], self.spec.model.shape
         sequence_parallel = self.transformer_config.sequence_parallel
@@ -127,6 +134,7 @@ class ParallelModel:
             shard,
             chunk=max(64, LOGITS_ELEMENTS // len(weight)),
             reduce_hidden_gradient=not sequence_parallel,
+            support=support,
         )
 
 

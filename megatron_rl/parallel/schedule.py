@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.parallel import device
+from megatron_rl.parallel.log_probs import Support
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.packing import PackedRows, partition
 from megatron_rl.types import token_index
@@ -43,6 +44,7 @@ class _MicroBatch:
     selected: Tensor  # [n] positions of these tokens among all of the micro-batch's
     targets: Tensor  # [n]
     temperature: Tensor  # [n]
+    support: Support | None  # of these tokens' distributions
     tokens: int
 
 
@@ -56,7 +58,8 @@ def microbatches(
 ) -> tuple[list[_MicroBatch], Metrics]:
     """Cut this rank's share of ``batch`` into packed micro-batches.
 
-    ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``select`` [N] bool marks tokens of
+    ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B], and ``support_sizes`` and
+    ``support`` where sampling was truncated; ``select`` [N] bool marks tokens of
     which the head speaks: from the state ``before`` the token, which predicts it, or from the token's own,
     which has read it. ``unit`` rows after one another stay in one micro-batch. Returns the micro-batches and
     ``padding/fraction``, the share of padding among the tokens of this rank's data-parallel share, with
@@ -107,8 +110,18 @@ def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor, bef
         selected=selected.to(target),
         targets=tokens[selected].to(target),
         temperature=temperature[selected].to(target),
+        support=_support(batch, places[selected]),
         tokens=len(tokens),
     )
+
+
+def _support(batch: Any, places: Tensor) -> Support | None:
+    """Return the supports of the tokens at ``places``, None where no filter left any out."""
+    sizes = getattr(batch, "support_sizes", None)
+    if sizes is None or not len(batch.support):
+        return None
+    index, here = token_index(sizes, places), device.device()
+    return Support(sizes[places].to(here), batch.support[index].to(here))
 
 
 def score(
@@ -241,7 +254,9 @@ def _forward_step(
     chunk = model.chunks[model.wrapped.index(wrapped)]
 
     def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-        found = model.token_outputs(chunk, hidden, micro.index, micro.targets, micro.temperature)
+        found = model.token_outputs(
+            chunk, hidden, micro.index, micro.targets, micro.temperature, micro.support
+        )
         zeros = torch.zeros(micro.tokens, dtype=found[0].dtype, device=found[0].device)
         outputs = [zeros.index_put((micro.selected,), output) for output in found]
         if model.groups.layout.context > 1:

@@ -9,10 +9,11 @@ import torch
 from megatron_rl.parallel.exchange import RowShard
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.partial import Sweep, added_rows, sample_rounds
+from megatron_rl.rollout.sampling import to_rollouts
 from megatron_rl.shapes.layout import Coordinates, ParallelLayout
 from megatron_rl.types import PromptBatch, Rollouts
 
-_TOKENS = ("tokens", "response_mask", "rollout_log_probs")
+_TOKENS = ("tokens", "response_mask", "rollout_log_probs", "support_sizes")
 _ROWS = ("finish_reason", "policy_version", "temperature")
 
 
@@ -41,7 +42,7 @@ class RolloutRole:
         """
         empty = prompts.rows([])
         if self.engine is None:
-            return _shard([], _no_rollouts(empty))
+            return _shard([], to_rollouts(empty, [], -1))
         mine = range(self.place.data, len(prompts), self.replicas)
         rows = [prompt * samples + sample for prompt in mine for sample in range(samples)]
         rollouts = self.engine.generate(prompts.rows(mine).repeat(samples), seed=seed, rows=rows)
@@ -66,27 +67,16 @@ def join(shard: RowShard, samples: int) -> Rollouts:
         group=torch.arange(len(shard.rows)) // samples,
         **{name: shard.tokens[name] for name in _TOKENS},
         **{name: shard.values[name] for name in _ROWS},
+        support=shard.items["support_sizes"],
     )
 
 
 def _shard(rows: list[int], rollouts: Rollouts) -> RowShard:
+    assert rollouts.support is not None
     return RowShard(
         torch.tensor(rows, dtype=torch.long),
         rollouts.lengths,
         {name: getattr(rollouts, name) for name in _TOKENS},
         {name: getattr(rollouts, name) for name in _ROWS},
-    )
-
-
-def _no_rollouts(prompts: PromptBatch) -> Rollouts:
-    integers = torch.zeros(0, dtype=torch.long)
-    return Rollouts(
-        tokens=prompts.tokens,
-        lengths=prompts.lengths,
-        response_mask=torch.zeros(0, dtype=torch.bool),
-        rollout_log_probs=torch.zeros(0),
-        group=integers,
-        finish_reason=integers,
-        policy_version=integers,
-        temperature=torch.zeros(0),
+        {"support_sizes": rollouts.support},
     )

@@ -15,9 +15,17 @@ from torch import Tensor
 
 from megatron_rl.parallel.exchange import Members, RowShard
 from megatron_rl.rollout.engine import Sampler
-from megatron_rl.rollout.sampling import NOTHING, Response, row_seeds, to_rollouts
+from megatron_rl.rollout.sampling import NOTHING, Response, row_seeds, support_sizes, to_rollouts
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.types import UNFINISHED, PromptBatch, Rollouts, row_counts, row_index, split_rows
+from megatron_rl.types import (
+    UNFINISHED,
+    PromptBatch,
+    Rollouts,
+    row_counts,
+    row_index,
+    split_rows,
+    token_index,
+)
 
 
 @dataclass(frozen=True)
@@ -87,15 +95,16 @@ def join(flights: Sequence[InFlight]) -> InFlight:
 
 
 def extended(
-    flight: InFlight, added: Tensor, tokens: Tensor, log_probs: Tensor, finish_reason: Tensor, version: int
+    flight: InFlight, added: Tensor, more: RowShard, finish_reason: Tensor, version: int
 ) -> InFlight:
     """Append tokens that weights of ``version`` sampled.
 
-    ``added`` [B] int64 says how many each row gets; ``tokens`` and ``log_probs`` have them row after row;
+    ``added`` [B] int64 says how many each row gets; ``more`` has them row after row, as `added_rows` does;
     ``finish_reason`` [B] replaces the old. ``policy_version`` becomes each row's oldest version.
     """
     before = flight.rollouts
     assert before.token_versions is not None
+    assert before.support is not None and before.support_sizes is not None
     lengths = before.lengths + added
     start = lengths.cumsum(0) - lengths
     old = _places(before.lengths, start)
@@ -106,15 +115,21 @@ def extended(
         result[old], result[new] = kept, more.to(kept.dtype)
         return result
 
+    sizes = torch.cat([before.support_sizes, more.tokens["support_sizes"]])
+    order = merged(torch.arange(len(old)), len(old) + torch.arange(len(new)))
+    support = torch.cat([before.support, more.items["support_sizes"]])[token_index(sizes, order)]
+
     versions = merged(before.token_versions, torch.full((len(new),), version))
     mask = merged(before.response_mask, torch.ones(len(new), dtype=torch.bool))
     return replace(
         flight,
         rollouts=replace(
             before,
-            tokens=merged(before.tokens, tokens),
+            tokens=merged(before.tokens, more.tokens["tokens"]),
             response_mask=mask,
-            rollout_log_probs=merged(before.rollout_log_probs, log_probs),
+            rollout_log_probs=merged(before.rollout_log_probs, more.tokens["log_probs"]),
+            support_sizes=sizes[order],
+            support=support,
             token_versions=versions,
             lengths=lengths,
             finish_reason=finish_reason,
@@ -237,7 +252,12 @@ class _Work:
 
 
 def _longer(before: Response, more: Response) -> Response:
-    return Response([*before.tokens, *more.tokens], [*before.log_probs, *more.log_probs], more.finish_reason)
+    return Response(
+        [*before.tokens, *more.tokens],
+        [*before.log_probs, *more.log_probs],
+        more.finish_reason,
+        [*before.support, *more.support],
+    )
 
 
 def _ended(flight: InFlight, rows: list[int], turns: dict[int, int]) -> list[bool]:
@@ -253,14 +273,21 @@ def added_rows(rows: list[int], added: Sequence[Response], turns: Sequence[int])
     """Return what was ``added`` to ``rows`` and in which turn they ended, in the form that is gathered."""
     tokens = [token for response in added for token in response.tokens]
     log_probs = [value for response in added for value in response.log_probs]
+    support = [token for response in added for kept in response.support for token in kept]
+    sizes = [torch.zeros(0, dtype=torch.int32), *map(support_sizes, added)]
     return RowShard(
         torch.tensor(rows, dtype=torch.long),
         torch.tensor([len(response.tokens) for response in added], dtype=torch.long),
-        {"tokens": torch.tensor(tokens, dtype=torch.long), "log_probs": torch.tensor(log_probs)},
+        {
+            "tokens": torch.tensor(tokens, dtype=torch.long),
+            "log_probs": torch.tensor(log_probs),
+            "support_sizes": torch.cat(sizes),
+        },
         {
             "finish_reason": torch.tensor([response.finish_reason for response in added], dtype=torch.long),
             "turn": torch.tensor(turns, dtype=torch.long),
         },
+        {"support_sizes": torch.tensor(support, dtype=torch.int32)},
     )
 
 
@@ -275,8 +302,7 @@ def settle(sweep: Sweep, added: RowShard) -> tuple[InFlight, InFlight]:
     zeros = torch.zeros(len(before.rollouts), dtype=torch.long)
     reasons = of_all_rows(added.values["finish_reason"], before.rollouts.finish_reason)
     counts, turns = of_all_rows(added.lengths, zeros), of_all_rows(added.values["turn"], zeros)
-    tokens, log_probs = added.tokens["tokens"], added.tokens["log_probs"]
-    flight = extended(before, counts, tokens, log_probs, reasons, sweep.version)
+    flight = extended(before, counts, added, reasons, sweep.version)
     groups = len(flight.prompts)
     last = turns.view(groups, -1).amax(dim=1).tolist()
     open_groups = (reasons == UNFINISHED).view(groups, -1).any(dim=1).tolist()

@@ -28,12 +28,14 @@ _MASK = 2**64 - 1
 class Response:
     """Hold what an engine sampled for one prompt: tokens, their log-probs, and why it ended there.
 
-    A stop token is the last of ``tokens``. Of a failed row (``FINISH_FAILED``) both are empty.
+    A stop token is the last of ``tokens``. Of a failed row (``FINISH_FAILED``) both are empty. ``support``
+    has the token ids that each token was drawn from, where filters left only some; empty where none did.
     """
 
     tokens: Sequence[int]
     log_probs: Sequence[float]
     finish_reason: int
+    support: Sequence[Sequence[int]] = ()
 
 
 FAILED = Response((), (), FINISH_FAILED)
@@ -79,20 +81,41 @@ def is_greedy(sampling: SamplingParameters) -> bool:
     return sampling.temperature < GREEDY_BELOW
 
 
+def truncates(sampling: SamplingParameters) -> bool:
+    """Say whether these parameters draw from some of the tokens only."""
+    return not is_greedy(sampling) and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
+
+
 def log_prob_temperature(sampling: SamplingParameters) -> float:
     """Return the temperature at which reported log-probs hold: 1 for greedy decoding."""
     return 1.0 if is_greedy(sampling) else max(sampling.temperature, LOWEST_TEMPERATURE)
 
 
-def filtered_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Divide by the temperature and remove the tokens outside top-k, then outside top-p.
+def filters(sampling: Sequence[SamplingParameters], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return top-k, top-p and min-p of each row, [B] each, as `filtered_logits` takes them."""
+    active = [s if truncates(s) else SamplingParameters() for s in sampling]
+    return (
+        torch.tensor([s.top_k for s in active], dtype=torch.int64, device=device),
+        torch.tensor([s.top_p for s in active], dtype=torch.float32, device=device),
+        torch.tensor([s.min_p for s in active], dtype=torch.float32, device=device),
+    )
 
-    ``logits`` [B, V] of any float type; ``temperature`` and ``top_p`` [B] float32, ``top_k`` [B] int64
-    with 0 for no limit. Returns [B, V] float32 with -inf at removed tokens; at least one token stays.
-    Ties at the k-th value stay, and the smallest set with mass of at least top-p is kept, as in vLLM.
+
+def filtered_logits(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Divide by the temperature and remove the tokens below min-p, then outside top-k, then outside top-p.
+
+    ``logits`` [B, V] of any float type; ``temperature``, ``top_p`` and ``min_p`` [B] float32, ``top_k`` [B]
+    int64 with 0 for no limit. Returns [B, V] float32 with -inf at removed tokens; at least one token stays.
+    ``min_p`` is a share of the largest probability. Ties at the k-th value stay, and the smallest set with
+    mass of at least top-p is kept, as in vLLM.
     """
     logits = logits.float() / temperature[:, None]
     vocabulary = logits.shape[1]
+    if bool((min_p > 0).any()):
+        least = logits.amax(dim=1) + min_p.log()
+        logits = logits.masked_fill(logits < least[:, None], -torch.inf)
     limited = (top_k > 0) & (top_k < vocabulary)
     nucleus = top_p < 1
     if not bool((limited | nucleus).any()):
@@ -128,6 +151,7 @@ def to_rollouts(prompts: PromptBatch, responses: Sequence[Response], version: in
 
     ``temperature`` is the one at which the log-probs hold, see `log_prob_temperature`.
     """
+    sizes: list[Tensor] = []
     prompt_lengths = prompts.lengths.tolist()
     tokens: list[Tensor] = []
     log_probs: list[Tensor] = []
@@ -139,7 +163,9 @@ def to_rollouts(prompts: PromptBatch, responses: Sequence[Response], version: in
         tokens += [prompt, torch.tensor(response.tokens, dtype=torch.int64)]
         log_probs += [torch.zeros(len(prompt)), torch.tensor(response.log_probs, dtype=torch.float32)]
         mask += [torch.zeros(len(prompt), dtype=torch.bool), torch.ones(count, dtype=torch.bool)]
+        sizes += [torch.zeros(len(prompt), dtype=torch.int32), support_sizes(response)]
     count = len(responses)
+    support = [token for response in responses for kept in response.support for token in kept]
     added = torch.tensor([len(response.tokens) for response in responses], dtype=torch.int64)
     return Rollouts(
         tokens=torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64),
@@ -150,4 +176,15 @@ def to_rollouts(prompts: PromptBatch, responses: Sequence[Response], version: in
         finish_reason=torch.tensor([response.finish_reason for response in responses], dtype=torch.int64),
         policy_version=torch.full((count,), version, dtype=torch.int64),
         temperature=torch.tensor([log_prob_temperature(s) for s in prompts.sampling], dtype=torch.float32),
+        support_sizes=torch.cat(sizes) if sizes else torch.zeros(0, dtype=torch.int32),
+        support=torch.tensor(support, dtype=torch.int32),
     )
+
+
+def support_sizes(response: Response) -> Tensor:
+    """Return the size of each token's support: [n] int32, 0 where nothing was filtered out."""
+    if not response.support:
+        return torch.zeros(len(response.tokens), dtype=torch.int32)
+    if len(response.support) != len(response.tokens):
+        raise ValueError(f"expected a support per token, got {len(response.support)}")
+    return torch.tensor([len(kept) for kept in response.support], dtype=torch.int32)

@@ -15,11 +15,13 @@ from megatron_rl.rollout.sampling import (
     Response,
     draw,
     filtered_logits,
+    filters,
     is_greedy,
     log_prob_temperature,
     part_limit,
     row_seeds,
     to_rollouts,
+    truncates,
 )
 from megatron_rl.types import FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
 
@@ -230,17 +232,20 @@ def _decode(
     """Sample all rows to their limits (tokens, finish reason there); rows that are done leave the batch."""
     tokens: list[list[int]] = [[] for _ in prompts]
     log_probs: list[list[float]] = [[] for _ in prompts]
+    support: list[list[list[int]]] = [[] for _ in prompts]
     reasons = [reason for _, reason in limits]
     active = list(range(len(prompts)))
     logits = decoder.start(prompts)
     while active:
         settings, streams = [sampling[row] for row in active], [generators[row] for row in active]
-        chosen, values = _sample(logits, settings, streams)
+        chosen, values, kept = _sample(logits, settings, streams)
         going: list[int] = []
         for index, (token, value) in enumerate(zip(chosen.tolist(), values.tolist(), strict=True)):
             row = active[index]
             tokens[row].append(token)
             log_probs[row].append(value)
+            if truncates(sampling[row]):
+                support[row].append(kept[index].nonzero()[:, 0].tolist())
             if token in sampling[row].stop_token_ids:
                 reasons[row] = FINISH_STOP
             elif len(tokens[row]) < limits[row][0]:
@@ -252,7 +257,7 @@ def _decode(
             chosen = chosen[going]
         if active:
             logits = decoder.step(chosen)
-    return [Response(t, v, r) for t, v, r in zip(tokens, log_probs, reasons, strict=True)]
+    return [Response(*row) for row in zip(tokens, log_probs, reasons, support, strict=True)]
 
 
 def _stream(seed: int, done: int) -> torch.Generator:
@@ -264,13 +269,12 @@ def _stream(seed: int, done: int) -> torch.Generator:
 
 def _sample(
     logits: Tensor, sampling: Sequence[SamplingParameters], generators: Sequence[torch.Generator]
-) -> tuple[Tensor, Tensor]:
-    """Draw one token per row of ``logits`` [B, V]: tokens [B] and their log-probs [B]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token per row of ``logits`` [B, V]: tokens [B], log-probs [B], and what was left [B, V]."""
     target = logits.device
     greedy = torch.tensor([is_greedy(s) for s in sampling], device=target)
     temperature = torch.tensor([log_prob_temperature(s) for s in sampling], device=target)
-    top_k = torch.tensor([0 if is_greedy(s) else s.top_k for s in sampling], device=target)
-    top_p = torch.tensor([1.0 if is_greedy(s) else s.top_p for s in sampling], device=target)
-    filtered = filtered_logits(logits, temperature, top_k, top_p)
+    filtered = filtered_logits(logits, temperature, *filters(sampling, target))
     chosen = draw(filtered, greedy, generators)
-    return chosen, filtered.log_softmax(dim=1).gather(1, chosen[:, None])[:, 0]
+    log_probs = filtered.log_softmax(dim=1).gather(1, chosen[:, None])[:, 0]
+    return chosen, log_probs, filtered > -torch.inf

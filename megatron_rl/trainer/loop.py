@@ -163,8 +163,8 @@ def check_mismatch(difference: float | None, config: MismatchConfig) -> str | No
         return words
     raise MismatchError(
         f"{words}. Training would follow gradients of another policy. Likely causes: weights that did not "
-        "arrive (see hybrid_engine.verify), another dtype or attention kernel in the engine, or sampling "
-        "filters (top_p, top_k) without correction. mismatch.stop sets the limit."
+        "arrive (see hybrid_engine.verify), or another dtype or attention kernel in the engine. "
+        "mismatch.stop sets the limit."
     )
 
 

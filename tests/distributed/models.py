@@ -34,20 +34,29 @@ def write_model(folder: Path, family: str, seed: int = 0, **changes: object) -> 
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     path = folder / family
     model.save_pretrained(path)
-    torch.save(make_batch(model), path / "batch.pt")
+    torch.save(make_batch(model, truncated=family == "llama"), path / "batch.pt")
     return path
 
 
 @torch.no_grad()
-def make_batch(model: torch.nn.Module, rows: int = 12) -> TrainBatch:
-    """Return rows of 4 to 23 tokens; old log-probs lie near the model's, so that some tokens are clipped."""
+def make_batch(model: torch.nn.Module, rows: int = 12, truncated: bool = False) -> TrainBatch:
+    """Return rows of 4 to 23 tokens; old log-probs lie near the model's, so that some tokens are clipped.
+
+    ``truncated`` gives two of three response tokens a support: themselves and some others.
+    """
     lengths = torch.randint(4, 24, (rows,))
     count = int(lengths.sum())
     tokens = torch.randint(0, 67, (count,))
     prompts = (lengths.float() * torch.rand(rows) * 0.6).long().clamp(min=1)
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompts.tolist(), strict=True)])
     temperature = torch.full((rows,), 0.8)
-    exact = reference_log_probs(model, tokens, lengths, temperature)
+    sizes = support = None
+    if truncated:
+        left = torch.rand(count, 67) < torch.rand(count, 1)
+        left[torch.arange(count), tokens] = True
+        left[~mask | (torch.arange(count) % 3 == 0)] = False
+        sizes, support = left.sum(1).int(), left.nonzero()[:, 1].int()
+    exact = reference_log_probs(model, tokens, lengths, temperature, sizes, support)
     return TrainBatch(
         tokens=tokens,
         lengths=lengths,
@@ -58,16 +67,30 @@ def make_batch(model: torch.nn.Module, rows: int = 12) -> TrainBatch:
         old_log_probs=(exact + 0.2 * torch.randn(count)) * mask,
         ref_log_probs=(exact + 0.2 * torch.randn(count)) * mask,
         group=torch.arange(rows) // 4,
+        support_sizes=sizes,
+        support=support,
     )
 
 
 @torch.no_grad()
 def reference_log_probs(
-    model: torch.nn.Module, tokens: torch.Tensor, lengths: torch.Tensor, temperature: torch.Tensor
+    model: torch.nn.Module,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    temperature: torch.Tensor,
+    sizes: torch.Tensor | None = None,
+    support: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return transformers' log-probs [N] in float32, one row at a time; 0 on each first token."""
     parts = []
-    for row, heat in zip(split_rows(tokens, lengths), temperature.tolist(), strict=True):
-        log_p = torch.log_softmax(model(row[None]).logits[0, :-1].float() / heat, -1)
+    left = torch.ones(len(tokens), 67, dtype=torch.bool)
+    if sizes is not None and support is not None:
+        left = (sizes == 0)[:, None].repeat(1, 67)
+        left[torch.repeat_interleave(torch.arange(len(tokens)), sizes), support.long()] = True
+    for row, heat, allowed in zip(
+        split_rows(tokens, lengths), temperature.tolist(), split_rows(left, lengths), strict=True
+    ):
+        logits = model(row[None]).logits[0, :-1].float() / heat
+        log_p = torch.log_softmax(logits.masked_fill(~allowed[1:], -torch.inf), -1)
         parts.append(torch.cat((torch.zeros(1), log_p.gather(1, row[1:, None])[:, 0])))
     return torch.cat(parts)

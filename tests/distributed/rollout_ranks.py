@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,11 +55,13 @@ GREEDY = SamplingParameters(temperature=0.0, max_response_tokens=20)
 SAMPLED = SamplingParameters(temperature=0.8, max_response_tokens=20)
 
 
-def build(path: Path, tensor: int, ranks: tuple[int, ...] | None = None, load: bool = False) -> VllmEngine:
+def build(
+    path: Path, tensor: int, ranks: tuple[int, ...] | None = None, load: bool = False, **rollout: Any
+) -> VllmEngine:
     layout = ParallelLayout(ranks or tuple(range(device.world_size())), tensor=tensor)
     return VllmEngine(
         path,
-        RolloutConfig(tensor=tensor),
+        RolloutConfig(tensor=tensor, **rollout),
         layout=layout,
         rank=device.rank(),
         dtype="float32",
@@ -95,17 +98,28 @@ def close_to(left: Rollouts, right: Rollouts) -> None:
     torch.testing.assert_close(left.rollout_log_probs, right.rollout_log_probs, atol=1e-4, rtol=0)
 
 
+def supports(rollouts: Rollouts, vocabulary: int) -> torch.Tensor:
+    """Mark the tokens that each position was drawn from: [N, V] bool."""
+    assert rollouts.support_sizes is not None and rollouts.support is not None
+    left = (rollouts.support_sizes == 0)[:, None].repeat(1, vocabulary)
+    positions = torch.repeat_interleave(torch.arange(len(left)), rollouts.support_sizes)
+    left[positions, rollouts.support.long()] = True
+    return left
+
+
 def transformers_agree(reference: TorchEngine, rollouts: Rollouts) -> None:
     """Compare reported log-probs with transformers' own, recomputed row by row at the temperature."""
-    for row, mask, values, temperature in zip(
+    for row, mask, values, left, temperature in zip(
         split_rows(rollouts.tokens, rollouts.lengths),
         split_rows(rollouts.response_mask, rollouts.lengths),
         split_rows(rollouts.rollout_log_probs, rollouts.lengths),
+        split_rows(supports(rollouts, 301), rollouts.lengths),
         rollouts.temperature.tolist(),
         strict=True,
     ):
         with torch.no_grad():
             logits = reference._model(row[None]).logits[0, :-1].float() / temperature  # pyright: ignore
+        logits = logits.masked_fill(~left[1:], -torch.inf)
         expected = logits.log_softmax(1).gather(1, row[1:, None])[:, 0]
         torch.testing.assert_close(values[1:][mask[1:]], expected[mask[1:]], atol=1e-4, rtol=0)
         assert not values[~mask].any()
@@ -129,7 +143,7 @@ def check_family(path: Path, tensor: int) -> None:
 
 def check_sampling(path: Path) -> None:
     """Parameters per row, seeds per position, stop tokens, failed rows, untouched generators."""
-    engine, reference = build(path, 2, load=True), TorchEngine.from_hf(path)
+    engine, reference = build(path, 2, load=True, min_p=0.1), TorchEngine.from_hf(path)
     rows = random_rows(8, seed=2)
     before = torch.get_rng_state()
     whole = engine.generate(make_prompts(rows, SAMPLED), seed=5)
@@ -147,6 +161,17 @@ def check_sampling(path: Path) -> None:
     close_to(result.rows([0, 4]), greedy.rows([0, 4]))
     assert torch.equal(result.rows([3, 7]).tokens, greedy.rows([3, 7]).tokens)
     assert not result.rows([3, 7]).rollout_log_probs.any()  # top-k 1 leaves one token
+    mixed = [SAMPLED, SAMPLED._replace(top_k=3), SAMPLED._replace(top_p=0.5), SAMPLED._replace(min_p=0.2)] * 2
+    truncated = engine.generate(make_prompts(rows, *mixed), seed=5)
+    transformers_agree(reference, truncated)
+    assert torch.equal(truncated.rows([0, 4]).tokens, whole.rows([0, 4]).tokens)
+    first = in_parts(
+        engine, partial.begin(make_prompts(rows, *mixed), 1, seed=5, version=0), (6, 20), (0, 0)
+    ).rollouts
+    transformers_agree(reference, first)
+    sizes = [row[row > 0].float() for row in split_rows(truncated.support_sizes, truncated.lengths)]
+    assert [len(row) for row in sizes] == [0, 20, 20, 20] * 2
+    assert float(sizes[1].mean()) == 3 and all(1 < float(sizes[row].mean()) < 100 for row in (2, 3))
 
     stop = int(split_rows(whole.tokens, whole.lengths)[0][len(rows[0]) + 3])
     ended = engine.generate(make_prompts(rows[:1], SAMPLED._replace(stop_token_ids=(stop,))), seed=5)
@@ -240,9 +265,8 @@ def in_parts(engine: VllmEngine, flight: InFlight, parts, versions, between=None
         reasons[index] = torch.tensor([part.finish_reason for part in added], dtype=torch.long)
         counts = torch.zeros(len(reasons), dtype=torch.long)
         counts[index] = torch.tensor([len(part.tokens) for part in added], dtype=torch.long)
-        tokens = torch.tensor([token for part in added for token in part.tokens], dtype=torch.long)
-        values = torch.tensor([value for part in added for value in part.log_probs])
-        flight = partial.extended(flight, counts, tokens, values, reasons, version)
+        more = partial.added_rows(rows, added, [0] * len(rows))
+        flight = partial.extended(flight, counts, more, reasons, version)
         if between is not None:
             between()
             between = None

@@ -106,7 +106,9 @@ def test_log_probs_are_those_of_transformers(folder: Path, family: str) -> None:
     found = torch.load(saved, weights_only=False)
     batch = torch.load(folder / family / "batch.pt", weights_only=False)
     model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
-    expected = reference_log_probs(model, batch.tokens, batch.lengths, batch.temperature)
+    expected = reference_log_probs(
+        model, batch.tokens, batch.lengths, batch.temperature, batch.support_sizes, batch.support
+    )
     difference = (found["log_probs"] - expected)[batch.response_mask].abs().max()
     print(f"{family}: largest difference to transformers {difference:.1e}")
     assert difference < 2e-5

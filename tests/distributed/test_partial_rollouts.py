@@ -63,13 +63,14 @@ def test_delays_and_a_resume_change_nothing_and_the_bound_holds(fork, material, 
 def test_replicas_change_nothing_and_discarded_prompts_come_again(fork, material, tmp_path):
     frozen = {"optimizer": {"learning_rate": 1e-30}}
     for name, ranks in (("one", 1), ("two", 2)):
-        file = run(tmp_path / name, material, actor=frozen, rollout=ROLLOUT)
+        file = run(tmp_path / name, material, actor=frozen, rollout=ROLLOUT | {"top_p": 0.9, "min_p": 0.01})
         fork("megatron_rl", ranks, "train", file, "placement=colocate", "steps=3", module=True)
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     for mine, truth in zip(two, one, strict=True):
         for name in ("reward/mean", "rollout/rounds", "response/length", "rollout/discarded_tokens"):
             assert mine[name] == pytest.approx(truth[name], rel=1e-6), (truth["step"], name)
         assert truth["rollout/discarded_prompts"] == 6 and "staleness/max" not in truth
+        assert mine["mismatch/abs_diff"] < 1e-4, "log-probs are not over the tokens that were sampled from"
     tables = [pandas.read_parquet(tmp_path / f"one/run/rollouts/step_{step}.parquet") for step in (1, 2, 3)]
     assert [len(table) for table in tables] == [16, 16, 16]
     source = [json.loads(line)["prompt"] for line in (material / "train.jsonl").read_text().splitlines()]

@@ -67,9 +67,10 @@ def _weights(folder: Path) -> dict[str, bytes]:
 
 
 def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path):
-    whole = _config(tmp_path / "whole", material)
+    truncated = {"rollout": {"top_p": 0.9, "sampling_profiles": {"other": {"top_k": 5}}}}
+    whole = _config(tmp_path / "whole", material, **truncated)
     torchrun("megatron_rl", 2, "train", whole, module=True)
-    parted = _config(tmp_path / "parted", material)
+    parted = _config(tmp_path / "parted", material, **truncated)
     fork("megatron_rl", 2, "train", parted, "steps=2", "checkpoint.export=false", module=True)
     first = _lines(tmp_path / "parted/run")
     second = fork("megatron_rl", 2, "train", parted, module=True)

@@ -36,7 +36,7 @@ FREE = """
     max_num_scheduled_tokens max_num_seqs num_gpu_blocks_override numa_bind numa_bind_cpus
     numa_bind_nodes optimization_level otlp_traces_endpoint per_request_spec_decode_metrics
     performance_mode prefill_schedule_interval prefix_cache_retention_interval prefix_caching_hash_algo
-    prefix_match_unit profiler_config replayssm_buffer_len return_sampling_mask
+    prefix_match_unit profiler_config replayssm_buffer_len
     scheduler_cls scheduler_reserve_full_isl scheduling_policy served_model_name
     show_hidden_metrics_for_version shutdown_timeout sleep_mode_offload_cudagraph
     sparse_indexer_topk_backend stream_interval structured_outputs_config swa_bounded_replay

@@ -152,8 +152,6 @@ def test_unreadable_files(path: str) -> None:
 
 WARNINGS = [
     (("batch.samples_per_prompt=1",), "compares samples of one prompt"),
-    (("rollout.top_p=0.9",), "samples from a truncated distribution"),
-    (("rollout.top_k=5",), "samples from a truncated distribution"),
     (("batch.optimizer_steps=3",), "optimizer steps get different numbers of prompts"),
     (("actor.optimizer.decay=cosine",), "ends where it starts"),
     (("data.eval=null",), "nothing is evaluated"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.parallel import log_probs as module
-from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.parallel.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
 
 ALONE = SimpleNamespace(size=lambda: 1)
 
@@ -42,6 +42,41 @@ def test_values_and_gradients_equal_the_dense_softmax(chunk):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+def _truncated():
+    """Return the case, the supports of its rows (one row over all), and what they leave out, [n, V] bool."""
+    case = _case()
+    targets, vocabulary = case[2], case[4]
+    generator = torch.Generator().manual_seed(1)
+    left = torch.rand(len(targets), vocabulary, generator=generator) < 0.3
+    left[torch.arange(len(targets)), targets] = True
+    sizes = left.sum(1)
+    sizes[3] = 0
+    left[3] = False
+    support = Support(sizes.int(), left.nonzero()[:, 1].int())
+    left[3] = True
+    return case, support, ~left
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_distributions_over_some_tokens_only(chunk):
+    (states, weight, targets, temperature, vocabulary), support, outside = _truncated()
+    shard = VocabularyShard(0, vocabulary, ALONE)
+    found = vocab_parallel_log_probs(states, weight, targets, temperature, shard, chunk, support=support)
+    logits = ((states @ weight[:vocabulary].T) / temperature[:, None]).masked_fill(outside, -torch.inf)
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(outside, 0)).sum(-1)
+    wanted = log_p.gather(1, targets[:, None])[:, 0], entropy
+    mix = torch.linspace(-1, 1, len(targets), dtype=torch.float64)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        gradients = [
+            torch.autograd.grad((value * mix).sum(), (states, weight), retain_graph=True)
+            for value in (mine, theirs)
+        ]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
 def test_gradcheck():
     states, weight, targets, temperature, vocabulary = _case(rows=4, hidden=3, vocabulary=5, padded=6)
     shard = VocabularyShard(0, vocabulary, ALONE)
@@ -50,22 +85,23 @@ def test_gradcheck():
     )
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_shards_combine_to_the_whole(parts):
-    states, weight, targets, temperature, vocabulary = _case()
+@pytest.mark.parametrize("parts", [2, 4, 16])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_shards_combine_to_the_whole(parts, truncated):
+    (states, weight, targets, temperature, vocabulary), support, _ = _truncated()
+    support = support if truncated else None
     rows = len(weight) // parts
     stats = []
     for part in range(parts):
         shard = VocabularyShard(part * rows, vocabulary, ALONE)
         local = weight[part * rows : (part + 1) * rows].detach()
-        logits = module._logits(states.detach(), local, temperature, shard)
-        peak = logits.amax(-1)
-        index, mine = module._local_targets(targets, local, shard)
-        target = logits.gather(1, index[:, None])[:, 0].masked_fill(~mine, module._MASKED)
-        shifted = logits - peak[:, None]
-        stats.append(torch.stack((peak, shifted.exp().sum(-1), (shifted.exp() * shifted).sum(-1), target)))
+        stats.append(
+            module.chunked_statistics(states.detach(), local, targets, temperature, shard, 4, support)
+        )
     _, found, entropy = module._combine(torch.stack(stats))
-    wanted, wanted_entropy = _dense(states, weight, targets, temperature, vocabulary)
+    wanted, wanted_entropy = vocab_parallel_log_probs(
+        states, weight, targets, temperature, VocabularyShard(0, vocabulary, ALONE), support=support
+    )
     torch.testing.assert_close(found, wanted.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(entropy, wanted_entropy.detach(), rtol=1e-12, atol=1e-12)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_torch_engine import prompts
 
+from megatron_rl.parallel.exchange import RowShard
 from megatron_rl.rollout import partial
 from megatron_rl.rollout.partial import InFlight, choose, is_enough
 from megatron_rl.rollout.sampling import Response
@@ -20,16 +21,26 @@ def flight_of(*rows: list[int], samples: int = 2, version: int = 4) -> InFlight:
     return partial.begin(prompts(list(rows)), samples, seed=7, version=version)
 
 
+def grown(tokens: list[int], values: list[float], support: list[list[int]] | tuple[()] = ()) -> RowShard:
+    """Return tokens of all rows in the form that they are gathered in."""
+    return partial.added_rows([0], [Response(tokens, values, UNFINISHED, support)], [0])
+
+
 def test_added_tokens_keep_their_versions_and_the_oldest_counts():
     flight = flight_of([1, 2, 3], [4], samples=2)
     assert flight.open_rows() == [0, 1, 2, 3] and flight.samples == 2
     reasons = torch.tensor([UNFINISHED, UNFINISHED, FINISH_STOP, UNFINISHED])
-    tokens, values = torch.tensor([10, 11, 20, 30]), torch.tensor([-1.0, -1.1, -2.0, -3.0])
-    first = partial.extended(flight, torch.tensor([2, 0, 1, 1]), tokens, values, reasons, 4)
+    more = grown([10, 11, 20, 30], [-1.0, -1.1, -2.0, -3.0], [[10, 1], [11], [], [3, 30]])
+    first = partial.extended(flight, torch.tensor([2, 0, 1, 1]), more, reasons, 4)
     assert first.open_rows() == [0, 1, 3]
-    tokens, values = torch.tensor([12, 40, 41]), torch.tensor([-1.2, -4.0, -4.1])
-    second = partial.extended(first, torch.tensor([1, 2, 0, 0]), tokens, values, reasons, 6)
+    more = grown([12, 40, 41], [-1.2, -4.0, -4.1], [[12], [], [41, 5]])
+    second = partial.extended(first, torch.tensor([1, 2, 0, 0]), more, reasons, 6)
     rollouts = second.rollouts
+    assert rollouts.support_sizes is not None and rollouts.support is not None
+    assert [row.tolist() for row in split_rows(rollouts.support_sizes, rollouts.lengths)] == [
+        [0, 0, 0, 2, 1, 1], [0, 0, 0, 0, 2], [0, 0], [0, 2]
+    ]  # fmt: skip
+    assert rollouts.support.tolist() == [10, 1, 11, 12, 41, 5, 3, 30]
     assert [row.tolist() for row in split_rows(rollouts.tokens, rollouts.lengths)] == [
         [1, 2, 3, 10, 11, 12], [1, 2, 3, 40, 41], [4, 20], [4, 30]
     ]  # fmt: skip
@@ -129,4 +140,4 @@ def rounds_of(
         added = torch.minimum(torch.tensor(rows) - have, torch.tensor(tokens))
         reasons = torch.where(have + added < torch.tensor(rows), UNFINISHED, FINISH_STOP)
         count = int(added.sum())
-        flight = partial.extended(flight, added, torch.ones(count), torch.zeros(count), reasons, version)
+        flight = partial.extended(flight, added, grown([1] * count, [0.0] * count), reasons, version)

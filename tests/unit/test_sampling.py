@@ -41,9 +41,9 @@ def prompts(*rows: list[int], sampling: SamplingParameters | None = None) -> Pro
 
 
 def settings(
-    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, rows: int = 1
+    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, rows: int = 1
 ) -> tuple[torch.Tensor, ...]:
-    return (torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p))
+    return tuple(torch.full((rows,), value) for value in (temperature, top_k, top_p, min_p))
 
 
 def test_row_seeds_depend_on_seed_and_position_alone():
@@ -86,10 +86,19 @@ def test_top_p_keeps_the_smallest_set_with_enough_mass(top_p: float, expected: l
     assert kept.nonzero().flatten().tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("min_p", "expected"), [(0.0, [0, 1, 2, 3]), (0.3, [0, 1, 2]), (0.45, [0, 1]), (1.0, [0])]
+)
+def test_min_p_is_a_share_of_the_largest_probability(min_p: float, expected: list[int]):
+    kept = filtered_logits(torch.tensor([[0.5, 0.25, 0.2, 0.05]]).log(), *settings(min_p=min_p)).isfinite()
+    assert kept[0].nonzero().flatten().tolist() == expected
+
+
 def test_filters_are_per_row_and_top_p_sees_what_top_k_left():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(3, 1)
     temperature, top_p = torch.ones(3), torch.tensor([1.0, 0.6, 0.5])
-    kept = filtered_logits(logits, temperature, torch.tensor([0, 0, 2]), top_p).isfinite()
+    kept = filtered_logits(logits, temperature, torch.tensor([0, 0, 2]), top_p, torch.zeros(3))
+    kept = kept.isfinite()
     assert kept.sum(1).tolist() == [4, 2, 1]  # the third row: 0.4 of 0.7 is more than half
 
 
@@ -130,8 +139,28 @@ def test_result_is_ragged_and_aligned():
     assert result.finish_reason.tolist() == [FINISH_STOP, FINISH_FAILED, FINISH_LENGTH]
     assert result.group.tolist() == [0, 1, 2]
     assert result.policy_version.tolist() == [4, 4, 4]
+    assert not result.support_sizes.any() and not len(result.support)
     with pytest.raises(ValueError, match="one log-prob per token"):
         to_rollouts(prompts([1]), [Response([2], [], FINISH_STOP)], version=0)
+
+
+def test_supports_follow_their_tokens():
+    batch = prompts([1, 2], [3], [4])
+    responses = [
+        Response([9, 8], [-0.5, -0.25], FINISH_STOP, [[9, 7], [8]]),
+        Response([5], [-1.0], FINISH_STOP),
+        Response([6], [0.0], FINISH_STOP, [[4, 5, 6]]),
+    ]
+    result = to_rollouts(batch, responses, version=1)
+    assert result.support_sizes.tolist() == [0, 0, 2, 1, 0, 0, 0, 3]
+    assert result.support.tolist() == [9, 7, 8, 4, 5, 6]
+    chosen = result.rows([2, 0])
+    assert chosen.support_sizes.tolist() == [0, 3, 0, 0, 2, 1]
+    assert chosen.support.tolist() == [4, 5, 6, 9, 7, 8]
+    joined = type(result).concatenate([chosen, result.rows([1])])
+    assert joined.rows([2, 1]).support.tolist() == [9, 7, 8]
+    with pytest.raises(ValueError, match="a support per token"):
+        to_rollouts(prompts([1]), [Response([2, 3], [0.0, 0.0], FINISH_STOP, [[2]])], version=0)
 
 
 def test_no_rows():

@@ -65,14 +65,19 @@ def model(checkpoint: Path) -> torch.nn.Module:
 def reference_log_probs(model: torch.nn.Module, rollouts: Rollouts) -> torch.Tensor:
     """Return transformers' log-probs of all response tokens, row by row without padding."""
     parts = []
-    for row, mask, temperature in zip(
+    left = (rollouts.support_sizes == 0)[:, None].repeat(1, 97)
+    positions = torch.repeat_interleave(torch.arange(len(left)), rollouts.support_sizes)
+    left[positions, rollouts.support.long()] = True
+    for row, mask, allowed, temperature in zip(
         rollouts.tokens.split(rollouts.lengths.tolist()),
         rollouts.response_mask.split(rollouts.lengths.tolist()),
+        left.split(rollouts.lengths.tolist()),
         rollouts.temperature,
         strict=True,
     ):
         with torch.no_grad():
             logits = model(row[None]).logits[0, :-1] / temperature
+        logits = logits.masked_fill(~allowed[1:], -torch.inf)
         picked = logits.log_softmax(1).gather(1, row[1:, None])[:, 0]
         parts.append(picked[mask[1:]])
     return torch.cat(parts)
@@ -119,10 +124,17 @@ def test_stop_token_ends_and_belongs_to_the_response(engine: TorchEngine):
     assert ended.finish_reason.tolist() == [FINISH_STOP]
 
 
-def test_filtered_tokens_are_never_sampled(engine: TorchEngine):
+def test_filtered_tokens_are_never_sampled(engine: TorchEngine, model: torch.nn.Module):
     narrow = engine.generate(prompts(ROWS, top_k=1), seed=6)
     assert torch.equal(narrow.tokens, engine.generate(prompts(ROWS, temperature=0.0), seed=6).tokens)
     assert not narrow.rollout_log_probs.any()  # a distribution of one token
+    assert torch.equal(narrow.support.long(), narrow.tokens[narrow.response_mask])
+    wide = engine.generate(prompts(ROWS, top_p=0.8, min_p=0.02, temperature=0.7), seed=6)
+    torch.testing.assert_close(
+        wide.rollout_log_probs[wide.response_mask], reference_log_probs(model, wide), atol=1e-5, rtol=0
+    )
+    sizes = wide.support_sizes[wide.response_mask]
+    assert 1 < sizes.float().mean() < 90 and not wide.support_sizes[~wide.response_mask].any()
 
 
 def test_over_long_and_empty_prompts_fail_their_row_only(engine: TorchEngine):

@@ -78,6 +78,14 @@ class RolloutConfig:
         advice="0 switches top-k off",
         also_called={"slime": "rollout_top_k"},
     )
+    min_p: float = setting(
+        0.0,
+        "Smallest probability that is sampled from, as a share of the largest.",
+        at_least=0,
+        at_most=1,
+        per_task=True,
+        advice="0 switches min-p off",
+    )
     max_response_tokens: int = setting(
         256,
         "Longest response.",
@@ -101,7 +109,8 @@ class RolloutConfig:
         (), "Texts, of one token each, that end a response beside the model's own.", per_task=True
     )
     sampling_profiles: dict[str, dict[str, Any]] = setting(
-        {}, "Sampling of single tasks, by task name: temperature, top_p, top_k, max_response_tokens, stop."
+        {},
+        "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens, stop.",
     )
     oversample: float = setting(
         0.0,
@@ -134,6 +143,13 @@ class RolloutConfig:
     vllm: dict[str, Any] = setting(
         {}, "Fields of vLLM's EngineArgs.", also_called={"verl": "engine_kwargs", "NeMo-RL": "vllm_cfg"}
     )
+
+    @property
+    def truncates(self) -> bool:
+        """Say whether some task is sampled from some of the tokens only."""
+        own = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        settings = [own | profile for profile in ({}, *self.sampling_profiles.values())]
+        return any(s["top_p"] < 1 or s["top_k"] > 0 or s["min_p"] > 0 for s in settings)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from megatron_rl.rollout.sampling import (
     part_seed,
     row_seeds,
     to_rollouts,
+    truncates,
 )
-from megatron_rl.rollout.vllm import setup, weights
+from megatron_rl.rollout.vllm import setup, truncation, weights
 from megatron_rl.rollout.vllm.live import LiveWeights, live_model
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import read_pretrained
@@ -61,6 +63,7 @@ class VllmEngine:
         self._path = Path(model_path)
         self._max_model_len = max_model_len
         self._sleep_level = sleep_level
+        self._truncates = config.truncates
         self._asleep: set[str] = set()
         self._requests = 0
         setup.prepare_vllm()
@@ -99,6 +102,7 @@ class VllmEngine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "enforce_eager": device.on_host(),
+            **(truncation.engine_arguments() if self._truncates else {}),
         }
         if device.on_host():
             size = setup.host_cache_bytes(self._path, tensor, dtype, self._max_model_len)
@@ -163,7 +167,7 @@ class VllmEngine:
     ) -> list[Response]:
         engine = self._llm.llm_engine
         responses = [FAILED] * len(texts)
-        waiting: dict[str, tuple[int, int]] = {}
+        waiting: dict[str, tuple[int, int, truncation.Support | None]] = {}
         for row, text in enumerate(texts):
             room = min(sampling[row].max_response_tokens, self._max_model_len - len(text))
             done = len(begun[row].tokens)
@@ -173,13 +177,21 @@ class VllmEngine:
             count, reason = part_limit(room, done, tokens)
             parameters = _vllm_parameters(sampling[row], count, part_seed(seeds[row], done))
             request = {"prompt_token_ids": [*text, *begun[row].tokens] if done else text}
+            support = None
+            if self._truncates:
+                support = truncation.add_filters(parameters, sampling[row])
+            elif truncates(sampling[row]):
+                raise ValueError("a request truncates, and the engine's RolloutConfig says that none does")
             engine.add_request(str(self._requests), request, parameters)
-            waiting[str(self._requests)] = row, reason
+            waiting[str(self._requests)] = row, reason, support
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    row, reason = waiting.pop(output.request_id)
+                    row, reason, support = waiting.pop(output.request_id)
                     responses[row] = _response(output.outputs[0], reason)
+                    if self._truncates and responses[row].tokens:
+                        tokens_left = truncation.support_of(output.outputs[0], support, sampling[row])
+                        responses[row] = replace(responses[row], support=tokens_left)
         return responses
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -235,8 +247,6 @@ def _vllm_parameters(sampling: SamplingParameters, count: int, seed: int) -> Any
 
     return SamplingParams(
         temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
         max_tokens=count,
         stop_token_ids=list(sampling.stop_token_ids),
         seed=seed,
