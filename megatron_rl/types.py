@@ -194,7 +194,8 @@ class Scores:
     ``rewards`` [B] float32 and ``valid`` [B] bool: a row whose reward failed is invalid and its reward
     is NaN, never 0. ``components`` name -> [B]. ``old_log_probs``, ``ref_log_probs``, ``values`` [N]
     float32, each None where no role computes it; ``entropy`` [N] of the old policy.
-    ``baseline_rewards`` [B] is the reward of a greedy response to the row's prompt, for ReMax.
+    ``baseline_rewards`` [B] is the reward of a greedy response to the row's prompt, for ReMax, and
+    ``baseline_lengths`` [B] int64 its tokens.
     """
 
     rewards: Tensor
@@ -205,6 +206,7 @@ class Scores:
     values: Tensor | None = None
     entropy: Tensor | None = None
     baseline_rewards: Tensor | None = None
+    baseline_lengths: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,46 @@ class Algorithm:
         """Yield every mistake in the pieces' settings, and in what goes together."""
         for name, piece in self.pieces().items():
             yield from piece.problems(f"algorithm.{name}")
-        if self.kl.in_reward and not self.advantage.reads_kl_penalty:
+        if not self.advantage.reads_rewards:
+            yield from self._unread()
+        if (
+            self.policy_loss.follows_rollout
+            and self.correction.level != "none"
+            and not self.correction.bypass
+        ):
             yield UserError(
-                f"{type(self.advantage).__name__} does not read the reward that a KL penalty is taken off",
+                f"{type(self.policy_loss).__name__} holds the whole ratio to the policy that sampled, which "
+                "weights of a correction would count again",
+                where="algorithm.correction.level",
+                expected="none with this loss",
+                got=self.correction.level,
+                fix="write correction: {level: none}; a rejection may stay",
+            )
+
+    def _unread(self) -> Iterator[UserError]:
+        """Yield what changes the whole reward, beside an advantage that reads the reward's components."""
+        name = type(self.advantage).__name__
+        if self.kl.in_reward:
+            yield UserError(
+                f"{name} does not read the reward that a KL penalty is taken off",
                 where="algorithm.kl",
                 expected="a KL penalty in the loss, or none",
                 got="a KL penalty in the reward",
                 fix="write kl: loss",
+            )
+        if self.overlong.buffer is not None:
+            yield UserError(
+                f"{name} does not read the reward that the overlong penalty is taken off",
+                where="algorithm.overlong.buffer",
+                expected="null: no penalty",
+                got=f"{self.overlong.buffer:g}",
+                fix="have the reward function return the penalty as a component of its own",
+            )
+        if self.reward_shaping.changes:
+            yield UserError(
+                f"{name} does not read the reward that is shaped, and scales each component by itself",
+                where="algorithm.reward_shaping",
+                expected="no shaping",
+                got="settings that change the reward",
+                fix="leave it out; advantage.weights weigh the components, advantage.clip bounds the result",
             )

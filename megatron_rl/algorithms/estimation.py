@@ -72,8 +72,12 @@ def _inputs(
     """Shape the rewards and lay them on tokens."""
     lengths, shaping = rollouts.lengths, algorithm.reward_shaping
     moments = shaping.moments_after(state.moments, scores.rewards, valid)
-    rewards = shaping.shape(scores.rewards, valid, moments)
-    rewards = algorithm.overlong.punish(rewards, valid, row_sums(mask.double(), lengths))
+
+    def shaped(values: Tensor, response_lengths: Tensor) -> Tensor:
+        values = shaping.shape(values, scores.rewards, valid, moments)
+        return algorithm.overlong.punish(values, valid, response_lengths)
+
+    rewards = shaped(scores.rewards, row_sums(mask.double(), lengths))
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
     last = last_masked_token(mask, lengths)
     token_rewards[last[last >= 0]] = rewards[last >= 0]
@@ -84,7 +88,11 @@ def _inputs(
         penalty = torch.where(mask, state.kl_coef * kl, 0)
         token_rewards = token_rewards - penalty
         rewards = rewards - row_sums(penalty, lengths)
-    baseline = scores.baseline_rewards
+    baseline, baseline_lengths = scores.baseline_rewards, scores.baseline_lengths
+    if baseline is not None:
+        if baseline_lengths is None:
+            raise ValueError("Scores.baseline_rewards without their baseline_lengths")
+        baseline = shaped(baseline, baseline_lengths)
     return AdvantageInputs(
         rewards=rewards,
         token_rewards=token_rewards,
@@ -93,8 +101,7 @@ def _inputs(
         group=rollouts.group,
         valid=valid,
         values=None if scores.values is None else scores.values.double(),
-        # Scaled as the samples' rewards are; normalising is not for single rewards.
-        baseline_rewards=None if baseline is None else shaping.scaled(baseline, valid),
+        baseline_rewards=baseline,
         components={name: value.double() for name, value in scores.components.items()},
     )
 

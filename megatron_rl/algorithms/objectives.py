@@ -99,9 +99,9 @@ def _corrected_loss(algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor) 
         loss = loss * micro.correction
     delta = algorithm.policy_loss.opsm_delta
     if delta is not None:
-        old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
+        rollout_log_probs, advantages = fields_of(micro, "rollout_log_probs", "advantages")
         rows = (micro.response_mask, micro.lengths)
-        keep = off_policy_sequence_mask(log_probs, old_log_probs, advantages, *rows, delta=delta)
+        keep = off_policy_sequence_mask(log_probs, rollout_log_probs, advantages, *rows, delta=delta)
         loss = torch.where(keep, loss, 0)
         indicators = {**indicators, "opsm_fraction": ~keep}
     return TokenLoss(loss, indicators), metrics

@@ -22,6 +22,10 @@ from megatron_rl.types import TrainBatch
 class PreferenceSettings:
     """Set a DPO loss: ``kind`` is sigmoid, robust, hinge, ipo or simpo; ``beta`` its strength.
 
+    Strengths: 0.1 is DPO's (arXiv:2305.18290, section 6) and TRL's for IPO; SimPO takes 2.0 with a margin of
+    0.5 (arXiv:2405.14734, its authors' code).
+
+
     ``label_smoothing`` is the assumed share of flipped labels (sigmoid, robust); ``margin`` is SimPO's gamma.
     ``sft_coef`` adds the chosen response's mean negative log-likelihood.
     """
@@ -55,7 +59,7 @@ def dpo_loss(
     kind: str = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return a DPO loss per pair [P] from the responses' summed log-probs.
+    """Return a DPO loss per pair [P] from the responses' summed log-probs, for ``ipo`` their means per token.
 
     With ``h = (chosen - ref_chosen) - (rejected - ref_rejected)`` and e = ``label_smoothing``:
 
@@ -63,8 +67,8 @@ def dpo_loss(
       equation 7; e > 0: conservative DPO)
     - ``robust``: ``(-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)`` (arXiv:2403.00409)
     - ``hinge``: ``max(0, 1 - beta h)`` (SLiC, arXiv:2305.10425)
-    - ``ipo``: ``(h - 1 / (2 beta))^2`` (arXiv:2310.12036, equation 17; give log-probs averaged per token, as
-      common practice does, for long responses)
+    - ``ipo``: ``(h - 1 / (2 beta))^2`` (arXiv:2310.12036, equation 17; averaged per token, as its authors
+      advise and TRL does, so that the target does not depend on the length)
 
     Example:
         >>> zero = torch.zeros(1)
@@ -111,15 +115,16 @@ def dpo_objective(
     log_probs = masked(log_probs, mask)
     sums = row_sums(log_probs, lengths)
     counts = row_sums(mask.to(sums.dtype), lengths).clamp(min=1)
-    chosen, rejected = _pairs(sums)
+    per_token = settings.kind in ("simpo", "ipo")
+    chosen, rejected = _pairs(sums / counts if per_token else sums)
     if settings.kind == "simpo":
-        means = _pairs(sums / counts)
-        loss = simpo_loss(*means, beta=settings.beta, margin=settings.margin)
-        rewards = tuple(settings.beta * mean.detach() for mean in means)
+        loss = simpo_loss(chosen, rejected, beta=settings.beta, margin=settings.margin)
+        rewards = (settings.beta * chosen.detach(), settings.beta * rejected.detach())
     else:
         if micro.ref_log_probs is None:
             raise ValueError("DPO needs ref_log_probs")
-        ref = _pairs(row_sums(torch.where(mask, micro.ref_log_probs, 0).to(sums.dtype), lengths))
+        ref_sums = row_sums(torch.where(mask, micro.ref_log_probs, 0).to(sums.dtype), lengths)
+        ref = _pairs(ref_sums / counts if per_token else ref_sums)
         loss = dpo_loss(
             chosen, rejected, *ref,
             beta=settings.beta, kind=settings.kind, label_smoothing=settings.label_smoothing,

@@ -75,6 +75,11 @@ class RewardShaping(Piece):
                 fix="exchange the two",
             )
 
+    @property
+    def changes(self) -> bool:
+        """Say whether a reward comes out other than it came in."""
+        return replace(self, ema_decay=0.99) != RewardShaping()
+
     def scaled(self, rewards: Tensor, valid: Tensor) -> Tensor:
         """Apply scale, shift and clip: [B] float64, 0 on invalid rows."""
         values = rewards.double() * self.scale + self.shift
@@ -86,10 +91,14 @@ class RewardShaping(Piece):
         """Return the running moments after a step's raw rewards."""
         return update_moments(moments, self.scaled(rewards, valid), valid, decay=self.ema_decay)
 
-    def shape(self, rewards: Tensor, valid: Tensor, moments: RunningMoments) -> Tensor:
-        """Return the shaped rewards: [B] float64, 0 on invalid rows; ``moments`` include this step's."""
-        shaped = self.scaled(rewards, valid)
-        kept = shaped[valid]
+    def shape(self, values: Tensor, rewards: Tensor, valid: Tensor, moments: RunningMoments) -> Tensor:
+        """Return ``values`` [B] shaped: float64, 0 on invalid rows; ``moments`` include this step's.
+
+        ``values`` are the samples' ``rewards`` [B] themselves, or of responses that are compared with them;
+        statistics of the batch are those of ``rewards``.
+        """
+        shaped = self.scaled(values, valid)
+        kept = self.scaled(rewards, valid)[valid]
         mean = moments.mean
         if self.normalize == "batch" and len(kept):
             shaped = normalize(shaped, valid, float(kept.mean()), float(kept.std(correction=0)))

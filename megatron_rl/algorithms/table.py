@@ -145,7 +145,7 @@ KINDS: dict[str, Kind] = {
         Correction, CORRECTIONS, "correct", ("log_probs", "rollout_log_probs", "mask", "lengths")
     ),
     "reward_shaping": Kind(
-        RewardShaping, {"standard": RewardShaping()}, "shape", ("rewards", "valid", "moments")
+        RewardShaping, {"standard": RewardShaping()}, "shape", ("values", "rewards", "valid", "moments")
     ),
     "overlong": Kind(Overlong, {"soft": Overlong()}, "punish", ("rewards", "valid", "response_lengths")),
     "imitation": Kind(

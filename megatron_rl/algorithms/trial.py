@@ -43,7 +43,13 @@ def advantage_inputs(
 
 
 def micro_batch(
-    advantages: Any, *, old_log_probs: Any = None, mask: Any = None, lengths: Any = None, selected: Any = None
+    advantages: Any,
+    *,
+    old_log_probs: Any = None,
+    rollout_log_probs: Any = None,
+    mask: Any = None,
+    lengths: Any = None,
+    selected: Any = None,
 ) -> TrainBatch:
     """Return what a policy loss is given: tokens [N] with their advantages, one row of response tokens."""
     advantage = torch.as_tensor(advantages)
@@ -57,5 +63,6 @@ def micro_batch(
         temperature=torch.ones(len(sizes)),
         advantages=advantage,
         old_log_probs=None if old_log_probs is None else torch.as_tensor(old_log_probs),
+        rollout_log_probs=None if rollout_log_probs is None else torch.as_tensor(rollout_log_probs),
         selected=selected,
     )

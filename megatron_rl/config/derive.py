@@ -14,6 +14,7 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import CriticConfig, LayoutConfig, ReferenceConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import AsynchronyConfig, MismatchConfig, RolloutConfig
+from megatron_rl.config.sections.stages import PreferenceConfig
 from megatron_rl.config.stage_plan import stage_plans, starting_model
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
@@ -208,7 +209,7 @@ def resolve(
         critic=critic,
         reward=_reward(config, reasons),
         sft=_stage(config.sft, "sft", config, reasons),
-        preference=_stage(config.preference, "preference", config, reasons),
+        preference=_preference(_stage(config.preference, "preference", config, reasons), reasons),
         batch=batch,
         mismatch=mismatch,
         rollout=rollout,
@@ -350,6 +351,15 @@ def _attention(config: RunConfig, reasons: dict[str, str]) -> str:
         return "transformer_engine"
     reasons["model.attention"] = "Transformer Engine is not installed"
     return "torch"
+
+
+def _preference(preference: PreferenceConfig | None, reasons: dict[str, str]) -> PreferenceConfig | None:
+    """Fill in the strength that the loss's paper takes."""
+    if preference is None or preference.beta is not None:
+        return preference
+    simpo = preference.loss == "simpo"
+    reasons["preference.beta"] = "SimPO's, arXiv:2405.14734" if simpo else "DPO's, arXiv:2305.18290"
+    return replace(preference, beta=2.0 if simpo else 0.1)
 
 
 def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> MismatchConfig:

@@ -21,7 +21,7 @@ from megatron_rl.roles.reward import COMPONENT
 from megatron_rl.roles.rollout import join
 from megatron_rl.rollout import partial
 from megatron_rl.rollout.partial import InFlight, Sweep
-from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, Scores
+from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, Scores, row_counts
 
 ROUND_CEILING = 4
 """One round of dynamic sampling draws at most this many times the prompts of a step."""
@@ -53,6 +53,9 @@ class SampledBatch:
     metrics: Metrics
 
 
+_BASELINES = ("baseline_rewards", "baseline_lengths")
+
+
 @dataclass(frozen=True)
 class ScoredBatch:
     """Hold rows with their rewards, the same value on every rank; ``prompts`` has one entry per row.
@@ -69,12 +72,12 @@ class ScoredBatch:
     def rows(self, ids: Sequence[int]) -> ScoredBatch:
         """Return the rows ``ids``, in that order, with metrics and failures of all."""
         index = torch.tensor(ids, dtype=torch.long)
-        baseline = self.scores.baseline_rewards
+        baselines = {name: getattr(self.scores, name) for name in _BASELINES}
         scores = Scores(
             rewards=self.scores.rewards[index],
             valid=self.scores.valid[index],
             components={name: values[index] for name, values in self.scores.components.items()},
-            baseline_rewards=None if baseline is None else baseline[index],
+            **{name: values[index] for name, values in baselines.items() if values is not None},
         )
         rollouts = self.rollouts.rows(ids)
         return ScoredBatch(self.prompts.rows(ids), rollouts, scores, self.metrics, self.failures)
@@ -242,7 +245,12 @@ def grade(roles: Roles, sampled: SampledBatch, members: Members) -> ScoredBatch:
     scores, metrics, failures = judge(roles, prompts, sampled.rollouts, members)
     if sampled.greedy is not None:
         greedy, greedy_metrics, greedy_failures = judge(roles, sampled.prompts, sampled.greedy, members)
-        scores = replace(scores, baseline_rewards=greedy.rewards.repeat_interleave(samples))
+        counts = row_counts(sampled.greedy.response_mask, sampled.greedy.lengths)
+        scores = replace(
+            scores,
+            baseline_rewards=greedy.rewards.repeat_interleave(samples),
+            baseline_lengths=counts.repeat_interleave(samples),
+        )
         metrics, failures = metrics + greedy_metrics, failures + greedy_failures
     return ScoredBatch(prompts, sampled.rollouts, scores, sampled.metrics + metrics, failures)
 
@@ -350,7 +358,7 @@ def _joined(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
             )
             for name in names
         },
-        baseline_rewards=_joined_baselines(rounds),
+        **{name: _joined_baselines(rounds, name) for name in _BASELINES},
     )
     return ScoredBatch(
         PromptBatch.concatenate([batch.prompts for batch in rounds]),
@@ -361,8 +369,8 @@ def _joined(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
     )
 
 
-def _joined_baselines(rounds: Sequence[ScoredBatch]) -> torch.Tensor | None:
-    baselines = [batch.scores.baseline_rewards for batch in rounds]
+def _joined_baselines(rounds: Sequence[ScoredBatch], field: str) -> torch.Tensor | None:
+    baselines = [getattr(batch.scores, field) for batch in rounds]
     known = [baseline for baseline in baselines if baseline is not None]
     return torch.cat(known) if len(known) == len(baselines) else None
 

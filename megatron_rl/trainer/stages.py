@@ -105,6 +105,7 @@ def stage_of(plan: StagePlan, role: ModelRole, data: StageData, at_end: Callable
     if isinstance(settings, SftConfig):
         return Stage(plan, "supervised warm-up", role, data, _supervised, at_end=at_end)
     if isinstance(settings, PreferenceConfig):
+        assert settings.beta is not None
         loss = PreferenceSettings(
             settings.loss, settings.beta, settings.label_smoothing, settings.margin, settings.sft_coef
         )

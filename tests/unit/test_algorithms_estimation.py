@@ -28,7 +28,9 @@ from megatron_rl.algorithms.advantages.advantage import (
 )
 from megatron_rl.algorithms.aggregation import TokenSum
 from megatron_rl.algorithms.policy_losses.policy_loss import FunctionLoss, TokenLoss
+from megatron_rl.algorithms.rewards import RunningMoments
 from megatron_rl.algorithms.state import AlgorithmState, initial_state, next_state
+from megatron_rl.errors import UserErrors
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Scores, TrainBatch, token_index
 
 quick = settings(max_examples=25, deadline=None)
@@ -49,7 +51,8 @@ def test_failed_rows_take_no_part(name, batch):
     )
     if name == "gdpo" or not kept:
         return  # its test components carry one row's reward over to another row
-    per_row = {f: getattr(scores, f)[kept] for f in ("rewards", "valid", "baseline_rewards")}
+    fields = ("rewards", "valid", "baseline_rewards", "baseline_lengths")
+    per_row = {f: getattr(scores, f)[kept] for f in fields}
     per_token = {
         f: getattr(scores, f)[token_index(rollouts.lengths, torch.as_tensor(kept))]
         for f in ("old_log_probs", "ref_log_probs", "values")
@@ -101,6 +104,65 @@ def test_overlong_rows_count_for_the_group_and_not_for_the_loss():
     assert made.response_mask.tolist() == [True, True, False, False]
     close(made.advantages[:2], [0.5, 0.5])
     assert metrics.values()["response/trained_fraction"] == 0.5
+
+
+@pytest.mark.parametrize("normalize", ["none", "batch", "running"])
+def test_the_greedy_baseline_is_shaped_as_the_rewards_are(normalize):
+    """ReMax: a sample that equals the greedy response, in reward and length, has no advantage."""
+    masks = [[True] * n for n in (2, 5, 6, 4)]
+    rollouts, scores = step(
+        Batch([0, 1, 2, 3], [1.0, 0.2, 3.0, float("nan")], [True] * 3 + [False], masks, 5)
+    )
+    shaping = {"scale": 2.0, "shift": -0.5, "clip_high": 4.0, "normalize": normalize, "smoothing": 0.25}
+    changes = {"reward_shaping": shaping, "overlong": {"buffer": 3, "penalty": 0.7}}
+    algorithm = get_algorithm("remax", changes, max_response_tokens=6)
+    state = AlgorithmState(0.0, RunningMoments(0.5, 0.3, 0.9))
+    greedy = replace(
+        scores,
+        baseline_rewards=torch.tensor([0.5, 0.2, 3.0, 0.0]),
+        baseline_lengths=torch.tensor([6, 5, 6, 1]),
+    )
+    made, _ = estimate(rollouts, greedy, algorithm, state)
+    rewards = [min(2 * r - 0.5, 4.0) for r in (1.0, 0.2, 3.0)]
+    moments = (1, sum(rewards) / 3, sum(r * r for r in rewards) / 3)
+    if normalize == "running":
+        moments = tuple(0.99 * old + 0.01 * new for old, new in zip((0.5, 0.3, 0.9), moments, strict=True))
+    mean = moments[1] / moments[0]
+    deviation = math.sqrt(moments[2] / moments[0] - mean**2)
+    if normalize == "none":  # smoothing is towards the running mean, which holds this step's rewards
+        mean, deviation = 0.0, 1 - 1e-6
+
+    def shaped(reward: float, length: int) -> float:
+        value = 0.75 * (min(2 * reward - 0.5, 4.0) - mean) / (deviation + 1e-6)
+        return value - 0.7 * max(length - 3, 0) / 3
+
+    wanted = [shaped(1.0, 2) - shaped(0.5, 6), 0.0, 0.0, 0.0]
+    close(made.advantages, [value for value, mask in zip(wanted, masks, strict=True) for _ in mask], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "where"),
+    [
+        ({"kl": "reward"}, "algorithm.kl"),
+        ({"overlong": {"buffer": 0.2}}, "algorithm.overlong.buffer"),
+        ({"reward_shaping": {"scale": 2.0}}, "algorithm.reward_shaping"),
+        ({"reward_shaping": {"clip_high": 1.0}}, "algorithm.reward_shaping"),
+        ({"reward_shaping": {"normalize": "batch"}}, "algorithm.reward_shaping"),
+        ({"reward_shaping": {"smoothing": 0.1}}, "algorithm.reward_shaping"),
+    ],
+)
+def test_what_gdpo_would_not_see_is_refused(pieces, where):
+    with pytest.raises(UserErrors) as raised:
+        get_algorithm("gdpo", pieces, max_response_tokens=8)
+    assert [error.where for error in raised.value.errors] == [where]
+    get_algorithm("gdpo", {"overlong": {"filter": True}, "reward_shaping": {"ema_decay": 0.5}})
+
+
+def test_a_loss_that_holds_the_whole_ratio_is_not_weighted_again():
+    with pytest.raises(UserErrors, match="count again"):
+        get_algorithm("topr", {"correction": "token_tis"})
+    get_algorithm("topr", {"correction": "geometric"})
+    get_algorithm("topr", {"correction": {"name": "token_tis", "bypass": True}})
 
 
 @quick

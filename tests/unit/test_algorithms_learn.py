@@ -65,6 +65,7 @@ def sample(policy: TabularPolicy, draw: torch.Generator) -> tuple[Rollouts, Scor
         ref_log_probs=torch.full((len(tokens),), -1.386),
         values=policy.values.detach()[places],
         baseline_rewards=torch.full((rows,), float(rewards.mean())),
+        baseline_lengths=torch.full((rows,), LONGEST),
     )
     return rollouts, scores, places
 

@@ -42,6 +42,8 @@ EVERYTHING = {
 @few
 @given(batches())
 def test_any_split_gives_the_same_loss_gradient_and_metrics(name, extra, batch):
+    if name == "topr" and extra:
+        extra = extra | {"correction": "geometric"}  # the loss holds the ratio that weights would count again
     algorithm = algorithm_of(name, **extra)
     rollouts, scores = step(batch)
     made, _ = estimate(rollouts, scores, algorithm)

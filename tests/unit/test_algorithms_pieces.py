@@ -169,10 +169,32 @@ def test_sequence_masking_takes_drifted_bad_responses_out():
     loss, metrics = policy_objective(algorithm, mini, log_probs, entropy)
     loss.backward()
     keep = sequence.off_policy_sequence_mask(
-        log_probs, mini.old_log_probs, mini.advantages, mini.response_mask, mini.lengths, delta=0.0
+        log_probs, mini.rollout_log_probs, mini.advantages, mini.response_mask, mini.lengths, delta=0.0
     )
     assert 0 < metrics.values()["policy/opsm_fraction"] < 1
     close(log_probs.grad, -mini.loss_weights * mini.advantages * keep, 1e-6)
+
+
+def test_stale_samples_are_seen_where_old_log_probs_are_recomputed():
+    """The policy has moved since it sampled, and not since its log-probs were taken: OPSM and TOPR act."""
+    batch = Batch([0, 0], [0.0, 1.0], [True, True], [[True] * 3, [True] * 3], 3)
+    rollouts, scores = step(batch)
+    stale = replace(rollouts, rollout_log_probs=scores.old_log_probs + 0.2)
+    log_probs = scores.old_log_probs.double()
+    for name, loss in (("topr", {}), ("dr_grpo", {"opsm_delta": 0.1})):
+        algorithm = algorithm_of(name, policy_loss=loss)
+        values = []
+        for sampled in (rollouts, stale):
+            made, _ = estimate(sampled, scores, algorithm)
+            (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
+            values.append(policy_objective(algorithm, mini, log_probs, torch.zeros(6))[1].values())
+        fresh, aged = values
+        if name == "topr":
+            ratio = (log_probs - stale.rollout_log_probs)[:3].sum().exp()
+            assert aged["policy/taper"] == pytest.approx((3 + 3 * float(ratio)) / 6, rel=1e-5)
+            assert aged["policy/taper"] < fresh["policy/taper"]
+        else:
+            assert (fresh["policy/opsm_fraction"], aged["policy/opsm_fraction"]) == (0.0, 0.5)
 
 
 def test_step_metrics_by_hand():

@@ -36,7 +36,8 @@ class Case:
     def micro(self, selected=None):
         """Return the case as a micro-batch."""
         rows = {"mask": self.mask, "lengths": self.lengths}
-        return micro_batch(self.advantages, old_log_probs=self.old, selected=selected, **rows)
+        old = {"old_log_probs": self.old, "rollout_log_probs": self.old}
+        return micro_batch(self.advantages, **old, selected=selected, **rows)
 
     def rows(self):
         """Yield (new, old, advantage, mask) of every row."""
@@ -157,12 +158,17 @@ def test_sapo(batch):
     check(found, by_token(loss, it), by_token(gradient, it), it)
 
 
-@pytest.mark.parametrize("divergence", ["tv", "kl"])
+@pytest.mark.parametrize(
+    ("divergence", "low", "high"),
+    [("tv", 0.1, 0.05), ("kl", 0.02, 0.01), ("tv", None, None), ("kl", None, None)],
+)
 @quick
 @given(batches())
-def test_dppo(divergence, batch):
+def test_dppo(divergence, low, high, batch):
     it = case(batch)
-    low, high = (0.1, 0.05) if divergence == "tv" else (0.02, 0.01)
+    loss = Dppo(divergence=divergence, clip_low=low, clip_high=high, ratio_cap=1.2)
+    if low is None:  # the paper's
+        low = high = 0.2 if divergence == "tv" else 0.05
 
     def weight(n, o, a):
         p, q = math.exp(n), math.exp(o)
@@ -172,7 +178,6 @@ def test_dppo(divergence, batch):
         outside = (a > 0 and p > q and distance > high) or (a <= 0 and p < q and distance > low)
         return 0.0 if outside else min(p / q, 1.2)
 
-    loss = Dppo(divergence=divergence, clip_low=low, clip_high=high, ratio_cap=1.2)
     found = loss.token_loss(it.micro(), it.new)
     weights = by_token(weight, it)
     check(found, -weights * it.advantages * it.new.detach(), -weights * it.advantages, it)

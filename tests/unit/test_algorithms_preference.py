@@ -132,7 +132,8 @@ def test_objective_is_the_mean_over_pairs_under_any_split(kind):
                 one, two = mean, b[1:].mean().item()
                 pair = -log_sigmoid(0.4 * (one - two) - 0.5)
             else:
-                one, two = (a[1:] - ra[1:]).sum().item(), (b[1:] - rb[1:]).sum().item()
+                add = torch.mean if kind == "ipo" else torch.sum  # as TRL's DPOTrainer does
+                one, two = add(a[1:] - ra[1:]).item(), add(b[1:] - rb[1:]).item()
                 pair = dpo_reference(kind, one - two, 0.4, options.label_smoothing)
             wanted += (pair - 0.3 * mean) / 3
         wins += one > two

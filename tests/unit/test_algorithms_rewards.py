@@ -23,7 +23,7 @@ quick = settings(max_examples=30, deadline=None)
 
 def shaped(batch, shaping, moments=None):
     rewards, _, valid = batch.tensors
-    return shaping.shape(rewards, valid, moments or RunningMoments())
+    return shaping.shape(rewards, rewards, valid, moments or RunningMoments())
 
 
 def reference(batch, function):

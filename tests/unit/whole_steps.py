@@ -40,6 +40,7 @@ def step(batch: Batch) -> tuple[Rollouts, Scores]:
         ref_log_probs=rollout + 0.3 * flat(batch.noise("ref")).float() * batch.mask,
         values=flat(batch.noise("values")).float(),
         baseline_rewards=torch.full((rows,), 0.25),
+        baseline_lengths=torch.full((rows,), 3),
     )
     return rollouts, scores
 

@@ -23,7 +23,8 @@ class AdvantageInputs:
     [N] are the same spread over tokens: the score on a row's last response token, the penalty where it
     arises. ``mask`` [N] marks response tokens of valid rows; ``lengths``, ``group`` and ``valid`` are [B];
     rewards of invalid rows are 0. ``values`` [N] of the critic, ``baseline_rewards`` [B] of greedy
-    responses, and ``components`` name -> [B] are there where something computed them.
+    responses, shaped as ``rewards`` are, and ``components`` name -> [B] as the judges gave them are there
+    where something computed them.
     """
 
     rewards: Tensor
@@ -54,8 +55,8 @@ class Advantage(Piece, ABC):
     """Estimate how much better a response, or a token, is than expected.
 
     A subclass defines `estimate` and says by class attributes what it needs: a critic's values, a greedy
-    response to each prompt, several samples of a prompt to compare. ``reads_kl_penalty`` is false for an
-    estimator that does not read the rewards in which a KL penalty would be.
+    response to each prompt, several samples of a prompt to compare. ``reads_rewards`` is false for an
+    estimator that reads the reward's components instead, which nothing shapes and no penalty is taken off.
     """
 
     whiten: bool = setting(False, "Whether advantages are brought to mean 0 and variance 1 over the batch.")
@@ -66,7 +67,7 @@ class Advantage(Piece, ABC):
     needs_critic: ClassVar[bool] = False
     needs_greedy_baseline: ClassVar[bool] = False
     compares_samples: ClassVar[bool] = False
-    reads_kl_penalty: ClassVar[bool] = True
+    reads_rewards: ClassVar[bool] = True
 
     @abstractmethod
     def estimate(self, inputs: AdvantageInputs) -> Advantages:

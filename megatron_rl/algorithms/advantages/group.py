@@ -202,6 +202,8 @@ class Gdpo(GroupAdvantage):
     ``A_i = sum_k w_k GRPO(r_k)_i``; GDPO then whitens over the batch (``whiten``). Normalising the sum
     instead lets different mixes of components collapse into equal advantages. ``reward`` itself is a
     component only where there is no other. A row whose component is NaN counts as failed in that component.
+    Shaping and penalties of the whole reward do not reach components, so they are refused beside it: a
+    penalty is a component of its own.
 
     Source: GDPO, arXiv:2601.05242; the example is the paper's.
 
@@ -222,7 +224,7 @@ class Gdpo(GroupAdvantage):
         {}, "Weight of each reward component that takes part.", unset="empty: all with weight 1"
     )
 
-    reads_kl_penalty: ClassVar[bool] = False
+    reads_rewards: ClassVar[bool] = False
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
         """Return one advantage per row: [B]."""

@@ -44,7 +44,8 @@ class Reinforce(Advantage):
 class Remax(Advantage):
     """Subtract the reward of the greedy response to the same prompt from the returns.
 
-    ``A_t = G_t - b`` with the greedy response's reward b; the returns are G.
+    ``A_t = G_t - b`` with the greedy response's reward b, shaped as the samples' rewards are, by their
+    statistics; a KL penalty in the reward is the samples' alone. The returns are G.
 
     Source: ReMax, arXiv:2310.10505.
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LOW_MEANING = "The ratio is clipped below 1 - clip_low."
 HIGH_MEANING = "The ratio is clipped above 1 + clip_high."
+_THRESHOLDS = "0.2 for tv, 0.05 for kl"
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,8 @@ class Dppo(PolicyLoss):
     ``l = -sg[min(r, ratio_cap)] A log_prob`` while the token is inside the trust region, else 0. With p and q
     the token's new and old probability, it is outside where A > 0, p > q and D > ``clip_high``, or A <= 0,
     p < q and D > ``clip_low``. D is ``|p - q|`` (``tv``) or the divergence of the coin flips "this token or
-    another", ``q log(q/p) + (1-q) log((1-q)/(1-p))`` (``kl``). Thresholds are of D: the paper uses 0.15 to
-    0.2 for tv and 0.05 for kl.
+    another", ``q log(q/p) + (1-q) log((1-q)/(1-p))`` (``kl``). Thresholds are of D; their defaults are the
+    paper's: 0.2 for tv (it uses 0.15 to 0.2) and 0.05 for kl.
 
     Source: DPPO, arXiv:2602.04879 (binary approximations).
 
@@ -160,8 +161,12 @@ class Dppo(PolicyLoss):
     """
 
     divergence: str = setting("tv", "How far a token's probability has moved.", choices=("tv", "kl"))
-    clip_low: float = setting(0.2, "Largest divergence of a token that becomes less likely.", at_least=0)
-    clip_high: float = setting(0.2, "Largest divergence of a token that becomes more likely.", at_least=0)
+    clip_low: float | None = setting(
+        None, "Largest divergence of a token that becomes less likely.", unset=_THRESHOLDS, at_least=0
+    )
+    clip_high: float | None = setting(
+        None, "Largest divergence of a token that becomes more likely.", unset=_THRESHOLDS, at_least=0
+    )
     ratio_cap: float = setting(20.0, "Largest weight of a token.", more_than=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
@@ -176,8 +181,9 @@ class Dppo(PolicyLoss):
             # 1 - p loses its digits where p is near 1; a floor keeps the logarithms finite.
             rest_p, rest_q = (-torch.expm1(x.clamp(max=0)).clamp(max=-1e-8) for x in (new, old))
             distance = q * (old - new) + rest_q * (rest_q.log() - rest_p.log())
-        outside = torch.where(
-            advantages > 0, (p > q) & (distance > self.clip_high), (p < q) & (distance > self.clip_low)
-        )
+        usual = 0.2 if self.divergence == "tv" else 0.05
+        low = usual if self.clip_low is None else self.clip_low
+        high = usual if self.clip_high is None else self.clip_high
+        outside = torch.where(advantages > 0, (p > q) & (distance > high), (p < q) & (distance > low))
         weight = torch.where(outside, 0, ratio.clamp(max=self.ratio_cap))
         return TokenLoss(-weight * advantages * log_probs, {"clip_fraction": outside})

@@ -38,13 +38,15 @@ class PolicyLoss(Piece, ABC):
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus that is taken off the loss.")
     opsm_delta: float | None = setting(
         None,
-        "Off-policy sequence masking: responses with A < 0 that have drifted by more nats per token "
-        "do not count.",
+        "Off-policy sequence masking: responses with A < 0 that the policy has drifted from by more nats per "
+        "token since they were sampled do not count.",
         unset="off",
     )
 
     weighs_by_ratio: ClassVar[bool] = True
     """Whether the loss holds the ratio of new to old policy. One without is weighted in bypass mode."""
+    follows_rollout: ClassVar[bool] = False
+    """Whether that ratio is to the policy that sampled, which weights of a correction would count again."""
 
     @abstractmethod
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:

@@ -7,7 +7,7 @@ empty mask has ratio 1 and takes no part.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron_rl.algorithms.lazy import ragged, torch
 from megatron_rl.algorithms.policy_losses.clipped import clipped_surrogate
@@ -92,21 +92,24 @@ class Topr(PolicyLoss):
     """Imitate good responses as they are, push away bad ones only as far as they are still likely.
 
     Tokens with A > 0: ``l = -A log_prob``. Others: ``l = -sg[min(R_i, 1)] A log_prob`` with the response's
-    full ratio ``R_i = exp(clamp(sum_t (log_probs - old_log_probs), +-20))``. Stable off policy without a KL
-    term; on policy it is REINFORCE. The paper sums over tokens: ``seq-mean-token-sum``.
+    full ratio to the policy that sampled it, however old that is:
+    ``R_i = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))``. Stable off policy without a KL term; on
+    policy it is REINFORCE. The paper sums over tokens: ``seq-mean-token-sum``.
 
     Source: TOPR, arXiv:2503.14286 (canonical tapers a+ = b+ = 1, a- = 0, b- = 1).
 
     Example:
-        >>> micro = micro_batch([-1.0, -1.0], old_log_probs=[-1.0, -1.0])
+        >>> micro = micro_batch([-1.0, -1.0], rollout_log_probs=[-1.0, -1.0])
         >>> [round(x, 3) for x in Topr().token_loss(micro, torch.tensor([-1.5, -1.0])).loss.tolist()]
         [-0.91, -0.607]
     """
 
+    follows_rollout: ClassVar[bool] = True
+
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Return the loss of every token [N]."""
-        old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
-        difference = torch.where(micro.response_mask, log_probs.detach() - old_log_probs, 0)
+        rollout_log_probs, advantages = fields_of(micro, "rollout_log_probs", "advantages")
+        difference = torch.where(micro.response_mask, log_probs.detach() - rollout_log_probs, 0)
         log_ratio = ragged.row_sums(difference, micro.lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         tapered = ragged.broadcast_rows(log_ratio.exp().clamp(max=1), micro.lengths)
         weight = torch.where(advantages > 0, 1, tapered)
@@ -115,7 +118,7 @@ class Topr(PolicyLoss):
 
 def off_policy_sequence_mask(
     log_probs: Tensor,
-    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     lengths: Tensor,
@@ -124,10 +127,12 @@ def off_policy_sequence_mask(
 ) -> Tensor:
     """Mark tokens to keep: [N] bool, false where A < 0 and the response has drifted by more than ``delta``.
 
-    Drift is ``mean_t(old_log_probs - log_probs)`` over the response, an estimate of KL(old || new).
-    Bad responses the policy has already left teach nothing and destabilise.
+    Drift is ``mean_t(rollout_log_probs - log_probs)`` over the response, an estimate of KL(rollout || new):
+    what was learned since the response was sampled, and the difference of the two engines. Bad responses the
+    policy has already left teach nothing and destabilise.
 
-    Source: DeepSeek-V3.2, arXiv:2512.02556 (off-policy sequence masking); slime --use-opsm, with 1e-4.
+    Source: DeepSeek-V3.2, arXiv:2512.02556 (off-policy sequence masking, with the log-probs that inference
+    returned); slime --use-opsm, with 1e-4.
 
     Example:
         >>> new, old = torch.tensor([-2.0, -2.0]), torch.tensor([-1.0, -1.0])
@@ -135,5 +140,5 @@ def off_policy_sequence_mask(
         >>> off_policy_sequence_mask(new, old, a, mask, torch.tensor([2]), delta=1e-4).tolist()
         [False, True]
     """
-    drift = ragged.masked_row_means(old_log_probs - log_probs.detach(), mask, lengths)
+    drift = ragged.masked_row_means(rollout_log_probs - log_probs.detach(), mask, lengths)
     return ~((advantages < 0) & ragged.broadcast_rows(drift > delta, lengths))

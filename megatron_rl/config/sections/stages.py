@@ -112,7 +112,13 @@ class PreferenceConfig(PairsConfig):
     """
 
     loss: str = setting("sigmoid", "Loss of a pair.", choices=("sigmoid", "robust", "hinge", "ipo", "simpo"))
-    beta: float = setting(0.1, "Strength of the pull to the reference.", more_than=0, at_most=LARGE)
+    beta: float | None = setting(
+        None,
+        "Strength of the pull to the reference.",
+        unset="0.1, and 2.0 with simpo",
+        more_than=0,
+        at_most=LARGE,
+    )
     label_smoothing: float = setting(
         0.0, "Assumed share of flipped labels (sigmoid, robust).", at_least=0, less_than=0.5
     )
