@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.planner.batch import Lengths
 from megatron_rl.planner.constants import GB, Machine
-from megatron_rl.planner.generate import POINTS, RolloutLayout, cache_tokens, decode_cost, prefill_seconds
+from megatron_rl.planner.generate import (
+    POINTS,
+    RolloutLayout,
+    cache_tokens,
+    decode_cost,
+    prefill_seconds,
+    rollout_weight_bytes,
+)
 from megatron_rl.planner.groups import Sync
 from megatron_rl.planner.layer import gather_seconds
 from megatron_rl.planner.learn import TrainChoice, Work
-from megatron_rl.planner.memory import rollout_weight_bytes
-from megatron_rl.planner.sync import copy_seconds
+from megatron_rl.planner.step import copy_seconds
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import fullest_parameters
 from megatron_rl.shapes.model import ModelShape

@@ -21,10 +21,16 @@ from scenario import Scenario
 from megatron_rl.errors import UserError
 from megatron_rl.planner.batch import StepBatch, response_lengths
 from megatron_rl.planner.constants import GB
-from megatron_rl.planner.generate import RolloutLayout, generate_seconds
+from megatron_rl.planner.generate import (
+    RolloutLayout,
+    generate_seconds,
+    prefill_workspace_bytes,
+    rollout_weight_bytes,
+)
 from megatron_rl.planner.groups import Planner, Problem
 from megatron_rl.planner.learn import (
     TrainChoice,
+    fullest_training,
     learn_memory,
     learn_seconds,
     optimizer_step,
@@ -32,7 +38,6 @@ from megatron_rl.planner.learn import (
     score_memory,
     score_seconds,
 )
-from megatron_rl.planner.memory import fullest_training, prefill_workspace_bytes, rollout_weight_bytes
 from megatron_rl.planner.placement import best_grouping
 from megatron_rl.planner.search import RECOMPUTE, rollout_plans, training_front
 from megatron_rl.planner.step import TRAINED, RoleSeconds, add_up
@@ -140,13 +145,10 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
     stated = scenario.section("batch").get("global_batch")
     micro = stated / layout.data / choice.micro_batch if stated else 4 * layout.pipeline
     memory = fullest_training(
-        choice.model,
-        layout,
-        choice.optimizer,
+        choice,
         scenario.constants,
         choice.micro_batch * scenario.sequence,
         max(1, round(micro)),
-        choice.recompute,
         scenario.constants.memory.logits_bytes_per_element,
     )
     activations = memory.activations + memory.logits

@@ -19,7 +19,7 @@ COMMANDS = {
         "train reward models on preferences alone, as reward.models.NAME.training says",
     ),
     "check": ("megatron_rl.cli.check", "check a configuration and show what follows from it, in seconds"),
-    "plan": ("megatron_rl.planner.command", "find layouts and placements for a model and a number of GPUs"),
+    "plan": ("megatron_rl.cli.plan", "find layouts and placements for a model and a number of GPUs"),
     "plan-reshard": (
         "megatron_rl.cli.plan_reshard",
         "plan the weight transfer of a model between two layouts, up to 1,024 ranks and more",

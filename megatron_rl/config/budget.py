@@ -13,14 +13,13 @@ from megatron_rl.shapes.memory import (
     Layers,
     OptimizerChoice,
     TrainingMemory,
-    dealt_out,
     rollout_parameters,
     scoring_memory,
     state_bytes,
     training_memory,
 )
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
-from megatron_rl.shapes.pipeline_stages import stage_layers
+from megatron_rl.shapes.pipeline_stages import dealt_out, stage_layers
 
 PHASES = ("generate", "score", "learn")
 RUNTIME_BYTES = 5 * 2**30

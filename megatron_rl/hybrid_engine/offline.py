@@ -19,7 +19,7 @@ from megatron_rl.parallel.hf.layout_boxes import megatron_layout
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.planner.constants import Cluster, Constants
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.pipeline_stages import FIRST, LAST, stage_ends, stage_layers
+from megatron_rl.shapes.pipeline_stages import end_settings
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.shapes.published import presets
 from megatron_rl.shapes.rank_order import best_rank_order
@@ -108,16 +108,6 @@ def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
     return ParallelLayout(tuple(range(count)), path="--from", **rest).checked()
 
 
-def uneven_stages(layers: int, layout: ParallelLayout) -> dict[str, int]:
-    """Return Megatron's settings for stages that do not divide the layers; raises UserError if none fit."""
-    if layers % (layout.pipeline * layout.virtual_pipeline) == 0:
-        return {}
-    ends = stage_ends(layers, layout.pipeline, layout.virtual_pipeline)
-    settings = {} if ends is None else {FIRST: ends[0], LAST: ends[1]}
-    stage_layers(layers, layout, settings)
-    return settings
-
-
 def plan_offline(
     hf_config: Any,
     actor: ParallelLayout,
@@ -133,7 +123,7 @@ def plan_offline(
     With ``whole_experts`` the engine deals whole experts out to the ranks of a replica.
     """
     model = pretrained(hf_config)
-    settings = uneven_stages(model.shape.layers, actor)
+    settings = end_settings(model.shape.layers, actor.pipeline, actor.virtual_pipeline) or {}
     try:
         sources = megatron_layout(hf_config, actor, dtype, settings)
     except (AssertionError, ValueError) as error:

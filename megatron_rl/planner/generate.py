@@ -1,4 +1,4 @@
-"""Seconds of generation: decode steps, prefill, and a whole batch run to its longest response.
+"""Seconds and bytes of generation: decode steps, prefill, and a whole batch run to its longest response.
 
 A decode step reads the weights and the cache once and computes two FLOPs per active parameter and
 sequence (Pope et al. 2022, arXiv 2211.05102); it adds two all-reduces a layer, a fixed cost per layer,
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from math import exp, inf, isinf, log2
 
 from megatron_rl.planner.batch import Lengths, StepBatch
-from megatron_rl.planner.constants import Machine
+from megatron_rl.planner.constants import GB, PRECISION_BYTES, Constants, Machine
 from megatron_rl.planner.layer import elementwise_bytes, local_members
-from megatron_rl.planner.memory import kv_capacity_bytes
+from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.model import ModelShape
 
 POINTS = 32
@@ -129,6 +129,35 @@ def prefill_seconds(
         flops += tokens * active_experts * (1.0 + machine.constants.efficiency.expert_gemm_width / width)
     rate = gpu.peak(machine.precision) * decode.prefill_gemm * min(1.0, gpu.gemm_efficiency / 0.7)
     return flops / (rollout.gpus * rate)
+
+
+def rollout_weight_bytes(model: ModelShape, rollout: RolloutLayout, precision: str) -> float:
+    """Return weight bytes on one rollout GPU."""
+    size = PRECISION_BYTES.get(precision, 2)
+    return size * rollout_parameters(model, rollout.tensor, rollout.expert, rollout.pipeline)
+
+
+def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: float) -> float:
+    """Return live activation bytes of a prefill over ``tokens`` tokens: 6h + 6f/t each."""
+    inner = (
+        model.experts_per_token * model.expert_width + model.shared_width
+        if model.experts
+        else model.mlp_width
+    )
+    return tokens * (6.0 * model.hidden + 6.0 * inner / rollout.tensor)
+
+
+def kv_capacity_bytes(
+    model: ModelShape,
+    rollout: RolloutLayout,
+    gpu_memory: float,
+    precision: str,
+    constants: Constants,
+) -> float:
+    """Return bytes that remain for the cache on one rollout GPU (may be negative: it does not fit)."""
+    share = min(rollout.memory_fraction, constants.memory.usable_share) * gpu_memory
+    engine = 0.25 * constants.memory.engine_gigabytes * GB + prefill_workspace_bytes(model, rollout, 8192)
+    return share - rollout_weight_bytes(model, rollout, precision) - engine
 
 
 def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:

@@ -11,8 +11,7 @@ from megatron_rl.planner.constants import GB, Machine
 from megatron_rl.planner.generate import RolloutLayout
 from megatron_rl.planner.learn import TrainChoice, score_memory, score_seconds
 from megatron_rl.planner.search import RolloutPlan, SearchCount, TrainPlan, rollout_plans, training_front
-from megatron_rl.planner.step import TRAINED, RoleSeconds
-from megatron_rl.planner.sync import planned_seconds
+from megatron_rl.planner.step import TRAINED, RoleSeconds, planned_seconds
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape

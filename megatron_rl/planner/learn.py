@@ -6,16 +6,25 @@ Data parallelism: reduce-scatter of gradients and all-gather of 2-byte parameter
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from math import ceil, log, sqrt
 
 from megatron_rl.planner.batch import StepBatch
-from megatron_rl.planner.constants import Constants, Machine
+from megatron_rl.planner.constants import GB, Constants, Machine
 from megatron_rl.planner.layer import gather_seconds, layer_seconds
-from megatron_rl.planner.memory import fullest_scoring, fullest_training
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import OptimizerChoice, TrainingMemory, fullest_parameters
+from megatron_rl.shapes.memory import (
+    Layers,
+    OptimizerChoice,
+    TrainingMemory,
+    fullest_parameters,
+    scoring_memory,
+    telling_stages,
+    training_memory,
+)
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.pipeline_stages import dealt_out, end_settings
 
 
 @dataclass(frozen=True)
@@ -194,22 +203,53 @@ def score_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> fl
     return once / (machine.constants.efficiency.rl_log_probs * _loop_share(choice, batch, machine.constants))
 
 
+def fullest_training(
+    choice: TrainChoice,
+    constants: Constants,
+    tokens: float,
+    micro_batches: int,
+    logits_bytes_per_element: float | None = None,
+) -> TrainingMemory:
+    """Return the bytes on the fullest GPU while it trains micro-batches of ``tokens`` tokens.
+
+    ``logits_bytes_per_element`` is of a framework that has the logits of a whole micro-batch at once; None
+    takes them chunk by chunk.
+    """
+    model, layout = choice.model, choice.layout
+    stages = dealt_out(model.layers, layout.pipeline, layout.virtual_pipeline)
+    stated = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
+    built, held = Layers(recompute=choice.recompute), []
+    for stage in telling_stages(len(stages)) if stated else range(len(stages)):
+        memory = training_memory(model, layout, stages, stage, choice.optimizer, built, tokens, micro_batches)
+        if logits_bytes_per_element is not None and memory.logits:
+            shard = tokens / layout.context * model.vocab / layout.tensor
+            memory = replace(memory, logits=shard * logits_bytes_per_element)
+        held.append(memory)
+    if not stated:
+        # Such layers need a pipeline layout of one's own, which evens out what stages hold between steps.
+        names = ("weights", "gradients", "optimizer")
+        mean = {name: sum(getattr(memory, name) for memory in held) / len(held) for name in names}
+        held = [replace(memory, **mean) for memory in held]
+    return _fullest(held, constants)
+
+
+def _fullest(held: Iterable[TrainingMemory], constants: Constants) -> TrainingMemory:
+    fullest = max(held, key=lambda memory: memory.total)
+    return replace(fullest, overhead=constants.memory.context_gigabytes * GB)
+
+
 def learn_memory(choice: TrainChoice, batch: StepBatch, constants: Constants) -> TrainingMemory:
-    """Return the bytes of a role while it learns from a batch."""
+    """Return the bytes on the fullest GPU of a role while it learns from a batch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
     # The fullest micro-batch holds a whole longest row, whatever the mean fill.
     longest = choice.micro_batch * batch.longest if batch.packing else batch.longest
-    return fullest_training(
-        choice.model,
-        choice.layout,
-        choice.optimizer,
-        constants,
-        max(work.tokens, longest),
-        max(1, round(work.micro_batches)),
-        choice.recompute,
-    )
+    return fullest_training(choice, constants, max(work.tokens, longest), max(1, round(work.micro_batches)))
 
 
 def score_memory(choice: TrainChoice, batch: StepBatch, constants: Constants) -> TrainingMemory:
-    """Return the bytes of a role that only scores."""
-    return fullest_scoring(choice.model, choice.layout, constants, choice.micro_batch * batch.longest)
+    """Return the bytes on the fullest GPU of a role that only scores."""
+    model, layout, tokens = choice.model, choice.layout, choice.micro_batch * batch.longest
+    stages = dealt_out(model.layers, layout.pipeline, layout.virtual_pipeline)
+    telling = telling_stages(len(stages))
+    held = (scoring_memory(model, layout, stages, stage, Layers(), tokens) for stage in telling)
+    return _fullest(held, constants)

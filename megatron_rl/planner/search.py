@@ -24,7 +24,7 @@ from megatron_rl.planner.learn import (
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import OptimizerChoice, TrainingMemory, fullest_parameters
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pipeline_stages import FIRST, LAST, stage_ends
+from megatron_rl.shapes.pipeline_stages import end_settings
 
 RECOMPUTE = ("none", "full")  # with flash attention, selective saves nothing
 _MICRO_BATCHES = (1, 2, 4)
@@ -66,18 +66,9 @@ def _tensor_choices(model: ModelShape, gpus: int, most: int) -> list[int]:
     return [t for t in (1, 2, 4, 8, 16, 32) if t <= most and gpus % t == 0 and heads % t == 0]
 
 
-def stage_settings(model: ModelShape, layout: ParallelLayout) -> dict[str, int]:
-    """Return Megatron's settings of an uneven pipeline, empty for an even one."""
-    if model.layers % layout.pipeline == 0:
-        return {}
-    ends = stage_ends(model.layers, layout.pipeline)
-    assert ends is not None, "the search yields only pipelines with a split"
-    return {FIRST: ends[0], LAST: ends[1]}
-
-
 def _pipeline_choices(model: ModelShape, gpus: int) -> list[int]:
     most = min(model.layers, 64)
-    return [p for p in divisors(gpus) if p <= most and stage_ends(model.layers, p) is not None]
+    return [p for p in divisors(gpus) if p <= most and end_settings(model.layers, p) is not None]
 
 
 def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:

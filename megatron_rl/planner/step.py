@@ -7,8 +7,9 @@ same time, as in the trainer, so a phase lasts as long as its busiest rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_rl.config.derive import token_budget
 from megatron_rl.config.placement import placed, role_layouts, shared_weights
@@ -24,10 +25,11 @@ from megatron_rl.planner.learn import (
     score_memory,
     score_seconds,
 )
-from megatron_rl.planner.sync import sync_seconds
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.pipeline_stages import end_settings
+from megatron_rl.shapes.traffic import SharedBytes, WeightTraffic, shared_bytes
 
 PHASES = ("generate", "reshard", "reward", "score", "learn")
 TRAINED = ("actor", "critic")
@@ -84,6 +86,42 @@ def add_up(
                 busy["learn"][rank] = busy["learn"].get(rank, 0.0) + work.learn + work.moving
     longest = {phase: max(seconds.values(), default=0.0) for phase, seconds in busy.items()}
     return Step({"generate": generate, "reshard": reshard, **longest}, fixed, ahead)
+
+
+def copy_seconds(received: float, sent: float, machine: Machine) -> float:
+    """Return seconds until a rank that receives, or sends, the most bytes over its own card is done.
+
+    The fixed part and the network's share are fitted to published refit times (constants.json).
+    """
+    constants = machine.constants.weight_sync
+    rate = machine.cluster.network * constants.planned_network
+    return constants.planned_fixed_seconds + max(received, sent) / rate
+
+
+def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> float:
+    """Return seconds of one weight sync out of ``senders`` ranks.
+
+    Each byte that moves leaves the trainer at least once, and replicas relay it to one another.
+    """
+    moved = min(sum(traffic.received.values()), traffic.model_bytes)
+    return copy_seconds(traffic.received_most, moved / senders, machine)
+
+
+@lru_cache(maxsize=4096)
+def _shared(model: ModelShape, layout: ParallelLayout, tensor: int, itemsize: int) -> SharedBytes:
+    return shared_bytes(model, layout, tensor, itemsize, settings=end_settings(model.layers, layout.pipeline))
+
+
+def planned_seconds(
+    model: ModelShape,
+    layout: ParallelLayout,
+    rollout: RolloutLayout,
+    ranks: Sequence[int],
+    machine: Machine,
+) -> float:
+    """Return seconds of one weight sync into an engine on ``ranks``, in the order they are given."""
+    traffic = _shared(model, layout, rollout.tensor, machine.weight_bytes).traffic(ranks)
+    return sync_seconds(traffic, layout.size, machine)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import LayerKind, ModelShape
-from megatron_rl.shapes.pipeline_stages import FIRST, LAST, stage_ends, stage_layers
+from megatron_rl.shapes.pipeline_stages import dealt_out
 
 LOGITS_ELEMENTS = 2**25
 """Logits of a vocabulary shard in one chunk: 128 MiB in float32, whatever the vocabulary."""
@@ -320,21 +319,6 @@ def scoring_memory(
         activations=forward_bytes(shape, layout, stages[stage], tokens, built),
         logits=logits_bytes(shape, layout, tokens) if last else 0.0,
     )
-
-
-@lru_cache(maxsize=4096)
-def dealt_out(layers: int, stages: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of each stage where none is stated: even, else with shorter ends.
-
-    Where that cannot be either, as evenly as it goes; Megatron takes a stated pipeline layout there.
-    """
-    ends = stage_ends(layers, stages, virtual)
-    if ends is None:
-        bounds = [layers * stage // stages for stage in range(stages + 1)]
-        return tuple(tuple(range(low, high)) for low, high in pairwise(bounds))
-    settings = {} if layers % (stages * virtual) == 0 else {FIRST: ends[0], LAST: ends[1]}
-    layout = ParallelLayout((), pipeline=stages, virtual_pipeline=virtual)
-    return tuple(tuple(held) for held in stage_layers(layers, layout, settings))
 
 
 def telling_stages(count: int) -> list[int]:

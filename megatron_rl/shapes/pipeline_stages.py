@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from megatron_rl.errors import UserError
@@ -92,3 +94,28 @@ def stage_ends(layers: int, stages: int, virtual: int = 1) -> tuple[int, int] | 
         if 2 <= rest <= 2 * middle + 2 and (middle or stages == 2):
             return -(-rest // 2) * virtual, rest // 2 * virtual
     return None
+
+
+def end_settings(layers: int, stages: int, virtual: int = 1) -> dict[str, int] | None:
+    """Return Megatron's settings for the ends of `stage_ends`, empty for an even pipeline.
+
+    None where no ends fit.
+    """
+    ends = stage_ends(layers, stages, virtual)
+    if ends is None:
+        return None
+    return {} if layers % (stages * virtual) == 0 else {FIRST: ends[0], LAST: ends[1]}
+
+
+@lru_cache(maxsize=4096)
+def dealt_out(layers: int, stages: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of each stage where none is stated: even, else with shorter ends.
+
+    Where that cannot be either, as evenly as it goes; Megatron takes a stated pipeline layout there.
+    """
+    settings = end_settings(layers, stages, virtual)
+    if settings is None:
+        bounds = [layers * stage // stages for stage in range(stages + 1)]
+        return tuple(tuple(range(low, high)) for low, high in pairwise(bounds))
+    layout = ParallelLayout((), pipeline=stages, virtual_pipeline=virtual)
+    return tuple(tuple(held) for held in stage_layers(layers, layout, settings))

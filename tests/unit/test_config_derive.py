@@ -23,8 +23,9 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.quickstart import SIZES
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import dealt_out, stage_parameters
+from megatron_rl.shapes.memory import stage_parameters
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.pipeline_stages import dealt_out
 from megatron_rl.shapes.published import read_trainable
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,9 +11,8 @@ from peers import METHODS, decode_milliseconds
 
 from megatron_rl.planner.batch import StepBatch, response_lengths
 from megatron_rl.planner.constants import Cluster, Machine, load_constants
-from megatron_rl.planner.generate import RolloutLayout, replica_seconds
-from megatron_rl.planner.learn import TrainChoice, learn_seconds, score_seconds
-from megatron_rl.planner.memory import fullest_training, kv_capacity_bytes
+from megatron_rl.planner.generate import RolloutLayout, kv_capacity_bytes, replica_seconds
+from megatron_rl.planner.learn import TrainChoice, fullest_training, learn_seconds, score_seconds
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
@@ -94,8 +93,8 @@ def test_memory_shrinks_with_every_cut_and_grows_with_tokens(
     model, layout = cut
 
     def total(layout: ParallelLayout, tokens: int, optimizer: OptimizerChoice | None = None) -> float:
-        optimizer = optimizer or OptimizerChoice()
-        return fullest_training(model, layout, optimizer, CONSTANTS, tokens, 64, recompute).total
+        choice = TrainChoice(model, layout, recompute, optimizer or OptimizerChoice())
+        return fullest_training(choice, CONSTANTS, tokens, 64).total
 
     def larger(**factors: int) -> ParallelLayout:
         """Return the layout with these of its sizes multiplied."""

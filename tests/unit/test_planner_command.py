@@ -12,16 +12,15 @@ import yaml
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.cli.main import main as command
+from megatron_rl.cli.plan import add_arguments, problem_of, run
 from megatron_rl.config import budget
 from megatron_rl.config.load import load
 from megatron_rl.errors import UserError
 from megatron_rl.planner.calibrate import calibrate
-from megatron_rl.planner.command import add_arguments, problem_of, run
 from megatron_rl.planner.constants import load_constants
 from megatron_rl.planner.placement import search
-from megatron_rl.planner.show import config_text, plan_record
+from megatron_rl.planner.run import Paths, config_text, plan_record, planned_run, preset_of
 from megatron_rl.planner.step import PHASES, Observed, predict_run, role_shapes
-from megatron_rl.planner.writer import Paths, planned_run, preset_of
 from megatron_rl.shapes.published import load_shape, presets
 
 
@@ -279,5 +278,5 @@ def _gpu(name: str) -> dict:
 
 
 def test_planner_imports_without_torch() -> None:
-    code = "import sys, megatron_rl.planner.command; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_rl.cli.plan; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,11 +9,11 @@ from megatron_rl.planner.batch import StepBatch, attended_context, response_leng
 from megatron_rl.planner.constants import Cluster, Machine, load_constants
 from megatron_rl.planner.generate import RolloutLayout, experts_read, replica_seconds
 from megatron_rl.planner.groups import Problem
-from megatron_rl.planner.memory import fullest_training
+from megatron_rl.planner.learn import TrainChoice, fullest_training
 from megatron_rl.planner.placement import ROLES, compositions, search
 from megatron_rl.planner.search import training_layouts
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import Layers, OptimizerChoice, activation_bytes, in_flight, kept_bytes
+from megatron_rl.shapes.memory import Layers, activation_bytes, in_flight, kept_bytes
 from megatron_rl.shapes.model import LayerKind
 from megatron_rl.shapes.published import load_shape
 
@@ -88,7 +88,7 @@ def test_expert_optimizer_is_not_sharded_when_experts_have_one_copy() -> None:
     sizes = []
     for expert in (8, 16, 32):
         layout = cut(data=32, expert=expert)
-        memory = fullest_training(shape, layout, OptimizerChoice(), CONSTANTS, 4096, 1, "none")
+        memory = fullest_training(TrainChoice(shape, layout), CONSTANTS, 4096, 1)
         sizes.append(memory.optimizer)
     assert sizes[0] == pytest.approx(sizes[1]) == pytest.approx(sizes[2])
 

@@ -13,8 +13,7 @@ from megatron_rl.planner.calibrate import calibrate
 from megatron_rl.planner.constants import Machine, load_constants
 from megatron_rl.planner.groups import Problem
 from megatron_rl.planner.placement import ROLES, search
-from megatron_rl.planner.show import config_text, plan_record, plans_text
-from megatron_rl.planner.writer import Paths, planned_run
+from megatron_rl.planner.run import Paths, config_text, plan_record, planned_run, plans_text
 from megatron_rl.shapes.published import load_shape
 
 
