@@ -117,7 +117,7 @@ def planned_seconds(
     """
     received = rollout_weight_bytes(model, rollout, machine.precision)
     sent = machine.weight_bytes * model.parameters / layout.size if layout else 0.0
-    return copy_seconds(received, sent, machine)
+    return copy_seconds(machine, max(received, sent))
 
 
 METHODS: dict[str, Method] = {

@@ -146,11 +146,10 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
     micro = stated / layout.data / choice.micro_batch if stated else 4 * layout.pipeline
     memory = fullest_training(
         choice,
-        scenario.constants,
         choice.micro_batch * scenario.sequence,
         max(1, round(micro)),
         scenario.constants.memory.logits_bytes_per_element,
-    )
+    ).fullest
     activations = memory.activations + memory.logits
     return {
         "gigabytes_weights_and_gradients": memory.weights_and_gradients / GB,
@@ -317,10 +316,10 @@ def _training_fits(scenario: Scenario, batch: StepBatch, limit: float) -> bool:
             return False
         return True
     choice = _choice(scenario, "actor", batch, gpus)
-    if learn_memory(choice, batch, scenario.constants).total > limit:
+    if learn_memory(choice, batch).total > limit:
         return False
     scored = replace(choice, model=scenario.model("reference"))
-    return score_memory(scored, batch, scenario.constants).total <= limit
+    return score_memory(scored, batch).total <= limit
 
 
 def fits_in_memory(scenario: Scenario) -> Prediction:

@@ -10,6 +10,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import (
+    RUNTIME_BYTES,
     Layers,
     OptimizerChoice,
     TrainingMemory,
@@ -22,8 +23,6 @@ from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 from megatron_rl.shapes.pipeline_stages import dealt_out, stage_layers
 
 PHASES = ("generate", "score", "learn")
-RUNTIME_BYTES = 5 * 2**30
-"""What CUDA, NCCL and allocator fragmentation take on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,8 @@ def _stages(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Seq
         return dealt_out(shape.layers, layout.pipeline)
 
 
-def _built(config: RunConfig, recompute: str) -> Layers:
-    fused = config.model.attention == "transformer_engine"
+def _built(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:
+    fused = config.model.attention == "transformer_engine" and not shape.plain_layers
     return Layers(DTYPE_BYTES[config.model.dtype], fused, recompute)
 
 
@@ -118,7 +117,7 @@ def _trained(
     def named(item: str) -> str:
         return item if role == "actor" else f"{role} {item}"
 
-    built = _built(config, section.recompute)
+    built = _built(config, shape, section.recompute)
     stages, stage = _stages(config, layout, shape), layout.coordinates(rank).pipeline
     states = state_bytes(built.dtype_bytes)
     optimizer = OptimizerChoice(
@@ -170,7 +169,7 @@ def _frozen(
     else:
         offload = config.reward.models[role.removeprefix("reward.")].offload
         shape = shape.with_scalar_head()
-    built = _built(config, "none")
+    built = _built(config, shape, "none")
     stages, stage = _stages(config, layout, shape), layout.coordinates(rank).pipeline
     tokens = batch.tokens_per_microbatch
     memory = scoring_memory(shape, layout, stages, stage, built, tokens)

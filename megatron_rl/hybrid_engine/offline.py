@@ -17,7 +17,8 @@ from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan, schedule
 from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.parallel.hf.layout_boxes import megatron_layout
 from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.planner.constants import Cluster, Constants
+from megatron_rl.planner.constants import Constants, Machine
+from megatron_rl.planner.step import copy_seconds
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pipeline_stages import end_settings
 from megatron_rl.shapes.pretrained import PretrainedModel
@@ -185,8 +186,9 @@ def summarise(
             "the staging memory is too small", where="--staging-bytes", got=str(error), fix="give more"
         ) from error
     parts = {(part.name, part.start): part.bytes for bundle in plan.bundles for part in bundle.regions}
-    found = {
-        name: constants.cluster(name, len(plan.ranks), gpus_per_node=ranks_per_node) for name in clusters
+    machines = {
+        name: Machine(constants.cluster(name, len(plan.ranks), gpus_per_node=ranks_per_node), constants)
+        for name in clusters
     }
     return Summary(
         model_bytes=sum(parts.values()),
@@ -200,7 +202,7 @@ def summarise(
         messages=sum(-(-count // when.slot) for count in plan.pairs.values()),
         staging_most=when.staging,
         redundant_most=max(_redundant(plan).values(), default=0),
-        seconds={name: predict(plan, cluster, constants) for name, cluster in found.items()},
+        seconds={name: predict(plan, machine) for name, machine in machines.items()},
     )
 
 
@@ -215,18 +217,12 @@ def _redundant(plan: ReshardPlan) -> dict[int, int]:
     return twice
 
 
-def predict(plan: ReshardPlan, cluster: Cluster, constants: Constants) -> float:
-    """Return predicted seconds on a cluster: the busiest rank's bytes over its links, plus a fixed part.
-
-    Inside an NVLink domain at NVLink's rate, elsewhere at the network's, each direction on its own. The
-    efficiencies and the fixed part are the planner's, fitted to published refit times (constants.json).
-    """
-    inside = cluster.gpu.nvlink * constants.efficiency.nvlink
-    across = cluster.network * constants.weight_sync.planned_network
-    busy: dict[tuple[int, str], float] = {}
+def predict(plan: ReshardPlan, machine: Machine) -> float:
+    """Return predicted seconds on a machine: those of the rank and direction that take longest."""
+    busy: dict[tuple[int, str], list[float]] = {}
+    domain = machine.cluster.domain
     for (sender, receiver), count in plan.pairs.items():
-        near = sender // cluster.domain == receiver // cluster.domain
-        seconds = count / (inside if near else across)
+        near = sender // domain == receiver // domain
         for end in ((sender, "out"), (receiver, "in")):
-            busy[end] = busy.get(end, 0.0) + seconds
-    return constants.weight_sync.planned_fixed_seconds + max(busy.values(), default=0.0)
+            busy.setdefault(end, [0.0, 0.0])[near] += count
+    return max((copy_seconds(machine, *moved) for moved in busy.values()), default=copy_seconds(machine, 0.0))

@@ -163,7 +163,7 @@ def build_model(
     spec = model_spec(hf_config, layout, dtype, role_settings(layout, recompute, overrides), fused)
     if device.on_host():
         spec.transformer_config.gradient_accumulation_fusion = False
-    fused = fused and not spec.local_layers
+    fused = fused and not spec.plain_layers
     if fused:
         require_transformer_engine()
     if fused and layout.context > 1:

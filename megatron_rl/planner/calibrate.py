@@ -156,5 +156,6 @@ def calibrate(
         override["weight_sync"] = {
             "planned_fixed_seconds": constants.weight_sync.planned_fixed_seconds * slower,
             "planned_network": constants.weight_sync.planned_network / slower,
+            "planned_nvlink": constants.weight_sync.planned_nvlink / slower,
         }
     return override, phases

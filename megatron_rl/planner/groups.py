@@ -13,7 +13,7 @@ from megatron_rl.planner.learn import TrainChoice, score_memory, score_seconds
 from megatron_rl.planner.search import RolloutPlan, SearchCount, TrainPlan, rollout_plans, training_front
 from megatron_rl.planner.step import TRAINED, RoleSeconds, planned_seconds
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import OptimizerChoice
+from megatron_rl.shapes.memory import RUNTIME_BYTES, OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
 
 _STATE_SPREADS = (1.0, 1.3, 2.0, 4.0, 1e9)
@@ -40,6 +40,7 @@ class Problem:
     rollout_tensor: int | None = None
     # What this project's trainer does, and other systems may do otherwise.
     roles_swap: bool = False  # resting roles wait in host memory
+    transformer_engine: bool = True  # its layers, which this project's trainer gives whole sequences
     context_parallel: bool = False  # sequences are cut over ranks
     stages_stated_once: bool = True  # uneven pipeline stages hold for every role
 
@@ -111,6 +112,7 @@ class Planner:
                 problem.optimizer,
                 trained=role in TRAINED,
                 context_allowed=problem.context_parallel,
+                transformer_engine=problem.transformer_engine,
                 even_stages=even,
                 counted=self.counted,
             )
@@ -154,10 +156,10 @@ class Planner:
             front = self.front(role, gpus, problem.stages_stated_once)
             if not front:
                 return None
-            most = spread * min(plan.memory.states for plan in front)
-            plans[role] = next(plan for plan in front if plan.memory.states <= most)
-        states = [plan.memory.states for plan in plans.values()]
-        working = max(plan.memory.total - plan.memory.states for plan in plans.values())
+            most = spread * min(plan.memory.resting for plan in front)
+            plans[role] = next(plan for plan in front if plan.memory.resting <= most)
+        states = [plan.memory.resting for plan in plans.values()]
+        working = max(plan.memory.total - plan.memory.resting for plan in plans.values())
         resting, swap = sum(states), 0.0
         if working + resting > problem.machine.usable_memory:
             if not problem.roles_swap:
@@ -176,8 +178,9 @@ class Planner:
             return None
         if role in TRAINED:
             return lead
-        choice = TrainChoice(lead.choice.model, lead.choice.layout)
-        memory = score_memory(choice, batch, machine.constants)
+        engine = lead.choice.transformer_engine
+        choice = TrainChoice(lead.choice.model, lead.choice.layout, transformer_engine=engine)
+        memory = score_memory(choice, batch)
         return TrainPlan(choice, 0.0, score_seconds(choice, batch, machine), memory)
 
     def _generating(self, group: GroupPlan, resting: float) -> GroupPlan | None:
@@ -187,11 +190,11 @@ class Planner:
         """
         problem, machine = self.problem, self.problem.machine
         moving = {
-            role: 2.0 * plan.memory.states / machine.host_rate
+            role: 2.0 * plan.memory.resting / machine.host_rate
             for role, plan in group.plans.items()
             if role in TRAINED
         }
-        frozen = sum(plan.memory.states for role, plan in group.plans.items() if role not in TRAINED)
+        frozen = sum(plan.memory.resting for role, plan in group.plans.items() if role not in TRAINED)
         if problem.roles_swap:
             frozen, away = 0.0, replace(group, swap=group.swap + 2.0 * resting / machine.host_rate)
         else:
@@ -201,7 +204,7 @@ class Planner:
         options = []
         for option, resident in ((replace(group, resident=resting), resting), (away, left)):
             # The trainer's own context and communicators stay beside the engine.
-            rollout = self.rollout(group.gpus, resident + machine.constants.memory.context_gigabytes * GB)
+            rollout = self.rollout(group.gpus, resident + RUNTIME_BYTES)
             if rollout is not None:
                 options.append(replace(option, rollout=rollout))
         return min(options, key=lambda option: option.busy, default=None)

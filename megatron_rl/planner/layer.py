@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from megatron_rl.planner.constants import Cluster, Machine
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.memory import Layers
+from megatron_rl.shapes.model import LayerKind, ModelShape
 
 
 def local_members(cluster: Cluster, size: int, stride: int) -> int:
@@ -116,21 +117,31 @@ def elementwise_bytes(model: ModelShape, tensor: int, sequence_parallel: bool) -
 
 
 def _exposed_communication(
-    model: ModelShape, layout: ParallelLayout, machine: Machine, tokens: float
+    model: ModelShape, layout: ParallelLayout, machine: Machine, tokens: float, fused: bool
 ) -> float:
-    """Return forward seconds of a layer's exposed tensor, expert and context traffic."""
+    """Return forward seconds of a layer's exposed tensor, expert and context traffic.
+
+    Under context parallelism Megatron's fused attention gathers keys and values, overlapped with attention;
+    this package's exchanges heads for whole rows before and after it.
+    """
     efficiency = machine.constants.efficiency
     moe_share = model.moe_layers / model.layers
     wide = 2.0 * model.hidden * tokens
     # Overlap with the products needs sequence parallelism (Transformer Engine user buffers).
-    share = efficiency.tensor_exposed_overlapped if layout.sequence_parallel else efficiency.tensor_exposed
+    overlapped = layout.sequence_parallel and fused
+    share = efficiency.tensor_exposed_overlapped if overlapped else efficiency.tensor_exposed
     passes = 4.0 - 2.0 * moe_share if layout.expert_tensor == 1 and model.experts else 4.0
     total = share * passes * gather_seconds(machine, layout.tensor, 1, wide)
     if layout.expert > 1:
         copies = model.experts_per_token
         sent = copies * wide / layout.tensor
         total += 2.0 * moe_share * all_to_all_seconds(machine, layout.expert, sent, copies)
-    if layout.context > 1:
+    if layout.context > 1 and not fused:
+        heads, groups = model.heads / layout.tensor, model.kv_heads / layout.tensor
+        groups = heads if model.mla or groups % layout.context else groups
+        sent = 2.0 * tokens * (heads + groups) * (model.qk_dim + model.value_dim)
+        total += gather_seconds(machine, layout.context, layout.tensor, sent)
+    elif layout.context > 1:
         heads = 1 if model.mla else max(1, model.kv_heads // layout.tensor)
         width = model.kv_lora + model.qk_rope if model.mla else 2 * heads * model.head_dim
         gathered = 2.0 * width * tokens * layout.context
@@ -139,11 +150,17 @@ def _exposed_communication(
 
 
 def layer_seconds(
-    model: ModelShape, layout: ParallelLayout, machine: Machine, tokens: float, context: float
+    model: ModelShape,
+    layout: ParallelLayout,
+    machine: Machine,
+    tokens: float,
+    context: float,
+    fused: bool = True,
 ) -> LayerSeconds:
     """Return one average layer's seconds for a micro-batch of ``tokens`` tokens (before context split).
 
-    ``context`` is the mean number of keys a token attends to.
+    ``context`` is the mean number of keys a token attends to. ``fused`` takes Transformer Engine's layers,
+    otherwise this package's own, which move more bytes through memory as they keep more.
     """
     efficiency, gpu = machine.constants.efficiency, machine.gpu
     tokens = tokens / layout.context
@@ -162,7 +179,11 @@ def layer_seconds(
     attention = tokens * model.attention_flops(context) / model.layers / layout.tensor / attention_rate
     moved = tokens * elementwise_bytes(model, layout.tensor, layout.sequence_parallel)
     moved /= gpu.hbm * efficiency.hbm
-    exposed = _exposed_communication(model, layout, machine, tokens)
+    if not fused:
+        kind = LayerKind(linear=False, experts=model.moe_layers > 0)
+        own, engine = (Layers(fused=built).kept(model, layout, kind, "none") for built in (False, True))
+        moved *= own / engine
+    exposed = _exposed_communication(model, layout, machine, tokens, fused)
     launch = efficiency.launch_seconds_layer
     # Without padding the host must read how many tokens each expert got before it launches the products.
     waits = efficiency.routing_seconds_layer * model.moe_layers / model.layers

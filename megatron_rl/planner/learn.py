@@ -6,15 +6,16 @@ Data parallelism: reduce-scatter of gradients and all-gather of 2-byte parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, log, sqrt
 
 from megatron_rl.planner.batch import StepBatch
-from megatron_rl.planner.constants import GB, Constants, Machine
+from megatron_rl.planner.constants import Constants, Machine
 from megatron_rl.planner.layer import gather_seconds, layer_seconds
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import (
+    RUNTIME_BYTES,
     Layers,
     OptimizerChoice,
     TrainingMemory,
@@ -36,6 +37,29 @@ class TrainChoice:
     recompute: str = "none"
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
     micro_batch: int = 1
+    transformer_engine: bool = True
+
+    @property
+    def built(self) -> Layers:
+        """Return how its layers are built."""
+        fused = self.transformer_engine and not self.model.plain_layers
+        return Layers(fused=fused, recompute=self.recompute)
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Hold the bytes on the fullest GPU while a role works, and the most that any GPU holds while it rests.
+
+    The two need not be one GPU: an early pipeline stage has more activations, an end more parameters.
+    """
+
+    fullest: TrainingMemory
+    resting: float
+
+    @property
+    def total(self) -> float:
+        """Return the peak."""
+        return self.fullest.total
 
 
 @dataclass(frozen=True)
@@ -149,7 +173,7 @@ def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: flo
     ``share`` is the part of the kernels' pace that the surrounding loop keeps; it slows computation,
     not the gradient exchange.
     """
-    layer = layer_seconds(choice.model, choice.layout, machine, work.tokens, work.context)
+    layer = layer_seconds(choice.model, choice.layout, machine, work.tokens, work.context, choice.built.fused)
     per_layer, head = layer.forward + layer.backward, layer.head_forward + layer.head_backward
     if choice.recompute == "full":
         per_layer += layer.forward
@@ -198,18 +222,17 @@ def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> fl
 def score_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
     """Return seconds of one forward pass of one role over a step's rows."""
     work = replica_work(choice, batch, batch.rows)
-    layer = layer_seconds(choice.model, choice.layout, machine, work.tokens, work.context)
+    layer = layer_seconds(choice.model, choice.layout, machine, work.tokens, work.context, choice.built.fused)
     once = _pipeline_seconds(choice, machine, work, layer.forward, layer.head_forward)
     return once / (machine.constants.efficiency.rl_log_probs * _loop_share(choice, batch, machine.constants))
 
 
 def fullest_training(
     choice: TrainChoice,
-    constants: Constants,
     tokens: float,
     micro_batches: int,
     logits_bytes_per_element: float | None = None,
-) -> TrainingMemory:
+) -> RoleMemory:
     """Return the bytes on the fullest GPU while it trains micro-batches of ``tokens`` tokens.
 
     ``logits_bytes_per_element`` is of a framework that has the logits of a whole micro-batch at once; None
@@ -218,9 +241,11 @@ def fullest_training(
     model, layout = choice.model, choice.layout
     stages = dealt_out(model.layers, layout.pipeline, layout.virtual_pipeline)
     stated = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
-    built, held = Layers(recompute=choice.recompute), []
+    built, held = choice.built, []
     for stage in telling_stages(len(stages)) if stated else range(len(stages)):
-        memory = training_memory(model, layout, stages, stage, choice.optimizer, built, tokens, micro_batches)
+        memory = training_memory(
+            model, layout, stages, stage, choice.optimizer, built, tokens, micro_batches
+        )
         if logits_bytes_per_element is not None and memory.logits:
             shard = tokens / layout.context * model.vocab / layout.tensor
             memory = replace(memory, logits=shard * logits_bytes_per_element)
@@ -230,26 +255,26 @@ def fullest_training(
         names = ("weights", "gradients", "optimizer")
         mean = {name: sum(getattr(memory, name) for memory in held) / len(held) for name in names}
         held = [replace(memory, **mean) for memory in held]
-    return _fullest(held, constants)
+    return _role_memory(held)
 
 
-def _fullest(held: Iterable[TrainingMemory], constants: Constants) -> TrainingMemory:
+def _role_memory(held: Sequence[TrainingMemory]) -> RoleMemory:
     fullest = max(held, key=lambda memory: memory.total)
-    return replace(fullest, overhead=constants.memory.context_gigabytes * GB)
+    return RoleMemory(replace(fullest, overhead=RUNTIME_BYTES), max(memory.states for memory in held))
 
 
-def learn_memory(choice: TrainChoice, batch: StepBatch, constants: Constants) -> TrainingMemory:
-    """Return the bytes on the fullest GPU of a role while it learns from a batch."""
+def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
+    """Return the bytes of a role while it learns from a batch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
     # The fullest micro-batch holds a whole longest row, whatever the mean fill.
     longest = choice.micro_batch * batch.longest if batch.packing else batch.longest
-    return fullest_training(choice, constants, max(work.tokens, longest), max(1, round(work.micro_batches)))
+    return fullest_training(choice, max(work.tokens, longest), max(1, round(work.micro_batches)))
 
 
-def score_memory(choice: TrainChoice, batch: StepBatch, constants: Constants) -> TrainingMemory:
-    """Return the bytes on the fullest GPU of a role that only scores."""
+def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
+    """Return the bytes of a role that only scores."""
     model, layout, tokens = choice.model, choice.layout, choice.micro_batch * batch.longest
     stages = dealt_out(model.layers, layout.pipeline, layout.virtual_pipeline)
     telling = telling_stages(len(stages))
-    held = (scoring_memory(model, layout, stages, stage, Layers(), tokens) for stage in telling)
-    return _fullest(held, constants)
+    held = [scoring_memory(model, layout, stages, stage, choice.built, tokens) for stage in telling]
+    return _role_memory(held)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import GB
 from megatron_rl.planner.groups import GroupPlan, Planner, Problem
-from megatron_rl.planner.search import RolloutPlan, TrainPlan
+from megatron_rl.planner.search import RolloutPlan, TrainPlan, contexts
 from megatron_rl.planner.step import Step, add_up
 
 ROLES = {"grpo": ("actor", "reference"), "ppo": ("actor", "critic", "reference", "reward")}
@@ -187,18 +188,35 @@ def _faster(best: PlacementPlan | None, other: PlacementPlan | None) -> Placemen
     return other if other.step.total < best.step.total else best
 
 
+def _ways(problem: Problem) -> list[Problem]:
+    """Return the problem and, where sequences are long enough for four parts, the one that cuts them.
+
+    They are cut around this package's own layers: Transformer Engine's are given whole sequences.
+    """
+    if problem.context_parallel or max(contexts(problem.batch.longest)) < 4:
+        return [problem]
+    return [problem, replace(problem, transformer_engine=False, context_parallel=True)]
+
+
+def _placements(
+    planner: Planner, roles: tuple[str, ...], one_step_off: bool
+) -> Iterator[PlacementPlan | None]:
+    """Yield the best plan of every placement, None where nothing fits."""
+    yield _colocated(planner, roles)
+    yield _split(planner, roles, one_step_off)
+    for name, all_groups in MIXED[planner.problem.algorithm].items():
+        kept = (tuple(role for role in group if role in roles) for group in all_groups)
+        groups = [group for group in kept if group]
+        if len(groups) == len(all_groups):  # else the same as a grouping with fewer groups
+            yield best_grouping(name, planner, groups, 8)
+
+
 def search(problem: Problem, one_step_off: bool = False) -> SearchResult:
     """Return the best plan of every placement: colocated, split, and mixed; raises UserError if none fits."""
-    planner = Planner(problem)
+    planners = [Planner(way) for way in _ways(problem)]
     roles = tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
-    placements = [_colocated(planner, roles), _split(planner, roles, one_step_off)]
-    for name, all_groups in MIXED[problem.algorithm].items():
-        kept = (tuple(role for role in group if role in problem.models) for group in all_groups)
-        groups = [group for group in kept if group]
-        if len(groups) < len(all_groups):
-            continue  # the same as a grouping with fewer groups
-        placements.append(best_grouping(name, planner, groups, 8))
-    plans = [plan for plan in placements if plan is not None]
+    ways = zip(*(_placements(planner, roles, one_step_off) for planner in planners), strict=True)
+    plans = [best for plans in ways if (best := reduce(_faster, plans)) is not None]
     if not plans:
         machine, smallest = problem.machine, _smallest(problem)
         raise UserError(
@@ -209,7 +227,8 @@ def search(problem: Problem, one_step_off: bool = False) -> SearchResult:
             fix=f"at least {smallest} GPUs should do" if smallest else "use more or larger GPUs",
         )
     plans.sort(key=lambda plan: plan.step.total)
-    return SearchResult(tuple(plans), planner.counted.layouts, planner.counted.evaluated)
+    layouts = sum(planner.counted.layouts for planner in planners)
+    return SearchResult(tuple(plans), layouts, sum(planner.counted.evaluated for planner in planners))
 
 
 def _least_need(problem: Problem) -> str:

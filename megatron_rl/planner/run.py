@@ -185,9 +185,10 @@ class _Writer:
         if self.plan.plan_of("reference") is not None:
             # What the reference is for: a penalty in the loss, or in the reward as PPO has it.
             algorithm["kl"] = "reward" if problem.algorithm == "ppo" else "loss"
+        # The layers that the plan's memory and seconds are of.
+        attention = "transformer_engine" if self.actor.choice.transformer_engine else "torch"
         config: dict[str, Any] = {
-            # Plans are made with its fused layers: without them activations take several times the memory.
-            "model": {"path": self.paths.model, "attention": "transformer_engine"},
+            "model": {"path": self.paths.model, "attention": attention},
             "data": {"train": self.paths.data or _TRAIN_DATA, "max_prompt_tokens": int(problem.batch.prompt)},
             "reward": self.reward(),
             "run_dir": f"runs/{problem.models['actor'].name.rsplit('/', 1)[-1]}",

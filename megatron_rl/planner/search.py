@@ -15,14 +15,16 @@ from megatron_rl.planner.batch import StepBatch
 from megatron_rl.planner.constants import Machine
 from megatron_rl.planner.generate import RolloutLayout, generate_seconds
 from megatron_rl.planner.learn import (
+    RoleMemory,
     TrainChoice,
     learn_memory,
     learn_seconds,
     score_memory,
     score_seconds,
 )
+from megatron_rl.shapes.fit import trainer_problems
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import OptimizerChoice, TrainingMemory, fullest_parameters
+from megatron_rl.shapes.memory import OptimizerChoice, fullest_parameters
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pipeline_stages import end_settings
 
@@ -37,7 +39,7 @@ class TrainPlan:
     choice: TrainChoice
     learn: float
     forward: float
-    memory: TrainingMemory
+    memory: RoleMemory
 
 
 @dataclass(frozen=True)
@@ -79,21 +81,24 @@ def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:
     return [v for v in (1, 2, 4, 8) if per_stage % v == 0]
 
 
+def contexts(longest: float) -> list[int]:
+    """Return the context-parallel sizes to try: those that leave a rank 4,096 tokens of the longest row."""
+    return [size for size in (1, 2, 4, 8, 16, 32) if size == 1 or longest / size >= 4096]
+
+
 def training_layouts(
     model: ModelShape, gpus: int, node: int, longest: int, rows: int | None = None
 ) -> Iterator[ParallelLayout]:
     """Yield the layouts worth trying on ``gpus`` GPUs; tensor ranks stay inside ``node`` GPUs.
 
-    Context parallelism starts when a sequence is longer than 8,192 tokens. ``rows`` (sequences per
-    optimizer step) bounds data parallelism: a replica without a row would idle.
+    ``rows`` (sequences per optimizer step) bounds data parallelism: a replica without a row would idle.
     """
     ranks = tuple(range(gpus))
-    contexts = [c for c in (1, 2, 4, 8, 16, 32) if c == 1 or longest / c >= 4096]
     experts = [e for e in divisors(model.experts) if e <= 256] if model.experts else [1]
     for tensor in _tensor_choices(model, gpus, min(node, 8)):
         for pipeline in _pipeline_choices(model, gpus // tensor):
             rest = gpus // tensor // pipeline
-            for context in contexts:
+            for context in contexts(longest):
                 if rest % context:
                     continue
                 data = rest // context
@@ -130,6 +135,7 @@ def _choices(
     recomputes: Iterable[str],
     micro_batches: Iterable[int],
     offload_allowed: bool,
+    transformer_engine: bool,
 ) -> Iterator[TrainChoice]:
     """Yield every way to run a layout: interleaving, micro-batch, offload and recompute."""
     variants = [optimizer]
@@ -138,7 +144,7 @@ def _choices(
     for virtual in virtual_choices(model, layout.pipeline):
         cut = replace(layout, virtual_pipeline=virtual)
         for micro, variant, recompute in product(micro_batches, variants, recomputes):
-            yield TrainChoice(model, cut, recompute, variant, micro)
+            yield TrainChoice(model, cut, recompute, variant, micro, transformer_engine)
 
 
 def training_front(
@@ -153,6 +159,7 @@ def training_front(
     micro_batches: Iterable[int] = _MICRO_BATCHES,
     offload_allowed: bool = True,
     context_allowed: bool = True,
+    transformer_engine: bool = True,
     even_stages: bool = False,
     counted: SearchCount | None = None,
 ) -> list[TrainPlan]:
@@ -163,7 +170,7 @@ def training_front(
     state between steps, than every faster one. Empty when nothing fits.
     """
     counted = counted or SearchCount()
-    constants, limit = machine.constants, machine.usable_memory
+    limit = machine.usable_memory
     rows = batch.rows // batch.optimizer_steps if trained else batch.rows
     node, longest = machine.cluster.gpus_per_node, int(batch.longest)
     fitting: list[TrainPlan] = []
@@ -171,16 +178,22 @@ def training_front(
         uneven = model.layers % layout.pipeline > 0
         if (layout.context > 1 and not context_allowed) or (uneven and even_stages):
             continue
+        if not transformer_engine and trainer_problems(
+            model, layout, end_settings(model.layers, layout.pipeline)
+        ):
+            continue
         counted.layouts += 1
         if 2.0 * sum(fullest_parameters(model, layout)) > limit:
             continue
         if trained:
-            choices = _choices(model, layout, optimizer, recomputes, micro_batches, offload_allowed)
+            choices = _choices(
+                model, layout, optimizer, recomputes, micro_batches, offload_allowed, transformer_engine
+            )
         else:
-            choices = iter((TrainChoice(model, layout),))
+            choices = iter((TrainChoice(model, layout, transformer_engine=transformer_engine),))
         forwards: dict[tuple[int, int], float] = {}
         for choice in choices:
-            memory = (learn_memory if trained else score_memory)(choice, batch, constants)
+            memory = (learn_memory if trained else score_memory)(choice, batch)
             if memory.total > limit:
                 continue
             counted.evaluated += 1
@@ -194,10 +207,10 @@ def training_front(
     front: list[TrainPlan] = []
     least_total = least_states = inf
     for plan in fitting:
-        if plan.memory.total < least_total or plan.memory.states < least_states:
+        if plan.memory.total < least_total or plan.memory.resting < least_states:
             front.append(plan)
             least_total = min(least_total, plan.memory.total)
-            least_states = min(least_states, plan.memory.states)
+            least_states = min(least_states, plan.memory.resting)
     return front
 
 

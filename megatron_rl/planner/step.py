@@ -88,23 +88,28 @@ def add_up(
     return Step({"generate": generate, "reshard": reshard, **longest}, fixed, ahead)
 
 
-def copy_seconds(received: float, sent: float, machine: Machine) -> float:
-    """Return seconds until a rank that receives, or sends, the most bytes over its own card is done.
+def copy_seconds(machine: Machine, across: float, inside: float = 0.0) -> float:
+    """Return seconds of planned copies, until the card that receives or sends most is done with its bytes.
 
-    The fixed part and the network's share are fitted to published refit times (constants.json).
+    ``across`` leave the NVLink domain of the sender, ``inside`` do not. The fixed part and the network's
+    share are fitted to published refit times (constants.json).
     """
-    constants = machine.constants.weight_sync
-    rate = machine.cluster.network * constants.planned_network
-    return constants.planned_fixed_seconds + max(received, sent) / rate
+    constants, cluster = machine.constants, machine.cluster
+    seconds = across / (cluster.network * constants.weight_sync.planned_network)
+    seconds += inside / (cluster.gpu.nvlink * constants.weight_sync.planned_nvlink)
+    return constants.weight_sync.planned_fixed_seconds + seconds
 
 
 def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> float:
     """Return seconds of one weight sync out of ``senders`` ranks.
 
-    Each byte that moves leaves the trainer at least once, and replicas relay it to one another.
+    Each byte that moves leaves the trainer at least once, and replicas relay it to one another. Ranks that
+    do not lie in one NVLink domain are taken to receive everything over the network.
     """
     moved = min(sum(traffic.received.values()), traffic.model_bytes)
-    return copy_seconds(traffic.received_most, moved / senders, machine)
+    busiest = max(traffic.received_most, moved / senders)
+    together = machine.cluster.num_gpus <= machine.cluster.domain
+    return copy_seconds(machine, 0.0, busiest) if together else copy_seconds(machine, busiest)
 
 
 @lru_cache(maxsize=4096)
@@ -197,7 +202,8 @@ def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], observed
 def _choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelShape) -> TrainChoice:
     section = (config.critic or CriticConfig()) if role == "critic" else config.actor
     optimizer = OptimizerChoice(distributed=section.optimizer.distributed, offload=section.optimizer.offload)
-    return TrainChoice(model, layout, section.recompute, optimizer)
+    engine = config.model.attention != "torch"
+    return TrainChoice(model, layout, section.recompute, optimizer, transformer_engine=engine)
 
 
 def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dict[str, ModelShape]:
@@ -221,7 +227,7 @@ def _moving_seconds(
     if section is None or not section.offload:
         return 0.0
     memory_of = learn_memory if role in TRAINED else score_memory
-    return 2.0 * memory_of(choice, batch, machine.constants).states / machine.host_rate
+    return 2.0 * memory_of(choice, batch).resting / machine.host_rate
 
 
 def _rollout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:

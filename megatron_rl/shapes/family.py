@@ -111,8 +111,6 @@ class Family:
     """Parts of a layer's tensor names that differ from the common ones: common -> this family's."""
     engine_keys: Mapping[str, Any] = field(default_factory=dict)
     """What vLLM reads in config.json and transformers does not write."""
-    local_layers: bool = False
-    """The model takes Megatron's own layers even where Transformer Engine is installed."""
 
     def tensor_name(self, name: str) -> str:
         """Return the checkpoint's name of a tensor of a layer."""

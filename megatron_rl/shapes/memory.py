@@ -17,6 +17,8 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import LayerKind, ModelShape
 from megatron_rl.shapes.pipeline_stages import dealt_out
 
+RUNTIME_BYTES = 5 * 2**30
+"""What CUDA, NCCL and allocator fragmentation take on a GPU."""
 LOGITS_ELEMENTS = 2**25
 """Logits of a vocabulary shard in one chunk: 128 MiB in float32, whatever the vocabulary."""
 

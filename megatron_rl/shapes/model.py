@@ -88,6 +88,11 @@ class ModelShape:
         return self.kv_lora > 0
 
     @property
+    def plain_layers(self) -> bool:
+        """Say whether Transformer Engine has no layers for the model: norms follow attention and MLP."""
+        return self.sandwich_norms
+
+    @property
     def qk_dim(self) -> int:
         """Return the size of one head's query and key."""
         return self.qk_nope + self.qk_rope if self.mla else self.head_dim

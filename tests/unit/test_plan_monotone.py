@@ -94,7 +94,7 @@ def test_memory_shrinks_with_every_cut_and_grows_with_tokens(
 
     def total(layout: ParallelLayout, tokens: int, optimizer: OptimizerChoice | None = None) -> float:
         choice = TrainChoice(model, layout, recompute, optimizer or OptimizerChoice())
-        return fullest_training(choice, CONSTANTS, tokens, 64).total
+        return fullest_training(choice, tokens, 64).total
 
     def larger(**factors: int) -> ParallelLayout:
         """Return the layout with these of its sizes multiplied."""

@@ -88,8 +88,8 @@ def test_expert_optimizer_is_not_sharded_when_experts_have_one_copy() -> None:
     sizes = []
     for expert in (8, 16, 32):
         layout = cut(data=32, expert=expert)
-        memory = fullest_training(TrainChoice(shape, layout), CONSTANTS, 4096, 1)
-        sizes.append(memory.optimizer)
+        memory = fullest_training(TrainChoice(shape, layout), 4096, 1)
+        sizes.append(memory.fullest.optimizer)
     assert sizes[0] == pytest.approx(sizes[1]) == pytest.approx(sizes[2])
 
 
@@ -101,8 +101,8 @@ def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
         limit, gpu = asked.machine.usable_memory, asked.machine.gpu
         for group in plan.groups:
             memory = [entry.memory for entry in group.plans.values()]
-            working = max(held.total - held.states for held in memory)
-            assert working + sum(held.states for held in memory) <= limit, plan.name
+            working = max(held.total - held.resting for held in memory)
+            assert working + sum(held.resting for held in memory) <= limit, plan.name
             if group.rollout is not None:
                 engine = group.rollout.layout.memory_fraction * gpu.memory
                 assert engine + group.resident <= limit, plan.name

@@ -86,9 +86,9 @@ class ModelSpec:
         return self.model.shape.scalar_head
 
     @property
-    def local_layers(self) -> bool:
+    def plain_layers(self) -> bool:
         """Say whether the model takes Megatron's plain layers even where Transformer Engine is installed."""
-        return self.model.family.local_layers
+        return self.model.shape.plain_layers
 
     @property
     def vocabulary_parameters(self) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ def model_spec(
         allow_without_transformer_engine()
     elif shape.kv_heads < layout.tensor:
         tensor_scope.allow_shared_heads()
-    settings = transformer_settings(model, layout, dtype, fused and not model.family.local_layers)
+    settings = transformer_settings(model, layout, dtype, fused and not shape.plain_layers)
     settings.update(_checked_overrides(overrides or {}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about defaults that are set on purpose here

@@ -37,5 +37,4 @@ FAMILY = Family(
         "tie_word_embeddings": True,
     },
     aliases={"_sliding_window_pattern": "sliding_window_pattern"},
-    local_layers=True,
 )
