@@ -57,7 +57,7 @@ def check_warnings(
             "remove `reference`, or set algorithm.kl=loss",
         )
     if memory and config.gpu_memory_gib is not None:
-        _memory(config.gpu_memory_gib, memory[0], warnings)
+        _memory(config.gpu_memory_gib, memory, warnings)
     return warnings.found
 
 
@@ -187,8 +187,9 @@ def _placement(
             )
 
 
-def _memory(gib: float, worst: RankMemory, warnings: _Warnings) -> None:
+def _memory(gib: float, ranks: list[RankMemory], warnings: _Warnings) -> None:
     for phase in PHASES:
+        worst = max(ranks, key=lambda memory: memory.total(phase))
         total = worst.total(phase) / 2**30
         if total > gib:
             items = sorted(

@@ -243,9 +243,7 @@ def fullest_training(
     stated = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
     built, held = choice.built, []
     for stage in telling_stages(len(stages)) if stated else range(len(stages)):
-        memory = training_memory(
-            model, layout, stages, stage, choice.optimizer, built, tokens, micro_batches
-        )
+        memory = training_memory(model, layout, stages, stage, choice.optimizer, built, tokens, micro_batches)
         if logits_bytes_per_element is not None and memory.logits:
             shard = tokens / layout.context * model.vocab / layout.tensor
             memory = replace(memory, logits=shard * logits_bytes_per_element)

@@ -203,10 +203,14 @@ def training_front(
                 forwards[key] = score_seconds(choice, batch, machine)
             learn = learn_seconds(choice, batch, machine) if trained else 0.0
             fitting.append(TrainPlan(choice, learn, forwards[key], memory))
-    fitting.sort(key=lambda plan: plan.learn + plan.forward)
+    return _undominated(sorted(fitting, key=lambda plan: plan.learn + plan.forward))
+
+
+def _undominated(plans: Iterable[TrainPlan]) -> list[TrainPlan]:
+    """Return those of the plans, fastest first, that need or keep less memory than every faster one."""
     front: list[TrainPlan] = []
     least_total = least_states = inf
-    for plan in fitting:
+    for plan in plans:
         if plan.memory.total < least_total or plan.memory.resting < least_states:
             front.append(plan)
             least_total = min(least_total, plan.memory.total)
