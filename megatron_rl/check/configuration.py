@@ -193,8 +193,9 @@ def _report(
         layouts = role_layouts(config, world)
         batch = batch_plan(config, layouts) if config.job == TRAIN else None
         memory, sync = [], None
-        if batch is not None and inputs.shape is not None:
+        if inputs.shape is not None:
             memory = memory_plan(config, layouts, {"actor": inputs.shape, **inputs.shapes}, batch)
+        if batch is not None and inputs.shape is not None:
             sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
         records = inputs.preview.count if inputs.preview else None
         check.warnings.extend(

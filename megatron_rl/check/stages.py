@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.stage_plan import stage_plans
+from megatron_rl.config.stage_plan import SECTIONS, stage_plans
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape
-
-SECTIONS = {"sft": "sft", "prefer": "preference", "reward-model": "reward.models.NAME.training"}
-"""The job of one stage -> the section that describes the stage."""
 
 
 def check_stages(config: RunConfig) -> list[UserError]:

@@ -10,7 +10,7 @@ from megatron_rl.config.budget import PHASES, RankMemory
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.source import one_line
-from megatron_rl.config.stage_plan import StagePlan, stage_plans
+from megatron_rl.config.stage_plan import StagePlan, has_use, stage_plans
 from megatron_rl.errors import numbered
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import byte_words, gathered_bytes
@@ -27,12 +27,15 @@ def report_text(report: CheckReport, name: str) -> str:
     if report.layouts is not None:
         blocks.append(summary(report))
     if report.memory:
-        note = "estimate; phases of one step"
+        note = (
+            "estimate; phases of one step" if report.batch is not None else "estimate, while the stage learns"
+        )
         blocks.append(_section("MEMORY", note, _memory(report.memory, report.config.gpu_memory_gib)))
     if report.sync is not None:
         blocks.append(_section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync(report)))
-    if report.batch is not None and report.shape is None:
-        blocks.append("The model's config.json is not on this machine: no memory, no bytes per weight sync.")
+    if report.layouts is not None and report.shape is None:
+        sync = "" if report.batch is None else ", no bytes per weight sync"
+        blocks.append(f"The model's config.json is not on this machine: no memory{sync}.")
     if report.warnings:
         blocks.append("\n".join(numbered(report.warnings, "warning")))
     if report.errors:
@@ -67,6 +70,8 @@ def _configuration(report: CheckReport) -> str:
     stated, derived, defaults = [], [], []
     for path, value in flatten(report.config).items():
         origin = report.origins[path]
+        if origin.kind not in ("file", "override") and not has_use(report.config, path):
+            continue
         text = _value(to_plain(value, path.rpartition(".")[2]))
         if origin.kind == "default":
             defaults.append(f"{path}={text}")
@@ -233,21 +238,22 @@ def _cell(role: str, layout: ParallelLayout, rank: int) -> str:
 
 def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
     worst = ranks[0]
+    phases = [phase for phase in PHASES if worst.total(phase)]
     items = sorted(worst.items, key=lambda item: -item.bytes)
     name_width = max(len(item.name) for item in items) + 2
-    header = "".join(f"{phase:>12}" for phase in PHASES)
+    header = "".join(f"{phase:>12}" for phase in phases)
     lines = [f"{f'rank {worst.rank}':<{name_width}}{header}    largest first"]
     for item in items:
-        cells = "".join(f"{_bytes(item.bytes) if phase in item.phases else '':>12}" for phase in PHASES)
+        cells = "".join(f"{_bytes(item.bytes) if phase in item.phases else '':>12}" for phase in phases)
         lines.append(f"{item.name:<{name_width}}{cells}    {item.how}")
-    totals = "".join(f"{_bytes(worst.total(phase)):>12}" for phase in PHASES)
-    lines += ["-" * (name_width + 12 * len(PHASES)), f"{'total':<{name_width}}{totals}"]
+    totals = "".join(f"{_bytes(worst.total(phase)):>12}" for phase in phases)
+    lines += ["-" * (name_width + 12 * len(phases)), f"{'total':<{name_width}}{totals}"]
     if gib is not None:
         lines[-1] += f"    of {gib:g} GiB"
-    if any(len(worst.turns(phase)) > 1 for phase in PHASES):
+    if any(len(worst.turns(phase)) > 1 for phase in phases):
         lines.append("roles on one rank work in turn: of their activations and logits the largest count")
     if len(ranks) > 1:
-        most = "".join(f"{_bytes(max(memory.total(phase) for memory in ranks)):>12}" for phase in PHASES)
+        most = "".join(f"{_bytes(max(memory.total(phase) for memory in ranks)):>12}" for phase in phases)
         lines.append(f"{'most on any rank':<{name_width}}{most}")
         others = ", ".join(f"rank {memory.rank} {_bytes(memory.peak)}" for memory in ranks[1:6])
         lines.append(f"others at their peak: {others}" + (" ..." if len(ranks) > 6 else ""))

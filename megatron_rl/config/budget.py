@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.derive import BatchPlan, spread
+from megatron_rl.config.placement import role_of
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import (
@@ -68,12 +71,14 @@ def memory_plan(
     config: RunConfig,
     layouts: Mapping[str, ParallelLayout],
     shapes: Mapping[str, ModelShape],
-    batch: BatchPlan,
+    batch: BatchPlan | None,
 ) -> list[RankMemory]:
     """Return for each distinct rank what it holds; ranks that hold the same are listed once.
 
-    ``shapes`` are those of the roles that have a model of their own; the others have the actor's.
+    ``shapes`` are those of the roles that have a model of their own; the others have the actor's. ``batch``
+    is None for a job of one stage, which only learns.
     """
+    learners = _stage_learners(config, layouts) if batch is None else _learners(config, batch)
     first_rank: dict[tuple[MemoryItem, ...], int] = {}
     for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
         items: list[MemoryItem] = []
@@ -81,17 +86,63 @@ def memory_plan(
             if rank not in layout.ranks:
                 continue
             shape = shapes.get(role, shapes["actor"])
+            if role in learners:
+                items += _trained(config, role, learners[role], layout, rank, shape)
+                continue
+            assert batch is not None
             if role == "rollout":
                 items += _rollout(config, layout, shape, batch)
-            elif role in ("actor", "critic"):
-                items += _trained(config, role, layout, rank, shape, batch)
             else:
                 items += _frozen(config, role, layout, rank, shape, batch)
         if config.gpu_memory_gib is not None:
-            items.append(MemoryItem("runtime", RUNTIME_BYTES, PHASES, "CUDA, NCCL, fragmentation"))
+            phases = ("learn",) if batch is None else PHASES
+            items.append(MemoryItem("runtime", RUNTIME_BYTES, phases, "CUDA, NCCL, fragmentation"))
         first_rank.setdefault(tuple(items), rank)
     ranks = [RankMemory(rank, items) for items, rank in first_rank.items()]
     return sorted(ranks, key=lambda memory: -memory.peak)
+
+
+@dataclass(frozen=True)
+class _Learner:
+    """Say how a role learns, from how many micro-batches of ``tokens`` tokens; ``alone``: in a stage."""
+
+    recompute: str
+    optimizer: OptimizerConfig
+    tokens: int
+    microbatches: int
+    offload: bool = False
+    alone: bool = False
+
+
+def _learners(config: RunConfig, batch: BatchPlan) -> dict[str, _Learner]:
+    return {
+        role: _Learner(
+            section.recompute,
+            section.optimizer,
+            batch.tokens_per_microbatch,
+            batch.microbatches,
+            section.offload,
+        )
+        for role, section in (("actor", config.actor), ("critic", config.critic))
+        if section is not None
+    }
+
+
+def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> dict[str, _Learner]:
+    learners, tokens = {}, config.batch.tokens_per_microbatch
+    assert tokens is not None
+    for plan in stage_plans(config):
+        role, settings = role_of(plan.role), plan.settings
+        assert settings.max_row_tokens is not None
+        rows = spread(settings.per_step * len(settings.RESPONSES), layouts[role].data)[1]
+        learners[role] = _Learner(
+            config.actor.recompute if role == "actor" else "none",
+            settings.optimizer,
+            tokens,
+            -(-rows // max(1, tokens // settings.max_row_tokens)),
+            alone=True,
+        )
+    return learners
 
 
 def _stages(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
@@ -108,27 +159,25 @@ def _built(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:
 
 
 def _trained(
-    config: RunConfig, role: str, layout: ParallelLayout, rank: int, shape: ModelShape, batch: BatchPlan
+    config: RunConfig, role: str, learner: _Learner, layout: ParallelLayout, rank: int, shape: ModelShape
 ) -> list[MemoryItem]:
-    section = config.actor if role == "actor" else config.critic
-    assert section is not None
     shape = shape if role == "actor" else shape.with_scalar_head()
 
     def named(item: str) -> str:
         return item if role == "actor" else f"{role} {item}"
 
-    built = _built(config, shape, section.recompute)
+    built = _built(config, shape, learner.recompute)
     stages, stage = _stages(config, layout, shape), layout.coordinates(rank).pipeline
     states = state_bytes(built.dtype_bytes)
     optimizer = OptimizerChoice(
-        distributed=section.optimizer.distributed,
-        offload=section.optimizer.offload,
+        distributed=learner.optimizer.distributed,
+        offload=learner.optimizer.offload,
         state_bytes=states,
     )
-    tokens = batch.tokens_per_microbatch
-    memory = training_memory(shape, layout, stages, stage, optimizer, built, tokens, batch.microbatches)
+    tokens = learner.tokens
+    memory = training_memory(shape, layout, stages, stage, optimizer, built, tokens, learner.microbatches)
     scoring = scoring_memory(shape, layout, stages, stage, built, tokens)
-    training = ("score", "learn") if section.offload else PHASES
+    training = ("score", "learn") if learner.offload else PHASES
     count = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters"
     items = [
         MemoryItem(f"{role} weights", int(memory.weights), training, f"{count} x {built.dtype_bytes} B"),
@@ -139,9 +188,13 @@ def _trained(
         how = f"{states} B per parameter, {shared}"
         items.append(MemoryItem(named("optimizer"), int(memory.optimizer), training, how))
     part = f"{tokens // layout.context} tokens"
-    how = f"{part} x {len(stages[stage])} layers x micro-batches in flight, recompute {section.recompute}"
+    how = f"{part} x {len(stages[stage])} layers x micro-batches in flight, recompute {learner.recompute}"
     items.append(MemoryItem(named("activations"), int(memory.activations), ("learn",), how, role))
-    return items + _forward(role, named, scoring, ("score", "learn"), part, layout)
+    items += _forward(role, named, scoring, ("score", "learn"), part, layout)
+    if not learner.alone:
+        return items
+    # Nobody else is there, and the models that one job trains come one after the other.
+    return [replace(item, phases=("learn",), turn=role) for item in items if "learn" in item.phases]
 
 
 def _forward(

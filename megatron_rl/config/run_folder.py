@@ -33,6 +33,11 @@ class RunFolder:
         """Return the metrics of a stage, a line per step."""
         return self.path / f"{stage}.jsonl"
 
+    def stages_measured(self) -> list[str]:
+        """Return the stages whose metrics are there, the supervised one first."""
+        names = [path.stem for path in self.path.glob("*.jsonl") if path != self.metrics]
+        return sorted((name for name in names if "." not in name), key=lambda name: (name != "sft", name))
+
     def stage_checkpoints(self, stage: str) -> Path:
         """Return the directory of the checkpoints in the middle of a stage."""
         return self.stages / stage / "checkpoints"

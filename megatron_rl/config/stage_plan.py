@@ -49,6 +49,46 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
     return tuple(plans)
 
 
+_REINFORCEMENT = tuple(
+    [
+        "data.train",
+        "data.eval",
+        "reward",
+        "steps",
+        "placement",
+        "algorithm",
+        "batch",
+        "actor.optimizer",
+        "critic",
+        "reference",
+        "rollout",
+        "hybrid_engine",
+        "mismatch",
+        "asynchrony",
+        "evaluation",
+        "sft",
+        "preference",
+    ]
+)
+_OF_ROWS = ("rollout.max_response_tokens", "rollout.sampling_profiles", "batch.tokens_per_microbatch")
+"""Settings below those of reinforcement learning that bound rows wherever a job learns."""
+SECTIONS = {"sft": "sft", "prefer": "preference", "reward-model": "reward.models.NAME.training"}
+"""The job of one stage -> the section that describes the stage."""
+
+
+def has_use(config: RunConfig, path: str) -> bool:
+    """Say whether the configuration's job reads the setting at a path."""
+
+    def below(*sections: str) -> bool:
+        return any(path == section or path.startswith(f"{section}.") for section in sections)
+
+    return (
+        config.job == TRAIN
+        or not below(*_REINFORCEMENT)
+        or below(*_OF_ROWS, SECTIONS[config.job].partition(".NAME")[0])
+    )
+
+
 def for_job(config: RunConfig) -> RunConfig:
     """Return the configuration without what its job has no use for, so that a stage alone needs no more.
 

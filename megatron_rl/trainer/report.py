@@ -43,27 +43,32 @@ PANELS = (
     Panel("policy/entropy", "policy entropy (nats per token)"),
     Panel("mismatch/abs_diff", "trainer–rollout difference of log-probs", logarithmic=True),
 )
+STAGE_METRICS = (("loss", "loss"), ("held_out_loss", "held-out loss"), ("accuracy", "accuracy on pairs"))
+"""What is reported of a stage, below the group of its name: metric, words."""
 
 
 def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
     """Write ``learning_curve.png`` and ``report.html`` of a run, print its final table, return the page.
 
-    It reads metrics.jsonl, and config.yaml, sft.jsonl and the samples of the last step where they exist. A
-    folder without metrics raises a UserError.
+    It reads metrics.jsonl, the metrics of stages, config.yaml and the samples of the last step, as far as
+    they exist. A folder without metrics raises a UserError.
     """
     folder = RunFolder(run_dir)
     lines = read_metrics(folder.metrics)
-    if not lines:
+    stages = {name: read_metrics(folder.stage_metrics(name)) for name in folder.stages_measured()}
+    stages = {name: measured for name, measured in stages.items() if measured}
+    if not lines and not stages:
         raise UserError(
             f"{folder.path} holds no metrics",
             where=str(folder.metrics),
             expected="the folder of a run that has finished at least one step",
-            got="no such file" if not folder.metrics.exists() else "an empty file",
+            got="no such file, and none of a stage" if not folder.metrics.exists() else "an empty file",
             fix="name the run folder, such as runs/quickstart",
         )
-    rows, phases = summary(lines, read_metrics(folder.stage_metrics("sft"))), phase_times(lines)
+    rows = summary(lines, stages)
+    phases = phase_times(lines or [line for measured in stages.values() for line in measured])
     picture = io.BytesIO()
-    draw(lines).savefig(picture, format="png", dpi=130)
+    draw(lines, stages).savefig(picture, format="png", dpi=130)
     folder.curve.write_bytes(picture.getvalue())
     folder.report.write_text(_page(folder, rows, phases, picture.getvalue()), encoding="utf-8")
     _print(folder, rows, phases, console)
@@ -83,7 +88,7 @@ def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
 
 
 def summary(
-    lines: Sequence[Mapping[str, Any]], warm_up: Sequence[Mapping[str, Any]] = ()
+    lines: Sequence[Mapping[str, Any]], stages: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[tuple[str, str, str]]:
     """Return the rows of the final table: name, value, remark. What was not measured has no row."""
     rows: list[tuple[str, str, str]] = []
@@ -103,10 +108,13 @@ def summary(
             remark = f"means of the first and last {min(WINDOW, len(values))} steps"
             rows.append((label, f"{first:{form}} → {last:{form}}", remark))
     trained, _ = series([line for line in lines if line["step"] > 0], "step")
-    rows.append(("steps", str(len(trained)), ""))
-    _, loss = series(warm_up, "sft/loss")
-    if loss:
-        rows.append(("warm-up", f"{len(loss)} steps", f"loss {loss[0]:.3f} → {loss[-1]:.3f}"))
+    if lines:
+        rows.append(("steps", str(len(trained)), ""))
+    for name, measured in stages.items():
+        curves = [(words, series(measured, f"{name}/{metric}")[1]) for metric, words in STAGE_METRICS]
+        steps, _ = series(measured, f"{name}/loss")
+        changes = [f"{words} {curve[0]:.3f} → {curve[-1]:.3f}" for words, curve in curves if curve]
+        rows.append((name, f"{len(steps)} steps", "; ".join(changes)))
     _, speed = series(lines, "throughput/tokens_per_second")
     if speed:
         rows.append(("tokens per second", f"{fmean(speed):,.0f}", f"best step {max(speed):,.0f}"))
@@ -137,12 +145,20 @@ def phase_times(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, fl
     return sorted(phases, key=lambda phase: -phase[1])
 
 
-def draw(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return a matplotlib figure with one panel per metric that was measured, and the time of the steps."""
+def draw(lines: Sequence[Mapping[str, Any]], stages: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    """Return a matplotlib figure with a panel for each metric that was measured, and the time of the steps.
+
+    Stages have panels of their own.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = [panel for panel in PANELS if series(lines, panel.metric)[1]]
+    panels = [(lines, panel) for panel in PANELS]
+    for name, measured in stages.items():
+        for metric, words in STAGE_METRICS:
+            smooth = not metric.startswith("held_out")
+            panels.append((measured, Panel(f"{name}/{metric}", f"{name}: {words}", smooth)))
+    panels = [(source, panel) for source, panel in panels if series(source, panel.metric)[1]]
     timed = bool(_stacked(lines)[1])
     count = len(panels) + timed
     columns = min(3, max(1, count))
@@ -150,8 +166,8 @@ def draw(lines: Sequence[Mapping[str, Any]]) -> Figure:
     figure = Figure(figsize=(4.6 * columns, 3.3 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(rows, columns, place + 1) for place in range(count)]
-    for axis, panel in zip(axes, panels, strict=False):
-        _draw_panel(axis, lines, panel)
+    for axis, (source, panel) in zip(axes, panels, strict=False):
+        _draw_panel(axis, source, panel)
     if timed:
         _draw_times(axes[-1], lines)
     for axis in axes:

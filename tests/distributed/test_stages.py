@@ -10,6 +10,8 @@ import yaml
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from megatron_rl.cli.main import main as command
+
 WORKER = Path(__file__).parent / "workers" / "killed_train.py"
 STAGES = "megatron_rl.trainer.stages"
 UPDATE = "megatron_rl.roles.model_role:ModelRole.update"
@@ -142,6 +144,8 @@ def test_stages_as_jobs_of_their_own_give_what_they_give_in_a_run(fork, material
     assert fork(WORKER, 2, "sft", sft, env=kill, check=False).returncode
     fork("megatron_rl", 2, "sft", sft, module=True)
     assert lines(tmp_path / "sft/run", "sft") == lines(whole, "sft")
+    assert command(["report", str(tmp_path / "sft/run")]) == 0
+    assert "held-out loss" in (tmp_path / "sft/run/report.html").read_text()
     trained = tmp_path / "sft/run/hf"
     assert weights(trained) == weights(whole / "stages/sft/hf")
 

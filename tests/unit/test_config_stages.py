@@ -9,6 +9,7 @@ import pytest
 from config_workspace import write_workspace
 
 from megatron_rl.check.configuration import CheckReport, check_config
+from megatron_rl.cli.main import main as command
 from megatron_rl.config.load import dump, load, load_text
 from megatron_rl.config.stage_plan import pending_stages, present_model, stage_plans, starting_model
 
@@ -44,6 +45,28 @@ def test_a_stage_alone_needs_its_section_only(job: str) -> None:
     learner = "reward.judge" if job == "reward-model" else "actor"
     assert list(report.layouts or {}) == [learner] and report.batch is None
     assert load_text(dump(report.config)).valid() == report.config, "the run folder's copy loads"
+
+
+@pytest.mark.parametrize("job", SECTIONS)
+def test_a_stage_alone_shows_its_memory_and_what_it_reads(job: str, capsys) -> None:
+    Path("alone.yaml").write_text(ALONE + STAGES + "rollout: {max_response_tokens: 8}\n")
+    assert command(["check", "alone.yaml", "--for", job, "--world-size", "2"]) == 0
+    shown = capsys.readouterr().out
+    settings, memory = shown.split("BATCH")[0], shown.split("MEMORY")[1]
+    for unread in (" steps=", "algorithm.", "prompts_per_step", "evaluation.", "rollout.tensor"):
+        assert unread not in settings, unread
+    learner = "reward.judge weights" if job == "reward-model" else "actor weights"
+    assert all(name in memory for name in (learner, "gradients", "optimizer", "activations", "total"))
+    assert "generate" not in memory and "score" not in memory
+
+    report = check_config(load("alone.yaml", [f"job={job}"]), 2)
+    (rank,) = report.memory
+    sizes = {item.name.split()[-1]: item.bytes for item in rank.items}
+    # Weights, float32 gradients, and two moments that both copies share: 4 bytes each.
+    assert sizes["weights"] == sizes["gradients"] == sizes["optimizer"] > 0
+    assert rank.total("learn") == sum(sizes.values()) and rank.peak == rank.total("learn")
+    halved = check_config(load("alone.yaml", [f"job={job}", "batch.tokens_per_microbatch=16"]), 2)
+    assert halved.memory[0].peak < rank.peak
 
 
 @pytest.mark.parametrize("job", SECTIONS)

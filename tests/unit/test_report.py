@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from megatron_rl.cli.main import main as command
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import UserError
 from megatron_rl.trainer import report
@@ -57,7 +58,8 @@ def test_the_table_and_the_files(tmp_path: Path) -> None:
 
 def test_the_summary_is_of_the_metrics(tmp_path: Path) -> None:
     rows = {
-        name: (value, remark) for name, value, remark in report.summary(read_metrics(run(tmp_path).metrics))
+        name: (value, remark)
+        for name, value, remark in report.summary(read_metrics(run(tmp_path).metrics), {})
     }
     assert rows["steps"][0] == "30"
     assert rows["mean reward"][0] == "0.183 → 0.850"
@@ -90,6 +92,27 @@ def test_the_warm_up_is_in_the_table(tmp_path: Path) -> None:
     console = io.StringIO()
     report.write(folder.path, console)
     assert "2.000 → 0.500" in console.getvalue()
+
+
+def test_a_folder_of_stages_alone_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path / "alone").create()
+    for name in ("reward_judge", "sft"):
+        with MetricsLog(folder, 3, phase=name, console=io.StringIO()) as log:
+            log.write(0, {f"{name}/held_out_loss": 3.0})
+            for step in (1, 2, 3):
+                log.write(step, {f"{name}/loss": 4.0 - step, f"time/{name}": 0.5})
+            log.write(3, {f"{name}/held_out_loss": 1.5})
+    assert command(["report", str(folder.path)]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "sft",
+        "reward_judge",
+        "3 steps",
+        "loss 3.000 → 1.000; held-out loss 3.000 → 1.500",
+        "1.500",
+    ):
+        assert text in shown and text in folder.report.read_text(), text
+    assert shown.index("sft") < shown.index("reward_judge") and folder.curve.is_file()
 
 
 def test_the_running_mean_is_centred() -> None:
