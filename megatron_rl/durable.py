@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -68,12 +69,21 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 def _digest(path: Path) -> str:
     state, size = hashlib.sha256(), 0
+    _require_file(path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         while block := file.read(_READ_BYTES):
             state.update(block)
             size += len(block)
     return f"{size}:{state.hexdigest()}"
+
+
+def _require_file(path: Path) -> int:
+    """Return the size of a file; raise OSError for what is none, which could be opened and never end."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no file")
+    return status.st_size
 
 
 def write_digests(folder: Path, known: Mapping[str, str]) -> None:
@@ -86,8 +96,9 @@ def write_digests(folder: Path, known: Mapping[str, str]) -> None:
 def read_digests(folder: Path) -> dict[str, str] | None:
     """Return the digests that a folder keeps, None where they are missing or damaged themselves."""
     try:
+        _require_file(folder / DIGESTS)
         known = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     plain = isinstance(known, dict) and all(isinstance(value, str) for value in known.values())
     return known if plain and known else None
@@ -95,29 +106,38 @@ def read_digests(folder: Path) -> dict[str, str] | None:
 
 def damages(folder: Path, known: Mapping[str, str], names: Sequence[str]) -> list[str]:
     """Return what is wrong with the files ``names`` of a folder, one line each that names the file."""
-    result = []
-    for name, now in digests(folder, names).items():
-        before = known[name]
-        if now == before:
-            continue
-        if now.startswith("unreadable"):
-            result.append(f"{name} {'is missing' if not (folder / name).exists() else 'is ' + now}")
-        elif now.split(":")[0] != before.split(":")[0]:
-            result.append(f"{name} has {now.split(':')[0]} bytes instead of {before.split(':')[0]}")
-        else:
-            result.append(f"{name} has other content than was written")
-    return result
+    return [f"{name} {words}" for name in names if (words := _damage(folder / name, known[name]))]
+
+
+def _damage(path: Path, digest: str) -> str | None:
+    try:
+        size, written = _require_file(path), digest.partition(":")[0]
+        if str(size) != written:
+            return f"has {size} bytes instead of {written}"
+        return None if _digest(path) == digest else "has other content than was written"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"is unreadable: {error.strerror}"
+
+
+def remove(path: Path) -> None:
+    """Delete a folder with all in it, or whatever else has the name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def publish(aside: Path, final: Path) -> None:
     """Give a finished folder its name in place of what has it; the old folder goes after that."""
     old = final.with_name(final.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
+    remove(old)
+    if os.path.lexists(final):
         final.rename(old)
     aside.rename(final)
     sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
 
 
 def require_space(folder: Path, needed: float, what: str) -> None:

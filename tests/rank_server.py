@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from typing import NoReturn
 
 IMPORTED = (
     "megatron_rl.trainer.run",
@@ -36,6 +37,18 @@ PATIENCE = 30.0
 
 def main() -> None:
     """Import, then serve launches until standard input ends."""
+    preload()
+    while line := sys.stdin.readline():
+        launch = json.loads(line)
+        process = os.fork()
+        if process == 0:
+            watch(launch)
+        print(process, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+
+
+def preload() -> None:
+    """Import what a rank needs, in a process that can be forked: it has one thread."""
     from megatron_rl.parallel import device
     from megatron_rl.rollout.vllm.setup import prepare_vllm
 
@@ -45,13 +58,6 @@ def main() -> None:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would lose them"
-    while line := sys.stdin.readline():
-        launch = json.loads(line)
-        process = os.fork()
-        if process == 0:
-            watch(launch)
-        print(process, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 
 
 def watch(launch: dict) -> None:
@@ -95,18 +101,23 @@ def end(ranks: set[int]) -> None:
 
 def work(launch: dict, rank: int) -> None:
     """Become one rank: run the script or the module as the launcher's process would."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     size = str(launch["ranks"])
     names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.update(launch["environment"] | names)
-    sys.argv = [launch["script"], *launch["arguments"]]
+    become([launch["script"], *launch["arguments"]], module=launch["module"])
+
+
+def become(command: list[str], *, module: bool) -> NoReturn:
+    """Run a script or a module with its arguments in this forked process, as if it had just started."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.argv = command
     try:
-        if launch["module"]:
-            runpy.run_module(launch["script"], run_name="__main__", alter_sys=True)
+        if module:
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, os.path.dirname(launch["script"]))
-            runpy.run_path(launch["script"], run_name="__main__")
+            sys.path.insert(0, os.path.dirname(command[0]))
+            runpy.run_path(command[0], run_name="__main__")
         code = 0
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)

@@ -166,6 +166,14 @@ def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
     try:
         model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
         check_same_model(path, meta, model)
+        if meta["step"] > config.steps:
+            raise UserError(
+                "the run has taken more steps than it is to take",
+                where="steps",
+                expected=f"{meta['step']} or more, to go on from {path}",
+                got=str(config.steps),
+                fix="raise steps, name an earlier checkpoint in checkpoint.resume, or set another run_dir",
+            )
     except UserError as error:
         return True, error
     except (OSError, ValueError):

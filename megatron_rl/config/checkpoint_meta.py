@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.durable import remove
 from megatron_rl.errors import UserError
 
 META = "meta.json"
@@ -32,17 +32,21 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a directory is a complete training checkpoint."""
-    return (path / META).is_file()
+    try:
+        return (path / META).is_file()
+    except OSError:  # a directory that may not be looked into
+        return False
+
+
+def named_checkpoints(folder: Path) -> list[Path]:
+    """Return what has a checkpoint's name in a folder, complete or damaged, oldest first."""
+    matches = [(_STEP.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
+    return [path for _, path in sorted((int(match.group(1)), path) for match, path in matches if match)]
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, oldest first."""
-    complete = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _STEP.fullmatch(path.name)
-        if match and is_checkpoint(path):
-            complete.append((int(match.group(1)), path))
-    return [path for _, path in sorted(complete)]
+    return [path for path in named_checkpoints(folder) if is_checkpoint(path)]
 
 
 def latest(folder: Path) -> Path | None:
@@ -51,19 +55,22 @@ def latest(folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def prune(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the ``keep`` newest complete checkpoints and what broken saves left; return the deleted.
+def prune(saved: Path, keep: int) -> list[Path]:
+    """Delete what broken saves left beside a checkpoint and older ones beyond ``keep`` with it; return them.
 
-    Call on one rank, while no save is under way.
+    Newer ones do not count: the run went on from before them, because they are damaged. Call on one rank,
+    while no save is under way.
     """
+    folder = saved.parent
     doomed = [path for path in sorted(folder.glob("step_*")) if path.suffix in (".partial", ".old")]
     for path in doomed:
-        shutil.rmtree(path)
+        remove(path)
     complete = checkpoints(folder)
+    complete = complete[: complete.index(saved) + 1]
     for path in complete[: max(len(complete) - max(keep, 1), 0)]:
         doomed.append(path)
         # Renamed first: a deletion that is cut off must not leave half a checkpoint under its name.
-        shutil.rmtree(path.rename(path.with_name(path.name + ".old")))
+        remove(path.rename(path.with_name(path.name + ".old")))
     return doomed
 
 

@@ -94,6 +94,31 @@ def flatten(config: RunConfig) -> dict[str, Any]:
     return {path: value for path, _, value in settings(config)}
 
 
+def changes(saved: str, config: RunConfig) -> list[str]:
+    """Return a line per setting that differs from those in the text of a `dump`, of a run that goes on.
+
+    Where a run writes, how long it waits and what it keeps does not concern its numbers.
+    """
+    loaded = load_text(saved, name="config.yaml")
+    if loaded.errors or loaded.config is None:
+        return [f"the settings that the run began with cannot be read: {loaded.errors[0].message}"]
+    before, now = flatten(loaded.config), flatten(without_secrets(config))
+    return [
+        f"{name} was {one_line(to_plain(before.get(name)))} and is {one_line(to_plain(now.get(name)))}"
+        + (": the prompts do not come as they would have" if name.startswith(_ORDER) else "")
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name) and not name.startswith(_WITHOUT_NUMBERS)
+    ]
+
+
+_WITHOUT_NUMBERS = ("run_dir", "checkpoint.", "rank_timeout")
+_ORDER = (
+    "seed", "data.", "batch.prompts_per_step", "rollout.oversample", "rollout.partial",
+    "rollout.round_tokens", "asynchrony.",
+)  # fmt: skip
+"""Beginnings of the settings that decide which prompts make a step."""
+
+
 def _entries(section: Any) -> list[tuple[str, Any]]:
     if isinstance(section, dict):
         return list(section.items())

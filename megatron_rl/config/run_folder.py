@@ -60,6 +60,10 @@ class RunFolder:
             directory.mkdir(parents=True, exist_ok=True)
         return self
 
+    def has_begun(self) -> bool:
+        """Return whether there is anything that a restart goes on from."""
+        return any(folder.is_dir() and any(folder.iterdir()) for folder in (self.checkpoints, self.stages))
+
     def start_over(self) -> None:
         """Rename checkpoints and models of an earlier run, so that none is taken for this run's."""
         for directory in (self.stages, self.reward_models, self.checkpoints):
@@ -99,11 +103,11 @@ def replace_file(target: Path, write: Callable[[Path], Any]) -> None:
     temporary.replace(target)
 
 
-def set_aside(path: Path) -> None:
-    """Give a file or a directory that is not empty another name: ``NAME.1``, ``NAME.2`` …"""
+def set_aside(path: Path) -> Path | None:
+    """Give a file or a directory that is not empty another name, ``NAME.1``, ``NAME.2`` …, and return it."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return
+        return None
     number = 1
     while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
-    path.rename(other)
+    return path.rename(other)

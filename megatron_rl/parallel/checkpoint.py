@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -71,7 +70,7 @@ def save(
 
     def prepare() -> None:
         if device.rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            durable.remove(partial)
             final.parent.mkdir(parents=True, exist_ok=True)
             durable.require_space(final.parent, needed, f"the checkpoint {final.name}")
             for name in (*parts, "rng"):
@@ -88,7 +87,7 @@ def save(
             durable.write_digests(partial, known)
             durable.publish(partial, final)
             if keep is not None:
-                prune(final.parent, keep)
+                prune(final, keep)
 
     described = {
         name: _from_member(_describe(*part) if part.model else None, part.model)

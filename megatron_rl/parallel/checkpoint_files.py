@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl import durable
-from megatron_rl.config.checkpoint_meta import checkpoints, read_meta
+from megatron_rl.config.checkpoint_meta import named_checkpoints, read_meta
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import gather_objects
@@ -70,7 +70,7 @@ def newest_intact(folder: Path, say: Callable[[str], None]) -> Path | None:
     and all are damaged. Collective over the world.
     """
     first_words = ""
-    for path in reversed(first(lambda: checkpoints(folder))):
+    for path in reversed(first(lambda: named_checkpoints(folder))):
         problems = damages(path)
         if not problems:
             return path

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 from torch.overrides import TorchFunctionMode
 
 from megatron_rl.errors import UserError
@@ -24,6 +27,8 @@ _ON_HOST = not torch.cuda.is_available()
 _installed = False
 _depth = 0
 _timeout: timedelta | None = None
+_LOOKS = timedelta(seconds=0.5)
+"""Time between two looks at whether the job has begun anew while its ranks met."""
 
 
 def device() -> torch.device:
@@ -107,14 +112,51 @@ def initialize(timeout: float = 600.0) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's overlap of TP needs it
     if not dist.is_initialized():
-        alone = "MASTER_PORT" not in os.environ
-        store = dist.HashStore() if alone else None
-        arguments: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1} if alone else {}
         try:
-            dist.init_process_group(backends(), timeout=_timeout, **arguments)
+            dist.init_process_group(
+                backends(), timeout=_timeout, store=_store(), rank=rank(), world_size=world_size()
+            )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise _no_meeting(error, timeout) from error
     prepare_megatron()
+
+
+def _store() -> dist.Store:
+    """Return where the ranks find each other, empty but for what they write. Collective over the world."""
+    if "MASTER_PORT" not in os.environ:
+        return dist.HashStore()
+    assert _timeout is not None
+    store, number, size = next(rendezvous("env://", timeout=_timeout))
+    store.set_timeout(_timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.PrefixStore(meet(store, number, size, _timeout), store)
+    return store
+
+
+def meet(store: dist.Store, number: int, size: int, timeout: timedelta) -> str:
+    """Agree on a name that the ranks of no earlier attempt have had; return it on each of ``size`` ranks.
+
+    torchrun keeps its store when it restarts the ranks, and in it the addresses of those that are gone; who
+    reads before its peers have written would wait for the dead. How often ranks were restarted does not tell
+    attempts apart: hosts may count it differently. So the first rank begins an attempt, answers what each
+    other one calls itself, and only that answer says that the attempt is not an earlier one. Raises
+    DistStoreError after ``timeout``. Collective over the world.
+    """
+    if number == 0:
+        attempt = store.add("attempt", 1)
+        for other in range(1, size):
+            store.set(f"{attempt} {store.get(f'{attempt} {other}').decode()}", "")
+        return f"attempt {attempt}"
+    me, limit = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    while True:
+        attempt = store.get("attempt").decode()
+        store.set(f"{attempt} {number}", me)
+        try:
+            store.wait([f"{attempt} {me}"], _LOOKS)
+            return f"attempt {attempt}"
+        except dist.DistStoreError:  # no answer yet, or from a rank that is gone
+            if time.monotonic() > limit:
+                raise
 
 
 def _no_meeting(error: Exception, timeout: float) -> UserError:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from megatron_rl.config.load import dump, without_secrets
+from megatron_rl.config.load import changes, dump, without_secrets
 from megatron_rl.config.placement import role_layouts
-from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError
 from megatron_rl.launcher import report_errors
@@ -69,10 +69,20 @@ class Job:
         """
         device.initialize(self.config.rank_timeout)
         if self.main:
+            for words in self._changes():
+                self.say(f"warning: this run goes on with another setting: {words}")
             self.folder.write_config(dump(without_secrets(self.config)))
             if self.config.checkpoint.resume == "never":
                 self.folder.start_over()
         barrier()
+
+    def _changes(self) -> list[str]:
+        """Return the settings that are not those of the run that goes on, none where none does."""
+        resume = self.config.checkpoint.resume
+        folder = self.folder if resume in ("auto", "never") else folder_of_checkpoint(Path(resume))
+        if resume == "never" or folder is None or not (folder.config.is_file() and folder.has_begun()):
+            return []
+        return changes(folder.config.read_text(encoding="utf-8", errors="replace"), self.config)
 
 
 @contextmanager

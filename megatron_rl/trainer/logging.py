@@ -15,6 +15,8 @@ from typing import Any, TextIO
 
 from megatron_rl.config.run_folder import RunFolder, replace_file, set_aside
 
+_EVENTS = "events.out.tfevents."
+_SHOWN_SPANS = 8
 PLAIN_SECONDS = 10.0
 """Shortest time between two progress lines where the console is no terminal."""
 
@@ -67,25 +69,31 @@ def write_rollouts(
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file as mappings; a line that was cut off at the end is left out."""
-    path = Path(path)
-    if not path.exists():
-        return []
+    """Return the lines of a metrics file as mappings; a line that was cut off or damaged is left out."""
+    return _read_lines(Path(path))[0]
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Return the lines of a metrics file, and whether others than the last are damaged."""
     lines: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
+    texts = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for text in texts:
         try:
-            lines.append(json.loads(line))
-        except ValueError:  # the process was killed while it wrote this line
-            break
-    return lines
+            line = json.loads(text)
+        except (ValueError, RecursionError):  # the process was killed while it wrote this line
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines, len(lines) < len(texts) - 1
 
 
 class MetricsLog:
     """Write one line per step to a metrics file, to TensorBoard and to the console.
 
     ``resumed_step`` is the last step that the restored checkpoint has seen: later lines of the file are cut
-    off, so that every step appears once. None starts over: an existing file and its TensorBoard events are
-    renamed, not lost. Make it on one rank only.
+    off, so that every step appears once. The file is kept under another name, and that is said, where lines
+    are missing or damaged, or are of steps beyond ``total_steps``, which do not come again. None starts over:
+    an existing file and its TensorBoard events are renamed, not lost. Make it on one rank only.
     """
 
     def __init__(
@@ -107,7 +115,8 @@ class MetricsLog:
             set_aside(self.path)
             set_aside(events)
         else:
-            _cut_after(self.path, resumed_step)
+            self._cut_after(resumed_step)
+            _keep_order(events)
         self._file = self.path.open("a")
         purge = None if resumed_step is None else resumed_step + 1
         self._events = SummaryWriter(str(events), purge_step=purge)
@@ -118,6 +127,7 @@ class MetricsLog:
         finite = {name: float(v) if math.isfinite(v) else None for name, v in values.items()}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())  # a checkpoint that survives a crash has the lines before it
         for name, value in finite.items():
             if value is not None:
                 self._events.add_scalar(name, value, step)
@@ -136,6 +146,23 @@ class MetricsLog:
             remaining = (time.monotonic() - self._begun) / done * (self.total_steps - step)
             parts.append(f"eta {clock(remaining)}")
         return "  ".join(parts)
+
+    def _cut_after(self, step: int) -> None:
+        """Leave one line for each step up to ``step``, and keep the file as it is where that loses any."""
+        lines, damaged = _read_lines(self.path)
+        lines = {line["step"]: json.dumps(line) + "\n" for line in lines}
+        kept = [text for number, text in sorted(lines.items()) if number <= step]
+        missing = [number for number in range(1, step + 1) if number not in lines]
+        later = [number for number in lines if number > self.total_steps]
+        if missing or later:
+            reason = f"has no line of steps {_spans(missing)}" if missing else f"goes on to step {max(later)}"
+            words = f"warning: {self.path.name} {reason}, and this run goes on after step {step}"
+            if later or damaged:
+                aside = set_aside(self.path)
+                words += f"; the file is kept as {aside.name}" if aside is not None else ""
+            self.console.write(words + "\n")
+            self.console.flush()
+        replace_file(self.path, lambda temporary: temporary.write_text("".join(kept)))
 
     def close(self) -> None:
         """Close the files."""
@@ -245,7 +272,27 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def _cut_after(path: Path, step: int) -> None:
-    kept = [line for line in read_metrics(path) if line["step"] <= step]
-    text = "".join(json.dumps(line) + "\n" for line in kept)
-    replace_file(path, lambda temporary: temporary.write_text(text))
+def _spans(steps: Sequence[int]) -> str:
+    """Return ascending numbers as ``1-3, 7``, not more than a few of them."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and spans[-1][1] == step - 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    words = [f"{first}-{last}" if last > first else str(first) for first, last in spans]
+    return ", ".join(words[:_SHOWN_SPANS]) + (" and more" if len(words) > _SHOWN_SPANS else "")
+
+
+def _keep_order(events: Path) -> None:
+    """Number event files anew where the next one would not come after them.
+
+    TensorBoard reads them in the order of their names, which begin with the time; clocks are set back, and
+    two starts may fall into one second.
+    """
+    files = sorted(events.glob(_EVENTS + "*"))
+    if not files or files[-1].name < f"{_EVENTS}{int(time.time()):010d}":
+        return
+    for number, file in enumerate(files):
+        rest = file.name.removeprefix(_EVENTS).partition(".")[2]
+        file.rename(file.with_name(f"{_EVENTS}{number:010d}.{rest}"))

@@ -28,8 +28,8 @@ KINDS: Mapping[str, int] = {"damages": 200, "inputs": 1000, "rewards": 65, "leak
 HELD = "held"
 OUTCOMES = (HELD, "lost", "unclear", "hang", "left over", "accepted", "broken")
 """How a case can end: the promise held; a number, sample or file was lost or came twice; an error was a
-traceback, or did not name what is wrong; no end in time; processes, files or shared memory stayed behind; what
-is wrong was taken without a word; the campaign's own code failed."""
+traceback, or did not name what is wrong; no end in time; processes, files or shared memory stayed behind;
+what is wrong was taken without a word; the campaign's own code failed."""
 
 
 @dataclass(frozen=True)

@@ -188,8 +188,14 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     for name in ("step_2", "step_10", "step_30.partial", "step_2.old"):
         (folder / name / "meta.json").write_text("{}")
     assert latest(folder) == folder / "step_10"  # step_20 has no meta.json, step_30 was cut off
-    prune(folder, keep=1)
+    prune(folder / "step_10", keep=1)
     assert sorted(path.name for path in folder.iterdir()) == ["notes", "step_10", "step_20"]
+    # A run that went on from before a damaged checkpoint keeps what it saves, and that one for a person.
+    for name in ("step_4", "step_7"):
+        (folder / name).mkdir()
+        (folder / name / "meta.json").write_text("{}")
+    prune(folder / "step_7", keep=1)
+    assert sorted(path.name for path in folder.iterdir()) == ["notes", "step_10", "step_20", "step_7"]
     with pytest.raises(UserError, match="not a complete training checkpoint"):
         read_meta(folder / "step_20")
     with pytest.raises(UserError, match="written by another version"):

@@ -110,7 +110,13 @@ def test_a_folder_has_one_job_and_ranks_leave_with_their_launcher(fork, material
 
 
 @pytest.mark.parametrize(
-    ("sent", "to"), [(signal.SIGTERM, "launcher"), (signal.SIGINT, "launcher"), (signal.SIGUSR1, "rank")]
+    ("sent", "to"),
+    [
+        (signal.SIGTERM, "launcher"),
+        (signal.SIGINT, "launcher"),
+        (signal.SIGHUP, "launcher"),
+        (signal.SIGUSR1, "rank"),
+    ],
 )
 def test_a_job_that_is_asked_to_stop_saves_after_its_step(fork, material, tmp_path, sent, to):
     config = endless(tmp_path, material)
@@ -128,7 +134,11 @@ def test_a_job_that_is_asked_to_stop_saves_after_its_step(fork, material, tmp_pa
     told = re.search(rf"stopped by {sent.name} after step (\d+): saved (\S+); exit code {code}", text)
     assert told, text[-3000:]
     assert Path(told[2]).name == f"step_{told[1]}" and (Path(told[2]) / "meta.json").is_file()
-    result = fork("megatron_rl", 2, "train", config, f"steps={int(told[1]) + 1}", module=True)
+    changes = [f"steps={int(told[1]) + 1}", "batch.prompts_per_step=4"]
+    result = fork("megatron_rl", 2, "train", config, *changes, module=True)
     assert f"resumed from {told[2]} at step {told[1]}" in result.output
+    begin = "warning: this run goes on with another setting:"
+    assert f"{begin} batch.prompts_per_step was 8 and is 4: the prompts do not come" in result.output
+    assert f"{begin} steps was 100000 and is {int(told[1]) + 1}\n" in result.output
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, int(told[1]) + 2))

@@ -201,3 +201,15 @@ def test_a_checkpoint_of_another_model_is_an_error() -> None:
     folder.mkdir()
     write_meta(folder, {"model": model_identity({"hidden_size": 64, "num_attention_heads": 4})})
     assert check("checkpoint.resume=checkpoint").errors[0].message == "the checkpoint is of another model"
+
+
+def test_a_run_that_has_taken_more_steps_than_it_is_to_take_is_an_error() -> None:
+    from megatron_rl.config.checkpoint_meta import write_meta
+
+    for step in (8, 12):
+        folder = Path(f"run/checkpoints/step_{step}")
+        folder.mkdir(parents=True)
+        write_meta(folder, {"model": {}, "step": step})
+    (error,) = check().errors
+    assert "more steps" in error.message and error.expected.startswith("12 or more") and error.got == "10"
+    assert not check("steps=12").errors and not check("checkpoint.resume=run/checkpoints/step_8").errors

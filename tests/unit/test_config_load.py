@@ -12,7 +12,7 @@ from config_workspace import CONFIG
 
 from megatron_rl.algorithms.table import KINDS
 from megatron_rl.config.field_types import known_paths
-from megatron_rl.config.load import dump, flatten, load_config, load_text
+from megatron_rl.config.load import changes, dump, flatten, load_config, load_text
 from megatron_rl.config.other_names import FOREIGN_SECTIONS, foreign_names
 from megatron_rl.config.ranges import format_ranges, parse_ranges
 from megatron_rl.config.schema import RunConfig
@@ -29,6 +29,19 @@ def test_values_are_typed() -> None:
     assert config.actor.layout.ranks == (0, 1, 3)
     assert config.steps == 100 and isinstance(config.steps, int)
     assert config.mismatch.warn is None
+
+
+def test_what_changes_when_a_run_goes_on_is_told_line_by_line() -> None:
+    saved = dump(load_text(CONFIG).valid())
+    assert changes(saved, load_text(CONFIG, ["run_dir=moved", "checkpoint.every=1"]).valid()) == []
+    words = ["batch.prompts_per_step=8", "actor.optimizer.learning_rate=1e-3", "seed=7"]
+    assert changes(saved, load_text(CONFIG, words).valid()) == [
+        "actor.optimizer.learning_rate was 1.0e-06 and is 0.001",
+        "batch.prompts_per_step was 16 and is 8: the prompts do not come as they would have",
+        "seed was 1 and is 7: the prompts do not come as they would have",
+    ]
+    (told,) = changes("steps: [", load_text(CONFIG).valid())
+    assert "cannot be read" in told
 
 
 def test_configurations_are_frozen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,13 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
     assert damages(path) == [
         "a.bin has 704 bytes instead of 10240",
         "deep/b.json is missing",
-        "empty is unreadable: Is a directory",
+        "empty is unreadable: it is no file",
     ]
-    for text in ("", "[1]", "{", '{"a.bin": 1}', "{}"):
+    (path / "empty").rmdir()
+    os.mkfifo(path / "empty")  # would be opened for ever
+    os.truncate(path / "a.bin", 2**40)  # would be read for hours
+    assert [line.split()[0] for line in damages(path)] == ["a.bin", "deep/b.json", "empty"]
+    for text in ("[" * 100_000, "", "[1]", "{", '{"a.bin": 1}', "{}"):
         (path / durable.DIGESTS).write_text(text)
         assert durable.read_digests(path) is None
 
@@ -68,6 +73,12 @@ def test_a_folder_replaces_another_of_its_name(tmp_path: Path) -> None:
     (tmp_path / "aside/new").touch()
     durable.publish(tmp_path / "aside", tmp_path / "step_1")
     assert os.listdir(tmp_path) == ["step_1"] and os.listdir(tmp_path / "step_1") == ["new"]
+    for make in (Path.touch, lambda path: path.symlink_to("nowhere")):
+        shutil.rmtree(tmp_path / "step_1")
+        make(tmp_path / "step_1")
+        (tmp_path / "aside").mkdir()
+        durable.publish(tmp_path / "aside", tmp_path / "step_1")
+        assert os.listdir(tmp_path) == ["step_1"] and (tmp_path / "step_1").is_dir()
 
 
 def test_a_disk_without_room_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pty
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pyarrow.parquet
@@ -67,6 +68,38 @@ def test_a_line_cut_off_by_a_kill_is_left_out(folder: RunFolder) -> None:
     assert len(read_metrics(folder.metrics)) == 3
     log_steps(folder, 3, 4, resumed=2)
     assert [line["step"] for line in read_metrics(folder.metrics)] == [0, 1, 2, 3, 4]
+
+
+def test_lost_and_later_lines_are_said_and_what_is_there_is_kept(folder: RunFolder) -> None:
+    log_steps(folder, 0, 9)
+    assert log_steps(folder, 8, 9, resumed=7).startswith("train  8")
+    whole = folder.metrics.read_text().splitlines(keepends=True)
+    folder.metrics.write_text("".join([*whole[:3], whole[3][:9] + "\n", "\0\0\n", "[1]\n", *whole[6:]]))
+    damaged = folder.metrics.read_text()
+    told = log_steps(folder, 9, 10, resumed=8).splitlines()[0]
+    assert "metrics.jsonl has no line of steps 3-5, and this run goes on after step 8" in told
+    assert "kept as metrics.1.jsonl" in told and (folder.path / "metrics.1.jsonl").read_text() == damaged
+    assert [line["step"] for line in read_metrics(folder.metrics)] == [0, 1, 2, 6, 7, 8, 9, 10]
+    folder.metrics.unlink()
+    assert "has no line of steps 1-9," in log_steps(folder, 10, 10, resumed=9)
+    # Fewer steps than the file has: those that do not come again are not lost.
+    log_steps(folder, 1, 16, resumed=0)
+    told = log_steps(folder, 9, 10, resumed=8).splitlines()[0]
+    assert (
+        "goes on to step 16, and this run goes on after step 8; the file is kept as metrics.2.jsonl" in told
+    )
+    assert (
+        len(read_metrics(folder.path / "metrics.2.jsonl")) == 16 and len(read_metrics(folder.metrics)) == 10
+    )
+
+
+def test_tensorboard_keeps_the_order_when_the_clock_goes_back(folder: RunFolder, monkeypatch) -> None:
+    now = time.time()
+    for start, (clock_now, first) in enumerate([(now, 1), (now - 3600, 4), (now - 7200, 6), (now - 7200, 8)]):
+        monkeypatch.setattr(time, "time", lambda value=clock_now: value)
+        log_steps(folder, first, 10, resumed=first - 1 if start else None, scale=10.0**start)
+    values = [1, 2, 3, 40, 50, 600, 700, 8000, 9000, 10000]
+    assert scalars(folder, "reward/mean") == [(step, float(v)) for step, v in enumerate(values, start=1)]
 
 
 def test_starting_over_sets_the_old_files_aside(folder: RunFolder) -> None:

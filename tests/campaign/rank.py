@@ -1,0 +1,37 @@
+"""Run the command line as a rank does and tell a socket which phase of which step the rank enters."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from megatron_rl.cli.main import main
+from megatron_rl.trainer.loop import Phases
+
+
+def announce_phases() -> None:
+    """Send a datagram at each phase's begin to the socket that the environment names."""
+    target = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    original = Phases.__call__
+    facts = {"rank": int(os.environ["RANK"]), "process": os.getpid()}
+    facts |= {"launch": int(os.environ["CAMPAIGN_LAUNCH"])}
+    facts |= {"restart": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}
+
+    @contextmanager
+    def announced(phases: Phases, name: str) -> Iterator[None]:
+        with original(phases, name):
+            with suppress(OSError):  # nobody listens any more
+                message = json.dumps(facts | {"phase": name, "step": phases.step})
+                target.sendto(message.encode(), os.environ["CAMPAIGN_SOCKET"])
+            yield
+
+    setattr(Phases, "__call__", announced)
+
+
+if __name__ == "__main__":
+    announce_phases()
+    sys.exit(main())
