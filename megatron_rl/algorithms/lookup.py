@@ -106,7 +106,7 @@ def _named_piece(name: Any, kind: Kind, key: str, where: str) -> Piece | type[Pi
 def _with_settings(piece: Piece | type[Piece], settings: dict[str, Any], where: str) -> Piece:
     """Return a piece with settings changed, or made of a class of pieces."""
     cls, defaults = (piece, None) if isinstance(piece, type) else (type(piece), piece)
-    parse = Parse()
+    parse = Parse(root=None)
     section = Section({name: Leaf(value, DEFAULT) for name, value in settings.items()})
     try:
         made = parse_section(cls, section, parse, where, defaults)

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.micro import masked, means, on_device
 from megatron_rl.algorithms.mismatch import mismatch_metrics
-from megatron_rl.algorithms.policy_losses.policy_loss import TokenLoss, fields_of
+from megatron_rl.algorithms.policy_losses.policy_loss import TokenLoss, checked_loss, fields_of
 from megatron_rl.algorithms.policy_losses.sequence import off_policy_sequence_mask
 from megatron_rl.algorithms.state import AlgorithmState
 from megatron_rl.metrics import Metrics
@@ -68,7 +68,8 @@ def value_objective(algorithm: Algorithm, micro: TrainBatch, values: Tensor) -> 
     weights, returns, old_values = fields_of(micro, "value_weights", "returns", "old_values")
     values = masked(values, mask)
     old_values, returns = torch.where(mask, old_values, 0), torch.where(mask, returns, 0)
-    loss, indicators = algorithm.value_loss.token_loss(values, old_values, returns)
+    piece = algorithm.value_loss
+    loss, indicators = checked_loss(piece, piece.token_loss(values, old_values, returns), values)
     total = (weights * loss).sum()
     count = mask.sum()
     sums = {"critic/loss": (total, weights.sum()), "critic/value": (values.sum(), count)}
@@ -90,7 +91,8 @@ def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics
 
 def _corrected_loss(algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor) -> tuple[TokenLoss, Metrics]:
     """Take the policy loss per token, with the mismatch correction and sequence masking applied."""
-    loss, indicators = algorithm.policy_loss.token_loss(micro, log_probs)
+    piece = algorithm.policy_loss
+    loss, indicators = checked_loss(piece, piece.token_loss(micro, log_probs), log_probs)
     metrics = Metrics()
     if algorithm.correction.bypass:
         weights, metrics = _bypass_correction(algorithm, micro, log_probs.detach())

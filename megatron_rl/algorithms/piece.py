@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 from megatron_rl.config.setting import setting_of
 from megatron_rl.errors import UserError
@@ -34,3 +34,17 @@ class Piece:
     def within(self, max_response_tokens: int) -> Self:
         """Return the piece for responses of at most so many tokens."""
         return self
+
+
+def wrong_result(piece: Piece, method: str, expected: str, got: Any) -> UserError:
+    """Return the error of a piece of the user's own whose method, or function, returned something else."""
+    function = getattr(piece, "function", None) or getattr(type(piece), method)
+    code = getattr(function, "__code__", None)
+    shape = getattr(got, "shape", None)
+    return UserError(
+        f"{function.__qualname__}, a piece of the algorithm, returned something else than it is to return",
+        where=f"{code.co_filename}:{code.co_firstlineno}" if code else type(piece).__module__,
+        expected=expected,
+        got=f"{type(got).__name__} {got!r}"[:200] if shape is None else f"a tensor {list(shape)}",
+        fix=f"correct what {function.__qualname__} returns",
+    )

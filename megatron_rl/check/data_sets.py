@@ -79,15 +79,7 @@ def _check_jsonl(path: Path, where: str, required: Mapping[str, str], files: Fil
                         )
                     )
     except OSError as error:
-        files.errors.append(
-            UserError(
-                f"{path} cannot be read",
-                where=where,
-                expected="a readable file",
-                got=str(error),
-                fix="check rights",
-            )
-        )
+        files.errors.append(_unreadable(path, where, error))
         return None
     if not records and not broken:
         files.errors.append(_empty(path, where))
@@ -144,7 +136,7 @@ def _check_parquet(path: Path, where: str, files: Files) -> DataPreview | None:
             tail = stream.read(4)
     except OSError as error:
         head, tail, size = b"", b"", -1
-        files.errors.append(UserError(f"{path} cannot be read", where=where, got=str(error)))
+        files.errors.append(_unreadable(path, where, error))
     if size == 0:
         files.errors.append(_empty(path, where))
         return None
@@ -191,6 +183,16 @@ def _check_directory(path: Path, where: str, files: Files) -> DataPreview | None
         )
     )
     return None
+
+
+def _unreadable(path: Path, where: str, error: OSError) -> UserError:
+    return UserError(
+        f"{path} cannot be read",
+        where=where,
+        expected="a readable file",
+        got=str(error),
+        fix="check the rights of the file and of its folders",
+    )
 
 
 def _empty(path: Path, where: str) -> UserError:

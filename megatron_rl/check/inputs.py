@@ -97,15 +97,17 @@ def check_inputs(check: Inputs) -> None:
         if section is not None and check.fine(f"{where}.path"):
             _same_vocabulary(check, section.path, f"{where}.path")
     fields = {config.data.prompt_field: "data.prompt_field"}
+    judged = {**fields, config.data.ground_truth_field: "data.ground_truth_field"}
     for name, model in config.reward.models.items():
         where = f"reward.models.{name}"
         if check.fine(where):
             _same_vocabulary(check, model.path, f"{where}.path", judges=model.training is None)
-    if config.data.train is not None and check.fine("data.train", "data.prompt_field"):
-        check.preview = check_data(Path(config.data.train), "data.train", fields, files)
+    fine = check.fine("data.prompt_field", "data.ground_truth_field")
+    if config.data.train is not None and fine and check.fine("data.train"):
+        check.preview = check_data(Path(config.data.train), "data.train", judged, files)
         _check_prompts(check)
-    if config.data.eval is not None and check.fine("data.eval", "data.prompt_field"):
-        check_data(Path(config.data.eval), "data.eval", fields, files)
+    if config.data.eval is not None and fine and check.fine("data.eval"):
+        check_data(Path(config.data.eval), "data.eval", judged, files)
     for plan in stage_plans(config):
         _check_stage_data(check, plan, fields)
     if config.job == TRAIN and check.fine("reward"):
@@ -318,16 +320,6 @@ def _check_prompts(check: Inputs) -> None:
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
                 got=f"neither in {path}",
                 fix="use an instruction-tuned model, or prompts that are text with data.chat_template=false",
-            )
-        )
-    if config.data.ground_truth_field not in first:
-        check.warnings.append(
-            UserError(
-                f"the first record has no `{config.data.ground_truth_field}`",
-                where="data.ground_truth_field",
-                expected="a field that the reward compares with",
-                got=f"fields {', '.join(map(str, first))}",
-                fix="name the field, or ignore this where the reward needs no ground truth",
             )
         )
 

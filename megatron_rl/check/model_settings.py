@@ -62,10 +62,14 @@ SET_BY_RUN: Mapping[str, str] = {
     "variable_seq_lengths": "packed micro-batches differ in length",
     "overlap_p2p_comm": "interleaved schedules give wrong results without it",
     "batch_p2p_comm": "interleaved schedules give wrong results with it",
-    "pipeline_model_parallel_layout": "weight syncs follow pipeline stages that are stated by their ends: "
-    "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout": "pipeline stages are stated by their ends, "
+    "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, which weight syncs follow",
 }
 """Further fields that the run sets, and why."""
+_INSTEAD = {
+    "recompute_granularity": "actor.recompute",
+    "pipeline_model_parallel_layout": "actor.megatron.num_layers_in_first_pipeline_stage",
+}
 
 
 def check_model_settings(values: Mapping[str, Any]) -> list[UserError]:
@@ -79,7 +83,7 @@ def _error(name: str, value: Any, installed: Mapping[str, InstalledField] | None
     where, got = f"actor.megatron.{name}", f"`{name}: {value}`"
     reason = SET_BY_RUN.get(name) or (f"it is called `{DERIVED[name]}` here" if name in DERIVED else None)
     if reason is not None:
-        key = DERIVED.get(name) or ("actor.recompute" if name == "recompute_granularity" else None)
+        key = DERIVED.get(name) or _INSTEAD.get(name)
         return UserError(
             f"`{where}` is set by the run itself: {reason}",
             where=where,

@@ -15,7 +15,7 @@ from megatron_rl.algorithms.table import KINDS, Kind
 from megatron_rl.config.field_types import entry_class, hints, options, section_class, type_words
 from megatron_rl.config.load import to_plain
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.setting import ForeignName, Setting, setting_of
+from megatron_rl.config.setting import ForeignName, Setting, is_setting, setting_of
 from megatron_rl.config.source import one_line
 
 _HEAD = """\
@@ -62,7 +62,7 @@ def _pieces(key: str, kind: Kind) -> str:
     """Return the named pieces of one kind, with the settings of each and their bounds."""
     rows = []
     for name, piece in kind.named.items():
-        first, *others = dataclasses.fields(piece) or [None]
+        first, *others = [item for item in dataclasses.fields(piece) if is_setting(item)] or [None]
         summary = inspect.cleandoc(type(piece).__doc__ or "").partition("\n")[0].replace("``", "`")
         rows.append([f"`{name}`", summary, *_piece_row(piece, first)])
         rows.extend(["", "", *_piece_row(piece, item)] for item in others)

@@ -19,7 +19,7 @@ from megatron_rl.config.field_types import (
     type_words,
 )
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.setting import setting_of
+from megatron_rl.config.setting import is_setting, setting_of
 from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe
 from megatron_rl.config.unknown import note_unknown
 from megatron_rl.errors import UserError
@@ -29,13 +29,15 @@ from megatron_rl.errors import UserError
 class Parse:
     """Collect what parsing finds: mistakes, the origin of each value, and the paths left broken.
 
-    ``job`` says which of the required keys are needed.
+    ``job`` says which of the required keys are needed; ``root`` is the class whose other names an unknown one
+    may have been meant for, None for those beside it alone.
     """
 
     job: str = TRAIN
     errors: list[UserError] = field(default_factory=list)
     origins: dict[str, Origin] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
+    root: type | None = RunConfig
 
     def fail(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
         """Record a mistake in the value of a configuration path."""
@@ -55,11 +57,13 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
     ``defaults`` is an instance whose values stand where the section has none: the outer default of a
     nested section may differ from the default of its class.
     """
-    known = {item.name: item for item in dataclasses.fields(cls)}
+    known = {item.name: item for item in dataclasses.fields(cls) if is_setting(item)}
+    everywhere = known_paths(parse.root) if parse.root is not None else []
     for key, node in section.children.items():
         if key not in known:
-            note_unknown(key, node, path, list(known), known_paths(RunConfig), parse)
-    values = {}
+            note_unknown(key, node, path, list(known), everywhere, parse)
+    # A new value holds what is no setting, too, as the defaults have it.
+    values = {item.name: _default(item, defaults) for item in dataclasses.fields(cls) if not is_setting(item)}
     for name, item in known.items():
         full = f"{path}.{name}" if path else name
         default = _default(item, defaults)

@@ -140,6 +140,6 @@ def with_best_rank_order(config: RunConfig, shape: ModelShape) -> tuple[RunConfi
     order = best_rank_order(shared, ranks, config.gpus_per_node)
     best, plain = (shared.traffic(each).received_most for each in (order, ranks))
     reason = f"the order in which the busiest rank receives least per weight sync: {byte_words(best)}"
-    if order != ranks:
+    if best < plain:
         reason += f", not {byte_words(plain)}"
     return replace(config, rollout=replace(config.rollout, ranks=order)), reason

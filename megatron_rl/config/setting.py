@@ -29,6 +29,8 @@ from typing import Any, TypeVar
 from megatron_rl.errors import UserError, nearest
 
 S = TypeVar("S")
+NO_SETTING: Mapping[str, Any] = {"setting": None}
+"""Metadata of a dataclass field that no configuration sets."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,12 @@ def required(meaning: str, **says: Any) -> Any:
 
 def setting_of(item: dataclasses.Field) -> Setting:
     """Return what is said about a dataclass field; nothing for one not written with `setting`."""
-    return item.metadata.get("setting", Setting(""))
+    return item.metadata.get("setting") or Setting("")
+
+
+def is_setting(item: dataclasses.Field) -> bool:
+    """Say whether a configuration may set a dataclass field."""
+    return item.metadata.get("setting", True) is not None
 
 
 def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:

@@ -102,7 +102,13 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
         if node is None:
             return Section(origin=Origin("file", name))
         if not isinstance(node, yaml.MappingNode):
-            raise UserError("a configuration is a mapping of names to values", where=name, got=_kind(node))
+            raise UserError(
+                "a configuration is a mapping of names to values",
+                where=name,
+                expected="lines such as `steps: 200`",
+                got=_kind(node),
+                fix="write `name: value` lines, without a dash before them",
+            )
         tree = _convert(loader, node, lambda line: Origin("file", f"{name}:{line}"), errors)
         assert isinstance(tree, Section)
         return tree
@@ -111,7 +117,15 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
     except yaml.YAMLError as error:
         errors.append(_syntax_error(error, name))
     except (RecursionError, ValueError, ArithmeticError) as error:
-        errors.append(UserError("the YAML text has a value that cannot be read", where=name, got=str(error)))
+        errors.append(
+            UserError(
+                "the YAML text has a value that cannot be read",
+                where=name,
+                expected="numbers, texts, lists and sections that are not deeply nested",
+                got=f"{type(error).__name__}: {error}",
+                fix="check the longest and the most deeply nested values",
+            )
+        )
     finally:
         if loader is not None:
             loader.dispose()
@@ -224,7 +238,13 @@ def _convert(loader: _Loader, node: yaml.Node, origin_of: Any, errors: list[User
         line = origin_of(key_node.start_mark.line + 1)
         if not isinstance(key_node, yaml.ScalarNode):
             errors.append(
-                UserError("a name in the configuration is not text", where=str(line), got=_kind(key_node))
+                UserError(
+                    "a name in the configuration is not text",
+                    where=str(line),
+                    expected="text before the colon",
+                    got=_kind(key_node),
+                    fix="write a name there",
+                )
             )
             continue
         key = key_node.value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from megatron_rl.config.other_names import FOREIGN_SECTIONS, OtherName, other_name
+from megatron_rl.config.other_names import FOREIGN_SECTIONS, RENAMED, OtherName, other_name
 from megatron_rl.config.source import Leaf, Section
 from megatron_rl.errors import nearest
 
@@ -23,6 +23,9 @@ def note_unknown(
     """Record an unknown name: what it is called here, or the nearest known name."""
     full = f"{path}.{key}" if path else key
     ours = other_name(full)
+    former = any(name.startswith(f"{full}.") for name in RENAMED)
+    if former and isinstance(node, Section) and not node.children:
+        return  # run folders hold it, and it says nothing
     if ours is not None:
         _note_other_name(full, key, node, ours, notes)
         return

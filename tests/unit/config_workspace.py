@@ -115,6 +115,7 @@ def write_workspace(root: Path) -> None:
         write_lines(root / name)
     (root / "config.yaml").write_text(CONFIG)
     (root / "reward.py").write_text(REWARD)
+    (root / "own_loss.py").write_text("def summed(micro, log_probs):\n    return log_probs.sum()\n")
     (root / "broken_reward.py").write_text("def score(:\n")
     _write_broken_models(root)
     _write_broken_data(root)
@@ -158,6 +159,7 @@ def _write_broken_data(root: Path) -> None:
     (root / "lists.jsonl").write_text('["a", "b"]\n')
     (root / "question.jsonl").write_text('{"prompts": "a", "ground_truth": "b"}\n')
     (root / "null.jsonl").write_text('{"prompt": null, "ground_truth": "b"}\n')
+    (root / "null_truth.jsonl").write_text('{"prompt": "a", "ground_truth": null}\n')
     (root / "messages.jsonl").write_text(
         '{"prompt": [{"role": "user", "content": "a"}], "ground_truth": "b"}\n'
     )

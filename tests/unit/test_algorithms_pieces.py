@@ -9,13 +9,23 @@ import torch
 from ragged_batches import Batch, close, flat
 from whole_steps import algorithm_of, policy, step
 
-from megatron_rl.algorithms import estimate, initial_state, minibatches, next_state, policy_objective
+from megatron_rl.algorithms import (
+    FunctionLoss,
+    TokenLoss,
+    estimate,
+    initial_state,
+    minibatches,
+    next_state,
+    policy_objective,
+)
 from megatron_rl.algorithms.advantages import group, returns
-from megatron_rl.algorithms.advantages.advantage import whiten
+from megatron_rl.algorithms.advantages.advantage import FunctionAdvantage, whiten
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.policy_losses import clipped, covariance, sequence
+from megatron_rl.algorithms.policy_losses.policy_loss import checked_loss
 from megatron_rl.algorithms.table import ADVANTAGES, POLICY_LOSSES
 from megatron_rl.algorithms.trial import advantage_inputs
+from megatron_rl.errors import UserError
 
 BATCH = Batch(
     group=[0, 0, 0, 1, 1, 2],
@@ -226,3 +236,24 @@ def test_step_metrics_by_hand():
     assert values["critic/explained_variance"] == pytest.approx(
         float(1 - error / returned.var(correction=0)), rel=1e-5
     )
+
+
+def summed(*_):
+    return torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [(torch.zeros(3), "a tensor [3]"), (None, "NoneType"), (TokenLoss(torch.zeros(2), {}), "a tensor [2]")],
+)
+def test_a_loss_of_the_users_own_that_returns_something_else_is_named(returned, got):
+    with pytest.raises(UserError) as caught:
+        checked_loss(FunctionLoss(function=summed), returned, torch.zeros(3))
+    error = caught.value
+    assert "summed" in error.message and f"{__file__}:{summed.__code__.co_firstlineno}" == error.where
+    assert got in (error.got or "") and "TokenLoss" in (error.expected or "")
+
+
+def test_an_advantage_of_the_users_own_that_returns_something_else_is_named():
+    with pytest.raises(UserError, match=r"(?s)summed.*Advantages\(advantages, returns\).*a tensor \[\]"):
+        FunctionAdvantage(function=summed)(advantage_inputs([1.0], [0]))

@@ -63,6 +63,11 @@ def test_overrides_make_sections() -> None:
     assert config.rollout.vllm == {"enforce_eager": True}
 
 
+def test_run_folders_of_earlier_versions_load_where_their_settings_say_nothing() -> None:
+    assert load_text(CONFIG + "algorithm: {name: rloo, settings: {}}\n").valid().algorithm.name == "rloo"
+    assert load_text(CONFIG + "algorithm: {settings: {clip_ratio_high: 0.3}}\n").errors
+
+
 def test_a_later_override_wins() -> None:
     assert load_text(CONFIG, ["steps=3", "steps=4"]).valid().steps == 4
 

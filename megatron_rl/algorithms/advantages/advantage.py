@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from megatron_rl.algorithms.lazy import ragged, torch
-from megatron_rl.algorithms.piece import Piece
-from megatron_rl.config.setting import setting
+from megatron_rl.algorithms.piece import Piece, wrong_result
+from megatron_rl.config.setting import NO_SETTING, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_EXPECTED = "Advantages(advantages, returns) of tensors with one value per token [N]"
+"""``outcome`` makes one of a value per row."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,13 @@ class Advantage(Piece, ABC):
 
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
         """Return what `estimate` does, whitened and clipped as set, and 0 outside the mask."""
-        advantages, returns = self.estimate(inputs)
+        estimated = self.estimate(inputs)
+        if not isinstance(estimated, tuple) or len(estimated) != 2:
+            raise wrong_result(self, "estimate", _EXPECTED, estimated)
+        for values in estimated:
+            if getattr(values, "shape", None) != inputs.mask.shape:
+                raise wrong_result(self, "estimate", _EXPECTED, values)
+        advantages, returns = estimated
         if self.whiten:
             advantages = whiten(advantages, inputs.mask)
         if self.clip is not None:
@@ -87,7 +96,7 @@ class Advantage(Piece, ABC):
 class FunctionAdvantage(Advantage):
     """Be a function ``(AdvantageInputs) -> Advantages`` of the user's own, without settings."""
 
-    function: Callable[[AdvantageInputs], Advantages] | None = None
+    function: Callable[[AdvantageInputs], Advantages] | None = field(default=None, metadata=NO_SETTING)
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
         """Return what the function does."""

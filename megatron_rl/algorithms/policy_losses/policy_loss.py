@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from megatron_rl.algorithms.piece import Piece
-from megatron_rl.config.setting import setting
+from megatron_rl.algorithms.piece import Piece, wrong_result
+from megatron_rl.config.setting import NO_SETTING, setting
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_rl.types import TrainBatch
 
 MAX_LOG_RATIO = 20.0
+_EXPECTED = "TokenLoss(loss, indicators) of tensors with one value per token [N], neither summed nor averaged"
 
 
 class TokenLoss(NamedTuple):
@@ -61,12 +62,27 @@ class PolicyLoss(Piece, ABC):
 class FunctionLoss(PolicyLoss):
     """Be a function ``(micro-batch, log_probs) -> TokenLoss`` of the user's own, without settings."""
 
-    function: Callable[..., TokenLoss] | None = None
+    function: Callable[..., TokenLoss] | None = field(default=None, metadata=NO_SETTING)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Return what the function does."""
         assert self.function is not None
         return self.function(micro, log_probs)
+
+
+def checked_loss(piece: Piece, loss: Any, tokens: Tensor) -> TokenLoss:
+    """Return what a piece's loss function has returned; raises UserError unless it is a `TokenLoss` [N].
+
+    ``tokens`` [N] is any tensor with a value per token.
+    """
+    if isinstance(loss, tuple) and len(loss) == 2:
+        loss = TokenLoss(*loss)
+    if not isinstance(loss, TokenLoss) or not isinstance(loss.indicators, Mapping):
+        raise wrong_result(piece, "token_loss", _EXPECTED, loss)
+    for value in (loss.loss, *loss.indicators.values()):
+        if getattr(value, "shape", None) != tokens.shape:
+            raise wrong_result(piece, "token_loss", _EXPECTED, value)
+    return loss
 
 
 def fields_of(batch: TrainBatch, *names: str) -> list[Tensor]:
