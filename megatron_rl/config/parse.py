@@ -58,9 +58,9 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
     nested section may differ from the default of its class.
     """
     known = {item.name: item for item in dataclasses.fields(cls) if is_setting(item)}
-    everywhere = known_paths(parse.root) if parse.root is not None else []
     for key, node in section.children.items():
         if key not in known:
+            everywhere = known_paths(parse.root) if parse.root is not None else []
             note_unknown(key, node, path, list(known), everywhere, parse)
     # A new value holds what is no setting, too, as the defaults have it.
     values = {item.name: _default(item, defaults) for item in dataclasses.fields(cls) if not is_setting(item)}
