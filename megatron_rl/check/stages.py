@@ -26,6 +26,16 @@ def check_stages(config: RunConfig) -> list[UserError]:
                     fix=f"set {plan.where}.steps=200" if steps is None else "remove one of them",
                 )
             )
+        if plan.settings.until_loss is not None and plan.settings.held_out is None:
+            errors.append(
+                UserError(
+                    "a stage is good enough by its loss on held-out data, and there is none",
+                    where=f"{plan.where}.held_out",
+                    expected=f"records to measure {plan.where}.until_loss on",
+                    got="nothing",
+                    fix=f"set {plan.where}.held_out=data/held_out.jsonl, and {plan.where}.evaluate_every=50",
+                )
+            )
         actor = config.actor.optimizer.distributed
         if config.job == TRAIN and plan.role == "actor" and plan.settings.optimizer.distributed != actor:
             errors.append(

@@ -238,18 +238,22 @@ def _take_steps(stage: Stage, job: Job) -> None:
     parts = {role.name: checkpoint.Part(role.model, role.optimizer)}
     folder = job.folder.stage_checkpoints(plan.name)
     newest = newest_intact(folder, job.say)
-    done = 0
+    done, loss = 0, None
     if newest is not None:
         state = checkpoint.read_state(newest)
-        done = int(state["step"])
+        done, loss = int(state["step"]), state["held_out_loss"]
         data.train.load_state_dict(state["data"])
     # The reference is the policy before the stage: it scores before the checkpoint is read.
     batches, held_out = _batches(stage, job, done)
     if newest is not None:
         checkpoint.load(newest, parts)
         job.say(f"{stage.title}: resumed from {newest} at step {done}")
-    save_every = plan.settings.checkpoint_every
+    save_every, enough = plan.settings.checkpoint_every, plan.settings.until_loss
     assert save_every is not None
+
+    def reached() -> bool:
+        return enough is not None and loss is not None and loss <= enough
+
     with (
         _Record(stage, job, None if newest is None else done) as record,
         Progress(stage.title, data.steps, shown=job.main, console=job.console) as progress,
@@ -257,21 +261,38 @@ def _take_steps(stage: Stage, job: Job) -> None:
     ):
         progress.advance(done)
         if held_out is not None and newest is None:
-            record.write(0, _held_out_metrics(stage, held_out, job))
-        for step, (batch, position) in enumerate(batches, start=done + 1):
-            job.phases.step = step
+            values = record.write(0, _held_out_metrics(stage, held_out, job))
+            loss = values[f"{plan.name}/held_out_loss"]
+        while done < data.steps and not reached():
+            batch, position = next(batches)
+            job.phases.step = step = done + 1
             with job.phases(plan.name):
                 metrics = role.update(batch, stage.objective, **stage.how)
             if held_out is not None and _is_due(step, plan.settings.evaluate_every, data.steps):
                 metrics += _held_out_metrics(stage, held_out, job)
             values = record.write(step, metrics)
+            loss = values.get(f"{plan.name}/held_out_loss", loss)
             progress.advance(note=f"loss {values[f'{plan.name}/loss']:.3f}")
-            state = {"step": step, "seed": job.config.seed, "data": position}
+            state = {"step": step, "seed": job.config.seed, "data": position, "held_out_loss": loss}
             save = partial(_save, checkpoint_path(folder, step), parts, state)
-            if step % save_every == 0 and step < data.steps:
+            # A stage that falls short in its last step can be given more.
+            short = enough is not None and not reached()
+            if step % save_every == 0 if step < data.steps else short:
                 with job.phases("checkpoint"):
                     save()
             job.stop_if_asked(save)
+            done = step
+    if reached():
+        job.say(f"{stage.title}: held-out loss {loss:.3f}, good enough after {done} of {data.steps} steps")
+    elif enough is not None:
+        raise UserError(
+            f"the {stage.title} did not get good enough to go on from",
+            where=f"{plan.where}.until_loss",
+            expected=f"a held-out loss of {enough:g} or less within {data.steps} steps",
+            got="no measurement" if loss is None else f"{loss:.4g}",
+            fix=f"look at {plan.name}.jsonl in the run folder; give more steps (it goes on from here), "
+            f"another learning rate, or a higher {plan.where}.until_loss",
+        )
 
 
 def _save(path: Path, parts: Mapping[str, checkpoint.Part], state: Mapping[str, Any]) -> Path:

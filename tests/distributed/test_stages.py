@@ -124,6 +124,27 @@ def test_a_run_killed_anywhere_in_its_stages_gives_the_same_bits(fork, material,
     assert "resumed from" in again.output and "supervised warm-up" not in again.output
 
 
+def test_a_stage_ends_when_it_is_good_enough_and_stops_the_job_when_it_is_not(fork, material, tmp_path):
+    whole = whole_run(fork, material)
+    measured = [line["sft/held_out_loss"] for line in lines(whole, "sft") if "sft/held_out_loss" in line]
+    config = yaml.safe_load((whole.parent / "config.yaml").read_text())
+    run = tmp_path / "run"
+    config |= {"run_dir": str(run), "sft": config["sft"] | {"until_loss": measured[-1] - 0.01}}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    short = fork("megatron_rl", 2, "train", file, module=True, check=False)
+    assert short.returncode and "did not get good enough" in short.output and "sft.until_loss" in short.output
+    assert lines(run, "sft") == lines(whole, "sft") and not (run / "metrics.jsonl").exists()
+    # Given a bar that it meets it goes on from its last step, and takes no further one.
+    more = [f"sft.until_loss={measured[-1] + 1e-4}", "sft.epochs=9"]
+    again = fork("megatron_rl", 2, "train", file, *more, module=True)
+    assert f"good enough after {SFT} of" in again.output and len(lines(run, "metrics")) == 2
+    # Met on the way, it ends there.
+    job = write_job(tmp_path / "job", whole, material / "model", sft=config["sft"])
+    fork("megatron_rl", 2, "sft", job, f"sft.until_loss={measured[1] + 1e-4}", module=True)
+    assert lines(tmp_path / "job/run", "sft") == lines(whole, "sft")[:3], "steps 0 to 2"
+
+
 def write_job(folder: Path, whole: Path, model: Path, **stage: Any) -> Path:
     """Write a job of one stage of the whole run: no prompts, no rollout, no reward that judges."""
     folder.mkdir()

@@ -88,6 +88,7 @@ def test_reinforcement_learning_needs_more() -> None:
         ("checkpoint.resume=runs/other/checkpoints/step_3", "goes on from its own checkpoints"),
         ("sft.max_row_tokens=100000", "rows may be longer than the model's positions"),
         ("sft.held_out=gone.jsonl", "does not exist"),
+        ("sft.until_loss=0.2", "there is none"),
         ("batch.tokens_per_microbatch=8", "rows may be longer than batch.tokens_per_microbatch"),
     ],
 )

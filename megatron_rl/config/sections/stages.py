@@ -46,6 +46,14 @@ class StageConfig:
         at_least=1,
         at_most=MOST_STEPS,
     )
+    until_loss: float | None = setting(
+        None,
+        "Loss on `held_out` that is good enough: the stage ends at the first measurement at or below it, and "
+        "the job stops where `steps` or `epochs` do not reach it.",
+        unset="the stage takes all its steps, whatever the loss",
+        more_than=0,
+        at_most=LARGE,
+    )
     checkpoint_every: int | None = setting(
         None,
         "Steps between checkpoints, from which a stage that was interrupted goes on.",
