@@ -250,10 +250,6 @@ def _take_steps(stage: Stage, job: Job) -> None:
         job.say(f"{stage.title}: resumed from {newest} at step {done}")
     save_every, enough = plan.settings.checkpoint_every, plan.settings.until_loss
     assert save_every is not None
-
-    def reached() -> bool:
-        return enough is not None and loss is not None and loss <= enough
-
     with (
         _Record(stage, job, None if newest is None else done) as record,
         Progress(stage.title, data.steps, shown=job.main, console=job.console) as progress,
@@ -263,7 +259,7 @@ def _take_steps(stage: Stage, job: Job) -> None:
         if held_out is not None and newest is None:
             values = record.write(0, _held_out_metrics(stage, held_out, job))
             loss = values[f"{plan.name}/held_out_loss"]
-        while done < data.steps and not reached():
+        while done < data.steps and not _reaches(enough, loss):
             batch, position = next(batches)
             job.phases.step = step = done + 1
             with job.phases(plan.name):
@@ -276,23 +272,34 @@ def _take_steps(stage: Stage, job: Job) -> None:
             state = {"step": step, "seed": job.config.seed, "data": position, "held_out_loss": loss}
             save = partial(_save, checkpoint_path(folder, step), parts, state)
             # A stage that falls short in its last step can be given more.
-            short = enough is not None and not reached()
+            short = enough is not None and not _reaches(enough, loss)
             if step % save_every == 0 if step < data.steps else short:
                 with job.phases("checkpoint"):
                     save()
             job.stop_if_asked(save)
             done = step
-    if reached():
+    if enough is not None:
+        _require_good_enough(stage, loss)
         job.say(f"{stage.title}: held-out loss {loss:.3f}, good enough after {done} of {data.steps} steps")
-    elif enough is not None:
-        raise UserError(
-            f"the {stage.title} did not get good enough to go on from",
-            where=f"{plan.where}.until_loss",
-            expected=f"a held-out loss of {enough:g} or less within {data.steps} steps",
-            got="no measurement" if loss is None else f"{loss:.4g}",
-            fix=f"look at {plan.name}.jsonl in the run folder; give more steps (it goes on from here), "
-            f"another learning rate, or a higher {plan.where}.until_loss",
-        )
+
+
+def _reaches(enough: float | None, loss: float | None) -> bool:
+    return enough is not None and loss is not None and loss <= enough
+
+
+def _require_good_enough(stage: Stage, loss: float | None) -> None:
+    """Raise UserError where a stage that trains until a held-out loss has ended above it."""
+    plan, enough = stage.plan, stage.plan.settings.until_loss
+    if _reaches(enough, loss):
+        return
+    raise UserError(
+        f"the {stage.title} did not get good enough to go on from",
+        where=f"{plan.where}.until_loss",
+        expected=f"a held-out loss of {enough:g} or less within {stage.data.steps} steps",
+        got="no measurement" if loss is None else f"{loss:.4g}",
+        fix=f"look at {plan.name}.jsonl in the run folder; give more steps (it goes on from here), another "
+        f"learning rate, or a higher {plan.where}.until_loss",
+    )
 
 
 def _save(path: Path, parts: Mapping[str, checkpoint.Part], state: Mapping[str, Any]) -> Path:
