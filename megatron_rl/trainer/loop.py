@@ -19,6 +19,7 @@ from megatron_rl.algorithms import (
 )
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import MismatchConfig
+from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import Members, RowTraffic
@@ -67,11 +68,13 @@ def train_step(
         train_batch, estimated = estimate(batch.rollouts, scores, algorithm, state)
         difference = fresh_difference(batch.rollouts, scores, roles.hybrid_engine.version)
         warning = check_mismatch(difference, config.mismatch)
+        require_tokens(train_batch, estimated)
     with phase("learn"):
         learned = learn(train_batch, roles, algorithm, state, config, step)
     if actor_learns(config, roles, step):
         roles.hybrid_engine.mark_updated()
     metrics = estimated + everyone.gather_metrics(learned) + everyone.gather_metrics(metrics + batch.metrics)
+    require_tokens(train_batch, metrics)
     return StepResult(metrics, batch, next_state(algorithm, state, batch.rollouts, scores), warning)
 
 
@@ -124,6 +127,31 @@ def step_seed(config: RunConfig, step: int) -> int:
     The seeds after it up to the next step's are for further rounds of sampling.
     """
     return (config.seed * 1_000_003 + step) * 1_000
+
+
+def require_tokens(batch: TrainBatch, metrics: Metrics) -> None:
+    """Raise UserError where there are judged responses, and no token of them is learned from.
+
+    ``metrics`` are the step's: with `Correction.bypass` they say what was rejected only after learning.
+    """
+    counts = batch.response_counts
+    if counts is None or not bool(counts.any()):
+        return  # no reward was valid, which `reward.max_invalid_fraction` bounds
+    values = metrics.values()
+    rejected = values.get("mismatch/rejected_fraction", 0.0)
+    if bool(batch.response_mask.any()) and rejected < 1:
+        return
+    difference = values.get("mismatch/kl", 0.0)
+    raise UserError(
+        "no token of this step's responses is left to learn from",
+        where="algorithm.correction.rejection" if rejected else "algorithm.overlong.filter",
+        expected="responses that take part in the loss",
+        got=f"{rejected:.0%} of the tokens rejected, where trainer and rollout differ by {abs(difference):.1e} nats "
+        f"per token on average; {values.get('response/truncated_fraction', 0.0):.0%} of the responses cut off",
+        fix="widen the bands of rejection, lower asynchrony.steps_ahead or batch.optimizer_steps"
+        if rejected
+        else "raise rollout.max_response_tokens, or set algorithm.overlong.filter=false",
+    )
 
 
 def fresh_difference(rollouts: Rollouts, scores: Scores, version: int) -> float | None:
