@@ -31,7 +31,11 @@ MICROBATCH_TOKENS = 16384
 
 MISMATCH: Mapping[str, tuple[float, float, str]] = {
     "float32": (1e-4, 1e-2, "float32 kernels of trainer and engine differ by rounding alone, about 1e-6"),
-    "bfloat16": (0.02, 0.2, "bfloat16 has 8 bits of mantissa; healthy runs differ by about 0.01 per token"),
+    "bfloat16": (
+        0.1,
+        0.5,
+        "bfloat16 has 8 bits of mantissa: a 135M model differs from itself in float32 by 0.035",
+    ),
 }
 """dtype -> warn, stop, reason; mean absolute log-prob difference per response token."""
 

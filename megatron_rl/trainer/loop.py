@@ -141,13 +141,13 @@ def require_tokens(batch: TrainBatch, metrics: Metrics) -> None:
     rejected = values.get("mismatch/rejected_fraction", 0.0)
     if bool(batch.response_mask.any()) and rejected < 1:
         return
-    difference = values.get("mismatch/kl", 0.0)
+    difference, cut_off = values.get("mismatch/kl", 0.0), values.get("response/truncated_fraction", 0.0)
     raise UserError(
         "no token of this step's responses is left to learn from",
         where="algorithm.correction.rejection" if rejected else "algorithm.overlong.filter",
         expected="responses that take part in the loss",
-        got=f"{rejected:.0%} of the tokens rejected, where trainer and rollout differ by {abs(difference):.1e} nats "
-        f"per token on average; {values.get('response/truncated_fraction', 0.0):.0%} of the responses cut off",
+        got=f"{rejected:.0%} of the tokens rejected, with a mean log ratio of trainer to rollout of "
+        f"{-difference:.1e}; {cut_off:.0%} of the responses cut off",
         fix="widen the bands of rejection, lower asynchrony.steps_ahead or batch.optimizer_steps"
         if rejected
         else "raise rollout.max_response_tokens, or set algorithm.overlong.filter=false",

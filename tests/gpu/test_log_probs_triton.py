@@ -18,7 +18,7 @@ from megatron_rl.parallel.log_probs import VocabularyShard, chunked_statistics, 
 from megatron_rl.parallel.log_probs_triton import DTYPES, FAST, split_statistics
 
 pytestmark = pytest.mark.gpu
-# The interpreter (3.7.1) multiplies the bits of bfloat16 as if they were whole numbers.
+# The interpreter (3.9.0) multiplies the bits of bfloat16 as if they were whole numbers.
 WRONG = (torch.bfloat16,) if os.environ.get("TRITON_INTERPRET") == "1" else ()
 ALONE = SimpleNamespace(size=lambda: 1)
 
@@ -119,6 +119,20 @@ def test_training_uses_it_and_gradients_are_right(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "kernel_applies", lambda *_: False)
     for one, other in zip(found, gradients(torch.float64), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_passes_are_right_for_certain_rare_and_other_tokens(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if dtype in WRONG:  # float32 holds the same numbers, and products and sums are as on a card
+
+        def kernel(hidden: torch.Tensor, weight: torch.Tensor, *rest: object) -> torch.Tensor:
+            return kernel_statistics(hidden.float(), weight.float(), *rest)  # pyright: ignore
+
+        monkeypatch.setattr(module, "kernel_statistics", kernel)
+    values, gradients = module.kernel_errors(dtype)
+    assert values < 1e-4 and max(gradients.values()) < 0.02, (values, gradients)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 63, 129, 517])

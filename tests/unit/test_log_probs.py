@@ -133,14 +133,35 @@ def test_no_token_keeps_the_graph():
     assert all(bool((gradient == 0).all()) for gradient in gradients)
 
 
-def test_logits_of_half_precision_are_reduced_in_float32():
+def test_logits_of_half_precision_are_float32():
     states, weight, targets, temperature, vocabulary = _case(dtype=torch.bfloat16)
     found, entropy = vocab_parallel_log_probs(
         states, weight, targets, temperature.float(), VocabularyShard(0, vocabulary, ALONE)
     )
     assert found.dtype == entropy.dtype == torch.float32
     wanted, _ = _dense(states.double(), weight.double(), targets, temperature.double(), vocabulary)
-    assert (found.double() - wanted).abs().max() < 0.05
+    assert (found.double() - wanted).abs().max() < 1e-5
+
+
+def _like_the_kernel(hidden, weight, targets, temperature, shard):
+    """Return statistics of exact products that are added up in float32."""
+    return module.chunked_statistics(hidden.float(), weight.float(), targets, temperature, shard, 64)
+
+
+def test_a_backward_pass_of_other_logits_than_the_forward_pass_is_noticed(monkeypatch):
+    monkeypatch.setattr(module, "kernel_statistics", _like_the_kernel)
+    values, gradients = module.kernel_errors(torch.bfloat16)
+    assert values < 1e-3 and gradients.keys() == {"certain", "rare", "other"}
+    assert max(gradients.values()) < 0.02, gradients
+    module.kernel_works.cache_clear()
+    assert module.kernel_works(torch.bfloat16)
+    monkeypatch.setattr(module, "_project", lambda hidden, weight: (hidden @ weight.t()).float())
+    _, gradients = module.kernel_errors(torch.bfloat16)
+    assert gradients["certain"] > 1, gradients
+    module.kernel_works.cache_clear()
+    with pytest.warns(UserWarning, match="its gradients by: certain tokens"):
+        assert not module.kernel_works(torch.bfloat16)
+    module.kernel_works.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ragged_batches import Batch
+from whole_steps import algorithm_of, policy
+from whole_steps import step as whole_step
 
+from megatron_rl.algorithms import estimate, minibatches, policy_objective
 from megatron_rl.config.sections.rollout import MismatchConfig
-from megatron_rl.trainer.loop import MismatchError, check_mismatch, fresh_difference
+from megatron_rl.errors import UserError
+from megatron_rl.trainer.loop import MismatchError, check_mismatch, fresh_difference, require_tokens
 from megatron_rl.trainer.sample import StalenessError, in_flight, partial_fraction, staleness
-from megatron_rl.types import Rollouts, Scores
+from megatron_rl.types import FINISH_LENGTH, Rollouts, Scores
 
 MIXED = Rollouts(
     tokens=torch.arange(7),
@@ -50,6 +55,33 @@ def test_trainer_and_engine_are_compared_on_tokens_of_the_same_weights():
     for difference in (0.7, float("nan")):
         with pytest.raises(MismatchError):
             check_mismatch(difference, limits)
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_step_without_a_token_to_learn_from_stops_the_run(bypass):
+    batch = Batch([0, 0], [1.0, 0.0], [True, True], [[True] * 3, [True] * 2], 3)
+    rollouts, scores = whole_step(batch)
+    rollouts = replace(rollouts, finish_reason=torch.tensor([FINISH_LENGTH, FINISH_LENGTH]))
+
+    def estimated(**pieces):
+        algorithm = algorithm_of("grpo", **pieces)
+        made, metrics = estimate(rollouts, scores, algorithm)
+        if bypass:
+            (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
+            metrics += policy_objective(algorithm, mini, *policy(batch))[1]
+        return made, metrics
+
+    require_tokens(*estimated(correction={"rejection": {"seq_mean_k3": 9.0}, "bypass": bypass}))
+    with pytest.raises(UserError, match="no token of this step's responses is left") as raised:
+        require_tokens(*estimated(correction={"rejection": {"seq_mean_k3": 1e-9}, "bypass": bypass}))
+    assert raised.value.where == "algorithm.correction.rejection" and "100% of the tokens" in str(
+        raised.value
+    )
+    if not bypass:
+        with pytest.raises(UserError, match="100% of the responses cut off"):
+            require_tokens(*estimated(overlong={"filter": True}))
+        scores = replace(scores, valid=torch.tensor([False, False]))
+        require_tokens(*estimated())  # another watch counts rewards that fail
 
 
 def test_prompts_in_flight():

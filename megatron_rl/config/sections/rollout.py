@@ -140,6 +140,10 @@ class RolloutConfig:
             "SGLang": "mem_fraction_static",
         },
     )
+    float32_head: bool = setting(
+        True,
+        "Compute vLLM's logits in float32, as the trainer does, also where the model is of another dtype.",
+    )
     vllm: dict[str, Any] = setting(
         {}, "Fields of vLLM's EngineArgs.", also_called={"verl": "engine_kwargs", "NeMo-RL": "vllm_cfg"}
     )

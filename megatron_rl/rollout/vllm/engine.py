@@ -88,9 +88,10 @@ class VllmEngine:
 
     def _arguments(self, config: RolloutConfig, tensor: int, dtype: str, seed: int) -> dict[str, Any]:
         model = read_pretrained(self._path / "config.json")
+        head = {"head_dtype": "float32"} if config.float32_head else {}
         arguments: dict[str, Any] = {
             "model": str(self._path),
-            "hf_overrides": dict(model.family.engine_keys),
+            "hf_overrides": dict(model.family.engine_keys) | head,
             "skip_tokenizer_init": True,  # tokens in, tokens out
             "generation_config": "vllm",  # no sampling defaults from the checkpoint
             "distributed_executor_backend": "external_launcher",
