@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-KINDS: Mapping[str, int] = {"damages": 200, "inputs": 1000, "rewards": 65, "leaks": 1, "kills": 200}
+KINDS: Mapping[str, int] = {"damages": 200, "inputs": 1000, "rewards": 120, "leaks": 2000, "kills": 200}
 """What can be tried, in the order of ``all``, and how much of it without ``--count``."""
 
 HELD = "held"

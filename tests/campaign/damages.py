@@ -156,6 +156,8 @@ def _choose(run: Path) -> dict[str, Any]:
     from megatron_rl.parallel.checkpoint_files import newest_intact
 
     words: list[str] = []
+    for name in runs.LAUNCHER_NAMES:
+        os.environ.pop(name, None)
     try:
         device.initialize()
         path = newest_intact(run / "checkpoints", words.append)

@@ -57,9 +57,10 @@ def _kill(source: random.Random, name: str, place: float) -> dict[str, Any]:
     ranks, changes = runs.RUNS[name]
     if place < 0.1:
         phase, step = source.choice(["data", "build"]), 0
+    elif place < 0.26:
+        phase, step = source.choice(["sft", "sft", "sft", "checkpoint"]), round(place * 15)
     elif place < 0.3:
-        phase, step = source.choice(["sft", "sft", "sft", "checkpoint", "export"]), round(place * 15)
-        step = 0 if phase == "export" else step
+        phase, step = "export", 0
     elif place < 0.45 and "models" in changes.get("reward", {}):
         phase, step = source.choice(["reward_judge", "reward_judge", "export"]), 1 + round(place * 5)
     elif place < 0.95:
@@ -93,6 +94,7 @@ class Chain:
     restarts: int = 0
     landed: list[str] = field(default_factory=list)
     launcher: subprocess.Popen[bytes] | None = None
+    launchers: list[int] = field(default_factory=list)
     processes: dict[int, int] = field(default_factory=dict)
 
     def start(self) -> None:
@@ -100,6 +102,7 @@ class Chain:
         self.launches, self.restarts = self.launches + 1, 0
         environment = {"CAMPAIGN_SOCKET": self.ears.getsockname(), "CAMPAIGN_LAUNCH": str(self.launches)}
         self.launcher = runs.launch(self.config, self.ranks, forked=self.forked, env=environment)
+        self.launchers.append(self.launcher.pid)
 
     def heard(self, seconds: float) -> dict[str, Any] | None:
         """Return the next announcement of this start's ranks, None when none comes in time."""
@@ -142,17 +145,18 @@ def try_case(case: Case, work: Path) -> Result:
             code = to_the_end(chain)
         except (Hang, Lost) as error:
             outcome = "hang" if isinstance(error, Hang) else "lost"
-            return Result(outcome, f"{_tail(folder)}\n{chain.landed}\n{error}", _counts(chain))
+            return Result(outcome, f"{tail(folder)}\n{chain.landed}\n{error}", _counts(chain))
         finally:
             left = leave(chain)
     counts = _counts(chain)
     if code:
-        return Result("lost", f"{_tail(folder)}\n{chain.landed}\nexit code {code}", counts)
+        return Result("lost", f"{tail(folder)}\n{chain.landed}\nexit code {code}", counts)
     differences = list(differing(expected, runs.recording(folder / "run")))
     if differences:
         return Result("lost", "\n".join([*chain.landed, *differences[:20]]), counts)
     left += [str(path) for path in (folder / "run").rglob("*") if path.suffix in runs.INCOMPLETE]
     left += [str(path) for path in (folder / "tmp").iterdir() if not path.name.startswith("torchelastic_")]
+    left += [name for name in os.listdir("/dev/shm") for pid in chain.launchers if f"-{pid}-" in name]
     if left:
         return Result("left over", "\n".join(left), counts)
     shutil.rmtree(folder)
@@ -259,7 +263,7 @@ def uninterrupted(name: str, work: Path) -> tuple[dict[str, Any], dict[str, floa
                     begun.append((message["phase"], time.monotonic()))
             leave(chain)
         if chain.launcher is None or chain.launcher.returncode:
-            raise RuntimeError(f"the uninterrupted run failed:\n{_tail(folder)}")
+            raise RuntimeError(f"the uninterrupted run failed:\n{tail(folder)}")
         seconds: dict[str, list[float]] = {}
         for (phase, start), (_, end) in itertools.pairwise(begun):
             seconds.setdefault(phase, []).append(end - start)
@@ -328,5 +332,6 @@ def _counts(chain: Chain) -> dict[str, float]:
     return counts | {"kills in all": float(len(who)), f"kills of {how} ranks": float(len(who))}
 
 
-def _tail(folder: Path) -> str:
+def tail(folder: Path) -> str:
+    """Return the end of what a run said."""
     return "\n".join((folder / "output").read_text(errors="replace").splitlines()[-60:])

@@ -134,7 +134,7 @@ def launch(
     temporary.mkdir(exist_ok=True)
     inherited = {name: value for name, value in record.environment().items() if name not in LAUNCHER_NAMES}
     environment = {**inherited, "TMPDIR": str(temporary), **env}
-    _adopt_orphans()
+    adopt_orphans()
     if forked:
         preload()
     with (config.parent / "output").open("ab") as output:
@@ -158,7 +158,7 @@ def descendants(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return alive
 
 
-def _adopt_orphans() -> None:
+def adopt_orphans() -> None:
     """Become the parent of descendants whose own parents are gone, so that none is lost from sight."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

@@ -47,7 +47,8 @@ def prepare_vllm() -> None:
 
     _keep_process_groups()
     _inspect_models_in_process()
-    _name_shared_memory_per_job()
+    _leave_no_shared_memory()
+    _start_without_message_queues()
     if device.on_host():
         with device.keep_answers():
             import vllm.v1.worker.cpu.shm  # noqa: F401 - where vLLM answers for the accelerator
@@ -86,19 +87,43 @@ def _inspect_models_in_process() -> None:
     registry._run_in_subprocess = lambda function: function()
 
 
-def _name_shared_memory_per_job() -> None:
-    """Give the shared-memory segments of tensor-parallel groups names that no other job has.
+def _leave_no_shared_memory() -> None:
+    """Give shared-memory segments of tensor-parallel groups names of this job alone, and those only briefly.
 
-    vLLM names them alike in every job on a host, and a crashed job leaves its segments behind.
+    vLLM names them alike in every job on a host and keeps the names, which a killed job leaves behind. Ranks
+    that have joined a segment need its name no more.
     """
+    from _posixshmem import shm_unlink
+
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    original = _CPUSHMDistributed.make_group_name
+    make_name, join = _CPUSHMDistributed.make_group_name, _CPUSHMDistributed._init_cpu_shm
 
     def name(group: Any) -> str:
-        return shared_memory_name(original(group))
+        return shared_memory_name(make_name(group))
+
+    def join_and_forget(group: Any) -> int:
+        handle = join(group)  # which ends with a barrier
+        shm_unlink(f"{group.group_name}_{group.communicator.rank}")
+        return handle
 
     setattr(_CPUSHMDistributed, "make_group_name", staticmethod(name))
+    setattr(_CPUSHMDistributed, "_init_cpu_shm", join_and_forget)
+
+
+def _start_without_message_queues() -> None:
+    """Make groups without vLLM's message queues: ranks of a launcher send nothing through them.
+
+    Each leaves sockets in the temporary folder and shared memory when its process ends.
+    """
+    from vllm.distributed import parallel_state
+
+    make_group = parallel_state.init_model_parallel_group
+
+    def make(*values: Any, **named: Any) -> Any:
+        return make_group(*values, **{**named, "use_message_queue_broadcaster": False})
+
+    setattr(parallel_state, "init_model_parallel_group", make)
 
 
 def shared_memory_name(group: str) -> str:
