@@ -28,6 +28,7 @@ OF_FILES = (
     "fifo", "older", "swap", "mode",
 )  # fmt: skip
 OF_FOLDERS = ("gone", "file", "empty folder", "dangling", "mode")
+GONE = "nothing is left to be named"
 OF_DIGESTS = ("delete", "garbage", "list", "empty", "flip", "other names", "folder")
 
 
@@ -38,7 +39,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         kind = source.choices(("file", "digests", "folder"), (8, 2, 1))[0]
         how = source.choice({"file": OF_FILES, "digests": OF_DIGESTS, "folder": OF_FOLDERS}[kind])
         damaged = source.choices(range(1, KEPT + 1), (7, 2, 1))[0]
-        real = number % 20 == 0 and how != "mode"
+        real = number % 20 == 0 and how not in ("mode", "gone")
         settings = {"kind": kind, "how": how, "damaged": damaged, "real": real, "draw": source.random()}
         yield Case(f"{number} {kind} {how}", f"{kind}: {how}", settings)
 
@@ -67,10 +68,10 @@ def try_case(case: Case, work: Path) -> Result:
 
 
 def damage(kind: str, how: str, path: Path, oldest: Path, source: random.Random) -> str:
-    """Damage a checkpoint and return the name that the message must hold."""
+    """Damage a checkpoint and return the name that the message must hold, or `GONE`."""
     if kind == "folder":
         _damage_folder(how, path)
-        return path.name
+        return GONE if how == "gone" else path.name
     if kind == "digests":
         file = path / "checksums.json"
         if how in ("list", "other names"):
@@ -197,8 +198,10 @@ def judged(result: Result, harmed: dict[str, str], intact: list[str]) -> Result:
     """Return the result, with what is missing in the words that a user sees."""
     if result.outcome != HELD:
         return result
-    missing = [name for step, file in harmed.items() for name in (step, file) if name not in result.detail]
-    end = f"goes on from {intact[0]}" if intact else "every checkpoint to continue from is damaged"
+    there = {step: file for step, file in harmed.items() if file != GONE}
+    missing = [name for step, file in there.items() for name in (step, file) if name not in result.detail]
+    end = "every checkpoint to continue from is damaged" if there else "goes on from None"
+    end = f"goes on from {intact[0]}" if intact else end
     if end not in result.detail:
         return Result("lost", f"not: {end}\n{result.detail}")
     return Result("unclear", f"not named: {missing}\n{result.detail}") if missing else result
