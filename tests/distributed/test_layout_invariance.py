@@ -1,9 +1,11 @@
-"""The same weights and the same rows give the same numbers in every parallel layout."""
+"""The same weights and the same rows give the same numbers and the same step in every parallel layout."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,96 +13,123 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.hf_models import FAMILIES, config_of, save_model
+
 sys.path.insert(0, str(Path(__file__).parent))
-from models import CONFIGS, reference_log_probs, write_model
+from models import make_batch, reference_log_probs
 
 WORKER = Path(__file__).parent / "workers" / "layout_worker.py"
-WIDE = 1000  # tokens: all rows of a data-parallel rank in one micro-batch
-NARROW = 30  # one or two rows
+RANKS = 4
+WIDE, NARROW = 1000, 30
+"""Tokens of a micro-batch: all rows of a data-parallel rank, or one or two rows."""
+SP, VPP = {"sequence_parallel": True}, {"virtual_pipeline": 2}
+FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
+DENSE: tuple[dict[str, Any], ...] = (
+    {"tensor": 2, "pipeline": 2}, {"context": 4}, {"tensor": 2, **SP, **FULL, "budget": NARROW},
+    {"pipeline": 2, **VPP, "budget": NARROW}, {"tensor": 2, "context": 2, **SP}, {"pipeline": 4, **SELECTIVE},
+    {"tensor": 4, **SP}, {"budget": NARROW}, {"tensor": 2, "pipeline": 2, **VPP, **SP, **FULL},
+    {"pipeline": 2, "context": 2, **FULL}, {"tensor": 2, "pipeline": 2, **SP, **SELECTIVE}, {"tensor": 4},
+    {"tensor": 2, "context": 2, "budget": NARROW}, {"pipeline": 2, "budget": NARROW},
+)  # fmt: skip
+SPARSE: tuple[dict[str, Any], ...] = (
+    {"tensor": 2, **SP},  # each tensor rank sends its own tokens to whole experts
+    {"tensor": 2, "expert": 2, "pipeline": 2, **SP, **FULL}, {"context": 2, "expert": 4},
+    {"tensor": 2, "expert_tensor": 2, **SP}, {"expert": 2, "pipeline": 2, **VPP, "budget": NARROW},
+    {"tensor": 2, "expert": 4, **SP, **SELECTIVE}, {"expert": 4}, {"pipeline": 4, **FULL},
+    {"tensor": 2, "expert": 2, **SP}, {"expert": 2, "budget": NARROW}, {"tensor": 2, "context": 2, **SP},
+    {"tensor": 2, "expert": 2, "expert_tensor": 2, **SP},
+)  # fmt: skip
+SHARE = 4
+"""So many of its layouts each family takes here, in turn; `every_layout` has all of them."""
+TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "gradients": 1e-4}
+"""Float32 sums in another order: rounding of 6e-8 of each term, grown by four layers and 200 tokens."""
 
 
-def case(
-    model: str, tensor: int, pipeline: int, data: int, budget: int = WIDE, **more: Any
-) -> dict[str, Any]:
-    extras = "".join(f"-{name}{value}" for name, value in more.items())
-    name = f"{model}-{tensor}{pipeline}{data}-{budget}{extras}"
-    return {"name": name, "model": model, "tensor": tensor, "pipeline": pipeline, "budget": budget, **more}
+def case(family: str, **sizes: Any) -> dict[str, Any]:
+    """Return one case of the worker; its name says the layout."""
+    words = "-".join(f"{name}{value}" for name, value in sizes.items())
+    return {"budget": WIDE, **sizes, "name": f"{family}-{words or 'alone'}", "model": family}
 
 
-SP = {"sequence_parallel": True}
-VPP = {"virtual_pipeline": 2}
-FULL = {"recompute": "full"}
-CP = {"context": 2}
-PLANS = {
-    1: [case(model, 1, 1, 1) for model in CONFIGS]
-    + [case("qwen2", 1, 1, 1, NARROW), case("qwen2", 1, 1, 1, WIDE, **FULL)],
-    2: [
-        case("qwen2", 2, 1, 1), case("qwen2", 2, 1, 1, NARROW, **SP), case("qwen2", 1, 2, 1, NARROW),
-        case("qwen2", 1, 1, 2), case("qwen2", 1, 2, 1, NARROW, **VPP), case("llama", 2, 1, 1, **SP),
-        case("llama", 1, 2, 1), case("qwen3", 2, 1, 1, **SP), case("qwen3", 1, 1, 2, NARROW),
-        case("qwen2", 1, 1, 1, **CP), case("qwen3", 1, 1, 1, NARROW, **CP),
-    ],
-    4: [
-        case("qwen2", 2, 2, 1), case("qwen2", 2, 2, 1, NARROW, **SP), case("qwen2", 1, 2, 2, NARROW),
-        case("qwen2", 2, 1, 2, **SP), case("qwen2", 1, 2, 2, NARROW, **VPP),
-        case("qwen2", 2, 2, 1, NARROW, **VPP, **SP, **FULL), case("llama", 2, 2, 1, NARROW, **SP),
-        case("qwen3", 2, 2, 1, NARROW, **SP), case("qwen3", 1, 2, 2, **VPP),
-        case("qwen2", 2, 1, 1, NARROW, **CP, **SP), case("qwen2", 1, 2, 1, NARROW, **CP, **FULL),
-        case("llama", 1, 1, 2, **CP), case("llama", 1, 1, 1, NARROW, context=4),  # more than key-value heads
-    ],
-    8: [case("qwen2", 2, 2, 2, NARROW, **SP), case("llama", 2, 2, 2, NARROW)],
-}  # fmt: skip
+def sparse(family: str) -> bool:
+    """Say whether a tiny model has experts."""
+    return any(name in config_of(family).to_dict() for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+
+
+def shared_out() -> list[dict[str, Any]]:
+    """Return the cases of this suite: every layout of both lists is some families'."""
+    counts, cases = {True: 0, False: 0}, []
+    for family in FAMILIES:
+        layouts, first = SPARSE if sparse(family) else DENSE, counts[sparse(family)]
+        counts[sparse(family)] += SHARE
+        cases += [case(family, **layouts[number % len(layouts)]) for number in range(first, first + SHARE)]
+    return cases
+
+
+def every_layout(family: str) -> Iterator[dict[str, Any]]:
+    """Yield a case for each product of parallel sizes on `RANKS` ranks that the tiny model divides by."""
+    experts = (1, 2, 4) if sparse(family) else (1,)
+    sizes = product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4), experts, experts[:2], (False, True))
+    for tensor, pipeline, virtual, context, expert, expert_tensor, sequence in sizes:
+        fits = RANKS % (tensor * pipeline * context) == 0 == RANKS % (expert * expert_tensor * pipeline)
+        # Megatron trains experts on tensor-parallel ranks with sequence parallelism alone.
+        sequences = tensor > 1 if sequence else tensor == 1 or not sparse(family)
+        if not (fits and sequences and (virtual == 1 or pipeline == 2) and expert_tensor <= tensor):
+            continue
+        layout = {"tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual, "context": context,
+                  "expert": expert, "expert_tensor": expert_tensor, "sequence_parallel": sequence}  # fmt: skip
+        for recompute in ("none", "full", "selective"):
+            yield case(family, **{name: size for name, size in layout.items() if size > 1 or size is True}, recompute=recompute)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save every family's tiny model with a batch that exercises every term of the loss."""
     path = tmp_path_factory.mktemp("layouts")
-    for family in CONFIGS:
-        write_model(path, family)
+    for family in FAMILIES:
+        model = save_model(family, path / family)
+        torch.manual_seed(3)
+        torch.save(make_batch(model), path / family / "batch.pt")
     return path
 
 
-@pytest.mark.parametrize("processes", PLANS)
-def test_numbers_do_not_depend_on_the_layout(folder: Path, fork: Any, processes: int) -> None:
-    plans = PLANS[processes]
-    (folder / f"plan{processes}.json").write_text(json.dumps(plans))
-    fork(WORKER, processes, folder, f"plan{processes}.json", timeout=300)
-    worst: dict[str, float] = {}
-    for entry in plans:
-        found = torch.load(folder / f"{entry['name']}.pt", weights_only=False)
-        expected = torch.load(folder / f"{case(entry['model'], 1, 1, 1)['name']}.pt", weights_only=False)
-        for name, difference in differences(found, expected).items():
-            worst[name] = max(worst.get(name, 0.0), difference)
-            assert difference < TOLERANCES[name], f"{entry['name']}: {name} differs by {difference:.2e}"
-    print(f"{processes} processes, largest differences:", {k: f"{v:.1e}" for k, v in worst.items()})
+def run(fork: Any, folder: Path, ranks: int, cases: list[dict[str, Any]]) -> None:
+    (folder / f"plan{ranks}.json").write_text(json.dumps(cases))
+    fork(WORKER, ranks, folder, f"plan{ranks}.json", timeout=500)
 
 
-# Float32 sums in another order: rounding of 6e-8 of each term, grown by four layers and 200 tokens.
-TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "weights": 2e-5}
+def test_the_step_of_every_tensor_is_that_of_one_rank_in_every_layout(folder: Path, fork: Any) -> None:
+    run(fork, folder, 1, [case(family) for family in FAMILIES])
+    cases = shared_out()
+    run(fork, folder, RANKS, cases)
+    wrong = [words for entry in cases for words in differences(folder, entry)]
+    assert not wrong, "\n".join(wrong)
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Return the largest absolute difference of each kind (relative, where a value exceeds 1)."""
-    batch_wide = {
-        name: float((found[name] - expected[name]).nan_to_num(nan=torch.inf).abs().max())
-        for name in ("log_probs", "entropy")
-    }
-    assert found["values"].keys() == expected["values"].keys()
-    values = [
-        abs(found["values"][name] - value) / max(1.0, abs(value))
-        for name, value in expected["values"].items()
+def differences(folder: Path, entry: Mapping[str, Any]) -> list[str]:
+    """Return what a case's numbers differ in from those of one rank by more than rounding."""
+    cut = torch.load(folder / f"{entry['name']}.pt", weights_only=False)
+    alone = torch.load(folder / f"{case(entry['model'])['name']}.pt", weights_only=False)
+    found: dict[tuple[str, str], float] = {}
+    for name in ("log_probs", "entropy"):
+        found[name, ""] = float((cut[name] - alone[name]).nan_to_num(nan=torch.inf).abs().max())
+    assert cut["values"].keys() == alone["values"].keys()
+    assert cut["steps"].keys() == alone["steps"].keys()
+    for name, value in alone["values"].items():
+        found["values", name] = abs(cut["values"][name] - value) / max(1.0, abs(value))
+    for name, step in alone["steps"].items():
+        difference = (cut["steps"][name] - step).nan_to_num(nan=torch.inf).norm()
+        found["gradients", name] = float(difference / step.norm().clamp(min=1e-4))
+    return [
+        f"{entry['name']}: {kind} {name} differs by {value:.1e}"
+        for (kind, name), value in found.items()
+        if not value < TOLERANCES[kind]
     ]
-    assert found["weights"].keys() == expected["weights"].keys()
-    weights = [
-        float((found["weights"][name] - value).nan_to_num(nan=torch.inf).abs().max())
-        for name, value in expected["weights"].items()
-    ]
-    return {**batch_wide, "values": max(values), "weights": max(weights)}
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_those_of_transformers(folder: Path, family: str) -> None:
-    saved = folder / f"{case(family, 1, 1, 1)['name']}.pt"
+    saved = folder / f"{case(family)['name']}.pt"
     if not saved.exists():
         pytest.fail("the single-process run left no result")
     found = torch.load(saved, weights_only=False)
@@ -109,12 +138,7 @@ def test_log_probs_are_those_of_transformers(folder: Path, family: str) -> None:
     expected = reference_log_probs(
         model, batch.tokens, batch.lengths, batch.temperature, batch.support_sizes, batch.support
     )
-    difference = (found["log_probs"] - expected)[batch.response_mask].abs().max()
-    print(f"{family}: largest difference to transformers {difference:.1e}")
-    assert difference < 2e-5
-    weights = model.state_dict()
-    moved = [float((value - weights[name]).abs().max()) for name, value in found["weights"].items()]
-    assert min(moved) > 1e-4, "the step must move every weight"
-    values = found["values"]
-    assert 0.05 < values["policy/clip_fraction"] < 0.95, "the batch must reach the clipped part of the loss"
-    assert values["grad_norm"] > 0.1, "the batch must reach the clipped part of the gradient"
+    assert (found["log_probs"] - expected)[batch.response_mask].abs().max() < 2e-5
+    still = [name for name, step in found["steps"].items() if not step.any()]
+    assert not [name for name in still if "e_score_correction_bias" not in name], "the step must move every weight"
+    assert 0.05 < found["values"]["policy/clip_fraction"] < 0.95, "the batch must reach the clipped part of the loss"

@@ -20,12 +20,16 @@ def main(folder: Path, plan: str) -> None:
     for case in json.loads((folder / plan).read_text()):
         batch = torch.load(folder / case["model"] / "batch.pt", weights_only=False)
         model = training.build(folder / case["model"], case)
-        optimizer = training.optimizer_of(model, warmup_steps=0)
+        # So large an epsilon makes Adam's step proportional to the gradient.
+        plain = {"epsilon": 1e3, "learning_rate": 1e5, "warmup_steps": 0, "weight_decay": 0.0}
+        optimizer = training.optimizer_of(model, **plain)
+        before = training.gathered_weights(model)
         log_probs, entropy = training.scores(model, batch, case["budget"])
         result = training.train_step(model, optimizer, batch, case["budget"])
-        weights = training.gathered_weights(model)
+        after = training.gathered_weights(model)
         if device.rank() == 0:
-            values = {"log_probs": log_probs, "entropy": entropy, "values": result, "weights": weights}
+            values = {"log_probs": log_probs, "entropy": entropy, "values": result}
+            values["steps"] = {name: after[name] - weight for name, weight in before.items()}
             torch.save(values, folder / f"{case['name']}.pt")
     dist.destroy_process_group()
 

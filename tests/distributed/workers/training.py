@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,9 @@ def build(
     path: str | Path, case: dict[str, Any], dtype: torch.dtype = torch.float32, trainable: bool = True
 ) -> ParallelModel:
     """Return the model of ``case`` over all ranks, with the weights of the HF checkpoint at ``path``."""
-    sizes = {
-        name: case[name] for name in ("tensor", "pipeline", "virtual_pipeline", "context") if name in case
-    }
-    layout = ParallelLayout(
-        tuple(range(dist.get_world_size())), sequence_parallel=case.get("sequence_parallel", False), **sizes
-    )
+    names = {field.name for field in fields(ParallelLayout)}
+    sizes = {name: size for name, size in case.items() if name in names}
+    layout = ParallelLayout(tuple(range(dist.get_world_size())), **sizes)
     model = build_model(
         AutoConfig.from_pretrained(path),
         ParallelGroups(layout),
