@@ -92,6 +92,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "phi3": (
+        "Phi3",
+        {"sliding_window": 8, "pad_token_id": 0, "eos_token_id": 1, "partial_rotary_factor": 0.5},
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 8,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 1.5,
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (
         "Qwen3Moe",
@@ -118,6 +144,7 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """Return a tiny transformers model in float32 whose every parameter is random and distinct."""
     kind, _ = FAMILIES[family]
     model = getattr(transformers, f"{kind}ForCausalLM")(config_of(family, **changes)).float().eval()
+    model.set_attn_implementation("eager")  # the only one that caps scores
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:

@@ -38,7 +38,7 @@ from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.source import DEFAULT, Origin
 from megatron_rl.config.stage_plan import for_job
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.shapes.fit import engine_problems, trainer_problems
+from megatron_rl.shapes.fit import engine_problems, learning_problems, trainer_problems
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.traffic import WeightTraffic
@@ -309,6 +309,8 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
             check.add(
                 engine_problems(model, layout) if rollout else trainer_problems(model, layout, settings)
             )
+            if role in ("actor", "critic"):
+                check.add(learning_problems(model, layout))
     if lengths:
         check.add(check_lengths(check.config, shape))
 

@@ -163,6 +163,7 @@ def engine_layout(
             if cut.start < cut.stop:
                 start, size = [0] * len(source.shape), list(source.shape)
                 start[cut.dim], size[cut.dim] = cut.start, cut.stop - cut.start
+                start[0] += source.first
                 boxes.append(TensorBox(name, tuple(start), tuple(size), -1, name, 0, (0,) * len(size)))
                 dtypes[name] = torch.float32 if source.float32 else dtype
         groups.append(BoxGroup(tuple(ranks[place::tensor]), tuple(boxes), dtypes))

@@ -1,4 +1,4 @@
-"""What Gemma has beside Megatron's layers: norms behind both blocks, scaled embeddings, two rotary bases."""
+"""What Gemma has beside Megatron's layers: norms behind both blocks, scaled embeddings, angles, caps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from megatron_rl.parallel.layers import RmsNorm
 
 
-def prepare_sandwich_layers(chunk: Any, local: tuple[int, ...]) -> None:
-    """Complete a GPTModel chunk of Megatron's plain layers (Gemma Team 2025, arXiv 2503.19786).
+def prepare_sandwich_layers(chunk: Any, local: tuple[int, ...] | None, cap: float | None) -> None:
+    """Complete a GPTModel chunk of Megatron's plain layers (Gemma Team, arXiv 2408.00118 and 2503.19786).
 
     A norm follows each output projection, as its ``post_layernorm``; embeddings are multiplied by the root of
-    their size; the layers in ``local``, counted over the model, take the first of the two rotary angles that
-    `both_frequencies` makes of every position.
+    their size; attention's scores stay within ``cap``. Where there are two kinds of rotary angles the layers
+    in ``local``, counted over the model, take the first that `both_frequencies` makes of every position.
     """
     config = chunk.config
     if chunk.pre_process:
@@ -25,8 +25,10 @@ def prepare_sandwich_layers(chunk: Any, local: tuple[int, ...]) -> None:
         for projection in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
             projection.post_layernorm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
             projection.register_forward_hook(_norm_output)
-        hook = partial(_choose_angles, 0 if layer.layer_number - 1 in local else 1)
-        layer.self_attention.register_forward_pre_hook(hook, with_kwargs=True)
+        layer.self_attention.core_attention.cap = cap
+        if local is not None:
+            hook = partial(_choose_angles, 0 if layer.layer_number - 1 in local else 1)
+            layer.self_attention.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def both_frequencies(local: Tensor, whole: Tensor) -> Tensor:

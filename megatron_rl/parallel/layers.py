@@ -108,6 +108,8 @@ class PackedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.cap: float | None = None
+        """The bound of scores, which a tangent keeps (Gemma Team 2024, arXiv 2408.00118)."""
         self.context = pg_collection.cp
         heads = divide(config.num_attention_heads, pg_collection.tp.size())
         self.repeats = heads // max(1, divide(config.num_query_groups or heads, pg_collection.tp.size()))
@@ -167,10 +169,24 @@ class PackedAttention(nn.Module):
             distance = torch.arange(longest, device=index.device)
             distance = distance[:, None] - distance[None, :]
             mask = (distance >= 0) & (distance <= self.window)
+        if self.cap is not None:
+            out = _capped_attention(*rows, mask, self.scale, self.cap)
+            return out.transpose(1, 2).flatten(0, 1)
         out = functional.scaled_dot_product_attention(
             *rows, attn_mask=mask, is_causal=mask is None, scale=self.scale
         )
         return out.transpose(1, 2).flatten(0, 1)
+
+
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, cap: float
+) -> Tensor:
+    """Attend with scores of at most ``cap``, [rows, heads, longest, size]; the scores are held in memory."""
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = cap * torch.tanh(scores.float() / cap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    return scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(value.dtype) @ value
 
 
 def _repeat(grouped: Tensor, repeats: int) -> Tensor:

@@ -26,12 +26,14 @@ _MASKED = -1e30  # finite, so that probability * logit is 0 and not NaN
 class VocabularyShard(NamedTuple):
     """Which rows of the output weight a rank holds: from ``start`` on, of ``size`` real ones.
 
-    ``group`` is the tensor-parallel group over which shards add up.
+    ``group`` is the tensor-parallel group over which shards add up. A tangent keeps logits within ``cap``,
+    before the temperature divides them (Gemma Team 2024, arXiv 2408.00118).
     """
 
     start: int
     size: int
     group: Any
+    cap: float | None = None
 
 
 class Support(NamedTuple):
@@ -62,7 +64,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor,
         shard: VocabularyShard, chunk: int, reduce_hidden_gradient: bool, support: Support | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        if support is None and kernel_applies(hidden, weight):
+        if support is None and shard.cap is None and kernel_applies(hidden, weight):
             stats = kernel_statistics(hidden, weight, targets, temperature, shard)
         else:
             stats = chunked_statistics(hidden, weight, targets, temperature, shard, chunk, support)
@@ -109,6 +111,8 @@ def _add_gradients(
     hidden_gradient: Tensor, weight_gradient: Tensor,
 ) -> None:  # fmt: skip
     """Add the gradients of one chunk of tokens; overwrites its logits, and holds one more [chunk, V / tp]."""
+    # What a change of the projection changes of a capped logit: 1 - (logit / cap)^2.
+    slack = None if shard.cap is None else 1 - (logits * temperature[:, None] / shard.cap).square_()
     log_p = logits.sub_(log_normaliser[:, None])
     p = log_p.exp()
     slope = log_p.add_(entropy[:, None]).mul_(-entropy_gradient[:, None])
@@ -116,6 +120,8 @@ def _add_gradients(
     del p
     local, mine = _local_targets(targets, len(weight), shard)
     slope.scatter_add_(1, local[:, None], (log_prob_gradient * mine)[:, None])
+    if slack is not None:
+        slope = slope.mul_(slack.clamp_(min=0.0))  # where a token takes no part both are 0
     slope = slope.div_(temperature[:, None]).to(weight.dtype)
     torch.mm(slope, weight, out=hidden_gradient)
     weight_gradient.addmm_(slope.t(), hidden)
@@ -245,7 +251,10 @@ def _logits(
     part: slice = slice(None),
 ) -> Tensor:
     """Return the logits of the positions ``part``, a very low number where a token does not take part."""
-    logits = _project(hidden, weight).div_(temperature[:, None])
+    logits = _project(hidden, weight)
+    if shard.cap is not None:
+        logits = logits.div_(shard.cap).tanh_().mul_(shard.cap)
+    logits = logits.div_(temperature[:, None])
     real = shard.size - shard.start
     if real < len(weight):
         logits[:, max(real, 0) :] = _MASKED

@@ -125,7 +125,9 @@ class ParallelModel:
             return (states[index].float() @ head.weight[0].float(),)
         weight: Any = chunk.shared_embedding_or_output_weight() if shape.tied else chunk.output_layer.weight
         start = self.groups.coordinates.tensor * len(weight)
-        shard = VocabularyShard(start, shape.vocab, self.groups.tensor)
+        shard = VocabularyShard(
+            start, shape.vocab, self.groups.tensor, self.spec.model.config.get("final_logit_softcapping")
+        )
         return vocab_parallel_log_probs(
             states[index],
             weight,

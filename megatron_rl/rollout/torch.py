@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from megatron_rl.rollout.sampling import (
     to_rollouts,
     truncates,
 )
+from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
 
 LastLogits = Callable[[Tensor, Tensor], Tensor]
@@ -113,9 +114,9 @@ class CachingDecoder:
 class TorchEngine:
     """Sample with any decoder; log-probs are float32 at the sampling temperature, filters included.
 
-    ``model`` holds the parameters that ``parameters()`` and ``boxes()`` show under their Hugging Face
-    names; without it there is nothing to write into. ``max_model_len`` bounds a row, prompt included.
-    ``batch_rows`` rows are decoded together.
+    ``model`` holds the parameters that ``parameters()`` and ``boxes()`` show; without it there is nothing to
+    write into. ``tensor_name`` turns their names into those of checkpoints. ``max_model_len`` bounds a row,
+    prompt included. ``batch_rows`` rows are decoded together.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class TorchEngine:
         decoder: Callable[[], Decoder],
         *,
         model: torch.nn.Module | None = None,
+        tensor_name: Callable[[str], str] = str,
         max_model_len: int | None = None,
         batch_rows: int = 256,
         rank: int = 0,
@@ -131,6 +133,7 @@ class TorchEngine:
         self.needs_weights = False
         self._decoder = decoder
         self._model = model
+        self._tensor_name = tensor_name
         self._max_model_len = max_model_len
         self._batch_rows = batch_rows
         self._rank = rank
@@ -149,7 +152,8 @@ class TorchEngine:
 
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
         model.eval().to(device)
-        return cls(lambda: CachingDecoder(model), model=model, **more)
+        names = read_pretrained(Path(path) / "config.json").family.tensor_name
+        return cls(lambda: CachingDecoder(model), model=model, tensor_name=names, **more)
 
     @classmethod
     def from_logits(cls, logits: LastLogits, **more: Any) -> TorchEngine:
@@ -197,15 +201,23 @@ class TorchEngine:
         return room if prompt else 0
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Return the model's parameters by Hugging Face name."""
-        return {} if self._model is None else {name: p.data for name, p in self._model.named_parameters()}
+        """Return the model's weights by transformers' name; biases that balance experts are buffers there."""
+        if self._model is None:
+            return {}
+        buffers = self._model.named_buffers()
+        biases = {name: value for name, value in buffers if name.endswith(".e_score_correction_bias")}
+        return {name: parameter.data for name, parameter in self._model.named_parameters()} | biases
 
     def boxes(self) -> list[TensorBox]:
-        """Return one box per parameter: the whole tensor."""
+        """Return where each tensor of the checkpoint lies: a parameter, or an expert's part of one."""
         return [
-            TensorBox(name, (0,) * p.dim(), tuple(p.shape), self._rank, name, 0, tuple(p.stride()))
-            for name, p in self.parameters().items()
-        ]
+            TensorBox(
+                self._tensor_name(name), (0,) * part.dim(), tuple(part.shape), self._rank, storage,
+                int(part.storage_offset() - whole.storage_offset()), tuple(part.stride()),
+            )
+            for storage, whole in self.parameters().items()
+            for name, part in _checkpoint_tensors(storage, whole)
+        ]  # fmt: skip
 
     def finish_update(self, version: int) -> None:
         """Set the weights' version; nothing is cached between calls."""
@@ -220,6 +232,18 @@ class TorchEngine:
     def close(self) -> None:
         """Forget the model."""
         self._model = None
+
+
+def _checkpoint_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield what checkpoints hold of a parameter: transformers has all experts of a layer in one."""
+    layer, mixture, fused = name.partition("mlp.experts.")
+    if not mixture:
+        yield name, parameter
+        return
+    halves = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+    for expert, matrix in enumerate(parameter):
+        for half, part in zip(halves, matrix.chunk(len(halves)), strict=True):
+            yield f"{layer}mlp.experts.{expert}.{half}.weight", part
 
 
 def _decode(

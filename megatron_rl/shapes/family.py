@@ -109,6 +109,8 @@ class Family:
     """Other spellings of keys: spelling -> key."""
     renamed: Sequence[tuple[str, str]] = ()
     """Parts of a layer's tensor names that differ from the common ones: common -> this family's."""
+    partial_rotary: bool = False
+    """The model may turn a part of each head alone."""
     engine_keys: Mapping[str, Any] = field(default_factory=dict)
     """What vLLM reads in config.json and transformers does not write."""
 
@@ -162,10 +164,8 @@ class Family:
                 "attention_bias",
                 f"the same as mlp_bias, {_shown(result.mlp_bias)}",
             )
-        if result.qk_norm and result.qkv_bias:
-            reader.refuse(
-                "attention_bias is not supported beside norms of query and key", "attention_bias", "false"
-            )
+        if rotary_fraction(config) != 1 and not self.partial_rotary:
+            reader.refuse("the model turns whole heads", "partial_rotary_factor", "1")
         return result
 
 
@@ -183,6 +183,12 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str = "full_attention
             scaling, theta = {}, config["rope_local_base_freq"]
         parameters = {"rope_type": scaling.pop("type", "default"), "rope_theta": theta, **scaling}
     return parameters.get(layer_type, parameters)
+
+
+def rotary_fraction(config: Mapping[str, Any]) -> float:
+    """Return the part of each head that rotary angles turn, its first dimensions."""
+    fallback = config.get("partial_rotary_factor", 1.0)
+    return float(rope_parameters(config).get("partial_rotary_factor", fallback))
 
 
 def rope_types(config: Mapping[str, Any]) -> list[str]:
@@ -226,13 +232,46 @@ def attention_bias(reader: ConfigReader) -> Fields:
     return {"qkv_bias": bias, "output_bias": bias}
 
 
-def deepseek(reader: ConfigReader) -> Fields:
-    """Read latent attention, shared experts and dense first layers, as DeepSeek V2 and V3 have them."""
-    reader.allow("attention_bias", False, None)
+def shared_experts(reader: ConfigReader) -> Fields:
+    """Read routed and shared experts behind dense first layers, as DeepSeek and GLM have them."""
     first = reader.count("first_k_dense_replace")
     return {
         **experts(reader, "n_routed_experts", "moe_intermediate_size", tuple(range(first))),
         "shared_width": reader.size("moe_intermediate_size") * reader.count("n_shared_experts"),
+    }
+
+
+def biased_router() -> Fields:
+    """Return Megatron's settings of a router by sigmoids whose biases balance the experts."""
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        # The bias is the checkpoint's: it must not drift away from the generation engine's.
+        "moe_router_bias_update_rate": 0.0,
+    }
+
+
+def gemma(reader: ConfigReader) -> Fields:
+    """Read what Gemma 2 and 3 have in common."""
+    reader.allow("use_bidirectional_attention", None, False)
+    return {**attention_bias(reader), "sandwich_norms": True}
+
+
+def gemma_megatron(config: Mapping[str, Any]) -> Fields:
+    """Return what Megatron must know of Gemma's norms and attention."""
+    return {
+        "layernorm_zero_centered_gamma": True,
+        "softmax_scale": config["query_pre_attn_scalar"] ** -0.5,
+        "bias_activation_fusion": False,  # Megatron fuses other activations
+    }
+
+
+def deepseek(reader: ConfigReader) -> Fields:
+    """Read latent attention and experts, as DeepSeek V2 and V3 have them."""
+    reader.allow("attention_bias", False, None)
+    return {
+        **shared_experts(reader),
         "q_lora": reader.count("q_lora_rank"),
         "kv_lora": reader.size("kv_lora_rank"),
         "qk_nope": reader.size("qk_nope_head_dim"),

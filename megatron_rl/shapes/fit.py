@@ -43,6 +43,22 @@ def trainer_problems(
     return errors
 
 
+def learning_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
+    """Return what Megatron refuses only in a model that learns."""
+    if not shape.experts or layout.tensor == 1 or layout.sequence_parallel:
+        return []
+    where = f"{layout.path}.sequence_parallel"
+    return [
+        UserError(
+            "Megatron trains experts on tensor-parallel ranks with sequence parallelism alone",
+            where=where,
+            expected="true, or unset",
+            got="false",
+            fix=f"remove {where}",
+        )
+    ]
+
+
 def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
     """Return what is wrong between a model and the layout of the rollout engine."""
     return _head_problems(shape, layout)

@@ -40,6 +40,8 @@ class Source:
     engine: EngineCut = "whole"
     float32: bool = False
     """The values are kept in float32 whatever the model's dtype is."""
+    first: int = 0
+    """The row of the checkpoint tensor at which this begins, where the tensor holds several."""
 
     @property
     def elements(self) -> int:

@@ -225,7 +225,7 @@ class ModelShape:
 
     @cached_property
     def tensors(self) -> int:
-        """Count the named tensors of the checkpoint."""
+        """Count the named tensors of the checkpoint, those that it fuses one by one."""
         layers = sum(
             count * len(weight.sources) * (self.experts if weight.expert else 1)
             for kind, count in self._layer_kinds.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from megatron_rl.shapes.families import FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
 from megatron_rl.shapes.layer_weights import OUTPUT, Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.refused import REFUSED
 
 LAYER = "model.layers.{layer}."
 
@@ -40,19 +41,24 @@ class PretrainedModel:
         return replace(self, shape=self.shape.with_scalar_head())
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
-        """Return the parameters of a layer, their sources named as this family's checkpoints do."""
+        """Return the parameters of a layer, their sources named as this family's checkpoints do.
+
+        Sources that get one name lie in one tensor, row after row.
+        """
         return tuple(
-            replace(
-                weight,
-                sources=tuple(
-                    replace(source, name=self.family.tensor_name(source.name)) for source in weight.sources
-                ),
-            )
+            replace(weight, sources=tuple(self._named(weight.sources)))
             for weight in self.shape.weights(layer)
         )
 
+    def _named(self, sources: Iterable[Source]) -> Iterator[Source]:
+        rows: dict[str, int] = {}
+        for source in sources:
+            name = self.family.tensor_name(source.name)
+            yield replace(source, name=name, first=rows.get(name, 0))
+            rows[name] = rows.get(name, 0) + source.shape[0]
+
     def tensors(self) -> Iterator[CheckpointTensor]:
-        """Yield every tensor of the checkpoint, in the order in which it lists them.
+        """Yield every tensor of the checkpoint, in the order in which it lists them, fused ones in parts.
 
         A tied output layer is not among them: its values are the embedding's.
         """
@@ -79,7 +85,17 @@ class PretrainedModel:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of the checkpoint by name, in order."""
-        return {tensor.name: tensor.source.shape for tensor in self.tensors()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for tensor in self.tensors():
+            rows, *rest = tensor.source.shape
+            shapes[tensor.name] = (tensor.source.first + rows, *rest)
+        return shapes
+
+    def is_further(self, name: str) -> bool:
+        """Say whether a checkpoint tensor is of a layer that predicts further tokens (MTP)."""
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        further = self.config.get("num_nextn_predict_layers") or 0
+        return bool(layer) and 0 <= int(layer.group(1)) - self.shape.layers < further
 
     def is_ignorable(self, name: str) -> bool:
         """Say whether a checkpoint tensor that the model does not use may be skipped without a word.
@@ -87,10 +103,8 @@ class PretrainedModel:
         These are rotary frequencies of old checkpoints, an output layer that is tied or replaced by a head
         of one number, and layers that predict further tokens, which follow the model's own.
         """
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer and int(layer.group(1)) >= self.shape.layers:
-            extra = self.config.get("num_nextn_predict_layers") or 0
-            return int(layer.group(1)) < self.shape.layers + extra
+        if self.is_further(name):
+            return True
         unused = self.shape.tied or self.shape.scalar_head
         return name.endswith("rotary_emb.inv_freq") or (name == OUTPUT and unused)
 
@@ -120,6 +134,15 @@ def family_of(config: Mapping[str, Any], place: str = "config.json") -> Family:
             return family
         if architecture in (family.architecture, family.scalar_architecture):
             return family
+    for refused in REFUSED:
+        if architecture == refused.architecture or (architecture is None and kind == refused.model_type):
+            raise UserError(
+                f"{refused.title} cannot be trained",
+                where=f"{place}: architectures",
+                expected="one of " + ", ".join(sorted(family.architecture for family in FAMILIES.values())),
+                got=f"{refused.architecture}; missing: {refused.missing}",
+                fix="use a checkpoint of another family",
+            )
     name, known = str(architecture or kind or ""), [family.architecture for family in FAMILIES.values()]
     close = nearest(name, [*known, *FAMILIES])
     text = "text_config" in config and nearest(str(config["text_config"].get("model_type")), FAMILIES)

@@ -17,9 +17,9 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, read_json, read_pretrained
 
 _TWO_MATRIX = ("gpt", "gpt2", "gpt_neox", "opt", "falcon", "phi", "starcoder2", "bloom")
-_QKV_BIAS_ONLY = ("qwen2_moe", "glm4", "glm4_moe")
+_QKV_BIAS_ONLY = ("qwen2_moe", "glm4")
 _QK_NORM = ("qwen3_next", "qwen3_5_moe")
-_ROUTER_BIAS = ("kimi_k2", "glm4_moe", "gpt_oss")
+_ROUTER_BIAS = ("kimi_k2", "gpt_oss")
 _FEATURES = (
     ("gated", False, "an MLP of two matrices"),
     ("layer_norm", True, "LayerNorm"),
@@ -145,19 +145,20 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
         "tied": bool(config.get("tie_word_embeddings", gemma)),
         "gated": gated,
         "layer_norm": config.get("norm") == "layernorm" or (not gated and config.get("norm") is None),
-        "sandwich_norms": kind == "gemma2",
         "qkv_bias": bias,
         "output_bias": bias and kind not in _QKV_BIAS_ONLY,
         "mlp_bias": reader.flag("mlp_bias"),
         "qk_norm": bool(config.get("qk_norm", config.get("use_qk_norm", kind in _QK_NORM))),
         "learned_positions": reader.count("max_position_embeddings") if learned else 0,
     }
-    if kind == "gemma2":
-        fields |= sliding(ConfigReader({"sliding_window_pattern": 2, **config}), layers)
-    else:
-        fields |= sliding(reader, layers)
     return ModelShape(
-        **{**fields, **_mixture(reader, layers), **_latent(reader), **_delta_nets(reader, layers)}
+        **{
+            **fields,
+            **sliding(reader, layers),
+            **_mixture(reader, layers),
+            **_latent(reader),
+            **_delta_nets(reader, layers),
+        }
     )
 
 

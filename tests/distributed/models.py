@@ -83,9 +83,10 @@ def reference_log_probs(
 ) -> torch.Tensor:
     """Return transformers' log-probs [N] in float32, one row at a time; 0 on each first token."""
     parts = []
-    left = torch.ones(len(tokens), 67, dtype=torch.bool)
+    words = model.config.vocab_size
+    left = torch.ones(len(tokens), words, dtype=torch.bool)
     if sizes is not None and support is not None:
-        left = (sizes == 0)[:, None].repeat(1, 67)
+        left = (sizes == 0)[:, None].repeat(1, words)
         left[torch.repeat_interleave(torch.arange(len(tokens)), sizes), support.long()] = True
     for row, heat, allowed in zip(
         split_rows(tokens, lengths), temperature.tolist(), split_rows(left, lengths), strict=True

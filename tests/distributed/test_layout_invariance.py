@@ -39,6 +39,7 @@ SPARSE: tuple[dict[str, Any], ...] = (
     {"tensor": 2, "expert": 2, **SP}, {"expert": 2, "budget": NARROW}, {"tensor": 2, "context": 2, **SP},
     {"tensor": 2, "expert": 2, "expert_tensor": 2, **SP},
 )  # fmt: skip
+SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 SHARE = 4
 """So many of its layouts each family takes here, in turn; `every_layout` has all of them."""
 TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "gradients": 1e-4}
@@ -53,7 +54,10 @@ def case(family: str, **sizes: Any) -> dict[str, Any]:
 
 def sparse(family: str) -> bool:
     """Say whether a tiny model has experts."""
-    return any(name in config_of(family).to_dict() for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    return any(
+        name in config_of(family).to_dict()
+        for name in ("num_experts", "n_routed_experts", "num_local_experts")
+    )
 
 
 def shared_out() -> list[dict[str, Any]]:
@@ -76,10 +80,10 @@ def every_layout(family: str) -> Iterator[dict[str, Any]]:
         sequences = tensor > 1 if sequence else tensor == 1 or not sparse(family)
         if not (fits and sequences and (virtual == 1 or pipeline == 2) and expert_tensor <= tensor):
             continue
-        layout = {"tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual, "context": context,
-                  "expert": expert, "expert_tensor": expert_tensor, "sequence_parallel": sequence}  # fmt: skip
+        chosen = (tensor, pipeline, virtual, context, expert, expert_tensor)
+        layout = {name: size for name, size in zip(SIZES, chosen, strict=True) if size > 1}
         for recompute in ("none", "full", "selective"):
-            yield case(family, **{name: size for name, size in layout.items() if size > 1 or size is True}, recompute=recompute)
+            yield case(family, **layout, **(SP if sequence else {}), recompute=recompute)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in FAMILIES:
         model = save_model(family, path / family)
         torch.manual_seed(3)
-        torch.save(make_batch(model), path / family / "batch.pt")
+        torch.save(make_batch(model, truncated=family == "llama"), path / family / "batch.pt")
     return path
 
 
@@ -134,11 +138,17 @@ def test_log_probs_are_those_of_transformers(folder: Path, family: str) -> None:
         pytest.fail("the single-process run left no result")
     found = torch.load(saved, weights_only=False)
     batch = torch.load(folder / family / "batch.pt", weights_only=False)
-    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / family, dtype=torch.float32, attn_implementation="eager"
+    )
     expected = reference_log_probs(
         model, batch.tokens, batch.lengths, batch.temperature, batch.support_sizes, batch.support
     )
     assert (found["log_probs"] - expected)[batch.response_mask].abs().max() < 2e-5
     still = [name for name, step in found["steps"].items() if not step.any()]
-    assert not [name for name in still if "e_score_correction_bias" not in name], "the step must move every weight"
-    assert 0.05 < found["values"]["policy/clip_fraction"] < 0.95, "the batch must reach the clipped part of the loss"
+    assert not [name for name in still if "e_score_correction_bias" not in name], (
+        "the step must move every weight"
+    )
+    assert 0.05 < found["values"]["policy/clip_fraction"] < 0.95, (
+        "the batch must reach the clipped part of the loss"
+    )

@@ -23,6 +23,7 @@ from megatron_rl.shapes.families import FAMILIES as TABLE
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import read_json, read_pretrained
 from megatron_rl.shapes.published import load_shape
+from megatron_rl.shapes.refused import REFUSED
 from tests.hf_models import FAMILIES, config_of, save_model
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -65,7 +66,7 @@ def test_every_consumer_takes_what_transformers_saves_and_what_is_exported(famil
     assert not refusals(saved)
     described = read_pretrained(saved / "config.json")
     assert described.shape.parameters == count == load_shape(str(saved)).parameters
-    assert described.shape.tensors == len(described.tensor_shapes())
+    assert described.shape.tensors == len(list(described.tensors()))
     assert sum(torch.Size(shape).numel() for shape in described.tensor_shapes().values()) == count
     assert described.shape == pretrained(reference.config).shape
 
@@ -121,3 +122,17 @@ def test_the_readme_lists_the_table() -> None:
     section = README.read_text(encoding="utf-8").split("## Models\n", 1)[1].split("\n## ", 1)[0]
     listed = re.sub(r"\s*\([^)]*\)", "", " ".join(section.split()).split(", from", 1)[0])
     assert set(re.split(", | and ", listed)) == {family.title for family in TABLE.values()}
+    refused = re.findall(r"^\* \*\*([^*]+)\*\*: (.*(?:\n  .*)*)", section, re.MULTILINE)
+    assert {name: " ".join(words.split()) for name, words in refused} == {
+        family.title: f"{family.missing}." for family in REFUSED
+    }
+
+
+@pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.model_type)
+def test_a_family_that_cannot_train_is_refused_with_what_is_missing(family, workspace: Path) -> None:
+    save_model("qwen2", workspace / "other")
+    config = json.loads((workspace / "other/config.json").read_text())
+    config |= {"architectures": [family.architecture], "model_type": family.model_type}
+    (workspace / "other/config.json").write_text(json.dumps(config))
+    (error,) = refusals(workspace / "other")
+    assert f"{family.title} cannot be trained" in error and family.missing in error

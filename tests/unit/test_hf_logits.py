@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
@@ -27,7 +30,8 @@ def logits(model, rows):
         (chunk,) = model.chunks
         hidden = chunk(rows.reshape(1, -1), None, None, packed_seq_params=packing)
         weight = chunk.shared_embedding_or_output_weight() if model.spec.tied else chunk.output_layer.weight
-        return hidden.flatten(0, 1) @ weight.T
+        values, cap = hidden.flatten(0, 1) @ weight.T, model.spec.model.config.get("final_logit_softcapping")
+        return values if cap is None else cap * torch.tanh(values / cap)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,6 +60,29 @@ def test_exported_checkpoint_is_the_loaded_one(family, tmp_path):
             first.read(name, [0] * len(shape), shape), second.read(name, [0] * len(shape), shape)
         )
     assert len(list((tmp_path / "second").glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe"])
+def test_layers_that_predict_further_tokens_are_exported_as_they_are(family, tmp_path):
+    reference = save_model(family, tmp_path / "first")
+    config = json.loads((tmp_path / "first/config.json").read_text())
+    (tmp_path / "first/config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    further = {
+        "model.layers.4.eh_proj.weight": torch.randn(64, 128),
+        "model.layers.4.mlp.experts.1.up_proj.weight": torch.randn(32, 64).to(torch.bfloat16),
+        "model.layers.4.enorm.weight": torch.randn(64),
+    }
+    save_file(further, tmp_path / "first/model-further.safetensors")
+    model = build(type(reference.config).from_pretrained(tmp_path / "first"))
+    load_weights(model, tmp_path / "first")
+    export(model, tmp_path / "second", tmp_path / "first")
+    second = CheckpointFiles(tmp_path / "second")
+    assert second.names() == CheckpointFiles(tmp_path / "first").names() >= set(further)
+    for name, value in further.items():
+        again = second.read(name, [0] * value.dim(), value.shape)
+        assert again.dtype == value.dtype and torch.equal(again, value)
+    again = type(reference).from_pretrained(tmp_path / "second")
+    assert torch.equal(again.lm_head.weight, reference.lm_head.weight)
 
 
 def test_export_converts_to_the_asked_dtype(tmp_path):

@@ -22,17 +22,20 @@ def _case(rows=11, hidden=6, vocabulary=13, padded=16, dtype=torch.float64):
     return states, weight, targets, temperature, vocabulary
 
 
-def _dense(states, weight, targets, temperature, vocabulary):
-    log_p = ((states @ weight[:vocabulary].T) / temperature[:, None]).log_softmax(-1)
+def _dense(states, weight, targets, temperature, vocabulary, cap=None):
+    logits = states @ weight[:vocabulary].T
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    log_p = (logits / temperature[:, None]).log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_values_and_gradients_equal_the_dense_softmax(chunk):
+def test_values_and_gradients_equal_the_dense_softmax(chunk, cap):
     states, weight, targets, temperature, vocabulary = _case()
-    shard = VocabularyShard(0, vocabulary, ALONE)
+    shard = VocabularyShard(0, vocabulary, ALONE, cap)
     found = vocab_parallel_log_probs(states, weight, targets, temperature, shard, chunk)
-    wanted = _dense(states, weight, targets, temperature, vocabulary)
+    wanted = _dense(states, weight, targets, temperature, vocabulary, cap)
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
     mix = torch.linspace(-1, 1, len(targets), dtype=torch.float64)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from megatron_rl.parallel.hf.files import CheckpointFiles
+from megatron_rl.parallel.hf.weights import view_of
 from megatron_rl.rollout.sampling import NOTHING, Response, row_seeds
 from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.types import (
@@ -21,6 +23,7 @@ from megatron_rl.types import (
     SamplingParameters,
     split_rows,
 )
+from tests.hf_models import FAMILIES, save_model
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
 
@@ -166,6 +169,17 @@ def test_written_weights_are_taken_into_use(checkpoint: Path):
     after = engine.generate(prompts(ROWS), seed=1)
     assert after.policy_version.tolist() == [7] * 4
     assert not torch.equal(before.rollout_log_probs, after.rollout_log_probs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_a_checkpoint_lies_in_its_box(family: str, tmp_path: Path):
+    save_model(family, tmp_path)
+    engine, files = TorchEngine.from_hf(tmp_path), CheckpointFiles(tmp_path)
+    boxes = {box.name: box for box in engine.boxes()}
+    assert set(boxes) == files.names()
+    for name, box in boxes.items():
+        view = view_of(engine.parameters()[box.storage], box)
+        assert torch.equal(view, files.read(name, [0] * len(box.size), box.size)), name
 
 
 def advance_to_end(

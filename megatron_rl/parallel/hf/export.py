@@ -17,15 +17,24 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import BoxGroup, BoxIndex, Region, regions
 from megatron_rl.parallel.exchange import gather_objects
-from megatron_rl.parallel.hf.files import SafetensorsWriter, copy_tokenizer, shard_files, write_index
+from megatron_rl.parallel.hf.files import (
+    CheckpointFiles,
+    SafetensorsWriter,
+    copy_tensors,
+    copy_tokenizer,
+    shard_files,
+    write_index,
+)
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import source_boxes, view_of
 from megatron_rl.parallel.model import live_parameters
 from megatron_rl.parallel.transfer import Exchange, gather_layout
+from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.types import TensorBox
 
 FILE_BYTES = 5 * 2**30
 PIECE_BYTES = 64 * 2**20
+FURTHER = "further-layers.safetensors"
 FLOAT32_NAMES = ("e_score_correction_bias",)
 
 
@@ -43,7 +52,7 @@ class _Piece:
 def export(
     model: Any,
     path: str | Path,
-    tokenizer_source: str | Path | None = None,
+    source: str | Path | None = None,
     *,
     dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES,
@@ -51,10 +60,10 @@ def export(
 ) -> None:
     """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files.
 
-    ``dtype`` None keeps the parameters'; biases that balance experts stay float32. Files are written at the
-    same time by different ranks, each in pieces of at most ``piece_bytes`` (or one row), so no rank ever
-    holds more than a few pieces. ``path``
-    must be new or empty and lie on a file system that all ranks share. Raises UserError on all ranks when
+    ``source`` is the checkpoint that the model was made from: its tokenizer files, and its layers that
+    predict further tokens, are copied as they are. ``dtype`` None keeps the parameters'; biases that
+    balance experts stay float32. Files are written at the same time by different ranks, each in pieces of at
+    most ``piece_bytes`` (or one row), so no rank ever holds more than a few pieces. ``path`` must be new or empty and lie on a file system that all ranks share. Raises UserError on all ranks when
     it cannot be written. Collective over the model's ranks.
     """
     path = Path(path)
@@ -62,9 +71,11 @@ def export(
     parameters = live_parameters(model)
     own_dtype = next(iter(parameters.values())).dtype
     dtype = dtype or own_dtype
-    shapes = pretrained(model.hf_config).tensor_shapes()
+    described = pretrained(model.hf_config)
+    shapes = described.tensor_shapes()
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
     files = shard_files(shapes, dtypes, file_bytes)
+    further = _further_layers(described, source)
     steps = _steps(files, shapes, ranks, dtypes, piece_bytes)
     target = path.with_name(path.name + ".incomplete")
     error = _prepare(path, target) if device.rank() == ranks[0] else None
@@ -77,8 +88,15 @@ def export(
     _raise_together(error, path, group)
     if device.rank() == ranks[0]:
         total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items())
-        error = _finish(model.hf_config, files, total, dtype, target, path, tokenizer_source)
+        error = _finish(model.hf_config, files, total, dtype, target, path, source, further)
     _raise_together(error, path, group)
+
+
+def _further_layers(described: PretrainedModel, source: str | Path | None) -> list[str]:
+    """Return the tensors of ``source`` in layers that predict further tokens, behind the model's own."""
+    if source is None or not described.config.get("num_nextn_predict_layers"):
+        return []
+    return sorted(name for name in CheckpointFiles(source).names() if described.is_further(name))
 
 
 def _steps(
@@ -233,7 +251,8 @@ def _finish(
     dtype: torch.dtype,
     target: Path,
     path: Path,
-    tokenizer_source: str | Path | None,
+    source: str | Path | None,
+    further: Sequence[str],
 ) -> OSError | None:
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
@@ -244,10 +263,13 @@ def _finish(
         setattr(config, key, value)
     try:
         config.save_pretrained(target)
+        if source is not None and further:
+            total_bytes += copy_tensors(source, target / FURTHER, further)
+            files = {**files, FURTHER: further}
         if len(files) > 1:
             write_index(target, files, total_bytes)
-        if tokenizer_source is not None:
-            copy_tokenizer(tokenizer_source, target)
+        if source is not None:
+            copy_tokenizer(source, target)
         if path.is_dir():
             path.rmdir()
         os.replace(target, path)

@@ -16,7 +16,10 @@ from megatron_rl.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
@@ -153,6 +156,20 @@ def write_index(path: Path, files: Mapping[str, Sequence[str]], total_bytes: int
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def copy_tensors(source: str | Path, path: Path, names: Sequence[str]) -> int:
+    """Write tensors of a checkpoint directory into one file, as they are; return their bytes."""
+    files = CheckpointFiles(source)
+    shapes = {name: files.shape(name) for name in names}
+    dtypes = {
+        name: files.read(name, (0,) * len(shape), (0,) * len(shape)).dtype for name, shape in shapes.items()
+    }
+    writer = SafetensorsWriter(path, shapes, dtypes)
+    for name, shape in shapes.items():
+        writer.write(files.read(name, (0,) * len(shape), shape))
+    writer.close()
+    return sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items())
 
 
 def copy_tokenizer(source: str | Path, path: Path) -> None:

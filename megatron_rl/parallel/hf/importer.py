@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rl.shapes.layer_weights import Weight, outer_weights
+from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
 from megatron_rl.shapes.pretrained import LAYER, PretrainedModel
 
 
@@ -144,8 +144,16 @@ def import_parameters(
         expert = _EXPERT.search(below)
         number = shard.expert * (shape.experts // shard.expert_size) + int(expert.group(2)) if expert else 0
         prefix = LAYER.format(layer=layer)
-        tensors = [sources[prefix + source.name.format(expert=number)] for source in weight.sources]
+        tensors = [
+            _part(sources[prefix + source.name.format(expert=number)], source) for source in weight.sources
+        ]
         _PLACES[weight.cut](target, tensors, sparse if weight.expert else dense)
+
+
+def _part(tensor: Tensor, source: Source) -> Tensor:
+    """Return the rows of a checkpoint tensor that are a source's."""
+    rows = source.shape[0]
+    return tensor if len(tensor) == rows else tensor.narrow(0, source.first, rows)
 
 
 def _by_name(weights: Sequence[Weight]) -> dict[str, Weight]:

@@ -22,7 +22,7 @@ from megatron_rl.parallel.experts import prepare_experts
 from megatron_rl.parallel.gemma import both_frequencies, prepare_sandwich_layers
 from megatron_rl.parallel.hf.transformer_settings import transformer_settings
 from megatron_rl.parallel.latent import allow_without_transformer_engine, prepare_latent_attention
-from megatron_rl.shapes.family import rope_parameters
+from megatron_rl.shapes.family import rope_parameters, rotary_fraction
 from megatron_rl.shapes.fit import trainer_problems
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import PretrainedModel, describe
@@ -116,7 +116,9 @@ class ModelSpec:
             for layer in chunk.decoder.layers:
                 tensor_scope.bind(layer.self_attention)
         if shape.sandwich_norms:
-            prepare_sandwich_layers(chunk, shape.sliding_layers)
+            two = "full_attention" in self.hf_config.rope_parameters
+            cap = self.model.config.get("attn_logit_softcapping")
+            prepare_sandwich_layers(chunk, shape.sliding_layers if two else None, cap)
         rotary = getattr(chunk, "rotary_pos_emb", None)
         if rotary is not None:
             rotary.inv_freq = self.inverse_frequencies.to(rotary.inv_freq.device)
@@ -164,7 +166,7 @@ def model_spec(
         "max_sequence_length": shape.max_positions,
         "share_embeddings_and_output_weights": shape.tied,
         "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
+        "rotary_percent": rotary_fraction(model.config),
         "rotary_base": rope_parameters(model.config)["rope_theta"],
     }
     return ModelSpec(transformer_config, gpt_kwargs, model, hf_config, padded, rotary_frequencies(hf_config))
@@ -189,7 +191,7 @@ def _frequencies(hf_config: Any, model: PretrainedModel, layer_type: str | None)
     parameters = rope_parameters(model.config, layer_type or "full_attention")
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        size = model.shape.qk_rope or model.shape.head_dim
+        size = model.shape.qk_rope or int(model.shape.head_dim * rotary_fraction(model.config))
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
         return 1.0 / (parameters["rope_theta"] ** exponents)
     layer = {} if layer_type is None else {"layer_type": layer_type}

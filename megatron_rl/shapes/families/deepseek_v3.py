@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, deepseek, deepseek_megatron
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, biased_router, deepseek, deepseek_megatron
 
 
 def _structure(reader: ConfigReader) -> Fields:
@@ -25,10 +25,7 @@ def _megatron(config: Mapping[str, Any]) -> Fields:
     return {
         **deepseek_megatron(config),
         **(groups if (config["n_group"] or 1) > 1 else {}),
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        # The bias is the checkpoint's: it must not drift away from the generation engine's.
-        "moe_router_bias_update_rate": 0.0,
+        **biased_router(),
     }
 
 

@@ -1,24 +1,10 @@
 """Gemma 3, the language model (arXiv 2503.19786)."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, attention_bias
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, gemma, gemma_megatron
 
 
 def _structure(reader: ConfigReader) -> Fields:
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        # PyTorch's fused attention and Megatron's output layer know none of these.
-        reader.allow(name, None, False)
-    return {**attention_bias(reader), "qk_norm": True, "sandwich_norms": True}
-
-
-def _megatron(config: Mapping[str, Any]) -> Fields:
-    return {
-        "layernorm_zero_centered_gamma": True,
-        "softmax_scale": config["query_pre_attn_scalar"] ** -0.5,
-        "bias_activation_fusion": False,  # Megatron fuses other activations
-    }
+    return {**gemma(reader), "qk_norm": True}
 
 
 FAMILY = Family(
@@ -27,7 +13,7 @@ FAMILY = Family(
     "Gemma3ForCausalLM",
     "Gemma3TextForSequenceClassification",
     _structure,
-    _megatron,
+    gemma_megatron,
     defaults={
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
