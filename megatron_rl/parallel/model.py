@@ -166,8 +166,6 @@ def build_model(
     if device.on_host():
         spec.transformer_config.gradient_accumulation_fusion = False
     fused = fused and not spec.plain_layers
-    if fused:
-        require_transformer_engine()
     if fused and layout.context > 1:
         raise UserError(
             "Transformer Engine's attention is used with whole rows, which context parallelism cuts",
@@ -176,6 +174,8 @@ def build_model(
             got=str(layout.context),
             fix="set model.attention to torch",
         )
+    if fused:
+        require_transformer_engine()
     coordinates = groups.coordinates
     chunks = []
     with device.megatron_mode():

@@ -60,7 +60,7 @@ def test_virtual_pipeline_gets_the_communication_that_is_right():
             ("qwen2", {"tensor": 2}, None, {"num_attention_heads": 6, "num_key_value_heads": 3}),
             "key-value heads",
         ),
-        (("gemma3", {}, None, {"final_logit_softcapping": 30.0}), "final_logit_softcapping"),
+        (("gemma3", {}, None, {"use_bidirectional_attention": True}), "use_bidirectional_attention"),
         (
             ("qwen2", {"tensor": 2}, None, {"num_attention_heads": 3, "num_key_value_heads": 3}),
             "attention heads",

@@ -1,0 +1,42 @@
+"""What the ranks of test_family_commands.py run: the user's commands on each family, one after another."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from test_layout_invariance import sparse
+
+from megatron_rl.cli.main import main
+from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import barrier
+from megatron_rl.trainer import job, offline
+
+STEPS = 2
+
+
+def command(*words: str | Path) -> None:
+    """Run a command as one process of the job; its exit code must be 0."""
+    code = main([str(word) for word in words])
+    assert code == 0, f"{' '.join(map(str, words))}: exit code {code}"
+
+
+def journey(folder: Path, experts: bool) -> None:
+    """Check, train with vLLM, resume on another layout, export, and check the export."""
+    config, out = folder / "config.yaml", folder / "out"
+    before, after = ("expert", "tensor") if experts else ("tensor", "pipeline")
+    first, second = f"actor.layout.{before}=2", f"actor.layout.{after}=2"
+    command("check", config, first, "--world-size", "2")
+    command("train", config, first, f"steps={STEPS}")
+    command("train", config, second, f"steps={STEPS + 1}")
+    command("export", folder / f"run/checkpoints/step_{STEPS + 1}", "--out", out)
+    command("check", config, second, f"model.path={out}", f"run_dir={folder / 'again'}", "--world-size", "2")
+
+
+if __name__ == "__main__":
+    # The commands share one process here: its communicators stay for the next.
+    job.leave = offline.leave = barrier
+    for family in sys.argv[2:]:
+        journey(Path(sys.argv[1]) / family, sparse(family))
+        if device.rank() == 0:
+            print("family", family, "ok", flush=True)

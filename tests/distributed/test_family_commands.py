@@ -1,0 +1,64 @@
+"""Every family through the user's commands, from what transformers saves to what it loads again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.shapes.families import FAMILIES as TABLE
+from tests.hf_models import FAMILIES, config_of, save_model
+
+SCRIPT = Path(__file__).with_name("family_ranks.py")
+COMMON = {"vocab_size": 21, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+"""Of the quickstart's tokenizer."""
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+"""The one size that vLLM's latent attention has on the host; other heads have 32 dimensions at least."""
+REWARD = "def score(*, response, **_):\n    return float(len(response) % 3) + 0.1 * response.count('1')\n"
+
+
+def sizes(family: str) -> dict[str, Any]:
+    if family.startswith("deepseek"):
+        return LATENT
+    return {"hidden_size": 128} if family == "phi3" else {"head_dim": 32}
+
+
+def workspace(folder: Path, family: str, material: Path) -> None:
+    """Write a tiny checkpoint with the quickstart's tokenizer, and a run of it."""
+    save_model(family, folder / "model", **COMMON, **sizes(family))
+    for file in (material / "model").glob("*token*"):
+        shutil.copy(file, folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    config = {
+        "run_dir": str(folder / "run"),
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
+        "reward": {"function": f"{folder / 'reward.py'}:score"},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 2},
+        "actor": {"optimizer": {"learning_rate": 1e-3}},
+        "rollout": {"tensor": 2, "max_response_tokens": 12},
+        "checkpoint": {"every": 1, "export": False},
+        "algorithm": {"name": "grpo", "kl": "none"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def test_every_family_goes_through_every_command(fork: Any, material: Path, tmp_path: Path) -> None:
+    tiny = {config_of(name).model_type: name for name in reversed(FAMILIES)}
+    assert set(tiny) == set(TABLE)
+    families = list(tiny.values())
+    for family in families:
+        workspace(tmp_path / family, family, material)
+    fork(SCRIPT, 2, tmp_path, *families, timeout=550)
+    for family in families:
+        lines = [json.loads(line) for line in (tmp_path / family / "run/metrics.jsonl").open()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        # Of trainer and vLLM; test_layout_invariance.py compares the trainer with transformers.
+        assert max(line["mismatch/abs_diff"] for line in lines) < 1e-5, family
+        assert all(line["policy/grad_norm"] > 0 for line in lines), family
+        _, told = AutoModelForCausalLM.from_pretrained(tmp_path / family / "out", output_loading_info=True)
+        assert not any(told.values()), (family, told)
