@@ -170,7 +170,7 @@ class PackedAttention(nn.Module):
             distance = distance[:, None] - distance[None, :]
             mask = (distance >= 0) & (distance <= self.window)
         if self.cap is not None:
-            out = _capped_attention(*rows, mask, self.scale, self.cap)
+            out = _capped_attention(rows[0], rows[1], rows[2], mask, self.scale, self.cap)
             return out.transpose(1, 2).flatten(0, 1)
         out = functional.scaled_dot_product_attention(
             *rows, attn_mask=mask, is_causal=mask is None, scale=self.scale

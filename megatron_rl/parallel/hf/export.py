@@ -61,10 +61,11 @@ def export(
     """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files.
 
     ``source`` is the checkpoint that the model was made from: its tokenizer files, and its layers that
-    predict further tokens, are copied as they are. ``dtype`` None keeps the parameters'; biases that
-    balance experts stay float32. Files are written at the same time by different ranks, each in pieces of at
-    most ``piece_bytes`` (or one row), so no rank ever holds more than a few pieces. ``path`` must be new or empty and lie on a file system that all ranks share. Raises UserError on all ranks when
-    it cannot be written. Collective over the model's ranks.
+    predict further tokens, are copied as they are. ``dtype`` None keeps the parameters'; biases that balance
+    experts stay float32. Files are written at the same time by different ranks, each in pieces of at most
+    ``piece_bytes`` (or one row), so no rank ever holds more than a few pieces. ``path`` must be new or empty
+    and lie on a file system that all ranks share. Raises UserError on all ranks when it cannot be written.
+    Collective over the model's ranks.
     """
     path = Path(path)
     group, ranks = model.groups.all, model.groups.layout.ranks
