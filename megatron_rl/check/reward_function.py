@@ -98,7 +98,7 @@ def _check_source(path: Path, name: str, reward: RewardConfig) -> list[UserError
                 where=f"{path}{line}",
                 expected="a Python file",
                 got=getattr(error, "msg", None) or str(error),
-                fix="correct the file",
+                fix="save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "correct the file",
             )
         ]
     functions = {

@@ -61,8 +61,29 @@ class Section:
                 yield path, node
 
 
+LARGEST_TEXT, MOST_VALUES = 1 << 20, 100_000
+"""Characters of a configuration, and its values after aliases are written out."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML has it, but ``1e-6`` is a number and a date stays text."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Return the root of the text; raises ValueError where aliases would grow it beyond measure."""
+        node = super().get_single_node()
+        if node is not None and _values(node, {}) > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES:,} values, with those that *aliases repeat")
+        return node
+
+
+def _values(node: yaml.Node, counted: dict[int, int]) -> int:
+    """Count the values below a node as often as they stand there; ``counted`` holds those of known nodes."""
+    if id(node) not in counted:
+        counted[id(node)] = MOST_VALUES  # of a node that holds itself
+        items = node.value if isinstance(node.value, list) else []
+        below = (child for item in items for child in (item if isinstance(item, tuple) else (item,)))
+        counted[id(node)] = 1 + sum(_values(child, counted) for child in below)
+    return counted[id(node)]
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -97,6 +118,14 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
     """Parse YAML text into a tree; mistakes are added to ``errors`` and their values left out."""
     loader = None
     try:
+        if len(text) > LARGEST_TEXT:
+            raise UserError(
+                "the configuration is too long to be one",
+                where=name,
+                expected=f"at most {LARGEST_TEXT:,} characters",
+                got=f"{len(text):,} characters",
+                fix="remove what is no configuration, such as long comments",
+            )
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:

@@ -56,6 +56,7 @@ def keys(cls: type = RunConfig, prefix: str = "") -> Iterator[Key]:
 
 
 KEYS = list(keys())
+_MAPPINGS = {key.path for key in KEYS if is_mapping(key.hint)}
 
 
 def wrong_values(key: Key) -> st.SearchStrategy[Any]:
@@ -123,7 +124,8 @@ def _typos(path: str) -> st.SearchStrategy[str]:
 
     def changed(place: int, change: str) -> str:
         if change in ("below", "top"):
-            return f"{path}.{name}" if change == "below" else f"zz_{name}"
+            # Below a mapping of free names every name is one.
+            return f"{path}.{name}" if change == "below" and path not in _MAPPINGS else f"zz_{name}"
         kept = {"drop": "", "double": name[place] * 2, "wrong": "q", "case": name[place].upper()}[change]
         return above + name[:place] + kept + name[place + 1 :]
 

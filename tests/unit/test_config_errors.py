@@ -124,6 +124,11 @@ def test_missing_required_values_are_all_named() -> None:
     assert "nothing judges the responses" in [error.message for error in check("reward.function=null").errors]
 
 
+def bomb(twice: str) -> str:
+    """Return text whose last value would be 2^40 long; ``twice`` refers to the value before."""
+    return "a0: &a0 1\n" + "".join(f"a{n + 1}: &a{n + 1} {twice.format(n)}\n" for n in range(40))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -133,6 +138,9 @@ def test_missing_required_values_are_all_named() -> None:
         ("? [a, b]\n: 1\n", "a name in the configuration is not text"),
         ("\tsteps: 1\n", "not valid YAML"),
         ("a: &x [*x]\n", "not"),
+        (bomb("{{b: *a{0}, c: *a{0}}}"), "more than 100,000"),
+        (bomb("[*a{0}, *a{0}]"), "more than 100,000"),
+        ("# " + "x" * 1_100_000, "too long to be one"),
         ("a: " + "{b: " * 5000 + "}" * 5000, "a value that cannot be read"),
     ],
 )  # fmt: skip
