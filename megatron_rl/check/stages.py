@@ -12,9 +12,20 @@ from megatron_rl.shapes.model import ModelShape
 def check_stages(config: RunConfig) -> list[UserError]:
     """Return the errors of how long stages take, of their optimizers, and of a job without a stage."""
     errors = []
-    if config.job != TRAIN:
+    if config.job in SECTIONS:
         errors.extend(_check_job(config))
     for plan in stage_plans(config):
+        fields = [getattr(plan.settings, name) for name in plan.settings.RESPONSES]
+        if len(set(fields)) < len(fields):
+            errors.append(
+                UserError(
+                    "preferred and rejected responses are read from the same field",
+                    where=f"{plan.where}.{plan.settings.RESPONSES[-1]}",
+                    expected="two different fields",
+                    got=f"`{fields[-1]}` for both",
+                    fix="name the field that holds the other response",
+                )
+            )
         steps, epochs = plan.settings.steps, plan.settings.epochs
         if (steps is None) == (epochs is None):
             errors.append(
