@@ -91,12 +91,12 @@ class HybridEngine:
             self._engine.finish_update(self.version)
         self._acknowledge()
         self._synced_version = self.version
-        rank = self._rank
+        # Bytes are those of the busiest rank, which need not be among the ranks that gather metrics.
         return Metrics.of({"time/reshard": moved - begin, "time/reshard_verify": verified - moved}) + Metrics(
             {},
             {
-                "reshard/bytes_received_max": float(self.plan.received.get(rank, 0)),
-                "reshard/bytes_local_max": float(self.plan.local.get(rank, 0)),
+                "reshard/bytes_received_max": float(max(self.plan.received.values(), default=0)),
+                "reshard/bytes_local_max": float(max(self.plan.local.values(), default=0)),
                 "reshard/staging_bytes_max": float(execution.staging_peak),
             },
         )

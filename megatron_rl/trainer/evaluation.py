@@ -20,9 +20,13 @@ FULL_MARKS = 1.0
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Hold graded answers, the same value on every rank; ``prompts`` has one entry per answer."""
+    """Hold graded answers, the same value on every rank; ``prompts`` has one entry per answer.
+
+    ``synced`` is what bringing the engine's weights up to date moved, of this rank.
+    """
 
     metrics: Metrics
+    synced: Metrics
     prompts: PromptBatch
     rollouts: Rollouts
     rewards: torch.Tensor
@@ -38,7 +42,7 @@ def evaluate(roles: Roles, prompts: PromptBatch, config: RunConfig) -> Evaluatio
     """
     samples = config.evaluation.samples
     everyone = Members()
-    with roles.hybrid_engine.generation_mode():
+    with roles.hybrid_engine.generation_mode() as synced:
         answers = everyone.gather_rows(roles.rollout.infer(prompts, samples, seed=config.seed))
     rollouts = join(answers, samples)
     rows = prompts.repeat(samples)
@@ -53,4 +57,5 @@ def evaluate(roles: Roles, prompts: PromptBatch, config: RunConfig) -> Evaluatio
     if samples > 1:
         solved = right.view(-1, samples).any(dim=1)
         metrics += Metrics.mean("eval/pass_at_k", float(solved.sum()), len(solved))
-    return EvaluationResult(metrics, rows, rollouts, rewards)
+    # Its seconds are part of time/evaluate, not of a step.
+    return EvaluationResult(metrics, Metrics({}, synced.maxima), rows, rollouts, rewards)

@@ -215,7 +215,7 @@ class Run:
             columns = self._columns(result.prompts, result.rollouts)
             columns["reward"] = result.rewards.tolist()
             write_rollouts(self.folder, step, columns, kind="eval")
-        return result.metrics + gather_metrics(self.phases.metrics())
+        return result.metrics + gather_metrics(self.phases.metrics() + result.synced)
 
     def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
         if log is not None:

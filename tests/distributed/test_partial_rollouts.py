@@ -12,6 +12,8 @@ import pytest
 import yaml
 from test_roles import grpo, metrics
 
+from tests.readme_metrics import unwritten
+
 DELAYED = Path(__file__).parent / "workers/delayed_train.py"
 ROLLOUT = {"engine": "torch", "max_response_tokens": 32, "oversample": 0.75, "round_tokens": 4}
 REWARD = "def score(*, response, **_):\n    return float(len(response) % 3 == 0)\n"
@@ -52,6 +54,7 @@ def test_delays_and_a_resume_change_nothing_and_the_bound_holds(fork, material, 
     assert max(line["staleness/max"] for line in expected) == 2
     assert any(line["rollout/partial_fraction"] > 0 for line in expected)
     assert all(line["rollout/carried"] == 6 for line in expected)
+    assert unwritten("a run that carries responses", expected) == []
     parted = run(tmp_path / "parted", material, **changes)
     shutil.copytree(tmp_path / "whole/run", tmp_path / "parted/run")
     for step in (4, 5):
@@ -66,6 +69,7 @@ def test_replicas_change_nothing_and_discarded_prompts_come_again(fork, material
         file = run(tmp_path / name, material, actor=frozen, rollout=ROLLOUT | {"top_p": 0.9, "min_p": 0.01})
         fork("megatron_rl", ranks, "train", file, "placement=colocate", "steps=3", module=True)
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert unwritten("a run that discards responses", one) == []
     for mine, truth in zip(two, one, strict=True):
         for name in ("reward/mean", "rollout/rounds", "response/length", "rollout/discarded_tokens"):
             assert mine[name] == pytest.approx(truth[name], rel=1e-6), (truth["step"], name)

@@ -11,6 +11,8 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification
 
+from tests.readme_metrics import unwritten
+
 COMPARED = (
     "policy/loss", "policy/grad_norm", "policy/entropy", "critic/loss", "critic/grad_norm", "critic/value",
     "critic/explained_variance", "reward/mean", "reward/component/preference", "reward/component/function",
@@ -74,6 +76,8 @@ def test_ppo_gives_the_same_numbers_colocated_and_apart(fork, material, tmp_path
         f"{role}.offload=true" for role in ("actor", "critic", "reference", "reward.models.preference")
     ]
     fork("megatron_rl", 1, "train", alone, f"run_dir={tmp_path / 'offloaded/run'}", *offload, module=True)
+    assert unwritten("a run with a critic", metrics(tmp_path / "alone")) == []
+    assert unwritten("a run that offloads", metrics(tmp_path / "offloaded")) == []
     for away, there in zip(metrics(tmp_path / "offloaded"), metrics(tmp_path / "alone"), strict=True):
         assert away["offload/bytes_max"] > 0
         assert {name: away[name] for name in COMPARED if name in there} == {
@@ -160,6 +164,10 @@ def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(fork
         assert [line.get(name) for line in ahead] == [line.get(name) for line in now], name
     assert [line["staleness/max"] for line in ahead] == [0, 1, 2, 2]
     assert all(line["staleness/max"] <= 2 for line in ahead)
+    assert unwritten("a run that samples ahead", ahead) == []
+    # Only ranks that learn gather metrics, and the bytes arrive on the others.
+    received = {line["reshard/bytes_received_max"] for line in (*now, *ahead)}
+    assert len(received) == 1 and received.pop() > 0
 
     learning = {"optimizer": {"learning_rate": 1e-3}}
     whole = grpo(tmp_path / "whole", material, actor=learning, asynchrony={"steps_ahead": 1})

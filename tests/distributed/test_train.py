@@ -11,6 +11,9 @@ import pytest
 import yaml
 from safetensors import safe_open
 
+from megatron_rl.trainer.logging import read_metrics
+from tests.readme_metrics import unwritten
+
 ROOT = Path(__file__).resolve().parents[2]
 # Measured on the machine; and a run that has just resumed must sync weights that an evaluation had synced.
 MEASURED = ("time/", "throughput/", "memory/", "reshard/")
@@ -76,6 +79,9 @@ def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path
     second = fork("megatron_rl", 2, "train", parted, module=True)
     assert "at step 2" in second.output
 
+    written = read_metrics(tmp_path / "whole/run/metrics.jsonl")
+    assert unwritten("a run with a warm-up", written) == []
+    assert written[0]["reshard/bytes_received_max"] > 0, "the first evaluation has brought the weights"
     expected = _lines(tmp_path / "whole/run")
     assert sorted(expected) == [0, 1, 2, 3, 4]
     assert first == {step: expected[step] for step in (0, 1, 2)}, "the same seed gave other numbers"
@@ -129,6 +135,7 @@ def test_failed_rewards_are_counted_and_never_zero(fork, material, tmp_path):
     )
     result = fork("megatron_rl", 1, "train", config, module=True)
     line = _lines(tmp_path / "run")[1]
+    assert unwritten("a run whose rewards fail", [line]) == []
     assert 0 < line["reward/valid_fraction"] < 1
     assert line["reward/invalid"] == pytest.approx(1 - line["reward/valid_fraction"])
     assert line["reward/invalid_exception"] > 0 and line["reward/invalid_not_finite"] > 0

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.readme_metrics import WRITTEN_BY, documented
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_rl"
 MAX_FILE_LINES = 400
@@ -242,3 +244,15 @@ def test_readme_names_what_exists() -> None:
     missing = [path for path in paths if not (ROOT / path).exists()]
     missing += [module for module in modules if not is_module_or_member(module)]
     assert not missing, f"README.md names what does not exist: {missing}"
+
+
+def test_every_metric_of_the_readme_is_looked_up_in_a_run() -> None:
+    groups = [tuple(words.split()) for words in WRITTEN_BY.values()]
+    names = documented()
+    assert len(names) > 40
+    lost = [name for name in names if not any(name.startswith(group) for group in groups)]
+    assert not lost, f"no run of the tests has to write {lost}"
+    dead = [word for group in groups for word in group if not any(name.startswith(word) for name in names)]
+    assert not dead, f"README.md names no metric that begins with {dead}"
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/distributed").glob("*.py"))
+    assert all(f'unwritten("{run}"' in tests for run in WRITTEN_BY)

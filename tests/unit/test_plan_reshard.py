@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,18 @@ def test_the_command_adds_a_plan_up(capsys):
     assert found["received_least"] <= found["received_mean"] <= found["received_most"] <= found["model_bytes"]
     assert 0 < found["staging_most"] <= 256 * 2**20
     assert found["seconds"]["H100-80GB"] > 0
+
+
+def test_the_readme_says_what_the_command_says(capsys):
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    assert main(["plan-reshard", "llama-3-70b", "--from", "tp8pp8dp2", "--to", "tp8", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    gigabytes = {name: received / 1e9 for name, received in plan["peers"].items()}
+    words = (
+        f"with {plan['received_mean'] / 1e9:.1f} GB received per rank where HybridFlow's formula says "
+        f"{gigabytes['HybridFlow']:.2f} and gathering peers receive {gigabytes['HybridFlow-V']:.0f} GB"
+    )
+    assert "70B from TP8×PP8×DP2 to TP8 in" in readme and words in readme
 
 
 @pytest.mark.parametrize(
