@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import UserError
@@ -25,11 +25,15 @@ _HEADROOM = 1.05
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is whole or absent after any crash, replacing what has the name."""
+    """Write a text file, whole or as it was before after any crash."""
+    replace_file(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` make a file under another name, and give it its own once it is on the disk."""
     aside = path.with_name(path.name + ".part")
-    with open(aside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
+    write(aside)
+    with open(aside, "rb") as file:
         os.fsync(file.fileno())
     os.replace(aside, path)
     sync_folder(path.parent)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megatron_rl.algorithms.piece import Piece
 from megatron_rl.algorithms.table import Kind
 from megatron_rl.errors import UserError, nearest
+from megatron_rl.user_code import load_module
 
 
 def load_path(path: str, where: str) -> Any:
@@ -22,10 +19,16 @@ def load_path(path: str, where: str) -> Any:
     A file is relative to the directory that the run is started in.
     """
     place, _, name = path.rpartition(":")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise UserError(
+            f"the file {place} does not exist",
+            where=where,
+            expected="an existing Python file",
+            got=f"no such file, seen from {Path.cwd()}",
+            fix="correct the path; it is relative to the directory the run is started in",
+        )
     try:
-        module = _load_file(place, where) if place.endswith(".py") else importlib.import_module(place)
-    except UserError:
-        raise
+        module = load_module(place)
     except (Exception, SystemExit) as error:  # the user's own module may fail in any way, or be a script
         absent = isinstance(error, ModuleNotFoundError) and error.name == place.partition(".")[0]
         raise UserError(
@@ -113,32 +116,6 @@ def _check_call(function: Any, arguments: tuple[str, ...], call: str, where: str
             got=f"{signature}: {error}",
             fix=f"let it take {', '.join(name for name in arguments)}",
         ) from error
-
-
-def _load_file(place: str, where: str) -> ModuleType:
-    """Import a file once per process."""
-    file = Path(place)
-    if not file.is_file():
-        raise UserError(
-            f"the file {place} does not exist",
-            where=where,
-            expected="an existing Python file",
-            got=f"no such file, seen from {Path.cwd()}",
-            fix="correct the path; it is relative to the directory the run is started in",
-        )
-    name = f"_own_{abs(hash(str(file.resolve())))}_{file.stem}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _call(kind: Kind) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pretrained import PretrainedModel
+from megatron_rl.shapes.pretrained import PretrainedModel, read_pretrained
 from megatron_rl.shapes.published import read_trainable
 
 _PATHS = ("path", "train", "eval", "data", "held_out", "run_dir", "resume")
@@ -166,7 +165,10 @@ def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
     except UserError as error:
         return False, replace(error, got=error.got or f"no such file in {path}")
     try:
-        model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+        model = read_pretrained(Path(config.model.path) / "config.json")
+    except UserError:
+        return True, None  # the model's own check says so
+    try:
         check_same_model(path, meta, model)
         if meta["step"] > config.steps:
             raise UserError(
@@ -178,8 +180,6 @@ def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
             )
     except UserError as error:
         return True, error
-    except (OSError, ValueError):
-        return True, None  # the model's own check says so
     except (KeyError, TypeError, AttributeError) as error:
         return False, UserError(
             "the checkpoint's meta.json is not what a save leaves",

@@ -9,20 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.durable import remove
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.pretrained import PretrainedModel
 
 META = "meta.json"
 _FORMAT = 3
 _STEP = re.compile(r"step_(\d+)")
-_IDENTITY = (
-    "model_type", "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "tie_word_embeddings",
-    "num_experts", "num_local_experts", "moe_intermediate_size", "attention_bias",
-)  # fmt: skip
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -74,15 +71,14 @@ def prune(saved: Path, keep: int) -> list[Path]:
     return doomed
 
 
-def model_identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what makes two models the same, from a Hugging Face config.json's values."""
-    identity = {name: config[name] for name in _IDENTITY if config.get(name) is not None}
-    heads = identity.get("num_attention_heads")
-    if heads:
-        identity.setdefault("num_key_value_heads", heads)
-        if "hidden_size" in identity:
-            identity.setdefault("head_dim", identity["hidden_size"] // heads)
-    return identity
+def model_identity(model: PretrainedModel) -> dict[str, Any]:
+    """Return what makes two models the same: their family and every size, as JSON has them.
+
+    How long rows may be is none of it.
+    """
+    sizes = asdict(model.shape)
+    del sizes["name"], sizes["max_positions"]
+    return {"model_type": model.family.model_type, **json.loads(json.dumps(sizes))}
 
 
 def read_meta(directory: str | Path) -> dict[str, Any]:
@@ -120,12 +116,9 @@ def write_meta(directory: Path, meta: Mapping[str, Any]) -> None:
     (directory / META).write_text(text + "\n", encoding="utf-8")
 
 
-def check_same_model(directory: str | Path, meta: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raise UserError if a checkpoint is not of the model whose config.json values are ``config``.
-
-    Values that one side leaves at its default, and so does not name, are not compared.
-    """
-    saved, mine = meta["model"], model_identity(config)
+def check_same_model(directory: str | Path, meta: Mapping[str, Any], model: PretrainedModel) -> None:
+    """Raise UserError if a checkpoint is not of this model."""
+    saved, mine = meta["model"], model_identity(model)
     differing = [name for name in mine if name in saved and saved[name] != mine[name]]
     if differing:
         raise UserError(

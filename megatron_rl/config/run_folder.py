@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from megatron_rl.durable import write_text
 
 
 class RunFolder:
@@ -87,20 +87,13 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """Store the resolved configuration."""
-        replace_file(self.config, lambda path: path.write_text(text))
+        write_text(self.config, text)
 
 
 def folder_of_checkpoint(checkpoint: Path) -> RunFolder | None:
     """Return the run folder that a checkpoint lies in, None where no folder above it has a config.yaml."""
     folders = [RunFolder(parent) for parent in checkpoint.resolve().parents]
     return next((folder for folder in folders if folder.config.is_file()), None)
-
-
-def replace_file(target: Path, write: Callable[[Path], Any]) -> None:
-    """Let ``write`` make a file under another name and give it ``target``'s: complete or as it was."""
-    temporary = target.with_name(target.name + ".part")
-    write(temporary)
-    temporary.replace(target)
 
 
 def set_aside(path: Path) -> Path | None:

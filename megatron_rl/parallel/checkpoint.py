@@ -38,6 +38,7 @@ from megatron_rl.parallel.checkpoint_files import (
 from megatron_rl.parallel.checkpoint_origin import refuse_code
 from megatron_rl.parallel.checkpoint_tensors import load_tensors, save_tensors
 from megatron_rl.parallel.exchange import gather_objects
+from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
 
@@ -196,7 +197,7 @@ def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
 def _describe(model: ParallelModel | None, optimizer: Optimizer | None) -> dict[str, Any]:
     assert model is not None
     return {
-        "model": model_identity(model.hf_config.to_dict()),
+        "model": model_identity(pretrained(model.hf_config)),
         "dtype": _dtype(model),
         "layers": _layer_kind(model),
         "optimizer": _optimizer_kind(optimizer),
@@ -245,7 +246,7 @@ def _check_roles(folder: Path, meta: Mapping[str, Any], parts: Mapping[str, Part
 def _check(
     folder: Path, meta: Mapping[str, Any], role: str, model: ParallelModel, optimizer: Optimizer | None
 ) -> None:
-    check_same_model(folder, meta, model.hf_config.to_dict())
+    check_same_model(folder, meta, pretrained(model.hf_config))
     facts: list[tuple[str, str | None, str]] = [
         ("layers", _layer_kind(model), "set model.attention to the value it was trained with")
     ]

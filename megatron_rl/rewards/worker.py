@@ -12,8 +12,6 @@ of its own where the kernel allows that, loads the function and calls it.
 from __future__ import annotations
 
 import errno
-import importlib
-import importlib.util
 import json
 import math
 import os
@@ -22,11 +20,10 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import IO, Any
 
 from megatron_rl.rewards.confinement import allow_processor_seconds, enter, isolate, supervise
+from megatron_rl.user_code import load_module
 
 HEADER = struct.Struct("<Q")
 
@@ -62,24 +59,12 @@ def read_request(stream: IO[bytes]) -> Any:
 def load_function(spec: str) -> Callable[..., Any]:
     """Import what ``module:function`` or ``file.py:function`` names; errors tell which part is wrong."""
     place, _, name = spec.rpartition(":")
-    module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    function: Any = module
+    function: Any = load_module(place)
     for attribute in name.split("."):
         function = getattr(function, attribute)
     if not callable(function):
         raise TypeError(f"{name} is not callable but {type(function).__name__}")
     return function
-
-
-def _load_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"_reward_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise FileNotFoundError(f"no such file: {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look the module up by name
-    sys.path.insert(0, str(path.resolve().parent))  # the file may import its neighbours
-    spec.loader.exec_module(module)
-    return module
 
 
 def judge(

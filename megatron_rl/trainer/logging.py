@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from megatron_rl.config.run_folder import RunFolder, replace_file, set_aside
+from megatron_rl.config.run_folder import RunFolder, set_aside
+from megatron_rl.durable import replace_file, write_text
 
 _EVENTS = "events.out.tfevents."
 _SHOWN_SPANS = 8
@@ -162,7 +163,7 @@ class MetricsLog:
                 words += f"; the file is kept as {aside.name}" if aside is not None else ""
             self.console.write(words + "\n")
             self.console.flush()
-        replace_file(self.path, lambda temporary: temporary.write_text("".join(kept)))
+        write_text(self.path, "".join(kept))
 
     def close(self) -> None:
         """Close the files."""

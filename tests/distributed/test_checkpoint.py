@@ -175,7 +175,7 @@ def test_meta_says_what_the_checkpoint_is(folder: Path) -> None:
         and meta["layout"]["pipeline"] == 2
         and meta["layout"]["ranks"] == [0, 1, 2, 3]
     )
-    assert meta["model"]["hidden_size"] == 32 and meta["model"]["tie_word_embeddings"] is True
+    assert meta["model"]["hidden"] == 32 and meta["model"]["tied"] is True
     assert "torch" in meta["versions"] and "megatron-core" in meta["versions"]
     assert not list(folder.rglob("*.partial"))
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from config_workspace import write_workspace
+from config_workspace import write_model, write_workspace
 
 from megatron_rl.check.configuration import CheckReport, check_config
+from megatron_rl.config.checkpoint_meta import model_identity, write_meta
 from megatron_rl.config.load import load
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.pretrained import read_pretrained
 
 
 @dataclass(frozen=True)
@@ -204,12 +206,13 @@ def test_without_files_only_warns() -> None:
 
 
 def test_a_checkpoint_of_another_model_is_an_error() -> None:
-    from megatron_rl.config.checkpoint_meta import model_identity, write_meta
-
     folder = Path("checkpoint")
     folder.mkdir()
-    write_meta(folder, {"model": model_identity({"hidden_size": 64, "num_attention_heads": 4})})
-    assert check("checkpoint.resume=checkpoint").errors[0].message == "the checkpoint is of another model"
+    write_model(Path("other"), hidden_size=64)
+    write_meta(folder, {"model": model_identity(read_pretrained(Path("other/config.json")))})
+    (error,) = check("checkpoint.resume=checkpoint").errors
+    assert error.message == "the checkpoint is of another model"
+    assert error.expected == "hidden = 128, head_dim = 32" and error.got == "hidden = 64, head_dim = 16"
 
 
 def test_a_run_that_has_taken_more_steps_than_it_is_to_take_is_an_error() -> None:
