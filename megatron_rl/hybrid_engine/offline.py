@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan, schedule
 from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.parallel.hf.layout_boxes import megatron_layout
@@ -22,7 +20,7 @@ from megatron_rl.planner.step import copy_seconds
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pipeline_stages import end_settings
 from megatron_rl.shapes.pretrained import PretrainedModel
-from megatron_rl.shapes.published import presets
+from megatron_rl.shapes.published import named_config
 from megatron_rl.shapes.rank_order import best_rank_order
 from megatron_rl.shapes.traffic import Slice, engine_experts, engine_slice, shared_bytes
 from megatron_rl.types import TensorBox
@@ -71,27 +69,8 @@ def read_layout(words: str, where: str = "--from") -> dict[str, int]:
 
 
 def find_config(model: str) -> Any:
-    """Return a transformers config: of a directory, of a config.json, or of a model known by name.
-
-    Raises UserError for what is none of these.
-    """
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    known = presets()
-    name = model.lower().rsplit("/", 1)[-1]
-    if path.is_file():
-        settings = json.loads(path.read_text())
-    elif name in known:
-        settings = dict(known[name]["config"])
-    else:
-        close = nearest(name, known)
-        raise UserError(
-            f"there is no model {model!r}",
-            where="MODEL",
-            expected="a directory with config.json, or one of " + ", ".join(sorted(known)),
-            got=model,
-            fix=f"did you mean {close}?" if close else None,
-        )
+    """Return the transformers config of a model by name or path; raises UserError for an unknown one."""
+    settings = dict(named_config(model)[1])
     try:
         return AutoConfig.for_model(settings.pop("model_type", ""), **settings)
     except ValueError as error:

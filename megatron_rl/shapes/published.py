@@ -38,22 +38,27 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
 
 
 def load_shape(reference: str | Mapping[str, Any]) -> ModelShape:
-    """Find a shape by preset name, inline configuration, checkpoint directory, or path of a config.json.
-
-    Raises UserError naming the nearest preset when nothing is found.
-    """
+    """Return the shape of a model that `named_config` knows, or of an inline configuration."""
     if isinstance(reference, Mapping):
         config = reference.get("config", reference)
         return shape_of(config, str(reference.get("name", config.get("_name_or_path") or "inline model")))
-    known = {name.lower(): name for name in presets()}
-    short = reference.lower().rsplit("/", 1)[-1]
-    for candidate in (reference.lower(), short):
-        if candidate in known:
-            return shape_of(presets()[known[candidate]]["config"], known[candidate])
+    name, config = named_config(reference)
+    return shape_of(config, name)
+
+
+def named_config(reference: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the config.json of a checkpoint directory, of the file itself, or of a preset.
+
+    Raises UserError naming the nearest preset when nothing is found.
+    """
     path = Path(reference)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
-        return shape_of(read_json(path), str(reference))
+        return reference, read_json(path)
+    known = {name.lower(): name for name in presets()}
+    short = reference.lower().rsplit("/", 1)[-1]
+    if short in known:
+        return known[short], presets()[known[short]]["config"]
     names = sorted(presets())
     close = nearest(short, names)
     raise UserError(

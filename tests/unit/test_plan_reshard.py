@@ -59,7 +59,7 @@ def test_the_readme_says_what_the_command_says(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["gone", "--from", "tp2", "--to", "tp2"], "there is no model 'gone'"),
+        (["gone", "--from", "tp2", "--to", "tp2"], "unknown model 'gone'"),
         (["qwen3-0.6b", "--from", "tp2", "--to", "pp2"], "this is not a layout of the engine"),
         (["qwen3-0.6b", "--from", "tp2dp3", "--to", "tp4"], "the engine's replicas do not fill its ranks"),
         (["qwen3-0.6b", "--from", "tp2", "--to", "tp2", "--staging-bytes", "0"], "--staging-bytes must be"),

@@ -60,6 +60,11 @@ def test_config_json_of_a_directory_and_nested_text_config(tmp_path) -> None:
     assert load_shape(str(tmp_path)).parameters == PUBLISHED["qwen3-8b"]
     assert load_shape({"text_config": config}).parameters == PUBLISHED["qwen3-8b"]
     assert load_shape("Qwen/Qwen3-8B").parameters == PUBLISHED["qwen3-8b"]
+    # A checkpoint that lies there is itself, whatever published model has its name.
+    named = tmp_path / "qwen3-8b"
+    named.mkdir()
+    (named / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    assert load_shape(str(named)).layers == 2
 
 
 def test_real_config_without_the_presets_additions() -> None:
