@@ -1,9 +1,15 @@
-"""Metrics that stay exact when merged: every value is a sum and a weight, divided once at the end."""
+"""Metrics that stay exact when merged: every value is a sum and a weight, divided once at the end.
+
+A run writes them as one line of JSON a step, which is read here.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -58,3 +64,22 @@ def merge(parts: Iterable[Metrics]) -> Metrics:
     for part in parts:
         merged = merged + part
     return merged
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file as mappings; a line that was cut off or damaged is left out."""
+    return read_lines(Path(path))[0]
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Return the lines of a metrics file, and whether others than the last are damaged."""
+    lines: list[dict[str, Any]] = []
+    texts = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for text in texts:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):  # the process was killed while it wrote this line
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines, len(lines) < len(texts) - 1

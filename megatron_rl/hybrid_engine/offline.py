@@ -17,7 +17,7 @@ from megatron_rl.parallel.hf.layout_boxes import megatron_layout
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.planner.constants import Constants, Machine
 from megatron_rl.planner.step import copy_seconds
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import SHORT_NAMES, ParallelLayout
 from megatron_rl.shapes.pipeline_stages import end_settings
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.shapes.published import named_config
@@ -25,10 +25,7 @@ from megatron_rl.shapes.rank_order import best_rank_order
 from megatron_rl.shapes.traffic import Slice, engine_experts, engine_slice, shared_bytes
 from megatron_rl.types import TensorBox
 
-_SIZES = {
-    "tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context",
-    "ep": "expert", "etp": "expert_tensor", "dp": "data",
-}  # fmt: skip
+_SIZES = {short: name for name, short in SHORT_NAMES.items()}
 
 
 @dataclass(frozen=True)

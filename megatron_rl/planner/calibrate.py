@@ -7,7 +7,6 @@ single run can tell apart.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
+from megatron_rl.metrics import read_metrics
 from megatron_rl.planner.constants import Constants
 from megatron_rl.planner.step import PHASES, Observed, RunStep, predict_run, role_shapes
 from megatron_rl.shapes.published import load_shape
@@ -40,14 +40,7 @@ def read_steps(run_dir: str | Path, where: str = "--calibrate") -> list[dict[str
     path = Path(run_dir) / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"no metrics in {run_dir}", where=where, expected=str(path), fix="give a run folder")
-    lines: list[dict[str, Any]] = []
-    for text in path.read_text().splitlines():
-        try:
-            entry = json.loads(text)
-        except json.JSONDecodeError:
-            continue  # a run that was cut off leaves half a line
-        if isinstance(entry, dict):
-            lines.append(entry)
+    lines = read_metrics(path)
     steps = [line for line in lines if without_sync(line)]
     if not steps:
         raise UserError(

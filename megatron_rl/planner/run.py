@@ -26,6 +26,7 @@ from megatron_rl.shapes.traffic import WeightTraffic, byte_words
 _TRAIN_DATA = "data/gsm8k/main/train-00000-of-00001.parquet"
 _REWARD = "megatron_rl.rewards.math_answer:marked_number"
 _REWARD_MODEL = "models/reward-model"
+_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,7 @@ def _ranks(first: int, count: int) -> str:
 
 
 def _layout(layout: ParallelLayout) -> dict[str, Any]:
-    names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
-    values = {name: getattr(layout, name) for name in names if getattr(layout, name) > 1}
+    values = {name: getattr(layout, name) for name in _SIZES if getattr(layout, name) > 1}
     if layout.expert > 1:
         values["expert_tensor"] = 1
     return values
@@ -252,19 +252,6 @@ def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedR
 GIB = 2**30
 
 
-def layout_words(layout: ParallelLayout) -> str:
-    """Return a layout in short, leaving out what is 1."""
-    names = (
-        ("TP", layout.tensor),
-        ("PP", layout.pipeline),
-        ("VPP", layout.virtual_pipeline),
-        ("CP", layout.context),
-        ("EP", layout.expert),
-        ("DP", layout.data),
-    )
-    return " ".join(f"{name}{size}" for name, size in names if size > 1 or name in ("TP", "DP"))
-
-
 def most_held(run: PlannedRun, phase: str) -> int:
     """Return the bytes on the rank that holds most in a phase; it need not be the same in every phase."""
     return max(memory.total(phase) for memory in run.memory)
@@ -279,12 +266,7 @@ def plan_record(run: PlannedRun) -> dict[str, Any]:
             choice = entry.choice
             roles[role] = {
                 "gpus": group.gpus,
-                "tensor": choice.layout.tensor,
-                "pipeline": choice.layout.pipeline,
-                "virtual_pipeline": choice.layout.virtual_pipeline,
-                "context": choice.layout.context,
-                "expert": choice.layout.expert,
-                "data": choice.layout.data,
+                **{size: getattr(choice.layout, size) for size in (*_SIZES, "data")},
                 "recompute": choice.recompute,
                 "micro_batch": choice.micro_batch,
                 "optimizer_offload": choice.optimizer.offload,
@@ -340,7 +322,7 @@ def _plan_lines(problem: Problem, number: int, run: PlannedRun) -> list[str]:
     ]
     for group in plan.groups:
         for role, entry in group.plans.items():
-            words = layout_words(entry.choice.layout)
+            words = entry.choice.layout.short_words()
             extra = f", recompute {entry.choice.recompute}" if role in TRAINED else ""
             extra += ", optimizer on the host" if entry.choice.optimizer.offload else ""
             rows = f", micro-batch {entry.choice.micro_batch} x {problem.batch.longest:.0f} tokens"

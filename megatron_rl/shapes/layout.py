@@ -14,6 +14,12 @@ from typing import NamedTuple
 
 from megatron_rl.errors import UserError
 
+SHORT_NAMES = {
+    "tensor": "tp", "pipeline": "pp", "virtual_pipeline": "vpp", "context": "cp",
+    "expert": "ep", "expert_tensor": "etp", "data": "dp",
+}  # fmt: skip
+"""Size of a layout -> its usual abbreviation."""
+
 
 class Coordinates(NamedTuple):
     """Where a rank stands in its role's layout."""
@@ -105,6 +111,14 @@ class ParallelLayout:
         sizes = [("tensor", self.tensor), ("context", self.context), ("pipeline", self.pipeline)]
         sizes.append((copies, self.data))
         return _product(sizes, shown=("tensor", copies))
+
+    def short_words(self) -> str:
+        """Return the layout as ``TP2 PP2 DP4``, leaving out what is 1; experts are taken to be whole."""
+        sizes = {short: getattr(self, name) for name, short in SHORT_NAMES.items() if name != "expert_tensor"}
+        shown = (
+            f"{short.upper()}{size}" for short, size in sizes.items() if size > 1 or short in ("tp", "dp")
+        )
+        return " ".join(shown)
 
 
 def _slices(

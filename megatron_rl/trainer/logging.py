@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from megatron_rl.config.run_folder import RunFolder, set_aside
 from megatron_rl.durable import replace_file, write_text
+from megatron_rl.metrics import read_lines
 
 _EVENTS = "events.out.tfevents."
 _SHOWN_SPANS = 8
@@ -67,25 +68,6 @@ def write_rollouts(
     target = folder.rollouts / f"{kind}_{step}.parquet"
     replace_file(target, lambda path: pyarrow.parquet.write_table(table, path))
     return target
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file as mappings; a line that was cut off or damaged is left out."""
-    return _read_lines(Path(path))[0]
-
-
-def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Return the lines of a metrics file, and whether others than the last are damaged."""
-    lines: list[dict[str, Any]] = []
-    texts = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    for text in texts:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):  # the process was killed while it wrote this line
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines, len(lines) < len(texts) - 1
 
 
 class MetricsLog:
@@ -150,7 +132,7 @@ class MetricsLog:
 
     def _cut_after(self, step: int) -> None:
         """Leave one line for each step up to ``step``, and keep the file as it is where that loses any."""
-        lines, damaged = _read_lines(self.path)
+        lines, damaged = read_lines(self.path)
         lines = {line["step"]: json.dumps(line) + "\n" for line in lines}
         kept = [text for number, text in sorted(lines.items()) if number <= step]
         missing = [number for number in range(1, step + 1) if number not in lines]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import UserError
-from megatron_rl.trainer.logging import clock, read_metrics
+from megatron_rl.metrics import read_metrics
+from megatron_rl.trainer.logging import clock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

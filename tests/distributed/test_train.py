@@ -11,7 +11,7 @@ import pytest
 import yaml
 from safetensors import safe_open
 
-from megatron_rl.trainer.logging import read_metrics
+from megatron_rl.metrics import read_metrics
 from tests.readme_metrics import unwritten
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,8 +18,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import logging
-from megatron_rl.trainer.logging import MetricsLog, Progress, clock, output_to, read_metrics, write_rollouts
+from megatron_rl.trainer.logging import MetricsLog, Progress, clock, output_to, write_rollouts
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from PIL import Image
 from megatron_rl.cli.main import main as command
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import UserError
+from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import report
-from megatron_rl.trainer.logging import MetricsLog, read_metrics, write_rollouts
+from megatron_rl.trainer.logging import MetricsLog, write_rollouts
 
 
 def run(path: Path, steps: int = 30, optional: bool = True) -> RunFolder:
