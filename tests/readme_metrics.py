@@ -15,9 +15,9 @@ WRITTEN_BY = {
     "a run whose rewards fail": "reward/invalid_",
     "a run with a critic": "critic/ reward/component/",
     "a run that offloads": "offload/ time/offload",
-    "a run that carries responses": "rollout/rounds rollout/partial rollout/carried",
+    "a run that carries responses": "rollout/rounds rollout/partial rollout/carried staleness/token",
     "a run that discards responses": "rollout/discarded",
-    "a run that samples ahead": "staleness/ time/idle_",
+    "a run that samples ahead": "staleness/m time/idle_",
 }
 """Run -> the beginnings of the names that it has to write."""
 

@@ -99,7 +99,7 @@ def test_a_run_folder_stands_beside_its_prediction(
     throughput: Any, monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
     step = {
-        "time/step": 10.0, "time/generate": 5.0, "time/reshard": 0.5, "time/reshard_verify": 0.25,
+        "step": 1, "time/step": 10.0, "time/generate": 5.0, "time/reshard": 0.5, "time/reshard_verify": 0.25,
         "time/score": 1.0, "time/learn": 3.0, "memory/learn_peak_bytes": 2e9,
         "response/length": 1000.0, "throughput/tokens_per_second": 2048 * 1500 / 10.0,
     }  # fmt: skip
