@@ -6,11 +6,11 @@
 All recipes start from one model: the quickstart's after its supervised warm-up, made first and kept in the
 folder for later calls. Each then trains in one process, shortened to --steps (the learning rate's decay
 too), with its own batch and settings; only the layout, the model and the engine are replaced, and what
-KEY=VALUE says. A repeat has a seed of its own. Metrics: accuracy, the share of the quickstart's held-out
-problems that greedy decoding solves; sampled_reward, the mean reward of the first three and last three
-training steps' samples. Recipes that train on preferences first run where --only names them; their first
-accuracy is the one after that training. The exit code is 1 where a recipe's median accuracy did not rise, or
-a run failed.
+KEY=VALUE says. A repeat has a seed of its own; mean and standard deviation over the seeds stand below the
+table. Metrics: accuracy, the share of the quickstart's held-out problems that greedy decoding solves;
+sampled_reward, the mean reward of the first three and last three training steps' samples. Recipes that train
+on preferences first run where --only names them; their first accuracy is the one after that training. The
+exit code is 1 where a recipe's median accuracy did not rise, or a run failed.
 """
 
 from __future__ import annotations
@@ -70,9 +70,15 @@ def measure(name: str, model: Path, folder: Path, steps: int, seeds: Sequence[in
     return found
 
 
+def spread(values: Sequence[float]) -> str:
+    """Return mean and standard deviation over seeds in words."""
+    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{deviation} ({len(values)} seeds)"
+
+
 def main() -> int:
     """Train the recipes one after the other and print the table."""
-    parser = arguments(__doc__, repeats=1)
+    parser = arguments(__doc__, repeats=3)
     files = {path.stem: path.read_text() for path in RECIPES.glob("*.yaml")}
     names = sorted(name for name, text in files.items() if "\npreference:" not in text)
     parser.add_argument("--only", default=",".join(names), help="comma-separated recipes")
@@ -87,7 +93,7 @@ def main() -> int:
     report.note(f"{steps} steps each, from one model after the supervised warm-up")
     model = warm_model(folder)
     for name in options.only.split(","):
-        seeds = range(1, 1 + (options.repeats or 1))
+        seeds = range(1, 1 + (options.repeats or (1 if options.quick else 3)))
         try:
             found = measure(name, model, folder, steps, seeds, options.overrides)
         except ChildFailed as error:
@@ -98,6 +104,7 @@ def main() -> int:
         report.add(name, "first steps", "sampled_reward", "", found["first"])
         report.add(name, "last steps", "sampled_reward", "", found["last"])
         report.add(name, "all steps", "time", "s", found["seconds"])
+        report.note(f"{name}: accuracy {spread(found['before'])} -> {spread(found['after'])}")
         if statistics.median(found["after"]) <= statistics.median(found["before"]):
             report.fail(f"{name} did not learn in {steps} steps")
     return report.finish(options.json)

@@ -1,21 +1,81 @@
-"""An algorithm: a frozen value composed of pieces."""
+"""An algorithm: a frozen value composed of pieces; the named ones; importable without torch.
+
+A piece of a configuration's ``algorithm`` is a name from a table here, or the path of one of the user's own,
+``file.py:Name`` or ``module:Name``, alone or with settings::
+
+    algorithm:
+      name: grpo                                        # the pieces that are not named are those of GRPO
+      policy_loss: {name: my_loss.py:Raised, sharpness: 0.3}
+      kl: {name: loss, coef: 0.01}
+      advantage: {whiten: true}                         # no name: GRPO's own, with this setting changed
+
+The file my_loss.py, with a class where there are settings, or just a function::
+
+    @dataclass(frozen=True)
+    class Raised(PolicyLoss):
+        sharpness: float = setting(1.0, "Power of the probability.", more_than=0)
+
+        def token_loss(self, micro, log_probs):  # a loss per token [N]; means of the indicators are logged
+            loss = -micro.advantages * (self.sharpness * log_probs).exp()
+            return TokenLoss(loss, {"raised_fraction": micro.advantages > 0})
+
+    def centred(inputs):  # an advantage: one value per row [B], for every response token of the row
+        return outcome(inputs, inputs.rewards - inputs.rewards[inputs.valid].mean())
+
+    OWN = Algorithm("own", "Mine.", advantage=FunctionAdvantage(function=centred), policy_loss=Raised())
+
+``algorithm.name: my_loss.py:OWN`` is such an algorithm as a whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from megatron_rl.algorithms.advantages.advantage import Advantage
-from megatron_rl.algorithms.advantages.group import Grpo
-from megatron_rl.algorithms.aggregation import Aggregation, TokenMean
+from megatron_rl.algorithms.advantages import (
+    Advantage,
+    FunctionAdvantage,
+    Gdpo,
+    Gpg,
+    Grpo,
+    GrpoLeaveOneOut,
+    GrpoPassAtK,
+    Opo,
+    Rloo,
+)
+from megatron_rl.algorithms.aggregation import (
+    Aggregation,
+    SeqMeanTokenMean,
+    SeqMeanTokenSum,
+    SeqMeanTokenSumNorm,
+    TokenMean,
+    TokenSum,
+)
 from megatron_rl.algorithms.correction import Correction
-from megatron_rl.algorithms.filters import DynamicSampling, KeepEveryGroup
-from megatron_rl.algorithms.kl import Kl, NoKl
+from megatron_rl.algorithms.kl import Kl, KlInLoss, KlInReward, NoKl
+from megatron_rl.algorithms.losses import (
+    Cispo,
+    ClippedValueLoss,
+    Dppo,
+    FunctionLoss,
+    PolicyGradient,
+    PolicyLoss,
+    PpoClip,
+    Sapo,
+    ValueLoss,
+)
 from megatron_rl.algorithms.piece import Piece
-from megatron_rl.algorithms.policy_losses.clipped import PpoClip
-from megatron_rl.algorithms.policy_losses.policy_loss import PolicyLoss
-from megatron_rl.algorithms.rewards import Imitation, Overlong, RewardShaping
-from megatron_rl.algorithms.value_loss import ClippedValueLoss, ValueLoss
+from megatron_rl.algorithms.returns import Gae, Reinforce, Remax, Vapo
+from megatron_rl.algorithms.rewards import (
+    DynamicSampling,
+    Imitation,
+    KeepEveryGroup,
+    Overlong,
+    RefillGroups,
+    RewardShaping,
+)
+from megatron_rl.algorithms.sequence_losses import ClipCov, Gmpo, Gspo, KlCov, Topr
 from megatron_rl.errors import UserError
 
 
@@ -118,3 +178,221 @@ class Algorithm:
                 got="settings that change the reward",
                 fix="leave it out; advantage.weights weigh the components, advantage.clip bounds the result",
             )
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "dr_grpo": Grpo(scale_by_std=False),
+    "gae": Gae(),
+    "gdpo": Gdpo(),
+    "gpg": Gpg(),
+    "grpo": Grpo(),
+    "grpo_leave_one_out": GrpoLeaveOneOut(),
+    "grpo_pass_at_k": GrpoPassAtK(),
+    "opo": Opo(),
+    "reinforce": Reinforce(),
+    "remax": Remax(),
+    "rloo": Rloo(),
+    "vapo": Vapo(),
+}
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "cispo": Cispo(),
+    "clip_cov": ClipCov(),
+    "dppo": Dppo(),
+    "gmpo": Gmpo(),
+    "gspo": Gspo(),
+    "kl_cov": KlCov(),
+    "policy_gradient": PolicyGradient(),
+    "ppo_clip": PpoClip(),
+    "sapo": Sapo(),
+    "topr": Topr(),
+}
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token-mean": TokenMean(),
+    "token-sum": TokenSum(),
+    "seq-mean-token-sum": SeqMeanTokenSum(),
+    "seq-mean-token-sum-norm": SeqMeanTokenSumNorm(),
+    "seq-mean-token-mean": SeqMeanTokenMean(),
+}
+CORRECTIONS: dict[str, Correction] = {
+    "none": Correction(),
+    "token_tis": Correction(level="token"),
+    "sequence_tis": Correction(level="sequence"),
+    "geometric_tis": Correction(level="geometric"),
+    "icepop": Correction(level="token", band=(0.5, 5.0)),
+    "mis": Correction(level="sequence", rejection={"seq_sum_k1": (0.5, 2.0)}),
+    "geometric": Correction(rejection={"seq_mean_k1": (0.999, 1.001)}),
+    "geometric_token_tis": Correction(level="token", rejection={"seq_mean_k1": (0.999, 1.001)}),
+    "k3": Correction(rejection={"seq_mean_k3": 0.01}),
+    "k3_token_tis": Correction(level="token", rejection={"seq_mean_k3": 0.01}),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Hold what a key of `Algorithm` takes: the class of its pieces, the named ones, and its method.
+
+    ``method`` is what a piece of the user's own must define, ``arguments`` how it is called, and
+    ``of_function`` makes a piece of a plain function, where the kind allows that.
+    """
+
+    base: type[Piece]
+    named: Mapping[str, Piece]
+    method: str
+    arguments: tuple[str, ...]
+    of_function: Callable[[Any], Piece] | None = None
+
+
+_WEIGHTS = ("present", "lengths", "counts")
+KINDS: dict[str, Kind] = {
+    "advantage": Kind(
+        Advantage, ADVANTAGES, "estimate", ("inputs",), lambda function: FunctionAdvantage(function=function)
+    ),
+    "policy_loss": Kind(
+        PolicyLoss,
+        POLICY_LOSSES,
+        "token_loss",
+        ("micro", "log_probs"),
+        lambda function: FunctionLoss(function=function),
+    ),
+    "aggregation": Kind(Aggregation, AGGREGATIONS, "weights", _WEIGHTS),
+    "value_loss": Kind(
+        ValueLoss, {"clipped": ClippedValueLoss()}, "token_loss", ("values", "old_values", "returns")
+    ),
+    "value_aggregation": Kind(Aggregation, AGGREGATIONS, "weights", _WEIGHTS),
+    "kl": Kind(
+        Kl,
+        {"none": NoKl(), "loss": KlInLoss(), "reward": KlInReward()},
+        "estimate",
+        ("log_probs", "ref_log_probs"),
+    ),
+    "correction": Kind(
+        Correction, CORRECTIONS, "correct", ("log_probs", "rollout_log_probs", "mask", "lengths")
+    ),
+    "reward_shaping": Kind(
+        RewardShaping, {"standard": RewardShaping()}, "shape", ("values", "rewards", "valid", "moments")
+    ),
+    "overlong": Kind(Overlong, {"soft": Overlong()}, "punish", ("rewards", "valid", "response_lengths")),
+    "imitation": Kind(
+        Imitation, {"good_responses": Imitation()}, "marks", ("rewards", "valid", "mask", "lengths")
+    ),
+    "dynamic_sampling": Kind(
+        DynamicSampling, {"none": KeepEveryGroup(), "refill": RefillGroups()}, "further_rounds", ()
+    ),
+}
+"""Every key below ``algorithm`` in a configuration, beside ``name``."""
+
+_TABLE = (
+    Algorithm("grpo", "PPO clip with the group's mean and standard deviation as baseline and scale."),
+    Algorithm(
+        "dr_grpo",
+        "GRPO without its biases: no division by standard deviation or by length.",
+        advantage=Grpo(scale_by_std=False),
+        aggregation=SeqMeanTokenSumNorm(),
+    ),
+    Algorithm(
+        "grpo_leave_one_out",
+        "GRPO with mean and standard deviation of the group's other samples.",
+        advantage=GrpoLeaveOneOut(),
+    ),
+    Algorithm(
+        "grpo_pass_at_k", "Reward only the best sample of a group, for pass@k.", advantage=GrpoPassAtK()
+    ),
+    Algorithm(
+        "dapo",
+        "GRPO with clip-higher, token-mean loss, dynamic sampling and a soft overlong penalty.",
+        policy_loss=PpoClip(clip_high=0.28, dual_clip=10.0),
+        overlong=Overlong(buffer=0.2),
+        dynamic_sampling=RefillGroups(),
+    ),
+    Algorithm(
+        "gspo",
+        "GRPO clipped by the whole response's length-normalised ratio.",
+        policy_loss=Gspo(),
+        aggregation=SeqMeanTokenMean(),
+    ),
+    Algorithm(
+        "cispo",
+        "GRPO with clipped importance weights; every token keeps a gradient.",
+        policy_loss=Cispo(),
+    ),
+    Algorithm(
+        "sapo",
+        "GRPO with a smooth gate in place of the clip.",
+        policy_loss=Sapo(),
+        aggregation=SeqMeanTokenMean(),
+    ),
+    Algorithm(
+        "gmpo",
+        "GRPO on the geometric mean of token ratios.",
+        policy_loss=Gmpo(),
+        aggregation=SeqMeanTokenMean(),
+    ),
+    Algorithm(
+        "dppo",
+        "GRPO with a trust region in probability (total variation or KL), not in ratio.",
+        policy_loss=Dppo(),
+    ),
+    Algorithm(
+        "clip_cov",
+        "GRPO that skips a few tokens of high covariance, to keep entropy up.",
+        policy_loss=ClipCov(),
+    ),
+    Algorithm(
+        "kl_cov",
+        "GRPO that holds back the tokens of highest covariance, to keep entropy up.",
+        policy_loss=KlCov(),
+    ),
+    Algorithm(
+        "gdpo",
+        "GRPO that normalises each reward component by itself, for several rewards.",
+        advantage=Gdpo(whiten=True),
+    ),
+    Algorithm("rloo", "PPO clip with the mean of the group's other samples as baseline.", advantage=Rloo()),
+    Algorithm(
+        "opo",
+        "Length-weighted optimal baseline, meant for one optimizer step per batch (exactly on policy).",
+        advantage=Opo(),
+    ),
+    Algorithm(
+        "gpg",
+        "Policy gradient on centred rewards, made up for rows with reward 0.",
+        advantage=Gpg(),
+        policy_loss=PolicyGradient(),
+    ),
+    Algorithm(
+        "topr",
+        "Tapered off-policy REINFORCE: imitates good responses, importance-weights bad ones.",
+        advantage=Grpo(scale_by_std=False),
+        policy_loss=Topr(),
+        aggregation=SeqMeanTokenSum(),
+    ),
+    Algorithm(
+        "reinforce",
+        "Plain policy gradient on whitened returns.",
+        advantage=Reinforce(whiten=True),
+        policy_loss=PolicyGradient(),
+    ),
+    Algorithm(
+        "reinforce_pp",
+        "REINFORCE++: PPO clip on returns whitened over the batch, KL penalty in the reward.",
+        advantage=Reinforce(whiten=True),
+        kl=KlInReward(),
+    ),
+    Algorithm(
+        "reinforce_pp_baseline",
+        "REINFORCE++ with the group's mean as baseline and KL in the loss.",
+        advantage=Grpo(scale_by_std=False, whiten=True),
+        kl=KlInLoss(estimator="k2"),
+    ),
+    Algorithm("remax", "PPO clip on returns minus a greedy response's reward.", advantage=Remax()),
+    Algorithm("ppo", "PPO with a critic and GAE.", advantage=Gae(whiten=True)),
+    Algorithm(
+        "vapo",
+        "PPO with length-adaptive GAE, the critic's own lambda, clip-higher and imitation of good responses.",
+        advantage=Vapo(whiten=True),
+        policy_loss=PpoClip(clip_high=0.28),
+        imitation=Imitation(coef=0.1),
+    ),
+)
+
+ALGORITHMS: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in _TABLE}

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_rl.algorithms.lazy import torch
-from megatron_rl.algorithms.piece import Piece
+from megatron_rl.algorithms.piece import Piece, torch
 from megatron_rl.config.setting import setting
 from megatron_rl.errors import UserError
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.algorithm import Algorithm
-from megatron_rl.algorithms.micro import masked, means, on_device
-from megatron_rl.algorithms.mismatch import mismatch_metrics
-from megatron_rl.algorithms.policy_losses.policy_loss import TokenLoss, checked_loss, fields_of
-from megatron_rl.algorithms.policy_losses.sequence import off_policy_sequence_mask
-from megatron_rl.algorithms.state import AlgorithmState
+from megatron_rl.algorithms.correction import mismatch_metrics
+from megatron_rl.algorithms.estimation import AlgorithmState
+from megatron_rl.algorithms.losses import TokenLoss, checked_loss, fields_of
+from megatron_rl.algorithms.sequence_losses import off_policy_sequence_mask
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
 
@@ -33,7 +34,7 @@ def policy_objective(
     The metrics ``policy/loss`` and ``policy/kl_loss`` are divided by the sum of w (1 over a mini-batch for
     token-mean and seq-mean-token-mean). ``policy/kl`` is the mean of old minus new log-probs.
     """
-    micro = on_device(micro, log_probs.device)
+    micro = micro.to(log_probs.device)
     mask, weights = micro.response_mask, micro.loss_weights
     log_probs, entropy = masked(log_probs, mask), masked(entropy, mask)
     token_loss, metrics = _corrected_loss(algorithm, micro, log_probs)
@@ -63,7 +64,7 @@ def value_objective(algorithm: Algorithm, micro: TrainBatch, values: Tensor) -> 
     The loss is the algorithm's `ValueLoss` weighted by ``value_weights``, exact under any split like
     `policy_objective`.
     """
-    micro = on_device(micro, values.device)
+    micro = micro.to(values.device)
     mask = micro.response_mask
     weights, returns, old_values = fields_of(micro, "value_weights", "returns", "old_values")
     values = masked(values, mask)
@@ -83,7 +84,7 @@ def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics
 
     ``sft/loss`` is divided by the sum of weights: with ``token-mean`` the mean negative log-likelihood.
     """
-    micro = on_device(micro, log_probs.device)
+    micro = micro.to(log_probs.device)
     log_probs = masked(log_probs, micro.response_mask)
     total = -(micro.loss_weights * log_probs).sum()
     return total, means({"sft/loss": (total, micro.loss_weights.sum())})
@@ -137,3 +138,24 @@ def _movement(micro: TrainBatch, log_probs: Tensor, count: Tensor) -> Metrics:
     moved = torch.where(micro.response_mask, log_probs - micro.old_log_probs, 0).double()
     largest = float(moved.max().clamp(max=20).exp())
     return means({"policy/kl": (-moved.sum(), count)}) + Metrics.maximum("policy/ratio_max", largest)
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """Return values [N] in at least float32, 0 outside the mask, so that nothing there is ever read.
+
+    bfloat16 has three digits, too few for differences of log-probs.
+    """
+    return torch.where(mask, values.float() if values.itemsize < 4 else values, 0)
+
+
+def means(sums: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
+    """Return scalar (sum, weight) tensors as metrics, fetched from their device in one piece.
+
+    Fetching them one by one would make the host wait for the device as often.
+    """
+    if not sums:
+        return Metrics()
+    pairs = torch.stack([torch.stack([part.detach().double() for part in pair]) for pair in sums.values()])
+    return Metrics(
+        {name: (total, weight) for name, (total, weight) in zip(sums, pairs.tolist(), strict=True)}
+    )

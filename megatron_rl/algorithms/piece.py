@@ -1,13 +1,36 @@
-"""What every piece of an algorithm is: a frozen value with its settings, their bounds, and what it needs."""
+"""What every piece of an algorithm is: a frozen value with its settings, their bounds, and what it needs.
+
+`check` names, constructs and shows pieces without torch. So the modules that define pieces take torch, and
+`ragged`, from here: they are imported at their first use.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Self
 
 from megatron_rl.config.setting import setting_of
 from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch as torch
+
+    from megatron_rl.algorithms import ragged as ragged
+else:
+
+    class _Module:
+        """Stand for a module that is imported when one of its names is asked for."""
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(import_module(self.name), name)
+
+    torch = _Module("torch")
+    ragged = _Module("megatron_rl.algorithms.ragged")
 
 
 @dataclass(frozen=True)

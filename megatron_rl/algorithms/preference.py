@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_rl.algorithms.micro import masked, means, on_device
+from megatron_rl.algorithms.objectives import masked, means
 from megatron_rl.algorithms.ragged import last_masked_token, row_sums
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
@@ -110,7 +110,7 @@ def dpo_objective(
 
     ``log_probs`` [N] with gradient. Every row must have a response token.
     """
-    micro = on_device(micro, log_probs.device)
+    micro = micro.to(log_probs.device)
     mask, lengths = micro.response_mask, micro.lengths
     log_probs = masked(log_probs, mask)
     sums = row_sums(log_probs, lengths)
@@ -147,7 +147,7 @@ def reward_model_objective(
     ``values`` [N] are the reward model's outputs with gradient; a response's score is the one at its last
     response token. Every row must have one.
     """
-    micro = on_device(micro, values.device)
+    micro = micro.to(values.device)
     scores = masked(values, micro.response_mask)[_last_tokens(micro)]
     chosen, rejected = _pairs(scores)
     weights = _pair_weights(micro)

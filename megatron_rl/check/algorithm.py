@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_rl.algorithms.algorithm import Algorithm
+from megatron_rl.algorithms.algorithm import ALGORITHMS, Algorithm
 from megatron_rl.algorithms.lookup import algorithm_of
-from megatron_rl.algorithms.table import ALGORITHMS
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, each
 

@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_rl.algorithms.algorithm import KINDS, Kind
 from megatron_rl.algorithms.piece import Piece
-from megatron_rl.algorithms.table import KINDS, Kind
 from megatron_rl.config.field_types import entry_class, hints, options, section_class, type_words
 from megatron_rl.config.load import to_plain
 from megatron_rl.config.schema import RunConfig

@@ -8,7 +8,7 @@ from rollouts that were sampled before.
 from __future__ import annotations
 
 from megatron_rl.algorithms import Algorithm, AlgorithmState, estimate, next_state
-from megatron_rl.algorithms.filters import prompts_to_sample
+from megatron_rl.algorithms.rewards import prompts_to_sample
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithms import Algorithm
-from megatron_rl.algorithms.filters import count_groups, informative_groups, prompts_to_sample, take_groups
+from megatron_rl.algorithms.rewards import count_groups, informative_groups, prompts_to_sample, take_groups
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.parallel.exchange import Members, RowShard

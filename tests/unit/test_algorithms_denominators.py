@@ -12,7 +12,7 @@ from ragged_batches import batches, close
 from whole_steps import algorithm_of, policy, step
 
 from megatron_rl.algorithms import estimate, minibatches, policy_objective
-from megatron_rl.algorithms.table import AGGREGATIONS
+from megatron_rl.algorithms.algorithm import AGGREGATIONS
 from megatron_rl.parallel.packing import partition
 
 LONGEST = 6

@@ -20,16 +20,16 @@ from megatron_rl.algorithms import (
     minibatches,
     policy_objective,
 )
-from megatron_rl.algorithms.advantages.advantage import (
+from megatron_rl.algorithms.advantages import (
     Advantage,
     AdvantageInputs,
     Advantages,
     outcome,
 )
 from megatron_rl.algorithms.aggregation import TokenSum
-from megatron_rl.algorithms.policy_losses.policy_loss import FunctionLoss, TokenLoss
+from megatron_rl.algorithms.estimation import AlgorithmState, initial_state, next_state
+from megatron_rl.algorithms.losses import FunctionLoss, TokenLoss
 from megatron_rl.algorithms.rewards import RunningMoments
-from megatron_rl.algorithms.state import AlgorithmState, initial_state, next_state
 from megatron_rl.errors import UserErrors
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Scores, TrainBatch, token_index
 
@@ -227,7 +227,7 @@ def test_missing_inputs_are_named():
 def test_user_functions_as_pieces():
     """A function in place of a name, and module:function, are pieces like any other."""
     rollouts, scores = step(Batch([0, 0], [1.0, 0.0], [True] * 2, [[True]] * 2, 0))
-    named = algorithm_of("grpo", advantage="megatron_rl.algorithms.advantages.group:Rloo")
+    named = algorithm_of("grpo", advantage="megatron_rl.algorithms.advantages:Rloo")
     close(estimate(rollouts, scores, named)[0].advantages, [1.0, -1.0])
     own = algorithm_of("grpo", advantage=lambda inputs: (inputs.mask * 3.0, inputs.mask * 3.0))
     close(estimate(rollouts, scores, own)[0].advantages, [3.0, 3.0])

@@ -9,27 +9,26 @@ import pkgutil
 
 import pytest
 import torch
+from piece_inputs import advantage_inputs, micro_batch
 
 import megatron_rl.algorithms
 from megatron_rl.algorithms.piece import Piece
-from megatron_rl.algorithms.trial import advantage_inputs, micro_batch
 
 MODULES = [
     info.name for info in pkgutil.walk_packages(megatron_rl.algorithms.__path__, "megatron_rl.algorithms.")
 ]
 # Modules of equations: each public function has a worked example and, where it is published, its source.
 EQUATIONS = [
-    "advantages.group", "advantages.returns", "aggregation", "correction", "filters", "groups", "kl",
-    "mismatch",
-    "policy_losses.clipped", "policy_losses.covariance", "policy_losses.sequence", "preference", "ragged",
-    "rewards", "value_loss",
+    "advantages", "aggregation", "correction", "kl", "losses", "preference", "ragged", "returns", "rewards",
+    "sequence_losses",
 ]  # fmt: skip
 # Thin compositions of functions that have examples, and pieces that are tested as a whole.
 COMPOSED = {
     "broadcast_rows", "clipped_surrogate", "correct", "count_groups", "dense_groups", "dpo_objective",
     "first_best", "group_range", "group_sums", "reward_model_objective",
     "Correction", "Gae", "Imitation", "KeepEveryGroup", "Kl", "KlInLoss", "KlInReward", "KlPenalty", "NoKl",
-    "DynamicSampling", "Overlong", "RefillGroups", "RewardShaping", "Vapo",
+    "DynamicSampling", "Overlong", "RefillGroups", "RewardShaping", "Vapo", "FunctionAdvantage",
+    "FunctionLoss", "checked_loss", "fields_of", "log_ratio", "minibatches", "outcome", "weighted",
 }  # fmt: skip
 EXAMPLES = {"torch": torch, "advantage_inputs": advantage_inputs, "micro_batch": micro_batch}
 
@@ -65,11 +64,7 @@ def test_every_equation_has_a_worked_example(name):
     assert lacking == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["advantages.group", "advantages.returns", "policy_losses.clipped", "policy_losses.covariance",
-     "policy_losses.sequence"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["advantages", "returns", "losses", "sequence_losses"])
 def test_every_estimator_and_loss_names_its_source(name):
     for key, value in equations(name).items():
         assert "Source:" in (value.__doc__ or "") or key in COMPOSED, key

@@ -8,12 +8,12 @@ from statistics import mean, stdev
 import pytest
 import torch
 from hypothesis import given, settings
+from piece_inputs import advantage_inputs
 from ragged_batches import Batch, batches, close
 
-from megatron_rl.algorithms.advantages.group import Gdpo, Gpg, Grpo, GrpoLeaveOneOut, GrpoPassAtK, Opo, Rloo
-from megatron_rl.algorithms.filters import count_groups, informative_groups, prompts_to_sample, take_groups
-from megatron_rl.algorithms.groups import first_best, group_statistics, group_top2, leave_one_out_statistics
-from megatron_rl.algorithms.trial import advantage_inputs
+from megatron_rl.algorithms.advantages import Gdpo, Gpg, Grpo, GrpoLeaveOneOut, GrpoPassAtK, Opo, Rloo
+from megatron_rl.algorithms.ragged import first_best, group_statistics, group_top2, leave_one_out_statistics
+from megatron_rl.algorithms.rewards import count_groups, informative_groups, prompts_to_sample, take_groups
 
 EPSILON = 1e-6
 quick = settings(max_examples=30, deadline=None)

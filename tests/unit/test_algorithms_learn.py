@@ -17,7 +17,7 @@ from megatron_rl.algorithms import (
     policy_objective,
     value_objective,
 )
-from megatron_rl.algorithms.table import CORRECTIONS
+from megatron_rl.algorithms.algorithm import CORRECTIONS
 from megatron_rl.types import FINISH_STOP, Rollouts, Scores
 
 VOCABULARY, LONGEST, PROMPTS, SAMPLES = 4, 4, 8, 6

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from ragged_batches import Batch, batches, close, flat
 
+from megatron_rl.algorithms.algorithm import CORRECTIONS
 from megatron_rl.algorithms.correction import (
     REJECTION_MEASURES,
     Correction,
     batch_normalized,
+    mismatch_metrics,
     rejection_mask,
 )
-from megatron_rl.algorithms.mismatch import mismatch_metrics
-from megatron_rl.algorithms.table import CORRECTIONS
 
 quick = settings(max_examples=25, deadline=None)
 

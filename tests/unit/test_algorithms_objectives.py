@@ -20,9 +20,9 @@ from megatron_rl.algorithms import (
     value_objective,
     weighted,
 )
+from megatron_rl.algorithms.algorithm import AGGREGATIONS, CORRECTIONS
+from megatron_rl.algorithms.losses import ClippedValueLoss
 from megatron_rl.algorithms.rewards import Imitation
-from megatron_rl.algorithms.table import AGGREGATIONS, CORRECTIONS
-from megatron_rl.algorithms.value_loss import ClippedValueLoss
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import merge
 

@@ -6,25 +6,27 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from piece_inputs import advantage_inputs
 from ragged_batches import Batch, close, flat
 from whole_steps import algorithm_of, policy, step
 
 from megatron_rl.algorithms import (
     FunctionLoss,
     TokenLoss,
+    advantages,
     estimate,
     initial_state,
+    losses,
     minibatches,
     next_state,
     policy_objective,
+    returns,
+    sequence_losses,
 )
-from megatron_rl.algorithms.advantages import group, returns
-from megatron_rl.algorithms.advantages.advantage import FunctionAdvantage, whiten
+from megatron_rl.algorithms.advantages import FunctionAdvantage, whiten
+from megatron_rl.algorithms.algorithm import ADVANTAGES, POLICY_LOSSES
 from megatron_rl.algorithms.kl import kl_estimate
-from megatron_rl.algorithms.policy_losses import clipped, covariance, sequence
-from megatron_rl.algorithms.policy_losses.policy_loss import checked_loss
-from megatron_rl.algorithms.table import ADVANTAGES, POLICY_LOSSES
-from megatron_rl.algorithms.trial import advantage_inputs
+from megatron_rl.algorithms.losses import checked_loss
 from megatron_rl.errors import UserError
 
 BATCH = Batch(
@@ -54,14 +56,14 @@ def chosen(name: str, table: dict, numbers: dict) -> dict:
 def expected_rows(name: str, rewards: torch.Tensor) -> torch.Tensor:
     """Return an outcome estimator's advantage per row."""
     estimator = {
-        "grpo": group.Grpo(epsilon=0.1),
-        "dr_grpo": group.Grpo(scale_by_std=False),
-        "grpo_leave_one_out": group.GrpoLeaveOneOut(epsilon=0.1),
-        "grpo_pass_at_k": group.GrpoPassAtK(epsilon=0.1),
-        "rloo": group.Rloo(),
-        "opo": group.Opo(),
-        "gpg": group.Gpg(normalizer=2.0),
-        "gdpo": group.Gdpo(weights={"answer": 0.5, "format": 2.0}, epsilon=0.1),
+        "grpo": advantages.Grpo(epsilon=0.1),
+        "dr_grpo": advantages.Grpo(scale_by_std=False),
+        "grpo_leave_one_out": advantages.GrpoLeaveOneOut(epsilon=0.1),
+        "grpo_pass_at_k": advantages.GrpoPassAtK(epsilon=0.1),
+        "rloo": advantages.Rloo(),
+        "opo": advantages.Opo(),
+        "gpg": advantages.Gpg(normalizer=2.0),
+        "gdpo": advantages.Gdpo(weights={"answer": 0.5, "format": 2.0}, epsilon=0.1),
     }[name]
     components = {"answer": rewards.tolist(), "format": rewards.flip(0).tolist()}
     lengths = [sum(mask) for mask in BATCH.masks]
@@ -101,16 +103,16 @@ def expected_loss(name: str, x: torch.Tensor, mini) -> torch.Tensor:
     """Return a policy loss per token."""
     clip = {"clip_low": 0.11, "clip_high": 0.07}
     loss = {
-        "policy_gradient": clipped.PolicyGradient(),
-        "ppo_clip": clipped.PpoClip(dual_clip=1.05, **clip),
-        "cispo": clipped.Cispo(**clip),
-        "sapo": clipped.Sapo(temperature_positive=2.0, temperature_negative=3.0),
-        "dppo": clipped.Dppo(divergence="kl", ratio_cap=1.02, **clip),
-        "gspo": sequence.Gspo(**clip),
-        "gmpo": sequence.Gmpo(**clip),
-        "topr": sequence.Topr(),
-        "clip_cov": covariance.ClipCov(**clip),
-        "kl_cov": covariance.KlCov(coef=0.6),
+        "policy_gradient": losses.PolicyGradient(),
+        "ppo_clip": losses.PpoClip(dual_clip=1.05, **clip),
+        "cispo": losses.Cispo(**clip),
+        "sapo": losses.Sapo(temperature_positive=2.0, temperature_negative=3.0),
+        "dppo": losses.Dppo(divergence="kl", ratio_cap=1.02, **clip),
+        "gspo": sequence_losses.Gspo(**clip),
+        "gmpo": sequence_losses.Gmpo(**clip),
+        "topr": sequence_losses.Topr(),
+        "clip_cov": sequence_losses.ClipCov(**clip),
+        "kl_cov": sequence_losses.KlCov(coef=0.6),
     }[name]
     return loss.token_loss(mini, x).loss
 
@@ -146,7 +148,7 @@ def test_covariance_selection_uses_the_settings():
         made, _ = estimate(*step(BATCH), algorithm)
         (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
         tokens = int(mini.response_mask.sum())
-        cov = covariance.token_covariance(
+        cov = sequence_losses.token_covariance(
             mini.old_log_probs.double(), mini.advantages.double(), mini.response_mask
         )
         between = int(((cov > 0.01) & (cov < 0.4) & mini.response_mask).sum())
@@ -178,7 +180,7 @@ def test_sequence_masking_takes_drifted_bad_responses_out():
     log_probs, entropy = policy(BATCH)
     loss, metrics = policy_objective(algorithm, mini, log_probs, entropy)
     loss.backward()
-    keep = sequence.off_policy_sequence_mask(
+    keep = sequence_losses.off_policy_sequence_mask(
         log_probs, mini.rollout_log_probs, mini.advantages, mini.response_mask, mini.lengths, delta=0.0
     )
     assert 0 < metrics.values()["policy/opsm_fraction"] < 1

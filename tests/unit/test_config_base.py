@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from config_workspace import CONFIG, write_workspace
 
-from megatron_rl.algorithms.table import ALGORITHMS
+from megatron_rl.algorithms.algorithm import ALGORITHMS
 from megatron_rl.cli.main import main
 from megatron_rl.config.load import dump, load, load_config, load_text
 from megatron_rl.errors import UserErrors

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from config_workspace import CONFIG
 
-from megatron_rl.algorithms.table import KINDS
+from megatron_rl.algorithms.algorithm import KINDS
 from megatron_rl.config.field_types import known_paths
 from megatron_rl.config.load import changes, dump, flatten, load_config, load_text
 from megatron_rl.config.other_names import FOREIGN_SECTIONS, foreign_names

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from megatron_rl.algorithms import get_algorithm
-from megatron_rl.algorithms.minibatch import weighted
+from megatron_rl.algorithms.aggregation import weighted
 from megatron_rl.algorithms.objectives import policy_objective
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.metrics import Metrics, merge

@@ -1,21 +1,105 @@
-"""Losses on each token's own ratio: PPO, CISPO, SAPO, DPPO, and plain policy gradient.
+"""What a token costs: the form of a policy loss, losses on the token's own ratio, and the critic's loss.
 
-All tensors are [N]; ``log_probs`` carries the gradient. ``r = exp(clamp(log_probs - old_log_probs, +-20))``.
+PPO, CISPO, SAPO, DPPO and plain policy gradient. All tensors are [N]; ``log_probs`` carries the gradient.
+``r = exp(clamp(log_probs - old_log_probs, +-20))``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from megatron_rl.algorithms.lazy import torch
-from megatron_rl.algorithms.policy_losses.policy_loss import PolicyLoss, TokenLoss, fields_of, log_ratio
-from megatron_rl.config.setting import setting
+from megatron_rl.algorithms.piece import Piece, torch, wrong_result
+from megatron_rl.config.setting import NO_SETTING, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_rl.types import TrainBatch
+
+MAX_LOG_RATIO = 20.0
+_EXPECTED = "TokenLoss(loss, indicators) of tensors with one value per token [N], neither summed nor averaged"
+
+
+class TokenLoss(NamedTuple):
+    """Hold a loss per token [N] (with gradient) and named indicators [N] that become mean metrics."""
+
+    loss: Tensor
+    indicators: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class PolicyLoss(Piece, ABC):
+    """Say what each token of a response costs the policy.
+
+    A subclass defines `token_loss`. A micro-batch holds whole rows, so sums over a row are exact there;
+    statistics over more than a row must not be taken, because a micro-batch's make-up is no part of the
+    mathematics. A loss that needs such statistics takes them in `select`, of a whole mini-batch.
+    """
+
+    entropy_coef: float = setting(0.0, "Weight of the entropy bonus that is taken off the loss.")
+    opsm_delta: float | None = setting(
+        None,
+        "Off-policy sequence masking: responses with A < 0 that the policy has drifted from by more nats per "
+        "token since they were sampled do not count.",
+        unset="off",
+    )
+
+    weighs_by_ratio: ClassVar[bool] = True
+    """Whether the loss holds the ratio of new to old policy. One without is weighted in bypass mode."""
+    follows_rollout: ClassVar[bool] = False
+    """Whether that ratio is to the policy that sampled, which weights of a correction would count again."""
+
+    @abstractmethod
+    def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
+        """Return the loss of every token [N] of a micro-batch; ``log_probs`` [N] carry the gradient."""
+
+    def select(self, minibatch: TrainBatch, generator: torch.Generator) -> Tensor | None:
+        """Return the tokens [N] bool of a mini-batch that the loss treats apart, where there are any."""
+        return minibatch.selected
+
+
+@dataclass(frozen=True)
+class FunctionLoss(PolicyLoss):
+    """Be a function ``(micro-batch, log_probs) -> TokenLoss`` of the user's own, without settings."""
+
+    function: Callable[..., TokenLoss] | None = field(default=None, metadata=NO_SETTING)
+
+    def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
+        """Return what the function does."""
+        assert self.function is not None
+        return self.function(micro, log_probs)
+
+
+def checked_loss(piece: Piece, loss: Any, tokens: Tensor) -> TokenLoss:
+    """Return what a piece's loss function has returned; raises UserError unless it is a `TokenLoss` [N].
+
+    ``tokens`` [N] is any tensor with a value per token.
+    """
+    if isinstance(loss, tuple) and len(loss) == 2:
+        loss = TokenLoss(*loss)
+    if not isinstance(loss, TokenLoss) or not isinstance(loss.indicators, Mapping):
+        raise wrong_result(piece, "token_loss", _EXPECTED, loss)
+    for value in (loss.loss, *loss.indicators.values()):
+        if getattr(value, "shape", None) != tokens.shape:
+            raise wrong_result(piece, "token_loss", _EXPECTED, value)
+    return loss
+
+
+def fields_of(batch: TrainBatch, *names: str) -> list[Tensor]:
+    """Return fields of a batch; raises ValueError for one that it does not have."""
+    missing = [name for name in names if getattr(batch, name) is None]
+    if missing:
+        raise ValueError(f"the batch has no {' and no '.join(missing)}")
+    return [getattr(batch, name) for name in names]
+
+
+def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """Return log(new / old) per token [N], clamped to +-20 so that its exponential stays finite."""
+    return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
 
 LOW_MEANING = "The ratio is clipped below 1 - clip_low."
 HIGH_MEANING = "The ratio is clipped above 1 + clip_high."
@@ -187,3 +271,42 @@ class Dppo(PolicyLoss):
         outside = torch.where(advantages > 0, (p > q) & (distance > high), (p < q) & (distance > low))
         weight = torch.where(outside, 0, ratio.clamp(max=self.ratio_cap))
         return TokenLoss(-weight * advantages * log_probs, {"clip_fraction": outside})
+
+
+@dataclass(frozen=True)
+class ValueLoss(Piece, ABC):
+    """Say what each token costs the critic; a subclass defines `token_loss`."""
+
+    @abstractmethod
+    def token_loss(self, values: Tensor, old_values: Tensor, returns: Tensor) -> TokenLoss:
+        """Return the loss of every token [N]; ``values`` [N] carry the gradient."""
+
+
+@dataclass(frozen=True)
+class ClippedValueLoss(ValueLoss):
+    """Take ``coef max((v - G)^2, (clip(v, v_old - clip, v_old + clip) - G)^2)`` per token.
+
+    ``clip`` None leaves only the first term. ``coef`` 0.5 makes it half the squared error.
+
+    Source: OpenAI baselines' PPO2; defaults of verl.
+
+    Example:
+        >>> v, old, g = torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([2.0])
+        >>> ClippedValueLoss().token_loss(v, old, g).loss.tolist()
+        [1.125]
+    """
+
+    clip: float | None = setting(
+        0.5, "How far a value may move from the old one.", unset="any distance", more_than=0
+    )
+    coef: float = setting(0.5, "Weight of the squared error.", more_than=0)
+
+    def token_loss(self, values: Tensor, old_values: Tensor, returns: Tensor) -> TokenLoss:
+        """Return the loss of every token [N], and where the clipped value made it larger."""
+        squared = (values - returns) ** 2
+        if self.clip is None:
+            clipped = torch.zeros_like(values, dtype=torch.bool)
+            return TokenLoss(self.coef * squared, {"clip_fraction": clipped})
+        bounded = torch.maximum(torch.minimum(values, old_values + self.clip), old_values - self.clip)
+        other = (bounded - returns) ** 2
+        return TokenLoss(self.coef * torch.maximum(squared, other), {"clip_fraction": other > squared})

@@ -1,21 +1,136 @@
-"""Advantages from comparing the samples of one prompt: GRPO and its variants, RLOO, OPO, GPG, GDPO.
+"""How much better a response is than expected: the form of an estimator, and those that compare samples.
 
-Each estimator gives one advantage per row [B]. An invalid row neither counts in a statistic nor gets an
-advantage (0). Rewards of invalid rows are not read and may be NaN.
+GRPO and its variants, RLOO, OPO, GPG and GDPO give one advantage per row [B]. An invalid row neither counts
+in a statistic nor gets an advantage (0). Rewards of invalid rows are not read and may be NaN.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from megatron_rl.algorithms.advantages.advantage import Advantage, AdvantageInputs, Advantages, outcome
-from megatron_rl.algorithms.lazy import groups, torch
-from megatron_rl.config.setting import setting
+from megatron_rl.algorithms.piece import Piece, ragged, torch, wrong_result
+from megatron_rl.config.setting import NO_SETTING, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_EXPECTED = "Advantages(advantages, returns) of tensors with one value per token [N]"
+"""``outcome`` makes one of a value per row."""
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """Hold one step's rewards and values as advantage estimators see them (float64).
+
+    ``rewards`` [B] are shaped, with the KL penalty taken off where it is in the reward; ``token_rewards``
+    [N] are the same spread over tokens: the score on a row's last response token, the penalty where it
+    arises. ``mask`` [N] marks response tokens of valid rows; ``lengths``, ``group`` and ``valid`` are [B];
+    rewards of invalid rows are 0. ``values`` [N] of the critic, ``baseline_rewards`` [B] of greedy
+    responses, shaped as ``rewards`` are, and ``components`` name -> [B] as the judges gave them are there
+    where something computed them.
+    """
+
+    rewards: Tensor
+    token_rewards: Tensor
+    mask: Tensor
+    lengths: Tensor
+    group: Tensor
+    valid: Tensor
+    values: Tensor | None
+    baseline_rewards: Tensor | None
+    components: Mapping[str, Tensor]
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """Return the number of response tokens of each row: [B] float64."""
+        return ragged.row_sums(self.mask.to(torch.float64), self.lengths)
+
+
+class Advantages(NamedTuple):
+    """Hold per-token ``advantages`` [N] and ``returns`` [N], the critic's targets; 0 outside the mask."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+@dataclass(frozen=True)
+class Advantage(Piece, ABC):
+    """Estimate how much better a response, or a token, is than expected.
+
+    A subclass defines `estimate` and says by class attributes what it needs: a critic's values, a greedy
+    response to each prompt, several samples of a prompt to compare. ``reads_rewards`` is false for an
+    estimator that reads the reward's components instead, which nothing shapes and no penalty is taken off.
+    """
+
+    whiten: bool = setting(False, "Whether advantages are brought to mean 0 and variance 1 over the batch.")
+    clip: float | None = setting(
+        None, "Largest size of an advantage, after whitening.", unset="no bound", more_than=0
+    )
+
+    needs_critic: ClassVar[bool] = False
+    needs_greedy_baseline: ClassVar[bool] = False
+    compares_samples: ClassVar[bool] = False
+    reads_rewards: ClassVar[bool] = True
+
+    @abstractmethod
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
+        """Return advantages and returns of every token."""
+
+    def __call__(self, inputs: AdvantageInputs) -> Advantages:
+        """Return what `estimate` does, whitened and clipped as set, and 0 outside the mask."""
+        estimated = self.estimate(inputs)
+        if not isinstance(estimated, tuple) or len(estimated) != 2:
+            raise wrong_result(self, "estimate", _EXPECTED, estimated)
+        for values in estimated:
+            if getattr(values, "shape", None) != inputs.mask.shape:
+                raise wrong_result(self, "estimate", _EXPECTED, values)
+        advantages, returns = estimated
+        if self.whiten:
+            advantages = whiten(advantages, inputs.mask)
+        if self.clip is not None:
+            advantages = advantages.clamp(-self.clip, self.clip)
+        return Advantages(torch.where(inputs.mask, advantages, 0), torch.where(inputs.mask, returns, 0))
+
+
+@dataclass(frozen=True)
+class FunctionAdvantage(Advantage):
+    """Be a function ``(AdvantageInputs) -> Advantages`` of the user's own, without settings."""
+
+    function: Callable[[AdvantageInputs], Advantages] | None = field(default=None, metadata=NO_SETTING)
+
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
+        """Return what the function does."""
+        assert self.function is not None
+        return self.function(inputs)
+
+
+def outcome(inputs: AdvantageInputs, advantages: Tensor) -> Advantages:
+    """Give every response token its row's advantage [B]; such estimators train no critic."""
+    tokens = ragged.broadcast_rows(advantages, inputs.lengths) * inputs.mask
+    return Advantages(tokens, tokens)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Shift and scale masked-in values to mean 0 and variance 1 over the whole batch: [N].
+
+    ``(x - mean) / sqrt(var + 1e-8)`` with the unbiased variance; 0 outside the mask. Fewer than two
+    values cannot be whitened and are returned as they are.
+
+    Source: verl torch_functional.masked_whiten.
+
+    Example:
+        >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()[2]
+        0.0
+    """
+    kept = values[mask]
+    if len(kept) < 2:
+        return torch.where(mask, values, 0)
+    whitened = (values - kept.mean()) * torch.rsqrt(kept.var(correction=1) + 1e-8)
+    return torch.where(mask, whitened, 0)
+
 
 EPSILON = 1e-6
 EPSILON_MEANING = "What is added to the standard deviation before dividing by it."
@@ -61,7 +176,7 @@ class Grpo(GroupAdvantage):
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
         """Return one advantage per row: [B]."""
-        count, mean, std = groups.group_statistics(inputs.rewards, inputs.group, inputs.valid)
+        count, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
         advantages = inputs.rewards - torch.where(count > 1, mean, 0)
         if self.scale_by_std:
             advantages = advantages / (torch.where(count > 1, std, 1) + self.epsilon)
@@ -90,7 +205,7 @@ class GrpoLeaveOneOut(GroupAdvantage):
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
         """Return one advantage per row: [B]."""
-        others, mean, std = groups.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid)
+        others, mean, std = ragged.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid)
         advantages = inputs.rewards - mean
         if self.scale_by_std:
             advantages = torch.where(std > 0, advantages / (std + self.epsilon), advantages)
@@ -117,10 +232,10 @@ class GrpoPassAtK(GroupAdvantage):
     def rows(self, inputs: AdvantageInputs) -> Tensor:
         """Return one advantage per row: [B]."""
         samples = (inputs.rewards, inputs.group, inputs.valid)
-        count, _, std = groups.group_statistics(*samples)
-        largest, second = groups.group_top2(*samples)
+        count, _, std = ragged.group_statistics(*samples)
+        largest, second = ragged.group_top2(*samples)
         lead = torch.where(count > 1, largest - second, 0) / (std + self.epsilon)
-        return torch.where(groups.first_best(*samples), lead, 0)
+        return torch.where(ragged.first_best(*samples), lead, 0)
 
 
 @dataclass(frozen=True)
@@ -139,7 +254,7 @@ class Rloo(GroupAdvantage):
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
         """Return one advantage per row: [B]."""
-        mean = groups.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid).mean
+        mean = ragged.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid).mean
         return torch.where(inputs.valid, inputs.rewards - mean, 0)
 
 
@@ -161,10 +276,10 @@ class Opo(GroupAdvantage):
     def rows(self, inputs: AdvantageInputs) -> Tensor:
         """Return one advantage per row: [B]."""
         rewards, group, valid = inputs.rewards, inputs.group, inputs.valid
-        count, mean, std = groups.group_statistics(rewards, group, valid)
+        count, mean, std = ragged.group_statistics(rewards, group, valid)
         weights = torch.where(valid, inputs.response_lengths.to(rewards.dtype), 0)
-        total = groups.group_sums(weights, group)
-        weighted = groups.group_sums(weights * torch.where(valid, rewards, 0), group) / total.clamp(min=1)
+        total = ragged.group_sums(weights, group)
+        weighted = ragged.group_sums(weights * torch.where(valid, rewards, 0), group) / total.clamp(min=1)
         baseline = torch.where(std == 0, mean, weighted)
         baseline = torch.where((count > 1) & (total > 0), baseline, 0)
         return torch.where(valid, rewards - baseline, 0)
@@ -189,7 +304,7 @@ class Gpg(GroupAdvantage):
     def rows(self, inputs: AdvantageInputs) -> Tensor:
         """Return one advantage per row: [B]."""
         rewards, valid = inputs.rewards, inputs.valid
-        count, mean, _ = groups.group_statistics(rewards, inputs.group, valid)
+        count, mean, _ = ragged.group_statistics(rewards, inputs.group, valid)
         alpha = valid.sum().to(rewards.dtype) / (valid & (rewards != 0)).sum().clamp(min=1)
         centred = rewards - torch.where(count > 1, mean, 0)
         return torch.where(valid, alpha * centred / self.normalizer, 0)

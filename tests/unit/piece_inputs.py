@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algorithms.advantages.advantage import AdvantageInputs
+from megatron_rl.algorithms.advantages import AdvantageInputs
 from megatron_rl.algorithms.ragged import last_masked_token
 from megatron_rl.types import TrainBatch
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_rl.algorithms.advantages.advantage import Advantage, AdvantageInputs, Advantages
-from megatron_rl.algorithms.lazy import ragged, torch
+from megatron_rl.algorithms.advantages import Advantage, AdvantageInputs, Advantages
+from megatron_rl.algorithms.piece import ragged, torch
 from megatron_rl.config.setting import setting
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""Advantage estimators: their form in `advantage`, and the estimators by family."""
