@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from megatron_rl.config.load import changes, dump, without_secrets
 from megatron_rl.config.placement import role_layouts
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.durable import no_space
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError
 from megatron_rl.launcher import report_errors
 from megatron_rl.parallel import device
@@ -124,6 +126,9 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
         report_errors(error)
         _leave(EXIT_BAD_INPUT)
     except BaseException as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            report_errors(no_space(Path(config.run_dir), "what the run writes", str(error)))
+            _leave(EXIT_BAD_INPUT)
         place = describe_rank(config, device.rank())
         print(
             f"\n{place} failed in phase '{phases.current}' of step {phases.step}: "

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import signal
 import sys
 import time
 import traceback
@@ -77,6 +78,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="S")
     parser.add_argument("--out", type=Path, default=Path("runs/campaign"), metavar="DIR")
     options = parser.parse_args(words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is ended
     kinds = list(KINDS) if options.kind == "all" else [options.kind]
     results = {
         kind: run(kind, options.count or KINDS[kind], options.seed, options.out.resolve()) for kind in kinds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_rl.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import write_model
+from test_failures import endless
 
 WORKER = Path(__file__).parent / "workers" / "checkpoint_worker.py"
 TP2PP2 = {"tensor": 2, "pipeline": 2, "sequence_parallel": True}
@@ -200,3 +202,25 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
         read_meta(folder / "step_20")
     with pytest.raises(UserError, match="written by another version"):
         read_meta(folder / "step_10")
+
+
+def test_a_full_disk_is_named_and_costs_no_checkpoint(fork: Any, material: Path, tmp_path: Path) -> None:
+    """As the run's folder grows into a disk that holds its first files, two checkpoints, then everything."""
+    run = tmp_path / "run"
+    run.mkdir()
+    config = endless(tmp_path, material)
+    words = ("steps=4", "checkpoint.every=1", "checkpoint.keep=9", "checkpoint.export=false")
+    words += ("actor.layout.pipeline=1", "rollout.tensor=1")
+    sizes = {"PLACE": str(run), "SIZES": "24 30000 200000"}
+    text = fork(WORKER.with_name("full_disk_train.py"), 1, "train", config, *words, env=sizes).output
+    first, second, third = re.split(r"\d+ KiB: ", text)[:3]
+    told = [line for line in text.splitlines() if "KiB: " in line]
+    assert "the disk is too full" in first and "Traceback" not in first, first
+    assert "the disk is too full for the checkpoint step_3" in second and "Traceback" not in second, second
+    assert str(run) in second and "free some space or set another run_dir" in second
+    assert told[:2] == [
+        "24 KiB: exit code 2, checkpoints []",
+        "30000 KiB: exit code 2, checkpoints ['step_1', 'step_2']",
+    ]
+    assert f"resumed from {run}/checkpoints/step_2 at step 2" in third
+    assert told[2] == "200000 KiB: exit code 0, checkpoints ['step_1', 'step_2', 'step_3', 'step_4']"
