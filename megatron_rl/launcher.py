@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from pathlib import Path
 
 from megatron_rl.errors import UserError, UserErrors, each, numbered
 
+_LOOKS_SECONDS = 1.0
+"""Time between two looks at whether the launcher is still there."""
 PATIENCE = 8.0
 """Seconds that other ranks leave rank 0 to print before they speak for themselves."""
 _FIX = "start with torchrun --nproc-per-node N, which sets it, or remove it for a single process"
@@ -69,6 +73,29 @@ def process_rank() -> int:
     """Return this process's rank, 0 where the launcher states none; for messages, so it never raises."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() else 0
+
+
+def leave_with_launcher() -> None:
+    """End this process soon after the launcher that started it is gone, killed without a word to its ranks.
+
+    Ranks that went on would hold devices and ports and write into a folder that the next job takes for its
+    own. Only torchrun's own ranks are watched: other launchers see to that themselves, and a process that a
+    shell started may outlive it. Call it before anything that takes time: a launcher that is gone by then is
+    not known.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_LOOKS_SECONDS)
+        words = f"\nrank {process_rank()}: the launcher, process {launcher}, is gone: leaving\n"
+        with contextlib.suppress(OSError):
+            os.write(2, words.encode())
+        os._exit(1)
+
+    threading.Thread(target=watch, name="leave_with_launcher", daemon=True).start()
 
 
 def _integer(

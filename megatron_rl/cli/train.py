@@ -8,7 +8,7 @@ import sys
 from megatron_rl.cli.check_text import summary
 from megatron_rl.cli.common import add_config_arguments, checked
 from megatron_rl.errors import numbered
-from megatron_rl.launcher import launch, process_rank
+from megatron_rl.launcher import launch, leave_with_launcher, process_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, then train. Every rank checks the same input before any of them waits for another."""
+    leave_with_launcher()
     report = checked(arguments, launch(joins=True).world_size, job=arguments.command, training=True)
     if report.warnings and process_rank() == 0:
         print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)

@@ -98,7 +98,7 @@ def folder_of_checkpoint(checkpoint: Path) -> RunFolder | None:
 
 def set_aside(path: Path) -> Path | None:
     """Give a file or a directory that is not empty another name, ``NAME.1``, ``NAME.2`` …, and return it."""
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    if not path.exists() or not (any(path.iterdir()) if path.is_dir() else path.stat().st_size):
         return None
     number = 1
     while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():

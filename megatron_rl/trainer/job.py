@@ -25,7 +25,7 @@ from megatron_rl.parallel.exchange import barrier, gather_objects, leave
 from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.run_lock import only_job_in
-from megatron_rl.trainer.stop import Stop, Stopped, leave_with_launcher, report_stop
+from megatron_rl.trainer.stop import Stop, Stopped, report_stop
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,6 @@ def job(config: RunConfig) -> Iterator[Job]:
     A failure of any rank is reported with its rank, role and phase and ends the process, and with it the job.
     Collective over the world.
     """
-    leave_with_launcher()
     phases = Phases()
     folder = RunFolder(config.run_dir).create()
     main = device.rank() == 0

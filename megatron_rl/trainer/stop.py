@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_rl.parallel import device
 from megatron_rl.trainer.loop import Phases
-
-_LOOKS_SECONDS = 1.0
-"""Time between two looks at whether the launcher is still there."""
 
 _SHOWN = 4
 """Calls of the stack that are told: the collective and who asked for it."""
@@ -101,28 +95,6 @@ def report_stop(place: str, phases: Phases, seconds: float) -> Iterator[Stop]:
         listener.join()
         os.close(woken)
         os.close(console)
-
-
-def leave_with_launcher() -> None:
-    """End this process soon after the launcher that started it is gone, killed without a word to its ranks.
-
-    Ranks that went on would hold devices and ports and write into a folder that the next job takes for its
-    own. Only torchrun's own ranks are watched: other launchers see to that themselves, and a process that a
-    shell started may outlive it.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    launcher = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(_LOOKS_SECONDS)
-        words = f"\nrank {device.rank()}: the launcher, process {launcher}, is gone: leaving\n"
-        with contextlib.suppress(OSError):
-            os.write(2, words.encode())
-        os._exit(1)
-
-    threading.Thread(target=watch, name="leave_with_launcher", daemon=True).start()
 
 
 def _words(place: str, phases: Phases, main: int | None) -> str:
