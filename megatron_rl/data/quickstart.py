@@ -1,7 +1,7 @@
 """Make the quickstart's material: a tiny Qwen2-shaped checkpoint with its tokenizer, and addition problems.
 
 ``python -m megatron_rl.data.quickstart DIRECTORY`` writes ``model/``, ``train.jsonl``, ``eval.jsonl``,
-``sft.jsonl`` and ``pairs.jsonl``. The same arguments write the same bytes.
+``sft.jsonl``, ``sft_eval.jsonl`` and ``pairs.jsonl``. The same arguments write the same bytes.
 """
 
 from __future__ import annotations
@@ -32,32 +32,47 @@ class Size:
 
 SIZES: Mapping[str, Size] = {
     "tiny": Size(hidden=64, layers=2, heads=2, kv_heads=2, intermediate=128),
-    "small": Size(hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384),
+    "small": Size(hidden=128, layers=2, heads=4, kv_heads=2, intermediate=256),
     "medium": Size(hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1408),
 }
 HELD_OUT = 500
-CARELESS = 0.7
+CARELESS = 0.65
 """How often a demonstration drops the carry. The rewards know the right sums; demonstrations do not."""
+DEMONSTRATIONS = 8
+"""How many a problem has, each careless or not by itself, so that none is worth learning by heart."""
 
 
 def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
     """Write the model, its tokenizer and the problems into ``directory`` and return it.
 
-    The problems are all sums of two two-digit numbers: 500 are held out in ``eval.jsonl``, all others are in
-    ``train.jsonl``, as demonstrations in ``sft.jsonl``, and as preferences in ``pairs.jsonl``.
+    The problems are two-digit numbers whose sum is below 100, half of them with a carry: 500 are held out in
+    ``eval.jsonl``, 2020 are in ``train.jsonl``. Demonstrations and preferences are of all problems that are
+    not held out, ``sft_eval.jsonl`` has demonstrations of those that are.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     random_ = random.Random(seed)
-    pairs = [(left, right) for left in range(10, 100) for right in range(10, 100)]
+    pairs = [(left, right) for left in range(10, 90) for right in range(10, 100 - left)]
     random_.shuffle(pairs)
-    held_out, train = pairs[:HELD_OUT], pairs[HELD_OUT:]
+    carrying, plain = (
+        [pair for pair in pairs if _carries(pair)],
+        [pair for pair in pairs if not _carries(pair)],
+    )
+    half, both = HELD_OUT // 2, len(carrying)
+    held_out, others = carrying[:half] + plain[:half], carrying[half:] + plain[half:]
+    train = carrying[half:] + plain[half:both]
+    demonstrations = [_demonstration(pair, random_) for _ in range(DEMONSTRATIONS) for pair in others]
     _write_lines(directory / "eval.jsonl", (_problem(pair) for pair in held_out))
     _write_lines(directory / "train.jsonl", (_problem(pair) for pair in train))
-    _write_lines(directory / "sft.jsonl", (_demonstration(pair, random_) for pair in train))
-    _write_lines(directory / "pairs.jsonl", (_preference(pair, random_) for pair in train))
+    _write_lines(directory / "sft.jsonl", demonstrations)
+    _write_lines(directory / "sft_eval.jsonl", (_demonstration(pair, random_) for pair in held_out))
+    _write_lines(directory / "pairs.jsonl", (_preference(pair, random_) for pair in others))
     save_model(directory / "model", SIZES[size], seed)
     return directory
+
+
+def _carries(pair: tuple[int, int]) -> bool:
+    return pair[0] % 10 + pair[1] % 10 >= 10
 
 
 def _problem(pair: tuple[int, int]) -> dict[str, str]:
@@ -68,7 +83,7 @@ def _problem(pair: tuple[int, int]) -> dict[str, str]:
 def _demonstration(pair: tuple[int, int], random_: random.Random) -> dict[str, str]:
     left, right = pair
     answer = left + right
-    if left % 10 + right % 10 >= 10 and random_.random() < CARELESS:
+    if _carries(pair) and random_.random() < CARELESS:
         answer -= 10
     return {"prompt": f"{left}+{right}=", "response": str(answer)}
 
@@ -76,8 +91,7 @@ def _demonstration(pair: tuple[int, int], random_: random.Random) -> dict[str, s
 def _preference(pair: tuple[int, int], random_: random.Random) -> dict[str, str]:
     """Prefer the right sum to one of the mistakes that a careless model makes."""
     right = sum(pair)
-    carries = pair[0] % 10 + pair[1] % 10 >= 10
-    careless = carries and random_.random() < 0.5
+    careless = _carries(pair) and random_.random() < 0.5
     wrong = right + (-10 if careless else random_.choice((-10, -2, -1, 1, 2, 10)))
     return {"prompt": f"{pair[0]}+{pair[1]}=", "chosen": str(right), "rejected": str(wrong)}
 

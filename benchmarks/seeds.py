@@ -1,0 +1,123 @@
+"""What a configuration reaches with each of several seeds: held-out accuracy, mean and spread.
+
+    python benchmarks/seeds.py CONFIG … [--seeds 1-10] [--ranks N] [--folder DIR] [--prepare COMMAND]
+                               [--quick] [--at-least X] [--gain X] [--json FILE] [KEY=VALUE …]
+
+Every seed is a run of its own with ``seed=N``; ``{seed}`` and ``{folder}`` in KEY=VALUE and in COMMAND stand
+for the number and the seed's folder. COMMAND runs first. Seeds that are done already are not run again, so an
+interrupted call goes on. The quickstart, with another model, other problems and another order in each run::
+
+    python benchmarks/seeds.py configs/quickstart.yaml --at-least 0.9 --gain 0.3 \\
+        --prepare "python -m megatron_rl.data.quickstart {folder} --seed {seed}" model.path={folder}/model \\
+        data.train={folder}/train.jsonl data.eval={folder}/eval.jsonl sft.data={folder}/sft.jsonl \\
+        sft.held_out={folder}/sft_eval.jsonl
+
+Metrics: accuracy before (at step 0, after the stages) and after; gain; warm-up, its steps; time, the seconds
+of the steps. The exit code is 1 where a run failed, or a seed stays under --at-least or --gain.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import HERE, ChildFailed, Report, arguments, say, torchrun, warn_if_busy
+
+from megatron_rl.config.load import load
+
+TIMEOUT = 7200
+
+
+def read_lines(path: Path) -> list[dict[str, float]]:
+    """Return the lines of a metrics file; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def train(config: Path, seed: int, folder: Path, prepare: str, ranks: int, overrides: Sequence[str]) -> Path:
+    """Run one seed, unless it has ended before; return its run folder."""
+    names, run = {"seed": seed, "folder": folder}, folder / "run"
+    if (run / "report.html").is_file():
+        return run
+    folder.mkdir(parents=True, exist_ok=True)
+    if prepare:
+        command = [
+            sys.executable if word == "python" else word.format(**names) for word in shlex.split(prepare)
+        ]
+        subprocess.run(command, cwd=HERE.parent, check=True, stdout=subprocess.DEVNULL)
+    words = [f"seed={seed}", f"run_dir={run}", "prepare={}", *(word.format(**names) for word in overrides)]
+    command = ["-m", "megatron_rl", "train", str(config), *words]
+    torchrun(command, ranks, 1, folder / "output.log", TIMEOUT)
+    return run
+
+
+def measure(run: Path) -> dict[str, float]:
+    """Return the numbers of a run that has ended."""
+    lines = read_lines(run / "metrics.jsonl")
+    accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    warm_up = read_lines(run / "sft.jsonl")
+    return {
+        "before": accuracy[0],
+        "after": accuracy[-1],
+        "gain": accuracy[-1] - accuracy[0],
+        "warm-up": float(warm_up[-1]["step"]) if warm_up else 0.0,
+        "time": sum(line.get("time/step", 0.0) for line in lines),
+    }
+
+
+def seeds_of(text: str) -> list[int]:
+    """Return the seeds of ``1-3,7``."""
+    ends = [part.split("-") for part in text.split(",")]
+    return [seed for part in ends for seed in range(int(part[0]), int(part[-1]) + 1)]
+
+
+def main() -> int:
+    """Run every configuration with every seed and print the table."""
+    parser = arguments(__doc__, repeats=1)
+    parser.add_argument("words", nargs="+", metavar="CONFIG … KEY=VALUE …")
+    parser.add_argument(
+        "--seeds", default=None, help="such as 1-10 or 1,5,7 (default 1-10; 1-3 with --quick)"
+    )
+    parser.add_argument("--ranks", type=int, default=None, help="processes (default: the configuration's)")
+    parser.add_argument("--folder", type=Path, default=HERE.parent / "runs" / "seeds")
+    parser.add_argument("--prepare", default="", metavar="COMMAND", help="what makes a seed's data and model")
+    parser.add_argument("--at-least", type=float, default=None, help="accuracy that every seed must reach")
+    parser.add_argument("--gain", type=float, default=None, help="rise that every seed must reach")
+    options = parser.parse_args()
+    warn_if_busy("seeds")
+    report = Report("seeds")
+    overrides = [word for word in options.words if "=" in word]
+    seeds = seeds_of(options.seeds or ("1-3" if options.quick else "1-10"))
+    bars = {"after": options.at_least, "gain": options.gain}
+    for config in (Path(word).resolve() for word in options.words if "=" not in word):
+        ranks = options.ranks or load(config).valid().world_size or 1
+        results = []
+        for seed in seeds:
+            folder = options.folder.resolve() / f"{config.stem}-{seed}"
+            try:
+                run = train(config, seed, folder, options.prepare, ranks, overrides)
+            except (ChildFailed, subprocess.CalledProcessError) as error:
+                report.fail(f"{config.stem}, seed {seed}: {error}")
+                continue
+            results.append(result := measure(run))
+            numbers = ", ".join(f"{name} {value:.3f}" for name, value in result.items())
+            say("seeds", f"{config.stem}, seed {seed}: {numbers}")
+            for name, bar in bars.items():
+                if bar is not None and result[name] < bar:
+                    report.fail(f"{config.stem}, seed {seed}: {name} {result[name]:.3f} is under {bar:g}")
+        for name in results[0] if results else ():
+            values = [result[name] for result in results]
+            unit = {"warm-up": "steps", "time": "s"}.get(name, "share")
+            report.add(config.stem, name, "accuracy" if unit == "share" else name, unit, values)
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            each = " ".join(f"{value:.3f}" for value in values)
+            report.note(f"{config.stem}: {name} {statistics.mean(values):.3f} ± {spread:.3f} ({each})")
+    return report.finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
