@@ -29,6 +29,8 @@ PATIENCE = 600.0
 """Seconds without a sign of life after which a run hangs."""
 LEAVING = 60.0
 """Seconds that the ranks have to end in, on a busy machine, when torchrun is gone."""
+KEPT_BY_TORCH = ("torchelastic_", "torchinductor_")
+"""Folders that torch itself leaves in the temporary one: logs of torchrun, and a cache of each user."""
 STEP_PHASES = ("generate", "reward", "score", "estimate", "learn", "evaluate", "checkpoint", "")
 SIGNALS = {
     "rank": (["SIGKILL", "SIGUSR1"], [9, 1]),
@@ -155,7 +157,7 @@ def try_case(case: Case, work: Path) -> Result:
     if differences:
         return Result("lost", "\n".join([*chain.landed, *differences[:20]]), counts)
     left += [str(path) for path in (folder / "run").rglob("*") if path.suffix in runs.INCOMPLETE]
-    left += [str(path) for path in (folder / "tmp").iterdir() if not path.name.startswith("torchelastic_")]
+    left += [str(path) for path in (folder / "tmp").iterdir() if not path.name.startswith(KEPT_BY_TORCH)]
     left += [name for name in os.listdir("/dev/shm") for pid in chain.launchers if f"-{pid}-" in name]
     if left:
         return Result("left over", "\n".join(left), counts)
