@@ -1,6 +1,6 @@
-"""Hold the promises of a run against many cases that a seed chooses: kills, damages, inputs, rewards, leaks.
+"""Hold the promises of a run against many cases: kills, damages, inputs, rewards, leaks, layouts.
 
-    launch/campaign.sh [kills|damages|inputs|rewards|leaks|all] [--count N] [--seed S] [--out DIR]
+    launch/campaign.sh [kills|damages|inputs|rewards|leaks|layouts|all] [--count N] [--seed S] [--out DIR]
 
 Each kind is a module beside this one with ``cases(seed, count)``, whose first cases are the same for every
 greater count, and ``try_case(case, work)``, which returns a `Result`. A finished case is a line of
@@ -23,7 +23,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-KINDS: Mapping[str, int] = {"damages": 200, "inputs": 1000, "rewards": 120, "leaks": 2000, "kills": 200}
+KINDS: Mapping[str, int] = {
+    "damages": 200, "inputs": 1000, "rewards": 120, "leaks": 2000, "layouts": 2000, "kills": 200,
+}  # fmt: skip
 """What can be tried, in the order of ``all``, and how much of it without ``--count``."""
 
 HELD = "held"
