@@ -1,4 +1,4 @@
-"""Take a step of every family in every product of parallel sizes on four ranks; compare every tensor of it."""
+"""Take a step of every family in every product of parallel sizes on four ranks; compare its every tensor."""
 
 from __future__ import annotations
 

@@ -12,8 +12,6 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import barrier
 from megatron_rl.trainer import job, offline
 
-STEPS = 2
-
 
 def command(*words: str | Path) -> None:
     """Run a command as one process of the job; its exit code must be 0."""
@@ -27,9 +25,9 @@ def journey(folder: Path, experts: bool) -> None:
     before, after = ("expert", "tensor") if experts else ("tensor", "pipeline")
     first, second = f"actor.layout.{before}=2", f"actor.layout.{after}=2"
     command("check", config, first, "--world-size", "2")
-    command("train", config, first, f"steps={STEPS}")
-    command("train", config, second, f"steps={STEPS + 1}")
-    command("export", folder / f"run/checkpoints/step_{STEPS + 1}", "--out", out)
+    command("train", config, first)
+    command("train", config, second, "steps=3")
+    command("export", folder / "run/checkpoints/step_3", "--out", out)
     command("check", config, second, f"model.path={out}", f"run_dir={folder / 'again'}", "--world-size", "2")
 
 

@@ -24,7 +24,7 @@ REWARD = "def score(*, response, **_):\n    return float(len(response) % 3) + 0.
 def sizes(family: str) -> dict[str, Any]:
     if family.startswith("deepseek"):
         return LATENT
-    return {"hidden_size": 128} if family == "phi3" else {"head_dim": 32}
+    return {"hidden_size": 128} if family in ("phi3", "qwen2") else {"head_dim": 32}
 
 
 def workspace(folder: Path, family: str, material: Path) -> None:
@@ -35,6 +35,7 @@ def workspace(folder: Path, family: str, material: Path) -> None:
     (folder / "reward.py").write_text(REWARD)
     config = {
         "run_dir": str(folder / "run"),
+        "steps": 2,
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
         "reward": {"function": f"{folder / 'reward.py'}:score"},
