@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from megatron_rl.check.configuration import check_config as check_config
     from megatron_rl.config.load import load_config as load_config
     from megatron_rl.config.schema import RunConfig as RunConfig
+    from megatron_rl.environments.environment import Environment as Environment
+    from megatron_rl.environments.environment import Episode as Episode
+    from megatron_rl.environments.environment import StepEnvironment as StepEnvironment
+    from megatron_rl.environments.environment import Truncated as Truncated
     from megatron_rl.hybrid_engine.sync import HybridEngine as HybridEngine
     from megatron_rl.metrics import Metrics as Metrics
     from megatron_rl.parallel.groups import ParallelGroups as ParallelGroups
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 # Each public name and the module that defines it; tests/unit/test_architecture.py keeps both lists equal.
 PUBLIC = {
     "Algorithm": "megatron_rl.algorithms",
+    "Environment": "megatron_rl.environments.environment",
+    "Episode": "megatron_rl.environments.environment",
     "HybridEngine": "megatron_rl.hybrid_engine.sync",
     "Metrics": "megatron_rl.metrics",
     "ParallelGroups": "megatron_rl.parallel.groups",
@@ -43,7 +49,9 @@ PUBLIC = {
     "RunConfig": "megatron_rl.config.schema",
     "Sampler": "megatron_rl.rollout.engine",
     "Scores": "megatron_rl.types",
+    "StepEnvironment": "megatron_rl.environments.environment",
     "TrainBatch": "megatron_rl.types",
+    "Truncated": "megatron_rl.environments.environment",
     "WeightStore": "megatron_rl.rollout.engine",
     "build_model": "megatron_rl.parallel.model",
     "check_config": "megatron_rl.check.configuration",

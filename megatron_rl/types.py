@@ -37,11 +37,22 @@ class SamplingParameters(NamedTuple):
 FINISH_STOP = 0
 """The response ended with a stop token."""
 FINISH_LENGTH = 1
-"""The response reached ``max_response_tokens``."""
+"""The response reached ``max_response_tokens``, or the episode its last turn."""
 FINISH_FAILED = 2
-"""The engine failed on this row; the row is invalid everywhere downstream."""
+"""The engine or the environment failed on this row; the row is invalid everywhere downstream."""
 UNFINISHED = 3
 """The response was interrupted and is to be continued; no learner sees such a row."""
+
+
+class Outcome(NamedTuple):
+    """Say what an environment made of an episode: a reward with components, None where others judge, or a
+    ``failure`` by its reason, with a message.
+    """
+
+    reward: float | None = None
+    components: Mapping[str, float] = {}
+    failure: str | None = None
+    message: str = ""
 
 
 def split_rows(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
@@ -71,6 +82,22 @@ def row_counts(mask: Tensor, lengths: Tensor) -> Tensor:
 
 
 _SUPPORT: Mapping[str, str] = {"support": "support_sizes"}
+
+
+def turn_starts(rollouts: Rollouts) -> Tensor:
+    """Return which tokens begin a turn of the policy: [N] bool. A row begins with its prompt."""
+    mask = rollouts.response_mask
+    before = torch.cat([torch.zeros(min(1, len(mask)), dtype=torch.bool), mask[:-1]])
+    return mask & ~before
+
+
+def observed_counts(rollouts: Rollouts) -> Tensor:
+    """Return how many tokens of each row stand behind its first turn and are not the policy's: [B] int64."""
+    starts = turn_starts(rollouts).long().cumsum(0)
+    ends = rollouts.lengths.cumsum(0)
+    earlier = torch.cat([torch.zeros(1, dtype=torch.long), starts])[ends - rollouts.lengths]
+    begun = starts > earlier[row_index(rollouts.lengths)]
+    return row_counts(begun & ~rollouts.response_mask, rollouts.lengths)
 
 
 class _Rows:
@@ -106,7 +133,7 @@ class _Rows:
             changes[name] = None if value is None else value[index]
         for name in self.TUPLE_FIELDS:
             value = getattr(self, name)
-            changes[name] = tuple(value[row] for row in ids)
+            changes[name] = None if value is None else tuple(value[row] for row in ids)
         return replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def to(self, device: torch.device):
@@ -123,7 +150,10 @@ class _Rows:
             values = [getattr(part, name) for part in parts]
             changes[name] = None if values[0] is None else torch.cat(values)
         for name in cls.TUPLE_FIELDS:
-            changes[name] = tuple(item for part in parts for item in getattr(part, name))
+            values = [getattr(part, name) for part in parts]
+            known = [value or (None,) * len(part) for value, part in zip(values, parts, strict=True)]
+            joined = tuple(item for value in known for item in value)
+            changes[name] = None if all(value is None for value in values) else joined
         rest = {f.name: getattr(parts[0], f.name) for f in fields(cls) if f.name not in changes}  # pyright: ignore[reportArgumentType]
         return cls(**changes, **rest)
 
@@ -168,6 +198,9 @@ class Rollouts(_Rows):
     ``support`` [K] int32 has the token ids that top-p, top-k and min-p left to each token, of which
     ``rollout_log_probs`` are the distribution; ``support_sizes`` [N] int32 counts them, 0 where nothing was
     filtered out.
+
+    Where rows are conversations with an environment, what it said lies between the response tokens, and
+    ``outcomes`` are B outcomes, None for rows that have not ended.
     """
 
     tokens: Tensor
@@ -181,10 +214,12 @@ class Rollouts(_Rows):
     token_versions: Tensor | None = None
     support_sizes: Tensor | None = None
     support: Tensor | None = None
+    outcomes: tuple[Outcome | None, ...] | None = None
 
     TOKEN_FIELDS = ("tokens", "response_mask", "rollout_log_probs", "token_versions", "support_sizes")
     ITEM_FIELDS = _SUPPORT
     ROW_FIELDS = ("lengths", "group", "finish_reason", "policy_version", "temperature")
+    TUPLE_FIELDS = ("outcomes",)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megatron_rl.config.placement import role_of
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
+from megatron_rl.environments.hosts import environment_errors
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, read_pretrained
@@ -111,6 +112,8 @@ def check_inputs(check: Inputs) -> None:
         _check_stage_data(check, plan, fields)
     if config.job == TRAIN and check.fine("reward"):
         check.errors.extend(check_reward(config.reward))
+    if config.job == TRAIN and config.rollout.environment is not None and check.fine("rollout.environment"):
+        check.errors.extend(environment_errors(config.rollout.environment))
     if check.fine("run_dir"):
         check.errors.extend(_run_dir(Path(config.run_dir)))
     if config.job == TRAIN and check.fine("checkpoint.resume", "run_dir", "model.path"):

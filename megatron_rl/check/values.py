@@ -47,12 +47,13 @@ def _reward_models(config: RunConfig) -> list[UserError]:
                     fix=f"set {where}.path, or {where}.training to train one from the starting model",
                 )
             )
-    if config.job == TRAIN and config.reward.function is None and not config.reward.models:
+    judges = config.reward.function, config.reward.models, config.rollout.environment
+    if config.job == TRAIN and not any(judges):
         errors.append(
             UserError(
                 "nothing judges the responses",
                 where="reward",
-                expected="reward.function, reward.models, or both",
+                expected="reward.function, reward.models, or an environment that returns rewards",
                 got="neither",
                 fix="for example reward.function=megatron_rl.rewards.arithmetic:exact_match",
             )

@@ -20,7 +20,7 @@ from megatron_rl.config.field_types import (
 )
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.setting import is_setting, setting_of
-from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe
+from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe, named_section
 from megatron_rl.config.unknown import note_unknown
 from megatron_rl.errors import UserError
 
@@ -58,6 +58,7 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
     nested section may differ from the default of its class.
     """
     known = {item.name: item for item in dataclasses.fields(cls) if is_setting(item)}
+    section = _with_rest(known, section)
     for key, node in section.children.items():
         if key not in known:
             everywhere = known_paths(parse.root) if parse.root is not None else []
@@ -85,6 +86,18 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
     return cls(**values)
 
 
+def _with_rest(known: dict[str, dataclasses.Field], section: Section) -> Section:
+    """Return a section whose unknown names stand below the key that takes the rest, if one does."""
+    rest = next((name for name, item in known.items() if setting_of(item).takes_rest), None)
+    unknown = {key: node for key, node in section.children.items() if key not in known}
+    if rest is None or not unknown:
+        return section
+    stated = section.children.get(rest)
+    stated = stated.children if isinstance(stated, Section) else {}
+    children = {key: node for key, node in section.children.items() if key in known}
+    return Section(children | {rest: Section(stated | unknown, section.origin)}, section.origin)
+
+
 def _value(hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse) -> Any:
     entry = entry_class(hint)
     if entry is not None and isinstance(node, Section) and node.children:
@@ -99,6 +112,7 @@ def _value(hint: Any, node: Leaf | Section | None, default: Any, path: str, pars
     if node is None:
         _note_defaults(default, path, parse)
         return default
+    node = named_section(node, path.split(".")) or node
     if isinstance(node, Leaf):
         if node.value is not None and node.value != "None":
             names = ", ".join(item.name for item in dataclasses.fields(section))

@@ -50,7 +50,7 @@ class Setting:
     of bounds. ``at_least`` and ``at_most`` are allowed values, ``more_than`` and ``less_than`` are not.
     ``spelled`` maps other spellings of a choice to it; ``refused`` says of values why they are no choice.
     ``per_task`` marks what a sampling profile may set for one task; a key with ``jobs`` is required for these
-    alone.
+    alone; ``takes_rest`` marks the key of a section that every name not otherwise known there belongs to.
     """
 
     meaning: str
@@ -66,6 +66,7 @@ class Setting:
     advice: str = ""
     example: str = ""
     per_task: bool = False
+    takes_rest: bool = False
     jobs: tuple[str, ...] = ()
     foreign_names: tuple[ForeignName, ...] = ()
     foreign_names_below: tuple[tuple[str, ForeignName], ...] = ()

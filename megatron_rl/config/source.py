@@ -248,11 +248,12 @@ def _set(tree: Section, names: list[str], node: Leaf | Section) -> None:
 
 
 def named_section(node: Leaf | Section | None, path: list[str]) -> Section | None:
-    """Return the section that text stands for as a piece of the algorithm, None for other values.
+    """Return the section that text stands for as a piece of the algorithm or as environment, else None.
 
     ``policy_loss: gspo`` is short for ``policy_loss: {name: gspo}``, also where a setting is laid over it.
     """
-    if len(path) == 2 and path[0] == "algorithm" and isinstance(node, Leaf) and isinstance(node.value, str):
+    named = (len(path) == 2 and path[0] == "algorithm") or path == ["rollout", "environment"]
+    if named and isinstance(node, Leaf) and isinstance(node.value, str) and node.value != "None":
         return Section({"name": node}, node.origin)
     return None
 

@@ -49,6 +49,9 @@ class PromptSource:
         for record in records:
             require_fields(record, (data.prompt_field, data.ground_truth_field), setting)
         texts, tokens = PromptEncoder(tokenizer, data, setting).encode(records)
+        lists = not isinstance(records[0].values[data.prompt_field], str)
+        self.templated = lists if data.chat_template is None else data.chat_template
+        """Whether prompts went through the tokenizer's chat template; the first of them says it for all."""
         lengths = [len(ids) for ids in tokens]
         self._ids, self.length_report = drop_over_long(
             lengths, records, data.max_prompt_tokens, data.over_long, setting

@@ -166,6 +166,18 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
+def share(value: Any, ranks: tuple[int, ...]) -> Any:
+    """Return the small picklable ``value`` of the first of ``ranks``, on all of them.
+
+    Their communicator must exist. Collective over the ranks.
+    """
+    if len(ranks) == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=ranks[0], group=communicator(ranks), device=device.host())
+    return values[0]
+
+
 def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
     """Return the element-wise sum over the group, in place; integers wrap. Collective over the group."""
     dist.all_reduce(values, group=group)

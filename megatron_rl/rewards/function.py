@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,19 +16,18 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.contained.confinement import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
+from megatron_rl.contained.process import ContainedProcess, LoadFailed
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
-from megatron_rl.rewards import worker as protocol
-from megatron_rl.rewards.confinement import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
-from megatron_rl.rewards.process import Answer, WorkerProcess
+from megatron_rl.rewards.worker import Answer, answer_of
 
 TIMEOUT, CRASHED, LIMIT, DISORDER = "timeout", "crashed", "limit", "disorder"
-REASONS = (protocol.EXCEPTION, protocol.NOT_FINITE, protocol.WRONG_TYPE, TIMEOUT, CRASHED, LIMIT, DISORDER)
 CHUNK = 64
 
 
 class Failure(NamedTuple):
-    """Say why the reward of ``row`` is invalid; ``reason`` is one of ``REASONS``."""
+    """Say why the reward of ``row`` is invalid; ``reason`` is one word, such as ``timeout``."""
 
     row: int
     reason: str
@@ -52,10 +52,60 @@ class RewardResult(NamedTuple):
         counts = Counter(failure.reason for failure in self.failures)
         total = float(len(self.valid))
         result = Metrics.mean("reward/invalid", float(len(self.failures)), total)
-        for reason in REASONS:
-            if counts[reason]:
-                result = result + Metrics.mean(f"reward/invalid_{reason}", float(counts[reason]), total)
+        for reason, count in counts.items():
+            result += Metrics.mean(f"reward/invalid_{reason}", float(count), total)
         return result
+
+
+class Worker:
+    """One worker process, the rows it still has to answer and when it began the first of them.
+
+    Samples are numbered over the worker's life, and answers must come in that order.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.config = config
+        self.rows: deque[int] = deque()
+        self.started = time.monotonic()
+        self._asked = self._answered = 0
+        self.process = ContainedProcess("megatron_rl.rewards.worker:serve", asdict(config.limits))
+        self.replies = self.process.replies
+
+    def await_ready(self) -> list[str]:
+        """Wait until the function is loaded, and return what is not enforced; raise UserError if it fails."""
+        try:
+            ready = self.process.load(self.config.function or "", dict(self.config.arguments))
+        except LoadFailed as error:
+            raise UserError(
+                f"the reward function {self.config.function} cannot be loaded"
+                + (f"\n{error.details}" if error.details else ""),
+                where="reward.function",
+                expected="module:function or path/to/file.py:function that can be imported and called",
+                got=error.reason,
+                fix="correct the name, or the error in the module",
+            ) from None
+        self.started = time.monotonic()
+        return [str(item) for item in ready.get("missing", ())]
+
+    def send(self, rows: deque[int], items: list[dict[str, Any]]) -> None:
+        """Give the worker the samples ``rows`` and start its clock."""
+        self.rows = rows
+        self.process.ask([(self._asked + place, items[row]) for place, row in enumerate(rows)])
+        self._asked += len(rows)
+        self.started = time.monotonic()
+
+    def receive(self, outcomes: list[Answer | None]) -> bool:
+        """Store the replies that have arrived; return False when the process has ended or is in disorder."""
+        frames, open_ = self.process.frames()
+        for frame in frames:
+            answer = answer_of(frame) if self.rows and frame.get("sample") == self._answered else None
+            if answer is None:
+                self.process.disorder = f"the worker sent what is no answer to its sample: {frame!r:.200}"
+                break
+            outcomes[self.rows.popleft()] = answer
+            self._answered += 1
+            self.started = time.monotonic()
+        return open_ and self.process.disorder is None
 
 
 class FunctionReward:
@@ -78,11 +128,11 @@ class FunctionReward:
                 got=f"timeout {config.timeout}, workers {config.workers}",
             )
         self.config = config
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[Worker] = []
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
         try:
             for _ in range(config.workers):
-                self._workers.append(WorkerProcess(config))
+                self._workers.append(Worker(config))
             missing = [worker.await_ready() for worker in self._workers]
         except BaseException:
             self.close()
@@ -95,8 +145,12 @@ class FunctionReward:
         responses: Sequence[str],
         ground_truths: Sequence[Any],
         metadata: Sequence[Mapping[str, Any]],
+        known: Mapping[int, Answer] | None = None,
     ) -> RewardResult:
-        """Return rewards, validity, components and failures of B samples, in their order."""
+        """Return rewards, validity, components and failures of B samples, in their order.
+
+        The function is not asked about samples whose answer is ``known``.
+        """
         if not self._finalizer.alive:
             raise RuntimeError("the reward workers are closed")
         items = [
@@ -105,17 +159,16 @@ class FunctionReward:
                 prompts, responses, ground_truths, metadata, strict=True
             )
         ]
-        outcomes: list[Answer | None] = [None] * len(items)
-        size = max(1, min(CHUNK, -(-len(items) // (2 * len(self._workers)))))
-        waiting = deque(
-            deque(range(start, min(start + size, len(items)))) for start in range(0, len(items), size)
-        )
+        outcomes: list[Answer | None] = [(known or {}).get(row) for row in range(len(items))]
+        asked = [row for row, answer in enumerate(outcomes) if answer is None]
+        size = max(1, min(CHUNK, -(-len(asked) // (2 * len(self._workers)))))
+        waiting = deque(deque(asked[start : start + size]) for start in range(0, len(asked), size))
         try:
             self._serve(items, waiting, outcomes)
         except BaseException:  # an interrupted worker may still hold half a chunk
             self.close()
             raise
-        return _result(outcomes)
+        return result_of(outcomes)
 
     def _serve(
         self, items: list[dict[str, Any]], waiting: deque[deque[int]], outcomes: list[Answer | None]
@@ -136,35 +189,39 @@ class FunctionReward:
                         self._replace(selector, key.data, waiting, outcomes, CRASHED)
                 now = time.monotonic()
                 for worker in self._workers:
-                    if worker.rows and now >= worker.started + self.config.timeout and not worker.has_reply():
+                    if (
+                        worker.rows
+                        and now >= worker.started + self.config.timeout
+                        and not worker.process.wait(0)
+                    ):
                         self._replace(selector, worker, waiting, outcomes, TIMEOUT)
 
     def _replace(
         self,
         selector: selectors.BaseSelector,
-        worker: WorkerProcess,
+        worker: Worker,
         waiting: deque[deque[int]],
         outcomes: list[Answer | None],
         reason: str,
     ) -> None:
         selector.unregister(worker.replies)
-        status = worker.kill()
+        status = worker.process.kill()
         if worker.rows:
             outcomes[worker.rows.popleft()] = Answer(*self._why(worker, reason, status))
             if worker.rows:
                 waiting.appendleft(worker.rows)
         place = self._workers.index(worker)
-        self._workers[place] = fresh = WorkerProcess(self.config)
+        self._workers[place] = fresh = Worker(self.config)
         fresh.await_ready()
         selector.register(fresh.replies, selectors.EVENT_READ, fresh)
 
-    def _why(self, worker: WorkerProcess, reason: str, status: int) -> tuple[str, str]:
+    def _why(self, worker: Worker, reason: str, status: int) -> tuple[str, str]:
         """Return the reason and the message of a sample on which a worker had to be replaced."""
         limits = self.config.limits
         if reason == TIMEOUT:
             return TIMEOUT, f"ran longer than {self.config.timeout:g} s"
-        if worker.disorder is not None:
-            return DISORDER, worker.disorder
+        if worker.process.disorder is not None:
+            return DISORDER, worker.process.disorder
         if status == TOO_MANY_PROCESSES:
             return LIMIT, f"started more than {limits.processes} processes (reward.limits.processes)"
         if status == TOO_MUCH_MEMORY:
@@ -205,12 +262,13 @@ def check_spec(spec: str) -> None:
         )
 
 
-def _kill_all(workers: list[WorkerProcess]) -> None:
+def _kill_all(workers: list[Worker]) -> None:
     for worker in workers:
-        worker.kill()
+        worker.process.kill()
 
 
-def _result(outcomes: Sequence[Answer | None]) -> RewardResult:
+def result_of(outcomes: Sequence[Answer | None]) -> RewardResult:
+    """Return the answers to B samples, none of them None, as tensors."""
     rewards = torch.full((len(outcomes),), float("nan"))
     valid = torch.zeros(len(outcomes), dtype=torch.bool)
     components: dict[str, Tensor] = {}

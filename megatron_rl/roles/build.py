@@ -16,9 +16,10 @@ from megatron_rl.config.placement import role_layout, rollout_layout
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans, starting_model
+from megatron_rl.data.chat_format import chat_format
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.parallel import device
-from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.groups import ParallelGroups, communicator
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.model import ParallelModel, build_model
@@ -71,19 +72,19 @@ class Roles:
             yield
 
     def close(self) -> None:
-        """Release the engine and the reward workers."""
+        """Release the engine and the processes of rewards and environments."""
         self.reward.close()
-        if self.rollout.engine is not None:
-            self.rollout.engine.close()
+        self.rollout.close()
 
 
-def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any) -> Roles:
+def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any, *, templated: bool = False) -> Roles:
     """Build every role with its starting weights; the engine's come with the first sync.
 
-    ``config`` is resolved: nothing is left to derive. Collective over the world.
+    ``config`` is resolved: nothing is left to derive. ``templated`` says whether prompts went through the
+    tokenizer's chat template. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
-    rollout = _build_rollout(config)
+    rollout = _build_rollout(config, tokenizer, templated)
     actor = build_actor(config, updates=_updates(config))
     critic = build_critic(config) if algorithm.needs_critic else None
     reference = _build_reference(config) if algorithm.needs_reference else None
@@ -95,13 +96,15 @@ def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any) -> Role
     return roles
 
 
-def build_frozen_roles(config: RunConfig, tokenizer: Any, *, path: str | None) -> Roles:
+def build_frozen_roles(
+    config: RunConfig, tokenizer: Any, *, path: str | None, templated: bool = False
+) -> Roles:
     """Build what evaluation needs: the policy at ``path`` without an optimizer, engine and reward.
 
     Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
-    rollout = _build_rollout(config)
+    rollout = _build_rollout(config, tokenizer, templated)
     layout = role_layout(config.actor.layout, "actor.layout")
     model = build_policy(config, layout, path=path, trainable=False)
     actor = ModelRole(
@@ -122,8 +125,14 @@ def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole) ->
     )
 
 
-def _build_rollout(config: RunConfig) -> RolloutRole:
-    layout = rollout_layout(config.rollout).checked()
+def _build_rollout(config: RunConfig, tokenizer: Any, templated: bool) -> RolloutRole:
+    layout, environment = rollout_layout(config.rollout).checked(), config.rollout.environment
+    communicator(layout.ranks)
+    chat = None
+    if environment is not None:
+        chat = chat_format(tokenizer, templated)
+        for ranks in layout.groups("tensor"):
+            communicator(ranks)
     engine = make_engine(
         config.model.path,
         config.rollout,
@@ -135,7 +144,7 @@ def _build_rollout(config: RunConfig) -> RolloutRole:
     )
     if engine is not None:
         engine.sleep()
-    return RolloutRole(layout, engine, device.rank())
+    return RolloutRole(layout, engine, device.rank(), environment, chat)
 
 
 def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -9,11 +12,14 @@ from torch import Tensor
 
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.parallel.exchange import Members, RowShard
-from megatron_rl.rewards.function import FunctionReward, RewardResult
+from megatron_rl.rewards.function import FunctionReward, RewardResult, result_of
+from megatron_rl.rewards.worker import Answer
 from megatron_rl.roles.model_role import ModelRole
-from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts
+from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts, split_rows
 
 COMPONENT = "component/"
+NO_REWARD = "no_reward"
+_SILENT = "the environment returned no reward, and there is no reward.function and no reward model"
 
 
 class RewardRole:
@@ -22,6 +28,7 @@ class RewardRole:
     def __init__(self, config: RewardConfig, tokenizer: Any) -> None:
         self.weight = config.weight
         self._function = None if config.function is None else FunctionReward(config)
+        self._otherwise = Answer(None, "", 0.0) if config.models else Answer(NO_REWARD, _SILENT)
         self._tokenizer = tokenizer
 
     def infer(
@@ -30,14 +37,17 @@ class RewardRole:
         """Return ``rewards`` (NaN where failed) and ``valid`` of this rank's share of the rows.
 
         A named component stands beside them as ``component/NAME``, NaN where a row has none, so that no name
-        that a function chooses is taken for another field. ``prompts`` has one entry per row. Rows that the
-        engine failed on are invalid without being scored; the result holds what was said of the others.
-        Collective over the members.
+        that a function chooses is taken for another field. ``prompts`` has one entry per row. What an
+        environment rewarded, the function is not asked about. Rows that engine or environment failed on are
+        invalid without being scored; the result holds what was said of the others. Collective over the
+        members.
         """
         rows = range(members.ranks.index(members.rank), len(rollouts), len(members.ranks))
-        scored = [row for row in rows if int(rollouts.finish_reason[row]) != FINISH_FAILED]
-        result = self._score(prompts, rollouts, scored)
-        index = torch.tensor([rows.index(row) for row in scored], dtype=torch.long)
+        known = environments_answers(rollouts)
+        failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
+        judged = [row for row in rows if row in known or not failed[row]]
+        result = self._score(prompts, rollouts, judged, known)
+        index = torch.tensor([rows.index(row) for row in judged], dtype=torch.long)
         rewards = torch.full((len(rows),), float("nan"))
         valid = torch.zeros(len(rows), dtype=torch.bool)
         rewards[index], valid[index] = result.rewards, result.valid
@@ -51,14 +61,18 @@ class RewardRole:
         no_tokens = torch.zeros(len(rows), dtype=torch.long)
         return RowShard(torch.tensor(list(rows), dtype=torch.long), no_tokens, {}, values), result
 
-    def _score(self, prompts: PromptBatch, rollouts: Rollouts, rows: list[int]) -> RewardResult:
-        if self._function is None:  # reward models alone judge
-            return RewardResult(torch.zeros(len(rows)), torch.ones(len(rows), dtype=torch.bool), {}, ())
+    def _score(
+        self, prompts: PromptBatch, rollouts: Rollouts, rows: list[int], known: Mapping[int, Answer]
+    ) -> RewardResult:
+        told = {place: known[row] for place, row in enumerate(rows) if row in known}
+        if self._function is None:
+            return result_of([told.get(place, self._otherwise) for place in range(len(rows))])
         return self._function.score(
             [prompts.prompts[row] for row in rows],
             self.responses(rollouts, rows),
             [prompts.ground_truths[row] for row in rows],
             [prompts.metadata[row] for row in rows],
+            told,
         )
 
     def responses(self, rollouts: Rollouts, rows: Any = None) -> list[str]:
@@ -70,6 +84,22 @@ class RewardRole:
         ids = [tokens[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
         return self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
 
+    def conversations(self, rollouts: Rollouts) -> list[list[dict[str, str]]]:
+        """Return who said what behind each prompt, ``policy`` or ``environment``, with special tokens."""
+        result = []
+        for tokens, mask in zip(
+            split_rows(rollouts.tokens, rollouts.lengths),
+            split_rows(rollouts.response_mask, rollouts.lengths),
+            strict=True,
+        ):
+            runs = groupby(zip(tokens.tolist(), mask.tolist(), strict=True), key=itemgetter(1))
+            spoken = [(policy, [token for token, _ in run]) for policy, run in runs]
+            result.append([
+                {"role": "policy" if policy else "environment", "content": self._tokenizer.decode(ids)}
+                for policy, ids in spoken[1:]
+            ])  # fmt: skip
+        return result
+
     @property
     def not_enforced(self) -> tuple[str, ...]:
         """Return in words what of the reward function's limits this machine does not enforce."""
@@ -79,6 +109,17 @@ class RewardRole:
         """End the worker processes."""
         if self._function is not None:
             self._function.close()
+
+
+def environments_answers(rollouts: Rollouts) -> dict[int, Answer]:
+    """Return what environments say of rows, those left out that they leave to others."""
+    answers = {}
+    for row, outcome in enumerate(rollouts.outcomes or ()):
+        if outcome is not None and outcome.failure is not None:
+            answers[row] = Answer(outcome.failure, outcome.message)
+        elif outcome is not None and outcome.reward is not None:
+            answers[row] = Answer(None, "", outcome.reward, outcome.components)
+    return answers
 
 
 class RewardModel:

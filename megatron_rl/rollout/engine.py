@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -11,38 +13,80 @@ from torch import Tensor
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sampling import Response
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.types import PromptBatch, Rollouts, TensorBox
+from megatron_rl.types import FINISH_FAILED, SamplingParameters, TensorBox
 
 ENGINES = ("vllm", "torch")
 
 
+@dataclass(frozen=True)
+class Request:
+    """Ask for what follows ``tokens``: at most ``limit`` tokens, sampled as ``sampling`` says.
+
+    ``number`` names the request until it is answered. The random numbers are those of the row's ``seed``
+    after ``done`` tokens of the row.
+    """
+
+    number: int
+    tokens: Sequence[int]
+    sampling: SamplingParameters
+    limit: int
+    seed: int
+    done: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Answer a request: the tokens, their log-probs at the sampling temperature, and why they end there.
+
+    A stop token is the last of ``tokens``. Of a failed request (``FINISH_FAILED``) both are empty.
+    ``support`` has the token ids that each token was drawn from, where filters left only some; empty where
+    none did.
+    """
+
+    number: int
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+    finish_reason: int
+    support: Sequence[Sequence[int]] = ()
+
+
+def failed(number: int) -> Completion:
+    """Return the answer of an engine that could not sample."""
+    return Completion(number, (), (), FINISH_FAILED)
+
+
 class Sampler(Protocol):
-    """Sample responses from the weights that are there."""
+    """Answer requests from the weights that are there.
 
-    def generate(self, prompts: PromptBatch, *, seed: int, rows: Sequence[int] | None = None) -> Rollouts:
-        """Sample one response per prompt, in the order given.
+    Every call is collective over the tensor-parallel ranks of one replica, which must make equal calls in an
+    equal order; the answers are equal too. The tokens of an answer depend on its request alone, not on what
+    it is batched with.
+    """
 
-        A row's tokens depend on ``seed`` and its position only, not on what it is batched with.
-        ``rows`` are the positions of these prompts in the global batch (default ``range(len(prompts))``).
-        ``group`` of the result is ``arange(len(prompts))``; the caller knows which prompts are copies.
-        Collective over the tensor-parallel ranks of one replica, which must give equal arguments.
-        Raises RuntimeError while the engine needs weights.
+    @property
+    def max_model_len(self) -> int | None:
+        """Return the most tokens of a request and its answer together, None for no bound."""
+        ...
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """Return a context for `submit` and `step` that leaves the process's random generators untouched.
+
+        Requests that are still open at its end are aborted: nothing of a request stays in the engine while
+        its weights may change. Raises RuntimeError while the engine needs weights.
         """
         ...
 
-    def advance(
-        self, prompts: PromptBatch, begun: Sequence[Response], *, seeds: Sequence[int], tokens: int | None
-    ) -> list[Response]:
-        """Continue one response per prompt and return what was added to each.
+    def submit(self, request: Request) -> None:
+        """Take a request; one that cannot be answered is answered as failed."""
+        ...
 
-        ``begun`` are the responses so far, empty ones to start; each grows by at most ``tokens`` tokens (None
-        for no limit) and is ``UNFINISHED`` where it is then to go on. ``seeds`` are the rows' own, the same
-        for every part of a response. Nothing of a request stays in the engine between two calls, so the
-        weights may change there. Collective over the tensor-parallel ranks of one replica, which must give
-        equal arguments. Raises RuntimeError while the engine needs weights.
-        """
+    def step(self) -> list[Completion]:
+        """Work on the open requests for a while and return the answers that are complete."""
+        ...
+
+    def abort(self, number: int) -> None:
+        """Forget an open request; it is not answered any more."""
         ...
 
 

@@ -1,46 +1,19 @@
-"""The pure parts of sampling, shared by all engines: seeds, filters, draws, and the ragged result."""
+"""The pure parts of sampling, shared by all engines: seeds, filters and draws."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_rl.types import (
-    FINISH_FAILED,
-    FINISH_LENGTH,
-    UNFINISHED,
-    PromptBatch,
-    Rollouts,
-    SamplingParameters,
-)
+from megatron_rl.types import SamplingParameters
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy decoding, as in vLLM."""
 LOWEST_TEMPERATURE = 1e-2
 """Positive temperatures are raised to this, as in vLLM, where smaller ones overflow."""
 _MASK = 2**64 - 1
-
-
-@dataclass(frozen=True)
-class Response:
-    """Hold what an engine sampled for one prompt: tokens, their log-probs, and why it ended there.
-
-    A stop token is the last of ``tokens``. Of a failed row (``FINISH_FAILED``) both are empty. ``support``
-    has the token ids that each token was drawn from, where filters left only some; empty where none did.
-    """
-
-    tokens: Sequence[int]
-    log_probs: Sequence[float]
-    finish_reason: int
-    support: Sequence[Sequence[int]] = ()
-
-
-FAILED = Response((), (), FINISH_FAILED)
-NOTHING = Response((), (), UNFINISHED)
-"""A response of which no token was sampled yet."""
 
 
 def _mix(value: int) -> int:
@@ -57,23 +30,12 @@ def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
 
 
 def part_seed(seed: int, done: int) -> int:
-    """Return the seed of the part of a response that follows its first ``done`` tokens.
+    """Return the seed of what follows the first ``done`` tokens of a row.
 
-    For engines that start a request's random stream anew: the row's own seed would draw the first part's
-    numbers again.
+    For engines that start a request's random stream anew: the row's own seed would draw the
+    first tokens' numbers again.
     """
     return seed if done == 0 else row_seeds(seed, [done])[0]
-
-
-def part_limit(room: int, done: int, tokens: int | None) -> tuple[int, int]:
-    """Return how many tokens to add to ``done`` of ``room``, and why it ends without a stop token.
-
-    Example:
-        >>> part_limit(10, 4, 5), part_limit(10, 8, 5)
-        ((5, 3), (2, 1))
-    """
-    left = room - done
-    return (left, FINISH_LENGTH) if tokens is None or left <= tokens else (tokens, UNFINISHED)
 
 
 def is_greedy(sampling: SamplingParameters) -> bool:
@@ -144,47 +106,3 @@ def draw(logits: Tensor, greedy: Tensor, generators: Sequence[torch.Generator]) 
     target = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
     sampled = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
     return torch.where(greedy, logits.argmax(dim=1), sampled)
-
-
-def to_rollouts(prompts: PromptBatch, responses: Sequence[Response], version: int) -> Rollouts:
-    """Join prompts and responses into ragged rows; ``group`` is ``arange(len(prompts))``.
-
-    ``temperature`` is the one at which the log-probs hold, see `log_prob_temperature`.
-    """
-    sizes: list[Tensor] = []
-    prompt_lengths = prompts.lengths.tolist()
-    tokens: list[Tensor] = []
-    log_probs: list[Tensor] = []
-    mask: list[Tensor] = []
-    for prompt, response in zip(prompts.tokens.split(prompt_lengths), responses, strict=True):
-        count = len(response.tokens)
-        if count != len(response.log_probs):
-            raise ValueError(f"expected one log-prob per token, got {len(response.log_probs)} for {count}")
-        tokens += [prompt, torch.tensor(response.tokens, dtype=torch.int64)]
-        log_probs += [torch.zeros(len(prompt)), torch.tensor(response.log_probs, dtype=torch.float32)]
-        mask += [torch.zeros(len(prompt), dtype=torch.bool), torch.ones(count, dtype=torch.bool)]
-        sizes += [torch.zeros(len(prompt), dtype=torch.int32), support_sizes(response)]
-    count = len(responses)
-    support = [token for response in responses for kept in response.support for token in kept]
-    added = torch.tensor([len(response.tokens) for response in responses], dtype=torch.int64)
-    return Rollouts(
-        tokens=torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64),
-        lengths=prompts.lengths + added,
-        response_mask=torch.cat(mask) if mask else torch.zeros(0, dtype=torch.bool),
-        rollout_log_probs=torch.cat(log_probs) if log_probs else torch.zeros(0),
-        group=torch.arange(count),
-        finish_reason=torch.tensor([response.finish_reason for response in responses], dtype=torch.int64),
-        policy_version=torch.full((count,), version, dtype=torch.int64),
-        temperature=torch.tensor([log_prob_temperature(s) for s in prompts.sampling], dtype=torch.float32),
-        support_sizes=torch.cat(sizes) if sizes else torch.zeros(0, dtype=torch.int32),
-        support=torch.tensor(support, dtype=torch.int32),
-    )
-
-
-def support_sizes(response: Response) -> Tensor:
-    """Return the size of each token's support: [n] int32, 0 where nothing was filtered out."""
-    if not response.support:
-        return torch.zeros(len(response.tokens), dtype=torch.int32)
-    if len(response.support) != len(response.tokens):
-        raise ValueError(f"expected a support per token, got {len(response.support)}")
-    return torch.tensor([len(kept) for kept in response.support], dtype=torch.int32)

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_rl.rollout.engine import Completion, Request, failed
 from megatron_rl.rollout.sampling import (
-    FAILED,
-    NOTHING,
-    Response,
     draw,
     filtered_logits,
     filters,
     is_greedy,
     log_prob_temperature,
-    part_limit,
-    row_seeds,
-    to_rollouts,
     truncates,
 )
 from megatron_rl.shapes.pretrained import read_pretrained
-from megatron_rl.types import FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
+from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, TensorBox
 
 LastLogits = Callable[[Tensor, Tensor], Tensor]
 """``logits(tokens [N], lengths [B]) -> [B, V]``: what follows the last token of each ragged row."""
@@ -134,7 +130,8 @@ class TorchEngine:
         self._decoder = decoder
         self._model = model
         self._tensor_name = tensor_name
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
+        self._open: dict[int, Request] = {}
         self._batch_rows = batch_rows
         self._rank = rank
 
@@ -160,45 +157,31 @@ class TorchEngine:
         """Sample from a callable ``logits(tokens [N], lengths [B]) -> [B, V]``; prefixes are recomputed."""
         return cls(lambda: RecomputingDecoder(logits), **more)
 
-    def generate(self, prompts: PromptBatch, *, seed: int, rows: Sequence[int] | None = None) -> Rollouts:
-        """Sample one response per prompt; see `Sampler.generate`."""
-        seeds = row_seeds(seed, range(len(prompts)) if rows is None else rows)
-        responses = self.advance(prompts, [NOTHING] * len(prompts), seeds=seeds, tokens=None)
-        return to_rollouts(prompts, responses, self.weights_version)
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """See `Sampler.sampling`."""
+        try:
+            yield
+        finally:
+            self._open.clear()
+
+    def submit(self, request: Request) -> None:
+        """Take a request. With unchanged weights an interrupted row goes on as if it had not been."""
+        self._open[request.number] = request
 
     @torch.no_grad()
-    def advance(
-        self, prompts: PromptBatch, begun: Sequence[Response], *, seeds: Sequence[int], tokens: int | None
-    ) -> list[Response]:
-        """Continue one response per prompt; see `Sampler.advance`.
+    def step(self) -> list[Completion]:
+        """Answer up to ``batch_rows`` requests, in the order they came."""
+        batch = list(self._open.values())[: self._batch_rows]
+        possible = [request for request in batch if request.tokens and request.limit > 0]
+        answers = [failed(request.number) for request in batch if request not in possible]
+        for request in batch:
+            del self._open[request.number]
+        return answers + (_decode(self._decoder(), possible) if possible else [])
 
-        With unchanged weights the parts are those of the uninterrupted response, sampled ones too.
-        """
-        texts = [row.tolist() for row in prompts.tokens.split(prompts.lengths.tolist())]
-        responses = [FAILED] * len(texts)
-        possible = [row for row, text in enumerate(texts) if self._room(text, prompts.sampling[row]) > 0]
-        for first in range(0, len(possible), self._batch_rows):
-            batch = possible[first : first + self._batch_rows]
-            done = [len(begun[row].tokens) for row in batch]
-            sampled = _decode(
-                self._decoder(),
-                [[*texts[row], *begun[row].tokens] for row in batch],
-                [prompts.sampling[row] for row in batch],
-                [
-                    part_limit(self._room(texts[row], prompts.sampling[row]), count, tokens)
-                    for row, count in zip(batch, done, strict=True)
-                ],
-                [_stream(seeds[row], count) for row, count in zip(batch, done, strict=True)],
-            )
-            for row, response in zip(batch, sampled, strict=True):
-                responses[row] = response
-        return responses
-
-    def _room(self, prompt: Sequence[int], sampling: SamplingParameters) -> int:
-        room = sampling.max_response_tokens
-        if self._max_model_len is not None:
-            room = min(room, self._max_model_len - len(prompt))
-        return room if prompt else 0
+    def abort(self, number: int) -> None:
+        """Forget an open request."""
+        self._open.pop(number, None)
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the model's weights by transformers' name; biases that balance experts are buffers there."""
@@ -246,33 +229,28 @@ def _checkpoint_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Ten
             yield f"{layer}mlp.experts.{expert}.{half}.weight", part
 
 
-def _decode(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sequence[SamplingParameters],
-    limits: Sequence[tuple[int, int]],
-    generators: Sequence[torch.Generator],
-) -> list[Response]:
-    """Sample all rows to their limits (tokens, finish reason there); rows that are done leave the batch."""
-    tokens: list[list[int]] = [[] for _ in prompts]
-    log_probs: list[list[float]] = [[] for _ in prompts]
-    support: list[list[list[int]]] = [[] for _ in prompts]
-    reasons = [reason for _, reason in limits]
-    active = list(range(len(prompts)))
-    logits = decoder.start(prompts)
+def _decode(decoder: Decoder, requests: Sequence[Request]) -> list[Completion]:
+    """Answer all requests; rows that are done leave the batch."""
+    tokens: list[list[int]] = [[] for _ in requests]
+    log_probs: list[list[float]] = [[] for _ in requests]
+    support: list[list[list[int]]] = [[] for _ in requests]
+    reasons = [FINISH_LENGTH for _ in requests]
+    generators = [_stream(request.seed, request.done) for request in requests]
+    active = list(range(len(requests)))
+    logits = decoder.start([request.tokens for request in requests])
     while active:
-        settings, streams = [sampling[row] for row in active], [generators[row] for row in active]
+        settings, streams = [requests[row].sampling for row in active], [generators[row] for row in active]
         chosen, values, kept = _sample(logits, settings, streams)
         going: list[int] = []
         for index, (token, value) in enumerate(zip(chosen.tolist(), values.tolist(), strict=True)):
             row = active[index]
             tokens[row].append(token)
             log_probs[row].append(value)
-            if truncates(sampling[row]):
+            if truncates(requests[row].sampling):
                 support[row].append(kept[index].nonzero()[:, 0].tolist())
-            if token in sampling[row].stop_token_ids:
+            if token in requests[row].sampling.stop_token_ids:
                 reasons[row] = FINISH_STOP
-            elif len(tokens[row]) < limits[row][0]:
+            elif len(tokens[row]) < requests[row].limit:
                 going.append(index)
         if len(going) < len(active):
             active = [active[index] for index in going]
@@ -281,7 +259,10 @@ def _decode(
             chosen = chosen[going]
         if active:
             logits = decoder.step(chosen)
-    return [Response(*row) for row in zip(tokens, log_probs, reasons, support, strict=True)]
+    return [
+        Completion(request.number, tokens[row], log_probs[row], reasons[row], support[row])
+        for row, request in enumerate(requests)
+    ]
 
 
 def _stream(seed: int, done: int) -> torch.Generator:

@@ -10,8 +10,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import Members
 from megatron_rl.roles.build import Roles
-from megatron_rl.roles.rollout import join
-from megatron_rl.trainer.sample import FUNCTION, judge
+from megatron_rl.trainer.sample import FUNCTION, Pending, gathered, judge, whole
 from megatron_rl.types import PromptBatch, Rollouts
 
 FULL_MARKS = 1.0
@@ -43,8 +42,8 @@ def evaluate(roles: Roles, prompts: PromptBatch, config: RunConfig) -> Evaluatio
     samples = config.evaluation.samples
     everyone = Members()
     with roles.hybrid_engine.generation_mode() as synced:
-        answers = everyone.gather_rows(roles.rollout.infer(prompts, samples, seed=config.seed))
-    rollouts = join(answers, samples)
+        sweep = whole(prompts, samples, config.seed, roles.hybrid_engine.version)
+        rollouts = gathered(roles.rollout, Pending(sweep, roles.rollout.infer(sweep)), everyone)
     rows = prompts.repeat(samples)
     scores, _, _ = judge(roles, rows, rollouts, everyone)
     rewards, valid = scores.rewards, scores.valid

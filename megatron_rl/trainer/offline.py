@@ -36,7 +36,8 @@ def evaluate_checkpoint(config: RunConfig, path: Path, *, trusted: bool = False)
         device.initialize(config.rank_timeout)
         with phases("build"):
             training = is_checkpoint(path)
-            roles = build_frozen_roles(config, tokenizer, path=None if training else str(path))
+            frozen = None if training else str(path)
+            roles = build_frozen_roles(config, tokenizer, path=frozen, templated=source.templated)
             if training:
                 checkpoint.load_model(path, roles.actor.model, trusted=trusted)
         with phases("evaluate"):

@@ -73,9 +73,12 @@ class Run:
         with self.phases("data"):
             self.stage_data = [load_stage_data(config, plan, self.tokenizer) for plan in self.stages]
         with self.phases("build"), self._progress("build models and engine"):
-            self.roles: Roles = build_roles(config, self.algorithm, self.tokenizer)
+            templated = self.prompts.templated
+            self.roles: Roles = build_roles(config, self.algorithm, self.tokenizer, templated=templated)
         for words in self.roles.reward.not_enforced:
             self.job.say(f"warning: reward workers are not contained here: {words}")
+        for words in self.roles.rollout.not_enforced:
+            self.job.say(f"warning: environments are not contained here: {words}")
         self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
         self.ahead = None
         if config.asynchrony.steps_ahead:
@@ -244,11 +247,14 @@ class Run:
         return reasons, examples
 
     def _columns(self, prompts: Any, rollouts: Any) -> dict[str, Any]:
-        return {
+        columns = {
             "prompt": list(prompts.prompts),
             "response": self.roles.reward.responses(rollouts),
             "ground_truth": [str(truth) for truth in prompts.ground_truths],
         }
+        if rollouts.outcomes is not None:
+            columns["conversation"] = self.roles.reward.conversations(rollouts)
+        return columns
 
     def _finish(self) -> None:
         config, model = self.config, self.roles.actor.model

@@ -13,15 +13,20 @@ from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.rewards import count_groups, informative_groups, prompts_to_sample, take_groups
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics, merge
-from megatron_rl.parallel.exchange import Members, RowShard
-from megatron_rl.parallel.groups import communicator
+from megatron_rl.parallel.exchange import Members
 from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import COMPONENT
-from megatron_rl.roles.rollout import join
-from megatron_rl.rollout import partial
-from megatron_rl.rollout.partial import InFlight, Sweep
-from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, Scores, row_counts
+from megatron_rl.roles.rollout import RolloutRole
+from megatron_rl.rollout import episodes
+from megatron_rl.rollout.episodes import Added, Episodes, Sweep
+from megatron_rl.types import (
+    FINISH_FAILED,
+    PromptBatch,
+    Rollouts,
+    Scores,
+    row_counts,
+)
 
 ROUND_CEILING = 4
 """One round of dynamic sampling draws at most this many times the prompts of a step."""
@@ -35,12 +40,11 @@ class StalenessError(RuntimeError):
 
 @dataclass(frozen=True)
 class Pending:
-    """Hold what this rank's engine has sampled, before it is gathered; of over-sampling its ``sweep``."""
+    """Hold what this rank's engine has added to the episodes of ``sweep``, before it is gathered."""
 
-    prompts: PromptBatch
-    shard: RowShard
-    greedy: RowShard | None = None
-    sweep: Sweep | None = None
+    sweep: Sweep
+    added: Added
+    greedy: Pending | None = None
 
 
 @dataclass(frozen=True)
@@ -94,43 +98,38 @@ class RolloutSource:
     responses are then learned from more often.
 
     ``draw(n)`` gives the next n prompts. ``carried``, ``waiting`` and ``informative`` (groups that taught
-    something, groups sampled) are state of the run. Making one is collective over the world.
+    something, groups sampled) are state of the run.
     """
 
     def __init__(
         self, config: RunConfig, roles: Roles, algorithm: Algorithm, draw: Callable[[int], PromptBatch]
     ) -> None:
         self.config, self.roles, self.algorithm, self.draw = config, roles, algorithm, draw
-        self.carried: InFlight | None = None
+        self.carried: Episodes | None = None
         self.waiting: PromptBatch | None = None
         self.informative = (0, 0)
-        communicator(roles.rollout.layout.ranks)
 
     def start(self, wanted: int, seed: int) -> Pending:
         """Sample on the ranks of the rollout; others return at once. Collective over the rollout's ranks."""
-        rollout = self.roles.rollout
-        if self.config.rollout.oversample:
-            tokens = self.config.rollout.round_tokens
-            assert tokens is not None
-            sweep = self._sweep(wanted, seed)
-            return Pending(sweep.flight.prompts, rollout.advance(sweep, tokens), sweep=sweep)
-        prompts = self._prompts(wanted)
-        shard = rollout.infer(prompts, self.config.batch.samples_per_prompt, seed=seed)
-        greedy = None
-        if self.algorithm.needs_greedy_baseline:
-            greedy = rollout.infer(_greedy(prompts), seed=seed)
-        return Pending(prompts, shard, greedy)
+        sweep = self._sweep(wanted, seed)
+        pending = Pending(sweep, self.roles.rollout.infer(sweep))
+        if not self.algorithm.needs_greedy_baseline:
+            return pending
+        greedy = whole(_greedy(sweep.flight.prompts), 1, seed, sweep.version)
+        return replace(pending, greedy=Pending(greedy, self.roles.rollout.infer(greedy)))
 
     def finish(self, pending: Pending, members: Members) -> SampledBatch:
         """Gather what was sampled and keep what is not given away. Collective over the members."""
-        shard = members.gather_rows(pending.shard)
-        if pending.sweep is None:
-            greedy = None if pending.greedy is None else join(members.gather_rows(pending.greedy), 1)
-            rollouts = join(shard, self.config.batch.samples_per_prompt)
-            return SampledBatch(pending.prompts, rollouts, greedy, Metrics())
-        taken, left = partial.settle(pending.sweep, shard)
-        metrics = Metrics.of({
-            "rollout/rounds": float(shard.values["turn"].max()) if len(shard.rows) else 0.0,
+        rollout = self.roles.rollout
+        added = rollout.gather(pending.added, members)
+        taken, left = episodes.settle(pending.sweep, added)
+        metrics = episodes.conversation_metrics(taken.rollouts)
+        if pending.sweep.tokens is None:
+            greedy = None if pending.greedy is None else gathered(rollout, pending.greedy, members)
+            return SampledBatch(taken.prompts, of_one_version(taken.rollouts), greedy, metrics)
+        rounds = added.shard.values["round"]
+        metrics += Metrics.of({
+            "rollout/rounds": float(rounds.max()) if len(rounds) else 0.0,
             "rollout/partial_fraction": partial_fraction(taken.rollouts),
         })  # fmt: skip
         if self.config.rollout.partial:
@@ -155,19 +154,21 @@ class RolloutSource:
     def _sweep(self, wanted: int, seed: int) -> Sweep:
         """Return what was carried with as many new prompts as are to be in flight beside it."""
         version, asynchrony = self.roles.hybrid_engine.version, self.config.asynchrony
+        samples = self.config.batch.samples_per_prompt
+        if not self.config.rollout.oversample:
+            return whole(self._prompts(wanted), samples, seed, version)
         carried, self.carried = self.carried, None
         flights = [carried] if carried is not None and len(carried.prompts) else []
         count = in_flight(wanted, self.config.rollout.oversample) - sum(len(f.prompts) for f in flights)
         if count > 0:
-            samples = self.config.batch.samples_per_prompt
-            flights.append(partial.begin(self._prompts(count), samples, seed, version))
-        flight = partial.join(flights)
+            flights.append(episodes.begin(self._prompts(count), samples, seed, version))
+        flight = episodes.join(flights)
         must = (False,) * len(flight.prompts)
         if self.config.rollout.partial:
             assert asynchrony.max_staleness is not None
             bound = asynchrony.max_staleness
-            must = partial.must_end(flight, version, ahead=asynchrony.steps_ahead, bound=bound)
-        return Sweep(flight, must, wanted, version)
+            must = episodes.must_end(flight, version, ahead=asynchrony.steps_ahead, bound=bound)
+        return Sweep(flight, must, wanted, version, self.config.rollout.round_tokens)
 
     def _prompts(self, count: int) -> PromptBatch:
         """Return ``count`` prompts: those that came back first, then new ones."""
@@ -200,6 +201,23 @@ class RolloutSource:
             self.carried = None
 
 
+def whole(prompts: PromptBatch, samples: int, seed: int, version: int) -> Sweep:
+    """Return the sweep that begins and ends ``samples`` episodes of every prompt."""
+    flight = episodes.begin(prompts, samples, seed, version)
+    return Sweep(flight, (True,) * len(prompts), len(prompts), version)
+
+
+def gathered(rollout: RolloutRole, pending: Pending, members: Members) -> Rollouts:
+    """Return the rows of a sweep that has ended, grouped by prompt. Collective over the members."""
+    taken, _ = episodes.settle(pending.sweep, rollout.gather(pending.added, members))
+    return of_one_version(taken.rollouts)
+
+
+def of_one_version(rollouts: Rollouts) -> Rollouts:
+    """Return rows without a version per token: all are of their row's."""
+    return replace(rollouts, token_versions=None)
+
+
 def in_flight(wanted: int, oversample: float) -> int:
     """Return how many prompts are sampled at once for ``wanted`` complete groups.
 
@@ -215,7 +233,7 @@ def partial_fraction(rollouts: Rollouts) -> float:
     if rollouts.token_versions is None or not len(rollouts):
         return 0.0
     mask = rollouts.response_mask
-    newest = -partial.oldest_versions(-rollouts.token_versions, mask, rollouts.lengths, 0)
+    newest = -episodes.oldest_versions(-rollouts.token_versions, mask, rollouts.lengths, 0)
     return float((newest > rollouts.policy_version).float().mean())
 
 

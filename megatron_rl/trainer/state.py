@@ -11,11 +11,11 @@ from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint
 from megatron_rl.roles.build import Roles
-from megatron_rl.rollout.partial import InFlight
+from megatron_rl.rollout.episodes import Episodes
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
-from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
+from megatron_rl.types import Outcome, PromptBatch, Rollouts, SamplingParameters
 
-TYPES = (PromptBatch, Rollouts, SamplingParameters, InFlight, Metrics)
+TYPES = (PromptBatch, Rollouts, SamplingParameters, Episodes, Outcome, Metrics)
 """Classes of the values in a state; a checkpoint that holds others is not read."""
 
 

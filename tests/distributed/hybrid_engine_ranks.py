@@ -34,6 +34,7 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import shared_bytes
 from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
 from tests.hf_models import make_model
+from tests.sampling import generate
 
 SHAPE = {"hidden_size": 128, "vocab_size": 301, "max_position_embeddings": 512}
 STAGING = 200_000
@@ -183,7 +184,7 @@ def equal_to_own_load(engine: VllmEngine | None, path: Path, ranks: tuple[int, .
     assert expected.keys() == got.keys()
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
-    ours, theirs = engine.generate(prompts(), seed=1), fresh.generate(prompts(), seed=1)
+    ours, theirs = generate(engine, prompts(), seed=1), generate(fresh, prompts(), seed=1)
     assert torch.equal(ours.tokens, theirs.tokens)
     # One of them reads the shared prefix from its cache, which rounds differently.
     torch.testing.assert_close(ours.rollout_log_probs, theirs.rollout_log_probs, atol=1e-5, rtol=0)
@@ -232,7 +233,7 @@ def check_actor(case: Case, actor: Actor, engine: VllmEngine | None, root: Path,
     """The engine holds a model's weights bit by bit, also after they changed, with the least traffic."""
     model = build(case, actor, root)
     hybrid = HybridEngine(model, engine, staging_bytes=STAGING, verify="full")
-    before, synced = generate(case, hybrid, engine)
+    before, synced = synced_answers(case, hybrid, engine)
     if first:
         check_prediction(engine, case.ranks, case.tensor)
     plan = hybrid.plan
@@ -246,7 +247,7 @@ def check_actor(case: Case, actor: Actor, engine: VllmEngine | None, root: Path,
     assert 0 <= synced.values()["reshard/staging_bytes_max"] <= STAGING
     change(model, 1.25)
     hybrid.mark_updated()
-    after, _ = generate(case, hybrid, engine)
+    after, _ = synced_answers(case, hybrid, engine)
     with hybrid.generation_mode() as synced:
         assert hybrid.version == 1 and not synced.values(), "nothing had changed"
     if before is not None and after is not None:
@@ -265,11 +266,13 @@ def check_actor(case: Case, actor: Actor, engine: VllmEngine | None, root: Path,
             check_own_engine(model, engine)
 
 
-def generate(case: Case, hybrid: HybridEngine, engine: VllmEngine | None) -> tuple[Rollouts | None, Metrics]:
+def synced_answers(
+    case: Case, hybrid: HybridEngine, engine: VllmEngine | None
+) -> tuple[Rollouts | None, Metrics]:
     """Bring the engine up to date and let it answer where it should; return also what the sync measured."""
     with hybrid.generation_mode() as synced:
         if engine is not None and case.generates:
-            return engine.generate(prompts(), seed=1), synced
+            return generate(engine, prompts(), seed=1), synced
     return None, synced
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.parallel import device
-from megatron_rl.rollout import partial
-from megatron_rl.rollout.partial import InFlight
+from megatron_rl.rollout.engine import Request
+from megatron_rl.rollout.episodes import Episodes, begin
+from megatron_rl.rollout.sampling import row_seeds
 from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.setup import join_groups
@@ -27,6 +29,7 @@ from megatron_rl.types import (
     SamplingParameters,
     split_rows,
 )
+from tests.sampling import continued, generate
 
 MAX_LEN = 384
 
@@ -56,7 +59,12 @@ SAMPLED = SamplingParameters(temperature=0.8, max_response_tokens=20)
 
 
 def build(
-    path: Path, tensor: int, ranks: tuple[int, ...] | None = None, load: bool = False, **rollout: Any
+    path: Path,
+    tensor: int,
+    ranks: tuple[int, ...] | None = None,
+    load: bool = False,
+    max_model_len: int = MAX_LEN,
+    **rollout: Any,
 ) -> VllmEngine:
     layout = ParallelLayout(ranks or tuple(range(device.world_size())), tensor=tensor)
     return VllmEngine(
@@ -65,7 +73,7 @@ def build(
         layout=layout,
         rank=device.rank(),
         dtype="float32",
-        max_model_len=MAX_LEN,
+        max_model_len=max_model_len,
         load=load,
     )
 
@@ -81,6 +89,12 @@ def write(engine: VllmEngine, path: Path, scale: float = 1.0) -> None:
         parameter = parameters[box.storage]
         target = parameter.as_strided(box.size, box.stride, parameter.storage_offset() + box.offset)
         target.copy_(tensors[box.name][region] * scale)
+
+
+def responses(rollouts: Rollouts) -> list[list[int]]:
+    rows = split_rows(rollouts.tokens, rollouts.lengths)
+    masks = split_rows(rollouts.response_mask, rollouts.lengths)
+    return [row[mask].tolist() for row, mask in zip(rows, masks, strict=True)]
 
 
 def same_weights(left: VllmEngine, right: VllmEngine) -> None:
@@ -135,8 +149,8 @@ def check_family(path: Path, tensor: int) -> None:
     own.close()
     reference = TorchEngine.from_hf(path)
     prompts = make_prompts(random_rows(6, seed=1), GREEDY)
-    result = engine.generate(prompts, seed=1)
-    close_to(result, reference.generate(prompts, seed=1))
+    result = generate(engine, prompts, seed=1)
+    close_to(result, generate(reference, prompts, seed=1))
     assert result.policy_version.tolist() == [3] * 6
     engine.close()
 
@@ -146,27 +160,27 @@ def check_sampling(path: Path) -> None:
     engine, reference = build(path, 2, load=True, min_p=0.1), TorchEngine.from_hf(path)
     rows = random_rows(8, seed=2)
     before = torch.get_rng_state()
-    whole = engine.generate(make_prompts(rows, SAMPLED), seed=5)
+    whole = generate(engine, make_prompts(rows, SAMPLED), seed=5)
     assert torch.equal(before, torch.get_rng_state())
     transformers_agree(reference, whole)
-    assert torch.equal(whole.tokens, engine.generate(make_prompts(rows, SAMPLED), seed=5).tokens)
-    assert not torch.equal(whole.tokens, engine.generate(make_prompts(rows, SAMPLED), seed=6).tokens)
-    part = engine.generate(make_prompts([rows[6], rows[1]], SAMPLED), seed=5, rows=[6, 1])
+    assert torch.equal(whole.tokens, generate(engine, make_prompts(rows, SAMPLED), seed=5).tokens)
+    assert not torch.equal(whole.tokens, generate(engine, make_prompts(rows, SAMPLED), seed=6).tokens)
+    part = generate(engine, make_prompts([rows[6], rows[1]], SAMPLED), seed=5, rows=[6, 1])
     assert torch.equal(part.tokens, whole.rows([6, 1]).tokens)
 
     mixed = [GREEDY, SAMPLED._replace(top_k=3), SAMPLED._replace(top_p=0.5), SAMPLED._replace(top_k=1)] * 2
-    result = engine.generate(make_prompts(rows, *mixed), seed=5)
+    result = generate(engine, make_prompts(rows, *mixed), seed=5)
     assert result.temperature.tolist()[:2] == [1.0, torch.tensor(0.8).item()]
-    greedy = reference.generate(make_prompts(rows, GREEDY), seed=5)
+    greedy = generate(reference, make_prompts(rows, GREEDY), seed=5)
     close_to(result.rows([0, 4]), greedy.rows([0, 4]))
     assert torch.equal(result.rows([3, 7]).tokens, greedy.rows([3, 7]).tokens)
     assert not result.rows([3, 7]).rollout_log_probs.any()  # top-k 1 leaves one token
     mixed = [SAMPLED, SAMPLED._replace(top_k=3), SAMPLED._replace(top_p=0.5), SAMPLED._replace(min_p=0.2)] * 2
-    truncated = engine.generate(make_prompts(rows, *mixed), seed=5)
+    truncated = generate(engine, make_prompts(rows, *mixed), seed=5)
     transformers_agree(reference, truncated)
     assert torch.equal(truncated.rows([0, 4]).tokens, whole.rows([0, 4]).tokens)
     first = in_parts(
-        engine, partial.begin(make_prompts(rows, *mixed), 1, seed=5, version=0), (6, 20), (0, 0)
+        engine, begin(make_prompts(rows, *mixed), 1, seed=5, version=0), (6, 20), (0, 0)
     ).rollouts
     transformers_agree(reference, first)
     sizes = [row[row > 0].float() for row in split_rows(truncated.support_sizes, truncated.lengths)]
@@ -174,17 +188,17 @@ def check_sampling(path: Path) -> None:
     assert float(sizes[1].mean()) == 3 and all(1 < float(sizes[row].mean()) < 100 for row in (2, 3))
 
     stop = int(split_rows(whole.tokens, whole.lengths)[0][len(rows[0]) + 3])
-    ended = engine.generate(make_prompts(rows[:1], SAMPLED._replace(stop_token_ids=(stop,))), seed=5)
+    ended = generate(engine, make_prompts(rows[:1], SAMPLED._replace(stop_token_ids=(stop,))), seed=5)
     assert ended.finish_reason.tolist() == [FINISH_STOP]
     response = ended.tokens[len(rows[0]) :].tolist()
     assert response[-1] == stop and stop not in response[:-1]
     assert response == whole.tokens[len(rows[0]) : len(ended.tokens)].tolist()
 
-    failed = engine.generate(make_prompts([rows[0], [1] * MAX_LEN, [], [1, 301]], SAMPLED), seed=5)
+    failed = generate(engine, make_prompts([rows[0], [1] * MAX_LEN, [], [1, 301]], SAMPLED), seed=5)
     assert failed.finish_reason.tolist()[1:] == [FINISH_FAILED] * 3
     assert failed.lengths.tolist()[1:] == [MAX_LEN, 0, 2]
     assert torch.equal(failed.rows([0]).tokens, whole.rows([0]).tokens)
-    assert len(engine.generate(make_prompts([], SAMPLED), seed=5)) == 0
+    assert len(generate(engine, make_prompts([], SAMPLED), seed=5)) == 0
     engine.close()
 
 
@@ -192,7 +206,7 @@ def check_updates(path: Path) -> None:
     """No weights, no answer; a second update drops the cached prefix of the first."""
     engine = build(path, 2)
     try:
-        engine.generate(make_prompts([[1, 2]], GREEDY), seed=1)
+        generate(engine, make_prompts([[1, 2]], GREEDY), seed=1)
     except RuntimeError as error:
         assert "no weights" in str(error)
     else:
@@ -200,13 +214,13 @@ def check_updates(path: Path) -> None:
     long = make_prompts([torch.arange(300).tolist()], GREEDY)  # several blocks of the prefix cache
     write(engine, path)
     engine.finish_update(1)
-    first = engine.generate(long, seed=1)
+    first = generate(engine, long, seed=1)
     write(engine, path, scale=1.5)
     engine.finish_update(2)
-    second = engine.generate(long, seed=1)
+    second = generate(engine, long, seed=1)
     write(engine, path)
     engine.finish_update(3)
-    third = engine.generate(long, seed=1)
+    third = generate(engine, long, seed=1)
     assert not torch.equal(first.rollout_log_probs, second.rollout_log_probs)
     assert torch.equal(first.tokens, third.tokens)
     assert torch.equal(first.rollout_log_probs, third.rollout_log_probs)
@@ -224,10 +238,10 @@ def check_parts(path: Path) -> None:
     write(engine, path)
     engine.finish_update(1)
     rows = random_rows(5, seed=3)
-    stop = int(engine.generate(make_prompts(rows[:1], GREEDY), seed=1).tokens[-3])
+    stop = int(generate(engine, make_prompts(rows[:1], GREEDY), seed=1).tokens[-3])
     prompts = make_prompts(rows, GREEDY._replace(stop_token_ids=(stop,)))
-    whole = engine.generate(prompts, seed=1)
-    flight = in_parts(engine, partial.begin(prompts, 1, seed=1, version=1), (7, 7, 7), (1, 1, 1))
+    whole = generate(engine, prompts, seed=1)
+    flight = in_parts(engine, begin(prompts, 1, seed=1, version=1), (7, 7, 7), (1, 1, 1))
     close_to(whole, flight.rollouts)
     assert whole.finish_reason.tolist()[0] == FINISH_STOP
 
@@ -235,42 +249,70 @@ def check_parts(path: Path) -> None:
         write(engine, path, scale=1.5)
         engine.finish_update(2)
 
-    mixed = in_parts(engine, partial.begin(prompts, 1, seed=1, version=1), (7, 20), (1, 2), write_two)
-    second = engine.generate(prompts, seed=1)
-    for row, (old, new) in enumerate(zip(flight.responses(range(5)), mixed.responses(range(5)), strict=True)):
-        assert list(old.tokens[:7]) == list(new.tokens[:7])
-        assert mixed.rollouts.token_versions is not None
+    mixed = in_parts(engine, begin(prompts, 1, seed=1, version=1), (7, 20), (1, 2), write_two)
+    second = generate(engine, prompts, seed=1)
+    assert mixed.rollouts.token_versions is not None
+    for row, (old, new) in enumerate(zip(responses(whole), responses(mixed.rollouts), strict=True)):
+        assert old[:7] == new[:7]
         versions = split_rows(mixed.rollouts.token_versions, mixed.rollouts.lengths)[row]
-        assert versions[versions > 0].tolist() == ([1] * 7 + [2] * 20)[: len(new.tokens)]
+        assert versions[versions > 0].tolist() == ([1] * 7 + [2] * 20)[: len(new)]
     assert not torch.equal(mixed.rollouts.tokens, whole.tokens)
     assert not torch.equal(mixed.rollouts.tokens, second.tokens)
     assert mixed.rollouts.policy_version.tolist() == [1] * 5
 
     sampled = make_prompts(rows, SAMPLED)
-    first = in_parts(engine, partial.begin(sampled, 1, seed=4, version=2), (6, 6, 6, 6), (2,) * 4)
-    again = in_parts(engine, partial.begin(sampled, 1, seed=4, version=2), (6, 6, 6, 6), (2,) * 4)
+    first = in_parts(engine, begin(sampled, 1, seed=4, version=2), (6, 6, 6, 6), (2,) * 4)
+    again = in_parts(engine, begin(sampled, 1, seed=4, version=2), (6, 6, 6, 6), (2,) * 4)
     assert torch.equal(first.rollouts.tokens, again.rollouts.tokens)
     engine.close()
 
 
-def in_parts(engine: VllmEngine, flight: InFlight, parts, versions, between=None) -> InFlight:
+def in_parts(engine: VllmEngine, flight: Episodes, parts, versions, between=None) -> Episodes:
     """Advance a flight by parts of so many tokens; ``between`` is called after the first."""
     for count, version in zip(parts, versions, strict=True):
-        rows = flight.open_rows()
-        chosen = flight.groups(rows)
-        seeds = chosen.seeds.tolist()
-        begun = flight.responses(rows)
-        added = engine.advance(chosen.prompts, begun, seeds=seeds, tokens=count)
-        index, reasons = torch.tensor(rows, dtype=torch.long), flight.rollouts.finish_reason.clone()
-        reasons[index] = torch.tensor([part.finish_reason for part in added], dtype=torch.long)
-        counts = torch.zeros(len(reasons), dtype=torch.long)
-        counts[index] = torch.tensor([len(part.tokens) for part in added], dtype=torch.long)
-        more = partial.added_rows(rows, added, [0] * len(rows))
-        flight = partial.extended(flight, counts, more, reasons, version)
+        flight = continued(engine, flight, count, version)
         if between is not None:
             between()
             between = None
     return flight
+
+
+def check_long_prompts(path: Path) -> None:
+    """Prompts of more tokens together than vLLM takes in one step, of which a seeded one would be cut."""
+    engine = build(path, 1, load=True, max_model_len=1024)
+    rows = [
+        torch.randint(0, 300, (900,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(6)
+    ]
+    whole = generate(engine, make_prompts(rows, SAMPLED), seed=5)
+    alone = generate(engine, make_prompts(rows[5:], SAMPLED), seed=5, rows=[5])
+    close_to(whole.rows([5]), alone)
+    transformers_agree(TorchEngine.from_hf(path), whole)
+    engine.close()
+
+
+def check_requests(path: Path) -> None:
+    """An aborted request is not answered and leaves the others as they are; a context ends what is open."""
+    engine = build(path, 2, load=True)
+    rows = random_rows(3, seed=4)
+    whole = generate(engine, make_prompts(rows, SAMPLED), seed=5)
+    seeds = row_seeds(5, range(3))
+    requests = [
+        Request(n, row, SAMPLED, 20, seed) for n, (row, seed) in enumerate(zip(rows, seeds, strict=True))
+    ]
+    answers: dict[int, list[int]] = {}
+    with engine.sampling():
+        for request in requests:
+            engine.submit(request)
+        for _ in range(3):
+            assert engine.step() == []
+        engine.abort(1)
+        while len(answers) < 2:
+            answers |= {answer.number: list(answer.tokens) for answer in engine.step()}
+        engine.submit(replace(requests[1], number=7))
+    assert answers == {n: responses(whole)[n] for n in (0, 2)}
+    again = generate(engine, make_prompts(rows, SAMPLED), seed=5)  # nothing was left running
+    assert torch.equal(again.tokens, whole.tokens)
+    engine.close()
 
 
 def check_replicas(path: Path) -> None:
@@ -279,11 +321,11 @@ def check_replicas(path: Path) -> None:
     engine = build(path, 2, ranks=(3, 1, 0, 2), load=True)
     assert engine.replica == {3: 0, 1: 0, 0: 1, 2: 1}[rank]
     prompts = make_prompts(random_rows(3 + 4 * engine.replica, seed=engine.replica), GREEDY)
-    close_to(engine.generate(prompts, seed=1), reference.generate(prompts, seed=1))
+    close_to(generate(engine, prompts, seed=1), generate(reference, prompts, seed=1))
     head = next(box for box in engine.boxes() if box.name.endswith("q_proj.weight"))
     assert (head.start[0] > 0) == (rank in (1, 2)), (rank, head)
     if engine.replica == 0:  # the other replica is not needed
-        engine.generate(prompts, seed=2)
+        generate(engine, prompts, seed=2)
     engine.close()
 
     layout = ParallelLayout((1, 2), tensor=2)
@@ -291,7 +333,7 @@ def check_replicas(path: Path) -> None:
     if rank in layout.ranks:
         engine = build(path, 2, ranks=layout.ranks, load=True)
         prompts = make_prompts(random_rows(4, seed=7), GREEDY)
-        close_to(engine.generate(prompts, seed=1), reference.generate(prompts, seed=1))
+        close_to(generate(engine, prompts, seed=1), generate(reference, prompts, seed=1))
         engine.close()
     dist.barrier()
 
@@ -307,6 +349,8 @@ def main() -> None:
         check_sampling(Path(paths[0]))
         check_updates(Path(paths[0]))
         check_parts(Path(paths[0]))
+        check_requests(Path(paths[0]))
+        check_long_prompts(Path(paths[0]))
     else:
         check_replicas(Path(paths[0]))
     dist.barrier()

@@ -28,7 +28,7 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "initializer_range": 0.12,
     "tie_word_embeddings": False,
 }

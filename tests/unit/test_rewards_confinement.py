@@ -17,9 +17,9 @@ from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
 from megatron_rl.config.setting import settings
+from megatron_rl.contained import process
 from megatron_rl.errors import UserError
 from megatron_rl.redaction import HIDDEN, is_hidden, is_secret, redacted
-from megatron_rl.rewards import process
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 
 HOSTILE = """
@@ -150,7 +150,7 @@ def one(
         ("many components", "wrong_type: more than 64 components"),
         ("memory", "MemoryError"),
         ("spin", "timeout: ran longer than 1 s"),
-        ("huge_frame", "disorder: the worker announced an answer of"),
+        ("huge_frame", "disorder: the process announced an answer of"),
         ("kill_parent", ""),
     ],
 )
@@ -195,7 +195,7 @@ def test_network_and_files_are_out_of_reach_or_it_is_said(file: str, tmp_path: P
     assert result.valid.tolist() == [False, False, True, True, False]
     assert result.rewards[3] == -1, "the file system was made writable again"
     messages = [failure.message for failure in result.failures]
-    assert "reward.limits.network is false" in messages[0] and "reward.limits.write is false" in messages[1]
+    assert "(limits.network is false)" in messages[0] and "(limits.write is false)" in messages[1]
     assert not target.exists()
 
 

@@ -1,4 +1,4 @@
-"""Row seeds, filters, draws and the ragged result, against their definitions."""
+"""Row seeds, filters and draws, against their definitions."""
 
 from __future__ import annotations
 
@@ -6,38 +6,15 @@ import pytest
 import torch
 
 from megatron_rl.rollout.sampling import (
-    FAILED,
-    Response,
     draw,
     filtered_logits,
     log_prob_temperature,
-    part_limit,
     part_seed,
     row_seeds,
-    to_rollouts,
 )
 from megatron_rl.types import (
-    FINISH_FAILED,
-    FINISH_LENGTH,
-    FINISH_STOP,
-    UNFINISHED,
-    PromptBatch,
     SamplingParameters,
 )
-
-
-def prompts(*rows: list[int], sampling: SamplingParameters | None = None) -> PromptBatch:
-    count = len(rows)
-    return PromptBatch(
-        tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int64),
-        lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
-        prompt_ids=torch.arange(count),
-        tasks=("",) * count,
-        prompts=("",) * count,
-        ground_truths=(None,) * count,
-        metadata=({},) * count,
-        sampling=(sampling or SamplingParameters(),) * count,
-    )
 
 
 def settings(
@@ -58,12 +35,6 @@ def test_parts_of_a_response_draw_from_streams_of_their_own():
     seeds = [part_seed(seed, done) for seed in row_seeds(3, range(100)) for done in range(10)]
     assert len(set(seeds)) == 1000
     assert seeds[::10] == row_seeds(3, range(100))
-
-
-def test_a_part_ends_at_its_limit_or_the_responses():
-    assert part_limit(20, 0, None) == (20, FINISH_LENGTH)
-    assert part_limit(20, 5, 15) == (15, FINISH_LENGTH)
-    assert part_limit(20, 5, 14) == (14, UNFINISHED)
 
 
 def test_temperature_divides():
@@ -126,42 +97,3 @@ def test_log_probs_of_greedy_rows_hold_at_temperature_one():
     assert log_prob_temperature(SamplingParameters(temperature=0.0)) == 1.0
     assert log_prob_temperature(SamplingParameters(temperature=0.6)) == 0.6
     assert log_prob_temperature(SamplingParameters(temperature=0.001)) == 0.01
-
-
-def test_result_is_ragged_and_aligned():
-    batch = prompts([1, 2, 3], [4], [5, 6])
-    responses = [Response([9, 8], [-0.5, -0.25], FINISH_STOP), FAILED, Response([7], [-1.0], FINISH_LENGTH)]
-    result = to_rollouts(batch, responses, version=4)
-    assert result.tokens.tolist() == [1, 2, 3, 9, 8, 4, 5, 6, 7]
-    assert result.lengths.tolist() == [5, 1, 3]
-    assert result.response_mask.tolist() == [False, False, False, True, True, False, False, False, True]
-    assert result.rollout_log_probs.tolist() == [0, 0, 0, -0.5, -0.25, 0, 0, 0, -1.0]
-    assert result.finish_reason.tolist() == [FINISH_STOP, FINISH_FAILED, FINISH_LENGTH]
-    assert result.group.tolist() == [0, 1, 2]
-    assert result.policy_version.tolist() == [4, 4, 4]
-    assert not result.support_sizes.any() and not len(result.support)
-    with pytest.raises(ValueError, match="one log-prob per token"):
-        to_rollouts(prompts([1]), [Response([2], [], FINISH_STOP)], version=0)
-
-
-def test_supports_follow_their_tokens():
-    batch = prompts([1, 2], [3], [4])
-    responses = [
-        Response([9, 8], [-0.5, -0.25], FINISH_STOP, [[9, 7], [8]]),
-        Response([5], [-1.0], FINISH_STOP),
-        Response([6], [0.0], FINISH_STOP, [[4, 5, 6]]),
-    ]
-    result = to_rollouts(batch, responses, version=1)
-    assert result.support_sizes.tolist() == [0, 0, 2, 1, 0, 0, 0, 3]
-    assert result.support.tolist() == [9, 7, 8, 4, 5, 6]
-    chosen = result.rows([2, 0])
-    assert chosen.support_sizes.tolist() == [0, 3, 0, 0, 2, 1]
-    assert chosen.support.tolist() == [4, 5, 6, 9, 7, 8]
-    joined = type(result).concatenate([chosen, result.rows([1])])
-    assert joined.rows([2, 1]).support.tolist() == [9, 7, 8]
-    with pytest.raises(ValueError, match="a support per token"):
-        to_rollouts(prompts([1]), [Response([2, 3], [0.0, 0.0], FINISH_STOP, [[2]])], version=0)
-
-
-def test_no_rows():
-    assert len(to_rollouts(prompts(), [], version=0)) == 0

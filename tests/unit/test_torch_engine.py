@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,19 +10,18 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.weights import view_of
-from megatron_rl.rollout.sampling import NOTHING, Response, row_seeds
+from megatron_rl.rollout.episodes import begin
 from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_LENGTH,
     FINISH_STOP,
-    UNFINISHED,
     PromptBatch,
     Rollouts,
     SamplingParameters,
-    split_rows,
 )
 from tests.hf_models import FAMILIES, save_model
+from tests.sampling import continued, generate
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
 
@@ -87,7 +85,7 @@ def reference_log_probs(model: torch.nn.Module, rollouts: Rollouts) -> torch.Ten
 
 
 def test_greedy_equals_transformers(engine: TorchEngine, model: torch.nn.Module):
-    result = engine.generate(prompts(ROWS, temperature=0.0), seed=1)
+    result = generate(engine, prompts(ROWS, temperature=0.0), seed=1)
     for row, text in zip(result.tokens.split(result.lengths.tolist()), ROWS, strict=True):
         expected = model.generate(torch.tensor([text]), max_new_tokens=12, do_sample=False, eos_token_id=None)
         assert row.tolist() == expected[0].tolist()
@@ -99,7 +97,7 @@ def test_greedy_equals_transformers(engine: TorchEngine, model: torch.nn.Module)
 
 
 def test_sampled_log_probs_hold_at_the_temperature(engine: TorchEngine, model: torch.nn.Module):
-    result = engine.generate(prompts(ROWS, temperature=0.7), seed=2)
+    result = generate(engine, prompts(ROWS, temperature=0.7), seed=2)
     torch.testing.assert_close(
         result.rollout_log_probs[result.response_mask], reference_log_probs(model, result), atol=1e-5, rtol=0
     )
@@ -107,20 +105,20 @@ def test_sampled_log_probs_hold_at_the_temperature(engine: TorchEngine, model: t
 
 
 def test_tokens_depend_on_seed_and_position_alone(engine: TorchEngine):
-    whole = engine.generate(prompts(ROWS), seed=3)
-    again = engine.generate(prompts(ROWS), seed=3)
+    whole = generate(engine, prompts(ROWS), seed=3)
+    again = generate(engine, prompts(ROWS), seed=3)
     assert torch.equal(whole.tokens, again.tokens)
-    part = engine.generate(prompts([ROWS[3], ROWS[1]]), seed=3, rows=[3, 1])
+    part = generate(engine, prompts([ROWS[3], ROWS[1]]), seed=3, rows=[3, 1])
     assert torch.equal(part.tokens, whole.rows([3, 1]).tokens)
-    other = engine.generate(prompts(ROWS), seed=4)
+    other = generate(engine, prompts(ROWS), seed=4)
     assert not torch.equal(whole.tokens, other.tokens)
 
 
 def test_stop_token_ends_and_belongs_to_the_response(engine: TorchEngine):
-    free = engine.generate(prompts(ROWS), seed=5)
+    free = generate(engine, prompts(ROWS), seed=5)
     first = free.rows([0])
     stop = int(first.tokens[len(ROWS[0]) + 4])
-    ended = engine.generate(prompts(ROWS, stop_token_ids=(stop,)), seed=5).rows([0])
+    ended = generate(engine, prompts(ROWS, stop_token_ids=(stop,)), seed=5).rows([0])
     response = ended.tokens[len(ROWS[0]) :].tolist()
     assert response[-1] == stop and stop not in response[:-1]
     assert response == first.tokens[len(ROWS[0]) : len(ended.tokens)].tolist()
@@ -128,11 +126,11 @@ def test_stop_token_ends_and_belongs_to_the_response(engine: TorchEngine):
 
 
 def test_filtered_tokens_are_never_sampled(engine: TorchEngine, model: torch.nn.Module):
-    narrow = engine.generate(prompts(ROWS, top_k=1), seed=6)
-    assert torch.equal(narrow.tokens, engine.generate(prompts(ROWS, temperature=0.0), seed=6).tokens)
+    narrow = generate(engine, prompts(ROWS, top_k=1), seed=6)
+    assert torch.equal(narrow.tokens, generate(engine, prompts(ROWS, temperature=0.0), seed=6).tokens)
     assert not narrow.rollout_log_probs.any()  # a distribution of one token
     assert torch.equal(narrow.support.long(), narrow.tokens[narrow.response_mask])
-    wide = engine.generate(prompts(ROWS, top_p=0.8, min_p=0.02, temperature=0.7), seed=6)
+    wide = generate(engine, prompts(ROWS, top_p=0.8, min_p=0.02, temperature=0.7), seed=6)
     torch.testing.assert_close(
         wide.rollout_log_probs[wide.response_mask], reference_log_probs(model, wide), atol=1e-5, rtol=0
     )
@@ -141,7 +139,7 @@ def test_filtered_tokens_are_never_sampled(engine: TorchEngine, model: torch.nn.
 
 
 def test_over_long_and_empty_prompts_fail_their_row_only(engine: TorchEngine):
-    result = engine.generate(prompts([ROWS[0], [1] * 64, [], [1] * 60]), seed=1)
+    result = generate(engine, prompts([ROWS[0], [1] * 64, [], [1] * 60]), seed=1)
     assert result.finish_reason.tolist() == [FINISH_LENGTH, FINISH_FAILED, FINISH_FAILED, FINISH_LENGTH]
     assert result.lengths.tolist() == [15, 64, 0, 64]
 
@@ -153,20 +151,20 @@ def test_callable_without_cache_samples_the_same(engine: TorchEngine, model: tor
 
     plain = TorchEngine.from_logits(logits, max_model_len=64, batch_rows=3)
     batch = prompts(ROWS, temperature=0.8, top_p=0.9)
-    left, right = plain.generate(batch, seed=8), engine.generate(batch, seed=8)
+    left, right = generate(plain, batch, seed=8), generate(engine, batch, seed=8)
     assert torch.equal(left.tokens, right.tokens)
     torch.testing.assert_close(left.rollout_log_probs, right.rollout_log_probs, atol=1e-5, rtol=0)
 
 
 def test_written_weights_are_taken_into_use(checkpoint: Path):
     engine = TorchEngine.from_hf(checkpoint)
-    before = engine.generate(prompts(ROWS), seed=1)
+    before = generate(engine, prompts(ROWS), seed=1)
     boxes = {box.storage: box for box in engine.boxes()}
     for name, parameter in engine.parameters().items():
         assert boxes[name].size == parameter.shape
         parameter.mul_(1.5)
     engine.finish_update(7)
-    after = engine.generate(prompts(ROWS), seed=1)
+    after = generate(engine, prompts(ROWS), seed=1)
     assert after.policy_version.tolist() == [7] * 4
     assert not torch.equal(before.rollout_log_probs, after.rollout_log_probs)
 
@@ -182,45 +180,31 @@ def test_every_tensor_of_a_checkpoint_lies_in_its_box(family: str, tmp_path: Pat
         assert torch.equal(view, files.read(name, [0] * len(box.size), box.size)), name
 
 
-def advance_to_end(
-    engine: TorchEngine, batch: PromptBatch, seeds: Sequence[int], tokens: int
-) -> list[Response]:
-    begun = [NOTHING] * len(batch)
-    while going := [row for row, part in enumerate(begun) if part.finish_reason == UNFINISHED]:
-        parts = engine.advance(
-            batch.rows(going),
-            [begun[row] for row in going],
-            seeds=[seeds[row] for row in going],
-            tokens=tokens,
-        )
-        for row, part in zip(going, parts, strict=True):
-            before = begun[row]
-            assert 0 < len(part.tokens) <= tokens or part.finish_reason not in (UNFINISHED, FINISH_STOP)
-            begun[row] = Response(
-                [*before.tokens, *part.tokens], [*before.log_probs, *part.log_probs], part.finish_reason
-            )
-    return begun
+def in_parts(engine: TorchEngine, batch: PromptBatch, seed: int, tokens: int) -> Rollouts:
+    flight = begin(batch, 1, seed, -1)
+    while flight.open_rows():
+        before = flight.rollouts.lengths
+        flight = continued(engine, flight, tokens, -1)
+        assert int((flight.rollouts.lengths - before).max()) <= tokens
+    return flight.rollouts
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 12])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_interrupted_responses_equal_uninterrupted_ones(engine, temperature: float, tokens: int):
     stop = int(
-        engine.generate(prompts(ROWS, temperature=temperature), seed=5).rows([0]).tokens[len(ROWS[0]) + 6]
+        generate(engine, prompts(ROWS, temperature=temperature), seed=5).rows([0]).tokens[len(ROWS[0]) + 6]
     )
     batch = prompts(ROWS, temperature=temperature, stop_token_ids=(stop,), max_response_tokens=20)
-    whole = engine.generate(batch, seed=5)
-    parts = advance_to_end(engine, batch, row_seeds(5, range(len(ROWS))), tokens)
-    mask = split_rows(whole.response_mask, whole.lengths)
-    for row, part in enumerate(parts):
-        assert list(part.tokens) == split_rows(whole.tokens, whole.lengths)[row][mask[row]].tolist()
-        expected = split_rows(whole.rollout_log_probs, whole.lengths)[row][mask[row]]
-        torch.testing.assert_close(torch.tensor(part.log_probs), expected, atol=1e-5, rtol=0)
-    assert [part.finish_reason for part in parts] == whole.finish_reason.tolist()
+    whole = generate(engine, batch, seed=5)
+    parts = in_parts(engine, batch, 5, tokens)
+    assert torch.equal(parts.tokens, whole.tokens) and torch.equal(parts.response_mask, whole.response_mask)
+    torch.testing.assert_close(parts.rollout_log_probs, whole.rollout_log_probs, atol=1e-5, rtol=0)
+    assert torch.equal(parts.finish_reason, whole.finish_reason)
     assert {FINISH_STOP, FINISH_LENGTH} >= set(whole.finish_reason.tolist())
 
 
 def test_rows_that_cannot_be_sampled_fail_in_parts_too(engine):
     batch = prompts([ROWS[0], [1] * 64, [], [1] * 60])
-    parts = advance_to_end(engine, batch, row_seeds(1, range(4)), 3)
-    assert [part.finish_reason for part in parts] == engine.generate(batch, seed=1).finish_reason.tolist()
+    parts = in_parts(engine, batch, 1, 3)
+    assert torch.equal(parts.finish_reason, generate(engine, batch, seed=1).finish_reason)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.sections.bounds import LARGE, MOST_SECONDS, MOST_STEPS
+from megatron_rl.config.sections.limits import LimitsConfig
 from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.config.sections.stages import PairsConfig
 from megatron_rl.config.setting import setting
@@ -32,24 +33,14 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
-class RewardLimitsConfig:
+class RewardLimitsConfig(LimitsConfig):
     """Bound what a call of the reward function may use, with all that it starts; else the row is invalid.
 
     A run says at its start which of these the machine's kernel does not enforce.
     """
 
-    memory_gib: float = setting(8.0, "Memory of a worker.", unit="GiB", more_than=0, at_most=1024)
     cpu_seconds: float = setting(
         60.0, "Processor time of a call.", unit="seconds", more_than=0, at_most=MOST_SECONDS
-    )
-    files: int = setting(256, "Files open at once.", unit="files", at_least=16, at_most=2**20)
-    file_gib: float = setting(1.0, "Size of the largest file.", unit="GiB", more_than=0, at_most=1024)
-    processes: int = setting(
-        64, "Processes that a worker may have started.", unit="processes", at_least=0, at_most=4096
-    )
-    network: bool = setting(False, "Let the function reach the network.")
-    write: bool = setting(
-        False, "Let the function write files; without, it has a temporary folder in memory alone."
     )
 
 

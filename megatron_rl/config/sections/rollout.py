@@ -5,11 +5,49 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.sections.bounds import LARGE, MAX_WORLD, MOST_STEPS, MOST_TOKENS
-from megatron_rl.config.setting import setting
+from megatron_rl.config.sections.bounds import LARGE, MAX_WORLD, MOST_SECONDS, MOST_STEPS, MOST_TOKENS
+from megatron_rl.config.sections.limits import LimitsConfig
+from megatron_rl.config.setting import required, setting
 
 _RANKS_LISTED = "ours lists the ranks"
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """Name what the policy talks to, turn by turn; every further key is a setting of that class.
+
+    An episode whose environment fails is invalid, as one whose reward failed is. The limits are of a process
+    and all that it starts; a run says at its start which of them the machine's kernel does not enforce.
+    """
+
+    name: str = required(
+        "A class derived from megatron_rl.Environment: module:Class, or path/to/file.py:Class.",
+        example="my_env.py:Calculator",
+    )
+    max_turns: int = setting(
+        16,
+        "Most turns of the policy; an episode that would go on is truncated.",
+        unit="turns",
+        at_least=1,
+        at_most=MOST_STEPS,
+    )
+    turn_timeout: float = setting(
+        30.0,
+        "Time after which an environment that does not answer a turn has failed.",
+        unit="seconds",
+        more_than=0,
+        at_most=MOST_SECONDS,
+    )
+    workers: int = setting(
+        1,
+        "Processes per engine replica that environments run in.",
+        unit="processes",
+        at_least=1,
+        at_most=1024,
+    )
+    limits: LimitsConfig = setting(LimitsConfig(), "What a process of environments may use.")
+    settings: dict[str, Any] = setting({}, "Settings of the class.", takes_rest=True)
 
 
 @dataclass(frozen=True)
@@ -88,7 +126,7 @@ class RolloutConfig:
     )
     max_response_tokens: int = setting(
         256,
-        "Longest response.",
+        "Longest response; with an environment, all that follows the prompt together.",
         unit="tokens",
         at_least=1,
         at_most=MOST_TOKENS,
@@ -127,6 +165,11 @@ class RolloutConfig:
         unset="an eighth of max_response_tokens",
         at_least=1,
         at_most=MOST_TOKENS,
+    )
+    environment: EnvironmentConfig | None = setting(
+        None,
+        "What the policy talks to: `{name: my_env.py:Calculator, max_turns: 8}`.",
+        unset="none: one turn, a response",
     )
     memory_fraction: float = setting(
         0.6,

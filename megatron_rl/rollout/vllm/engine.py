@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,16 @@ from megatron_rl.check.engine_arguments import check_engine_arguments
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
-from megatron_rl.rollout.sampling import (
-    FAILED,
-    NOTHING,
-    Response,
-    part_limit,
-    part_seed,
-    row_seeds,
-    to_rollouts,
-    truncates,
-)
+from megatron_rl.rollout.engine import Completion, Request, failed
+from megatron_rl.rollout.sampling import part_seed, truncates
 from megatron_rl.rollout.vllm import setup, truncation, weights
 from megatron_rl.rollout.vllm.live import LiveWeights, live_model
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import read_pretrained
-from megatron_rl.types import FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, TensorBox
+from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, TensorBox
+
+_HOST_BATCHED_TOKENS = 4096
+"""vLLM's own default on the host for one step, per tensor-parallel rank."""
 
 
 class VllmEngine:
@@ -61,11 +57,13 @@ class VllmEngine:
     ) -> None:
         self.replica = layout.coordinates(rank).data
         self._path = Path(model_path)
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._sleep_level = sleep_level
         self._truncates = config.truncates
         self._asleep: set[str] = set()
         self._requests = 0
+        self._open: dict[str, tuple[Request, truncation.Support | None]] = {}
+        self._failed: list[Completion] = []
         setup.prepare_vllm()
         arguments = self._arguments(config, layout.tensor, dtype, seed)
         with setup.unchanged_random_state(), setup.layout_as_world(layout):
@@ -98,7 +96,7 @@ class VllmEngine:
             "tensor_parallel_size": tensor,
             "dtype": dtype,
             "seed": seed,
-            "max_model_len": self._max_model_len,
+            "max_model_len": self.max_model_len,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
@@ -106,8 +104,11 @@ class VllmEngine:
             **(truncation.engine_arguments() if self._truncates else {}),
         }
         if device.on_host():
-            size = setup.host_cache_bytes(self._path, tensor, dtype, self._max_model_len)
+            size = setup.host_cache_bytes(self._path, tensor, dtype, self.max_model_len)
             arguments["kv_cache_memory_bytes"] = size
+            # A generator on the host cannot be set back, which vLLM does where a prompt is read in parts.
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(_HOST_BATCHED_TOKENS * tensor, self.max_model_len)
             if model.shape.kv_lora:
                 # Processors with AMX get another backend, which computes with packed copies of the weights
                 # that no write reaches.
@@ -130,70 +131,64 @@ class VllmEngine:
         """Say whether weights must be written before anything can be sampled."""
         return self._live.needs_weights
 
-    def generate(self, prompts: PromptBatch, *, seed: int, rows: Sequence[int] | None = None) -> Rollouts:
-        """Sample one response per prompt of this replica; see `Sampler.generate`.
-
-        Log-probs are those of the distribution that was sampled: at the row's temperature, after top-k
-        and top-p. A prompt that is empty, leaves no room below ``max_model_len`` or has a token outside
-        the vocabulary fails its row.
-        """
-        seeds = row_seeds(seed, range(len(prompts)) if rows is None else rows)
-        responses = self.advance(prompts, [NOTHING] * len(prompts), seeds=seeds, tokens=None)
-        return to_rollouts(prompts, responses, self.weights_version)
-
-    def advance(
-        self, prompts: PromptBatch, begun: Sequence[Response], *, seeds: Sequence[int], tokens: int | None
-    ) -> list[Response]:
-        """Continue one response per prompt; see `Sampler.advance`.
-
-        A part is a request of its own whose prompt ends with the response so far: the prefix cache holds
-        what older parts computed as long as the weights stay. Greedy parts are those of the uninterrupted
-        response; a sampled response depends on where it was interrupted, since vLLM starts each request's
-        random stream anew.
-        """
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Wake the engine for requests; see `Sampler.sampling`."""
         if self.needs_weights:
             raise RuntimeError("the engine has no weights yet: write parameters() and call finish_update")
         self._wake("weights", "kv_cache")
-        texts = [row.tolist() for row in prompts.tokens.split(prompts.lengths.tolist())]
         with setup.unchanged_random_state():
-            return self._run(texts, prompts.sampling, begun, seeds, tokens)
+            try:
+                yield
+            finally:
+                for number in [request.number for request, _ in self._open.values()]:
+                    self.abort(number)
 
-    def _run(
-        self,
-        texts: list[list[int]],
-        sampling: Sequence[SamplingParameters],
-        begun: Sequence[Response],
-        seeds: Sequence[int],
-        tokens: int | None,
-    ) -> list[Response]:
-        engine = self._llm.llm_engine
-        responses = [FAILED] * len(texts)
-        waiting: dict[str, tuple[int, int, truncation.Support | None]] = {}
-        for row, text in enumerate(texts):
-            room = min(sampling[row].max_response_tokens, self._max_model_len - len(text))
-            done = len(begun[row].tokens)
-            if not text or room - done < 1 or max(text) >= self._vocabulary:
-                continue
-            self._requests += 1
-            count, reason = part_limit(room, done, tokens)
-            parameters = _vllm_parameters(sampling[row], count, part_seed(seeds[row], done))
-            request = {"prompt_token_ids": [*text, *begun[row].tokens] if done else text}
-            support = None
-            if self._truncates:
-                support = truncation.add_filters(parameters, sampling[row])
-            elif truncates(sampling[row]):
-                raise ValueError("a request truncates, and the engine's RolloutConfig says that none does")
-            engine.add_request(str(self._requests), request, parameters)
-            waiting[str(self._requests)] = row, reason, support
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    row, reason, support = waiting.pop(output.request_id)
-                    responses[row] = _response(output.outputs[0], reason)
-                    if self._truncates and responses[row].tokens:
-                        tokens_left = truncation.support_of(output.outputs[0], support, sampling[row])
-                        responses[row] = replace(responses[row], support=tokens_left)
-        return responses
+    def submit(self, request: Request) -> None:
+        """Take a request; one that is empty or has a token outside the vocabulary fails.
+
+        Its log-probs are those of the distribution that is sampled: at the temperature, after the filters.
+        The prefix cache holds what earlier requests of a row computed as long as the weights stay.
+        A sampled answer depends on where a row was interrupted, since vLLM starts each request's random
+        stream anew; a greedy one does not.
+        """
+        if not request.tokens or request.limit < 1 or max(request.tokens) >= self._vocabulary:
+            self._failed.append(failed(request.number))
+            return
+        self._requests += 1
+        name = str(self._requests)
+        parameters = _vllm_parameters(request)
+        support = None
+        if self._truncates:
+            support = truncation.add_filters(parameters, request.sampling)
+        elif truncates(request.sampling):
+            raise ValueError("a request truncates, and the engine's RolloutConfig says that none does")
+        prompt = {"prompt_token_ids": list(request.tokens)}
+        self._llm.llm_engine.add_request(name, prompt, parameters)
+        self._open[name] = request, support
+
+    def step(self) -> list[Completion]:
+        """Add a token to every row that vLLM's scheduler runs; return the answers that are complete."""
+        answers, self._failed = self._failed, []
+        if self._open:
+            for output in self._llm.llm_engine.step():
+                if output.finished and output.request_id in self._open:
+                    request, support = self._open.pop(output.request_id)
+                    answer = _completion(request.number, output.outputs[0])
+                    if self._truncates and answer.tokens:
+                        left = truncation.support_of(output.outputs[0], support, request.sampling)
+                        answer = replace(answer, support=left)
+                    answers.append(answer)
+        return answers
+
+    def abort(self, number: int) -> None:
+        """Forget an open request."""
+        self._failed = [answer for answer in self._failed if answer.number != number]
+        for name in [name for name, (request, _) in self._open.items() if request.number == number]:
+            del self._open[name]
+            # One name a call: vLLM frees the blocks of several in the order of a set of strings, which is
+            # another one on each rank.
+            self._llm.llm_engine.abort_request([name])
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the storage of this rank's weights by vLLM's parameter name; see `LiveWeights`."""
@@ -242,15 +237,15 @@ class VllmEngine:
         device.empty_cache()
 
 
-def _vllm_parameters(sampling: SamplingParameters, count: int, seed: int) -> Any:
+def _vllm_parameters(request: Request) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=sampling.temperature,
-        max_tokens=count,
-        stop_token_ids=list(sampling.stop_token_ids),
-        seed=seed,
+        temperature=request.sampling.temperature,
+        max_tokens=request.limit,
+        stop_token_ids=list(request.sampling.stop_token_ids),
+        seed=part_seed(request.seed, request.done),
         ignore_eos=True,  # only the row's own stop tokens end it
         logprobs=0,  # the sampled token's alone
         flat_logprobs=True,
@@ -260,16 +255,16 @@ def _vllm_parameters(sampling: SamplingParameters, count: int, seed: int) -> Any
     )
 
 
-def _response(output: Any, at_limit: int) -> Response:
-    """Take tokens and their log-probs out of vLLM's answer; ``at_limit`` is the reason where it is full."""
-    reason = {"stop": FINISH_STOP, "length": at_limit}.get(output.finish_reason)
+def _completion(number: int, output: Any) -> Completion:
+    """Take tokens and their log-probs out of vLLM's answer."""
+    reason = {"stop": FINISH_STOP, "length": FINISH_LENGTH}.get(output.finish_reason)
     if reason is None or output.logprobs is None or not len(output.token_ids):
-        return FAILED
+        return failed(number)
     # A position holds the sampled token first, and after it whatever else vLLM reports there.
     values = [output.logprobs.logprobs[first] for first in output.logprobs.start_indices]
     if not math.isfinite(sum(values)):
-        return FAILED  # broken logits: whatever was sampled from them is no answer of the policy
-    return Response(output.token_ids, values, reason)
+        return failed(number)  # broken logits: whatever was sampled from them is no answer of the policy
+    return Completion(number, output.token_ids, values, reason)
 
 
 def _refusal(path: Path, config: RolloutConfig, error: Exception) -> UserError:

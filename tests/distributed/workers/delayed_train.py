@@ -14,18 +14,18 @@ from megatron_rl.rollout.torch import TorchEngine
 LONGEST = 0.05
 
 
-def delay_advance() -> None:
-    """Sleep up to ``LONGEST`` seconds before each part of a response."""
+def delay_steps() -> None:
+    """Sleep up to ``LONGEST`` seconds before each step of the engine."""
     source = random.Random(int(os.environ["RANK"]))
-    advance = TorchEngine.advance
+    step = TorchEngine.step
 
     def late(*values: Any, **named: Any) -> Any:
         time.sleep(source.uniform(0, LONGEST))
-        return advance(*values, **named)
+        return step(*values, **named)
 
-    setattr(TorchEngine, "advance", late)
+    setattr(TorchEngine, "step", late)
 
 
 if __name__ == "__main__":
-    delay_advance()
+    delay_steps()
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""Confine a process to what judging a response needs: limits, namespaces, a quiet environment.
+"""Confine a process to what its work needs: limits, namespaces, a quiet environment.
 
-Like the worker process that it serves it needs the standard library alone. The system calls are those of
+Like the process that it serves it needs the standard library alone. The system calls are those of
 Linux; what a kernel does not allow is reported, not assumed.
 """
 

@@ -1,0 +1,226 @@
+"""A process for code that is not trusted with the trainer: how it is started, what is sent, how it ends.
+
+Both ends are here, and need the standard library alone, so a new process is ready in some ten milliseconds
+and has none of the trainer's threads and devices. What it is asked arrives on standard input, as pickles of
+the trainer's own making; what it answers is JSON, since nothing that the code can write there may ever be
+executed. Frames have an 8-byte length.
+
+Two processes share the work. The first watches over limits and the trainer's life, the second, in namespaces
+of its own where the kernel allows that, serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pickle
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_rl.contained.confinement import enter, isolate, quiet_environment, supervise
+from megatron_rl.user_code import load_module
+
+HEADER = struct.Struct("<Q")
+LOAD_FAILED, READY = "load_failed", "ready"
+LOAD_SECONDS = 120.0
+KILL_SECONDS = 5.0
+"""Time that a process's supervisor has to end all that it started."""
+LARGEST_FRAME = 2**24
+"""Bytes of an answer above which the process is taken for broken."""
+LARGEST_MESSAGE = 4000
+"""Characters of an exception's text that are told."""
+
+_START = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from megatron_rl.contained.process import main; main()"
+)
+_PACKAGES = str(Path(__file__).resolve().parents[2])
+_WITHHELD = {errno.EROFS: "limits.write is false", errno.ENETUNREACH: "limits.network is false"}
+
+
+class LoadFailed(Exception):
+    """Say why a process could not load the code that it is to run; ``details`` may be empty."""
+
+    def __init__(self, reason: str, details: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.details = readable(reason), readable(details)
+
+
+class ContainedProcess:
+    """The trainer's end of a process that runs ``serve``, as ``module:function``, within ``limits``.
+
+    ``replies`` is the descriptor to wait for. `disorder` says in words that what arrived is no answer: the
+    process is not to be believed any more.
+    """
+
+    def __init__(self, serve: str, limits: Mapping[str, Any]) -> None:
+        self.disorder: str | None = None
+        self._buffer = bytearray()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _START, _PACKAGES, serve, json.dumps(limits)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=quiet_environment(os.environ),
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._requests = self.process.stdin
+        self.replies = self.process.stdout.fileno()
+        os.set_blocking(self.replies, False)
+
+    def ask(self, request: Any) -> None:
+        """Send a request; a process that has ended is noticed, and named, when its reply is read."""
+        with contextlib.suppress(BrokenPipeError):
+            _write(self._requests, pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def load(self, spec: str, *more: Any) -> dict[str, Any]:
+        """Have the process load ``spec`` with ``more``, and return what it says then; raises LoadFailed."""
+        path = [entry or os.getcwd() for entry in sys.path]
+        path.extend(entry for entry in (os.getcwd(),) if entry not in path)
+        self.ask((path, spec, *more))
+        deadline = time.monotonic() + LOAD_SECONDS
+        frames: list[dict[str, Any]] = []
+        try:
+            while not frames:
+                if not self.wait(max(0.0, deadline - time.monotonic())):
+                    raise LoadFailed(f"still loading after {LOAD_SECONDS:g} s")
+                frames, open_ = self.frames()
+                if not open_ and not frames:
+                    raise LoadFailed(f"its process ended with status {self.kill()} while loading it")
+            if frames[0].get("kind") != READY:
+                raise LoadFailed(str(frames[0].get("error")), str(frames[0].get("details", "")))
+        except LoadFailed:
+            self.kill()
+            raise
+        return frames[0]
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether something arrives, or the process ends, within ``seconds``."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.replies, selectors.EVENT_READ)
+            return bool(selector.select(seconds))
+
+    def frames(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the answers that have arrived, and whether the process still lives."""
+        open_ = True
+        while True:
+            try:
+                data = os.read(self.replies, 1 << 16)
+            except BlockingIOError:
+                break
+            if not data:
+                open_ = False
+                break
+            self._buffer.extend(data)
+        frames: list[dict[str, Any]] = []
+        while len(self._buffer) >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._buffer)
+            if size > LARGEST_FRAME:
+                self.disorder = f"the process announced an answer of {size} bytes"
+                break
+            end = HEADER.size + size
+            if len(self._buffer) < end:
+                break
+            try:
+                frame = json.loads(self._buffer[HEADER.size : end])
+            except (ValueError, RecursionError):
+                frame = None
+            del self._buffer[:end]
+            frames.append(frame if isinstance(frame, dict) else {})
+        return frames, open_
+
+    def kill(self) -> int:
+        """End the process and all it started; return its exit status."""
+        if self.process.poll() is None:
+            self.process.terminate()  # the supervisor knows the descendants, whatever their session
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(KILL_SECONDS)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        status = self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        return status
+
+
+def readable(text: str) -> str:
+    """Return ``text`` with what no file or terminal takes replaced: half a surrogate pair is no character."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _write(stream: IO[bytes], payload: bytes) -> None:
+    stream.write(HEADER.pack(len(payload)) + payload)
+    stream.flush()
+
+
+class Requests:
+    """The process's own end: requests to read and replies to write."""
+
+    def __init__(self, requests: IO[bytes], replies: IO[bytes]) -> None:
+        self._requests, self._replies = requests, replies
+
+    def read(self) -> Any:
+        """Return what the trainer asks next; raise EOFError when it has closed."""
+        header = self._requests.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise EOFError
+        return pickle.loads(self._requests.read(HEADER.unpack(header)[0]))
+
+    def reply(self, value: Mapping[str, Any]) -> None:
+        """Write an answer."""
+        _write(self._replies, json.dumps(value).encode())
+
+    def refuse(self, error: BaseException) -> None:
+        """Say that the code could not be loaded."""
+        details = "".join(traceback.format_exception(error, limit=-2)).strip()
+        self.reply({"kind": LOAD_FAILED, "error": f"{type(error).__name__}: {error}", "details": details})
+
+
+def load(spec: str) -> Any:
+    """Import what ``module:name`` or ``file.py:name`` names; errors tell which part is wrong."""
+    place, _, name = spec.rpartition(":")
+    value: Any = load_module(place)
+    for attribute in name.split("."):
+        value = getattr(value, attribute)
+    if not callable(value):
+        raise TypeError(f"{name} is not callable but {type(value).__name__}")
+    return value
+
+
+def told(error: BaseException) -> str:
+    """Return an exception's text with its last frames, and what it was not allowed."""
+    text = "".join(traceback.format_exception(error, limit=-3)).strip()
+    number = error.errno if isinstance(error, OSError) else None
+    return f"{text}\n({_WITHHELD[number]})" if number in _WITHHELD else text
+
+
+def main() -> None:
+    """Become the supervisor of a process that serves standard input; arguments: serve, limits as JSON."""
+    limits, trainer = json.loads(sys.argv[2]), os.getppid()
+    missing = isolate(limits)
+    worker = os.fork()
+    if worker:
+        # Only the worker's ends tell the trainer of its end.
+        os.close(0)
+        os.close(1)
+        os._exit(supervise(worker, trainer, limits))
+    enter(limits)
+    # Descriptors of our own, which programs that the code starts do not inherit; what the code prints goes
+    # where errors go.
+    requests = Requests(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    load(sys.argv[1])(requests, limits, missing)
+    sys.stdout.flush()
+    os._exit(0)  # threads that the code left running must not keep the process

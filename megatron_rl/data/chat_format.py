@@ -1,0 +1,113 @@
+"""How a conversation goes on as tokens: what follows a turn of the policy, without tokenising it again.
+
+A chat template renders whole conversations, and may render an old turn otherwise than the policy wrote it.
+What stands between a turn and the next one is therefore taken from a conversation made up for the purpose:
+``[user, assistant(SENTINEL), *new]`` is rendered, and what follows the sentinel is the *tail*: the close of
+the turn, the new messages, and the opening of the next turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+SENTINEL = "⸢turn⸣"
+_WHERE = "the chat template of model.path"
+
+
+class ChatFormat(Protocol):
+    """Say which tokens follow a turn of the policy."""
+
+    def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens between a turn and the next, in which ``messages`` are observed.
+
+        ``last`` is the stop token that ended the turn, which the tail does not repeat; None where a limit
+        ended it.
+        """
+        ...
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return what the policy wrote, without special tokens."""
+        ...
+
+
+class PlainText:
+    """Put what is observed behind the turn, as it is: for prompts without a chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer: Any = tokenizer
+
+    def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
+        """See `ChatFormat.extend`."""
+        text = "".join(message["content"] for message in messages)
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """See `ChatFormat.text`."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+
+class ChatTemplate(PlainText):
+    """Put the tail that the tokenizer's chat template makes behind the turn.
+
+    The constructor raises UserError for a template whose tail depends on what was said before, or that has
+    none.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(tokenizer)
+        new = [{"role": "user", "content": "Go on."}]
+        histories = (
+            [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}],
+            [
+                {"role": "user", "content": "c"},
+                {"role": "assistant", "content": "d"},
+                {"role": "user", "content": "e"},
+            ],
+        )
+        tails = {self._tail(new)}
+        for history in histories:
+            with suppress(UserError):  # a template may refuse some roles
+                tails.add(self._tail(new, history))
+        if len(tails) > 1:
+            raise _refused("what follows a turn depends on what was said before", sorted(tails))
+
+    def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
+        """See `ChatFormat.extend`."""
+        tokens = self._tokenizer.encode(self._tail(messages), add_special_tokens=False)
+        return tokens[1:] if tokens and tokens[0] == last else tokens
+
+    def _tail(
+        self, new: Sequence[Message], history: Sequence[Message] = ({"role": "user", "content": "a"},)
+    ) -> str:
+        messages = [*map(dict, history), {"role": "assistant", "content": SENTINEL}, *map(dict, new)]
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise jinja errors of many kinds
+            raise _refused("it refuses a conversation of several turns", [str(error)]) from None
+        before, sentinel, tail = str(text).rpartition(SENTINEL)
+        if not sentinel or SENTINEL in before:
+            raise _refused("it does not show a turn exactly once", [str(text)])
+        return tail
+
+
+def _refused(why: str, got: Sequence[str]) -> UserError:
+    return UserError(
+        f"conversations cannot be made with this chat template: {why}",
+        where=_WHERE,
+        expected="a template that renders each message behind those before",
+        got=" and ".join(repr(text[:80]) for text in got[:2]),
+        fix="give the tokenizer another chat_template, or use strings as prompts (data.chat_template=false)",
+    )
+
+
+def chat_format(tokenizer: PreTrainedTokenizerBase, templated: bool) -> ChatFormat:
+    """Return the format of prompts that went through the tokenizer's chat template, or did not."""
+    return ChatTemplate(tokenizer) if templated else PlainText(tokenizer)

@@ -1,0 +1,198 @@
+"""The process in which environments run: each episode in a thread with an event loop of its own.
+
+So an environment may wait, in async code or not, without keeping another one from its work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+from megatron_rl.config.parse import Parse, parse_section
+from megatron_rl.config.setting import value_errors
+from megatron_rl.config.source import DEFAULT, Leaf, Section
+from megatron_rl.contained.process import READY, Requests, load, told
+from megatron_rl.environments.environment import Environment, Episode, Message, Truncated, WrongUse
+from megatron_rl.errors import UserError, UserErrors, each
+from megatron_rl.rewards.worker import EXCEPTION, SCORED, WRONG_TYPE, failed, scored
+
+START, TURN, END, CANCEL, PING = "start", "turn", "end", "cancel", "ping"
+ASKS, ENDED, CLOSED, LIVES = "asks", "ended", "closed", "lives"
+WHERE = "rollout.environment"
+_THREAD_STACK = 2**20
+
+
+def serve(requests: Requests, _: Mapping[str, Any], missing: list[str]) -> None:
+    """Load the class, say so, and run an environment for every episode that the trainer starts."""
+    path, spec, settings, max_turns = requests.read()
+    sys.path[:] = path
+    threading.stack_size(_THREAD_STACK)
+    try:
+        make = factory(spec, settings)
+    except UserError as error:
+        requests.reply({"kind": READY, "errors": [one.to_json() for one in each(error)]})
+        return
+    except BaseException as error:
+        requests.refuse(error)
+        return
+    requests.reply({"kind": READY, "missing": missing})
+    running: dict[int, _Running] = {}
+    lock = threading.Lock()
+
+    def reply(frame: Mapping[str, Any]) -> None:
+        with lock:
+            requests.reply(frame)
+
+    while True:
+        try:
+            kind, number, *more = requests.read()
+        except EOFError:
+            return
+        if kind == PING:
+            reply({"kind": LIVES})
+        elif kind == START:
+            running[number] = _Running(number, make, max_turns, reply, *more)
+        elif kind == CANCEL:
+            running.pop(number).cancel()
+        else:
+            running[number].answer(Message(*more) if kind == TURN else Truncated("no room is left"))
+
+
+def factory(spec: str, settings: Mapping[str, Any]) -> Callable[[], Environment]:
+    """Return what makes an environment of the class ``spec`` with ``settings``; raises UserError."""
+    cls = load(spec)
+    if not (isinstance(cls, type) and issubclass(cls, Environment)):
+        raise UserError(
+            f"{spec} is no environment",
+            where=f"{WHERE}.name",
+            expected="a class derived from megatron_rl.Environment or megatron_rl.StepEnvironment",
+            got=f"{type(cls).__name__} {getattr(cls, '__name__', '')}".strip(),
+            fix="derive the class from one of them",
+        )
+    if not inspect.iscoroutinefunction(cls.run):
+        raise UserError(
+            f"{spec}.run is not async",
+            where=f"{WHERE}.name",
+            expected="async def run(self, episode)",
+            got="def run",
+            fix="write async def, and await episode.generate()",
+        )
+    values = dict(settings)
+    if is_dataclass(cls):
+        parse = Parse()
+        section = Section({name: Leaf(value, DEFAULT) for name, value in settings.items()})
+        made = parse_section(cls, section, parse, WHERE)
+        errors = parse.errors or value_errors(made, WHERE)
+        if errors:
+            raise UserErrors(errors)
+        values = {name: getattr(made, name) for name in settings}
+    try:
+        cls(**values)
+    except TypeError as error:
+        raise UserError(
+            f"{spec} cannot be made of its settings",
+            where=WHERE,
+            expected=f"settings for {cls.__name__}{inspect.signature(cls)}",
+            got=str(error),
+            fix="correct the settings or the class",
+        ) from None
+    return lambda: cls(**values)
+
+
+class _Running:
+    """One episode: its thread, and where its turns come from."""
+
+    def __init__(
+        self,
+        number: int,
+        make: Callable[[], Environment],
+        max_turns: int,
+        reply: Callable[[Mapping[str, Any]], None],
+        values: Mapping[str, Any],
+    ) -> None:
+        self._number, self._make, self._left, self._reply = number, make, max_turns, reply
+        self._episode = Episode(**values, turns=self._turn)
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task | None = None
+        self._waiting: asyncio.Future | None = None
+        self._started = threading.Event()
+        threading.Thread(target=self._live, daemon=True).start()
+
+    def answer(self, value: Message | Truncated) -> None:
+        """Hand over the turn that the environment waits for, or that there is none."""
+
+        def hand_over() -> None:
+            waiting = self._waiting
+            if waiting is not None and not waiting.done():
+                if isinstance(value, Truncated):
+                    waiting.set_exception(value)
+                else:
+                    waiting.set_result(value)
+
+        self._call(hand_over)
+
+    def cancel(self) -> None:
+        """End the environment where it waits; its thread answers that it is closed."""
+        self._started.wait()
+        task = self._task
+        assert task is not None
+        self._call(task.cancel)
+
+    def _call(self, function: Callable[[], Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            self._loop.call_soon_threadsafe(function)
+
+    async def _turn(self, observed: list[dict[str, str]], limit: int | None) -> Message:
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise WrongUse(f"expected a limit of one token or more, got {limit!r:.40}")
+        if self._waiting is not None and not self._waiting.done():
+            raise WrongUse("generate() was called while another turn of the episode is awaited")
+        if self._waiting is not None and self._waiting.cancelled():
+            raise WrongUse("generate() was called after a turn that was given up")
+        if self._waiting is not None and not observed:
+            raise WrongUse("generate() was called twice with nothing observed in between")
+        if self._waiting is None and observed:
+            raise WrongUse("something was observed before the policy's first turn: the prompt comes first")
+        if not self._left:
+            raise Truncated("the episode had all its turns")
+        self._left -= 1
+        self._waiting = self._loop.create_future()
+        self._send({"kind": ASKS, "messages": observed, "limit": limit})
+        return await self._waiting
+
+    def _send(self, frame: Mapping[str, Any]) -> None:
+        self._reply({"episode": self._number, **frame})
+
+    def _live(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._run())
+        finally:
+            self._send({"kind": CLOSED})
+            self._loop.close()
+
+    async def _run(self) -> None:
+        self._task = asyncio.current_task()
+        self._started.set()
+        try:
+            try:
+                reward = await self._make().run(self._episode)
+            except Truncated:
+                reward = None
+            answer = (
+                scored(reward) if reward is not None else {"kind": SCORED, "reward": None, "components": {}}
+            )
+        except asyncio.CancelledError:
+            return
+        except WrongUse as error:
+            answer = failed(WRONG_TYPE, str(error))
+        except BaseException as error:  # an environment that calls sys.exit must not end the others
+            answer = failed(EXCEPTION, told(error))
+        answer["result"] = answer.pop("kind")
+        self._send({"kind": ENDED, "truncated": self._episode.truncated, **answer})

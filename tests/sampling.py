@@ -1,0 +1,42 @@
+"""Responses from one replica, for tests that have an engine in their hands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron_rl.rollout.engine import Sampler
+from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, begin, extended, rows_of, settle
+from megatron_rl.rollout.sampling import row_seeds
+from megatron_rl.rollout.turns import SingleTurns, drive
+from megatron_rl.types import PromptBatch, Rollouts
+
+
+def generate(
+    engine: Sampler, prompts: PromptBatch, *, seed: int, rows: Sequence[int] | None = None
+) -> Rollouts:
+    """Sample one response per prompt; ``rows`` are their positions in the global batch."""
+    version = engine.weights_version  # pyright: ignore[reportAttributeAccessIssue]
+    flight = begin(prompts, 1, seed, version)
+    if rows is not None:
+        flight = replace(flight, seeds=torch.tensor(row_seeds(seed, rows)))
+    count = len(prompts)
+    sweep = Sweep(flight, (True,) * count, count, version)
+    added = advanced(engine, flight, None)
+    return settle(sweep, added)[0].rollouts
+
+
+def continued(engine: Sampler, flight: Episodes, tokens: int, version: int) -> Episodes:
+    """Add up to ``tokens`` tokens to every row that goes on."""
+    return extended(flight, advanced(engine, flight, tokens), version)
+
+
+def advanced(engine: Sampler, flight: Episodes, tokens: int | None) -> Added:
+    """Return up to ``tokens`` tokens for every row that goes on."""
+    numbers = flight.open_rows()
+    prompts = flight.prompts.rows([row // flight.samples for row in numbers])
+    rows = rows_of(flight, numbers, prompts, engine.max_model_len)
+    drive(engine, SingleTurns(rows), tokens)
+    return added_rows(list(range(len(numbers))), rows, [1] * len(numbers))

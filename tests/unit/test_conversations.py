@@ -1,0 +1,205 @@
+"""Conversations of a plain engine with real environments: tokens, masks, log-probs, interruptions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rl.config.sections.rollout import EnvironmentConfig
+from megatron_rl.data.chat_format import ChatTemplate, PlainText
+from megatron_rl.data.quickstart import build_tokenizer
+from megatron_rl.environments.hosts import Hosts
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended, rows_of
+from megatron_rl.rollout.torch import TorchEngine
+from megatron_rl.rollout.turns import Conversations, drive
+from megatron_rl.types import (
+    FINISH_FAILED,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    PromptBatch,
+    Rollouts,
+    SamplingParameters,
+    observed_counts,
+    split_rows,
+    turn_starts,
+)
+
+SOURCE = '''
+import asyncio, random
+from megatron_rl import Environment
+
+class Counting(Environment):
+    """Say how long each turn was; some episodes leave out turns, fail, or go on for ever."""
+    async def run(self, episode):
+        source = random.Random(episode.seed)
+        await asyncio.sleep(random.random() * 0.05)  # no two runs are alike in time
+        said = []
+        while len(said) < episode.ground_truth:
+            said.append(await episode.generate(limit=source.randint(2, 5)))
+            if len(said) == episode.ground_truth:
+                break
+            if episode.prompt == "fail":
+                raise RuntimeError("no more")
+            episode.observe(f"+{len(said[-1])}", f"{source.randint(10, 99)}=")
+        return {"reward": len(said), "characters": sum(map(len, said))}
+'''
+TOKENIZER = build_tokenizer()
+STOP = int(TOKENIZER.eos_token_id)
+
+
+def logits(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return logits that depend on every token of a row."""
+    rows = []
+    for row in tokens.split(lengths.tolist()):
+        number = sum((place + 1) * int(token) for place, token in enumerate(row)) % 1009
+        rows.append(torch.randn(len(TOKENIZER), generator=torch.Generator().manual_seed(number)))
+    return torch.stack(rows)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    file = tmp_path_factory.mktemp("environment") / "env.py"
+    file.write_text(SOURCE)
+    made = Hosts(EnvironmentConfig(f"{file}:Counting", workers=2, max_turns=6))
+    yield made
+    made.close()
+
+
+def prompts(texts: list[str], turns: list[int], most: int = 60) -> PromptBatch:
+    rows = [TOKENIZER.encode("1+2=") for _ in texts]
+    return PromptBatch(
+        tokens=torch.tensor([token for row in rows for token in row]),
+        lengths=torch.tensor([len(row) for row in rows]),
+        prompt_ids=torch.arange(len(texts)),
+        tasks=("",) * len(texts),
+        prompts=tuple(texts),
+        ground_truths=tuple(turns),
+        metadata=({},) * len(texts),
+        sampling=(SamplingParameters(0.8, max_response_tokens=most, stop_token_ids=(STOP,)),) * len(texts),
+    )
+
+
+def sweep(hosts: Hosts, flight: Episodes, *limits: int | None) -> Episodes:
+    """Continue open rows in rounds of so many tokens, with environments made for this sweep alone."""
+    engine = TorchEngine.from_logits(logits, max_model_len=200)
+    numbers = flight.open_rows()
+    batch = flight.prompts.rows([row // flight.samples for row in numbers])
+    rows = rows_of(flight, numbers, batch, 200)
+    talks = Conversations(hosts, PlainText(TOKENIZER), rows, batch)
+    for limit in limits:
+        drive(engine, talks, limit)
+    talks.close()
+    return extended(flight, added_rows(list(range(len(rows))), rows, [1] * len(rows)), version=3)
+
+
+def same(left: Rollouts, right: Rollouts) -> None:
+    for name in ("tokens", "lengths", "response_mask", "finish_reason", "outcomes"):
+        mine, truth = getattr(left, name), getattr(right, name)
+        assert torch.equal(mine, truth) if isinstance(mine, torch.Tensor) else mine == truth, name
+    torch.testing.assert_close(left.rollout_log_probs, right.rollout_log_probs, atol=1e-6, rtol=0)
+
+
+def test_tokens_are_the_policys_and_the_environments_each_with_its_own(hosts: Hosts):
+    rollouts = sweep(hosts, begin(prompts(["go"] * 6, [3] * 6), 2, seed=5, version=3), None).rollouts
+    assert rollouts.finish_reason.tolist() == [FINISH_STOP] * 12
+    assert rollouts.token_versions is not None and rollouts.outcomes is not None
+    assert torch.equal(rollouts.token_versions == 3, rollouts.response_mask)
+    assert not rollouts.rollout_log_probs[~rollouts.response_mask].any()
+    columns = (rollouts.tokens, rollouts.response_mask, rollouts.rollout_log_probs, turn_starts(rollouts))
+    for row, observed, *parts in zip(
+        range(12),
+        observed_counts(rollouts).tolist(),
+        *(split_rows(c, rollouts.lengths) for c in columns),
+        strict=True,
+    ):
+        tokens, mask, values, starts = parts
+        assert int(starts.sum()) == 3
+        said = [TOKENIZER.decode(turn, skip_special_tokens=True) for turn in turns_of(tokens, mask)]
+        outcome = rollouts.outcomes[row]
+        assert outcome is not None
+        assert outcome.reward == 3 and outcome.components == {"characters": float(sum(map(len, said)))}
+        heard = [TOKENIZER.decode(turn) for turn in turns_of(tokens[5:], ~mask[5:])]
+        assert [text[: len(f"+{len(turn)}")] for text, turn in zip(heard, said, strict=False)] == [
+            f"+{len(turn)}" for turn in said[:2]
+        ]
+        assert observed == sum(map(len, heard))
+        for place in mask.nonzero()[:, 0].tolist():
+            before = logits(tokens[:place], torch.tensor([place]))[0] / 0.8
+            expected = before.log_softmax(0)[tokens[place]]
+            assert values[place] == pytest.approx(float(expected), abs=1e-5)
+
+
+def turns_of(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    turns: list[list[int]] = []
+    for place, (token, here) in enumerate(zip(tokens.tolist(), mask.tolist(), strict=True)):
+        if here and (not place or not mask[place - 1]):
+            turns.append([])
+        if here:
+            turns[-1].append(token)
+    return turns
+
+
+def test_interruptions_and_environments_made_anew_change_nothing(hosts: Hosts):
+    flight = begin(prompts(["go", "fail", "go"], [4, 3, 1]), 2, seed=9, version=3)
+    whole = sweep(hosts, flight, None)
+    same(sweep(hosts, flight, *[3] * 20).rollouts, whole.rollouts)
+    parted = flight
+    for _ in range(20):
+        if parted.open_rows():
+            parted = sweep(hosts, parted, 3)
+    same(parted.rollouts, whole.rollouts)
+    other = replace(flight, seeds=flight.seeds + 1)
+    assert not torch.equal(sweep(hosts, other, None).rollouts.tokens, whole.rollouts.tokens)
+    outcomes = whole.rollouts.outcomes
+    assert outcomes is not None and [outcome.failure for outcome in outcomes if outcome] == [
+        None, None, "exception", "exception", None, None
+    ]  # fmt: skip
+    assert (whole.rollouts.finish_reason == FINISH_FAILED).tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_no_room_and_no_turn_left_truncate_and_are_no_failure(hosts: Hosts):
+    rollouts = sweep(hosts, begin(prompts(["go"] * 3, [9] * 3, most=12), 1, seed=2, version=3), None).rollouts
+    assert rollouts.finish_reason.tolist() == [FINISH_LENGTH] * 3
+    assert rollouts.outcomes is not None
+    assert all(
+        outcome and outcome.failure is None and outcome.reward is None for outcome in rollouts.outcomes
+    )
+    assert (rollouts.lengths <= 5 + 12).all()
+    turns = sweep(hosts, begin(prompts(["go"], [9], most=150), 1, seed=2, version=3), None).rollouts
+    assert turns.finish_reason.tolist() == [FINISH_LENGTH] and int(turn_starts(turns).sum()) == 6
+
+
+CHATML = (
+    "{% for m in messages %}<bos>{{ m['role'] }}\n{{ m['content'] }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
+)
+
+
+def test_a_chat_template_closes_the_turn_and_opens_the_next():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHATML
+    chat = ChatTemplate(tokenizer)
+    new = [{"role": "tool", "content": "12"}]
+    tail = tokenizer.encode("<eos>\n<bos>tool\n12<eos>\n<bos>assistant\n", add_special_tokens=False)
+    assert chat.extend(None, new) == tail
+    assert chat.extend(STOP, new) == tail[1:]  # the policy has closed its turn itself
+    assert tail[0] == STOP
+    tokenizer.chat_template = CHATML.replace(
+        "{{ m['content'] }}", "{{ messages|length if loop.last else m['content'] }}"
+    )
+    with pytest.raises(UserError, match="what follows a turn depends"):
+        ChatTemplate(tokenizer)
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(UserError, match="does not show a turn exactly once"):
+        ChatTemplate(tokenizer)

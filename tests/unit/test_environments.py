@@ -1,0 +1,180 @@
+"""Environments in their processes: turns, rewards, and every way to fail without harm to others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.sections.rollout import EnvironmentConfig
+from megatron_rl.environments.hosts import Asks, Ended, Hosts, Restarted
+from megatron_rl.errors import UserError
+
+SOURCE = '''
+import asyncio, os, re, time
+from dataclasses import dataclass
+from megatron_rl.environments.environment import Environment, StepEnvironment, Truncated
+
+@dataclass
+class Guess(StepEnvironment):
+    low: int = 0
+    async def reset(self, episode):
+        self.truth, self.tries = episode.ground_truth, 0
+    def step(self, response):
+        self.tries += 1
+        if response == str(self.truth):
+            return None, 1.0, True
+        return [{"role": "tool", "content": f"no {response}"}, "again"], -0.25, False, False, {}
+
+class Way(Environment):
+    """Behave as the prompt says, once the policy has had its first turn."""
+    async def run(self, episode):
+        said = await episode.generate()
+        way = episode.prompt
+        if way == "raise": raise ValueError("bad " + said)
+        if way == "exit": os._exit(3)
+        if way == "hang": time.sleep(1000)
+        if way == "wait": await asyncio.sleep(1000)
+        if way == "hold": re.match("(a+)+$", "a" * 40 + "b")  # does not let any other thread run
+        if way == "slow": await asyncio.sleep(0.3)
+        if way == "nan": return float("nan")
+        if way == "text": return "good"
+        if way == "role": episode.observe({"role": "assistant", "content": "x"})
+        if way == "twice": await episode.generate()
+        if way == "flood": episode.observe("x" * 10_000_000)
+        if way == "none": return None
+        if way == "parts": return {"reward": 2, "style": len(said.tokens)}
+        episode.observe("more")
+        try:
+            while True:
+                said = await episode.generate(limit=5)
+                episode.observe("more of " + said)
+        except Truncated:
+            return 0.5
+'''
+
+
+@pytest.fixture
+def hosts(tmp_path: Path):
+    (tmp_path / "env.py").write_text(SOURCE)
+    made: list[Hosts] = []
+
+    def make(name: str = "Way", **more) -> Hosts:
+        made.append(Hosts(EnvironmentConfig(f"{tmp_path / 'env.py'}:{name}", turn_timeout=1.0, **more)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def values(prompt: str, truth: object = None) -> dict:
+    return {"prompt": prompt, "ground_truth": truth, "metadata": {}, "seed": 1}
+
+
+def play(
+    hosts: Hosts, prompts: list[str], say: Callable[[int, int], str] = lambda number, turn: f"s{turn}"
+) -> tuple[dict[int, Ended], dict[int, list[list[dict[str, str]]]]]:
+    """Answer every turn at once until all episodes end; return the ends, and what each one observed."""
+    ends: dict[int, Ended] = {}
+    seen: dict[int, list] = {number: [] for number in range(len(prompts))}
+    for number, prompt in enumerate(prompts):
+        hosts.start(number, values(prompt, truth=7))
+    began = time.monotonic()
+    while len(ends) < len(prompts):
+        assert time.monotonic() < began + 60, (ends, seen)
+        for event in hosts.poll(0.5):
+            if isinstance(event, Ended):
+                ends[event.number] = event
+            elif isinstance(event, Restarted):
+                seen[event.number] = []
+            elif isinstance(event, Asks):
+                seen[event.number].append(event.messages)
+                turn = len(seen[event.number])
+                hosts.turn(event.number, say(event.number, turn), (1, 2, 3)[:turn], False)
+    return ends, seen
+
+
+def test_steps_in_the_form_of_gym(hosts):
+    ends, seen = play(hosts("Guess", settings={"low": 3}), ["p"], lambda _, turn: str(4 + turn))
+    assert ends[0] == Ended(0, reward=0.5)
+    again = [{"role": "tool", "content": "no 5"}, {"role": "user", "content": "again"}]
+    assert seen[0][:2] == [[], again] and len(seen[0]) == 3
+
+
+def test_rewards_of_a_run_and_the_end_of_its_turns(hosts):
+    one = hosts(max_turns=3, workers=2)
+    ends, seen = play(one, ["none", "parts", "go", "slow"])
+    assert ends[0] == Ended(0) and ends[1] == Ended(1, 2.0, {"style": 1.0})
+    assert ends[2] == Ended(2, 0.5, truncated=True) and ends[3].truncated
+    assert [len(turns) for turns in seen.values()] == [1, 1, 3, 3]
+    one.start(9, values("go"))
+    while not (events := one.poll(1)):
+        pass
+    assert events == [Asks(9, [], None)]
+    one.end(9)  # the row has no room
+    while not (events := one.poll(1)):
+        pass
+    assert events == [Ended(9, truncated=True)]  # nobody caught it, so nothing was judged
+
+
+FAILURES = {
+    "raise": "exception", "nan": "not_finite", "text": "wrong_type", "role": "wrong_type",
+    "twice": "wrong_type", "flood": "wrong_type", "wait": "timeout", "hang": "timeout", "hold": "timeout",
+    "exit": "crashed",
+}  # fmt: skip
+
+
+def test_a_failure_has_a_reason_and_harms_no_other_episode(hosts):
+    prompts = [way for failing in FAILURES for way in (failing, "go")]
+    ends, seen = play(hosts(max_turns=4), prompts)
+    for number, way in enumerate(prompts):
+        if way == "go":
+            assert ends[number] == Ended(number, 0.5, truncated=True), ends[number]
+            assert seen[number][1:] == [[{"role": "user", "content": text}] for text in
+                                        ("more", "more of s2", "more of s3")]  # fmt: skip
+        else:
+            assert ends[number].failure == FAILURES[way], ends[number]
+            assert ends[number].reward is None
+    assert "bad s1" in ends[0].message and "status" in ends[prompts.index("exit")].message
+
+
+def test_a_process_that_lies_is_not_believed(hosts, tmp_path):
+    source = (
+        (tmp_path / "env.py").read_text()
+        + """
+class Liar(Environment):
+    async def run(self, episode):
+        said = await episode.generate()
+        if episode.prompt == "lie":
+            import gc
+            requests = next(o for o in gc.get_objects() if type(o).__name__ == "Requests")
+            forged = {"kind": "ended", "episode": 1, "result": "scored", "reward": 1e300, "components": {}}
+            requests.reply(forged)
+            requests.reply({"kind": "asks", "episode": 77, "messages": [], "limit": None})
+            await asyncio.sleep(9)
+        return 1.0
+"""
+    )
+    (tmp_path / "env.py").write_text(source)
+    ends, _ = play(hosts("Liar"), ["lie", "go"])
+    assert ends[0].failure == "crashed" and "no answer" in ends[0].message
+    assert ends[1].reward == 1.0 or ends[1].failure == "not_finite"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("Guess", {"lo": 1}, "did you mean"),
+        ("Guess", {"low": "x"}, "wrong type"),
+        ("Way", {"low": 1}, "cannot be made of its settings"),
+        ("Truncated", {}, "is no environment"),
+        ("Nothing", {}, "Nothing"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_starts(hosts, name, settings, words):
+    with pytest.raises(UserError) as raised:
+        hosts(name, settings=settings)
+    assert words in str(raised.value) and "rollout.environment" in str(raised.value)
