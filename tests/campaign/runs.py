@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,7 @@ def _scalars(run: Path) -> dict[str, Any]:
     return curves
 
 
+@cache
 def code_digest() -> str:
     """Return a digest of the package: numbers of another state of it are not compared."""
     state = hashlib.sha256()
