@@ -149,7 +149,7 @@ LAYOUTS = ("dp4", "pp2dp2", "tp2dp2", "vpp", "alone")
     ("name", "words"),
     [
         ("wrong-model", ["of another model", "model_type = llama", "model_type = qwen2", "step_3", "fix:"]),
-        ("wrong-size", ["of another model", "intermediate_size = 64", "intermediate_size = 48", "fix:"]),
+        ("wrong-size", ["of another model", "mlp_width = 64", "mlp_width = 48", "fix:"]),
         ("wrong-optimizer", ["another optimizer", "distributed", "replicated", "fix:"]),
     ],
 )
@@ -211,7 +211,7 @@ def test_a_full_disk_is_named_and_costs_no_checkpoint(fork: Any, material: Path,
     config = endless(tmp_path, material)
     words = ("steps=4", "checkpoint.every=1", "checkpoint.keep=9", "checkpoint.export=false")
     words += ("actor.layout.pipeline=1", "rollout.tensor=1")
-    sizes = {"PLACE": str(run), "SIZES": "24 30000 200000"}
+    sizes = {"PLACE": str(run), "SIZES": "24 14000 200000"}
     text = fork(WORKER.with_name("full_disk_train.py"), 1, "train", config, *words, env=sizes).output
     first, second, third = re.split(r"\d+ KiB: ", text)[:3]
     told = [line for line in text.splitlines() if "KiB: " in line]
@@ -220,7 +220,7 @@ def test_a_full_disk_is_named_and_costs_no_checkpoint(fork: Any, material: Path,
     assert str(run) in second and "free some space or set another run_dir" in second
     assert told[:2] == [
         "24 KiB: exit code 2, checkpoints []",
-        "30000 KiB: exit code 2, checkpoints ['step_1', 'step_2']",
+        "14000 KiB: exit code 2, checkpoints ['step_1', 'step_2']",
     ]
     assert f"resumed from {run}/checkpoints/step_2 at step 2" in third
     assert told[2] == "200000 KiB: exit code 0, checkpoints ['step_1', 'step_2', 'step_3', 'step_4']"

@@ -161,7 +161,9 @@ def _critic(words: tuple[str, ...], folder: Path) -> str | None:
         return None
     path = folder / "critic"
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(_hf_config(words[words.index("--critic") + 1])))
+    config = _hf_config(words[words.index("--critic") + 1])
+    judge = [name.replace("CausalLM", "SequenceClassification") for name in config["architectures"]]
+    (path / "config.json").write_text(json.dumps({**config, "architectures": judge, "num_labels": 1}))
     return str(path)
 
 
