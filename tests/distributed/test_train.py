@@ -117,8 +117,8 @@ def test_failed_rewards_are_counted_and_never_zero(fork, material, tmp_path):
         "import time\n"
         "def judge(prompt, response, ground_truth, metadata):\n"
         "    kind = int(ground_truth) % 4\n"
-        "    if kind == 0: raise ValueError('cannot judge this')\n"
-        "    if kind == 1: return float('nan')\n"
+        "    if kind == 1: raise ValueError('cannot judge this')\n"
+        "    if kind == 0: return float('nan')\n"
         "    if kind == 2 and int(ground_truth) % 3 == 0: time.sleep(60)\n"
         "    return {'reward': 5.0, 'rewards': -7.0, 'valid': 0.0, 'rows': 3.0, 'function': 2.0}\n"
     )
@@ -142,7 +142,7 @@ def test_failed_rewards_are_counted_and_never_zero(fork, material, tmp_path):
     assert line["reward/mean"] == 5.0, "a failed reward or a component entered the mean"
     components = {name: line[f"reward/component/{name}"] for name in ("rewards", "valid", "rows", "function")}
     assert components == {"rewards": -7.0, "valid": 0.0, "rows": 3.0, "function": 2.0}
-    assert "a reward failed (" in result.output
+    assert "cannot judge this" in result.output
 
 
 def test_a_run_whose_rewards_all_fail_stops_and_says_why(fork, material, tmp_path):
