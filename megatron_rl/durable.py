@@ -58,17 +58,8 @@ def files_below(folder: Path) -> list[str]:
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return ``size:sha256`` of files as they stand on the disk, which they reach here.
-
-    A file that cannot be read has the reason in place of a digest.
-    """
-    result = {}
-    for name in names:
-        try:
-            result[name] = _digest(folder / name)
-        except OSError as error:
-            result[name] = f"unreadable: {error.strerror}"
-    return result
+    """Return ``size:sha256`` of files as they stand on the disk, which they reach here; raises OSError."""
+    return {name: _digest(folder / name) for name in names}
 
 
 def _digest(path: Path) -> str:

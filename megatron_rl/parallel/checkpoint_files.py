@@ -56,11 +56,15 @@ def disk_or(error: Exception, folder: Path) -> Exception:
 def digests_of_all(folder: Path) -> dict[str, str]:
     """Return the digests of a folder's files, of which each rank takes its share.
 
-    Collective over the world.
+    Fails on all ranks where one cannot bring a file to the disk, or read it. Collective over the world.
     """
-    names = first(lambda: durable.files_below(folder))
-    shares = gather_objects(durable.digests(folder, names[device.rank() :: device.world_size()]))
-    return {name: digest for share in shares for name, digest in share.items()}
+    names, share = first(lambda: durable.files_below(folder)), {}
+
+    def read_share() -> None:
+        share.update(durable.digests(folder, names[device.rank() :: device.world_size()]))
+
+    everywhere(read_share, "bring the checkpoint to the disk", folder)
+    return {name: digest for digests in gather_objects(share) for name, digest in digests.items()}
 
 
 def newest_intact(folder: Path, say: Callable[[str], None]) -> Path | None:

@@ -163,6 +163,7 @@ def test_a_broken_save_leaves_nothing_to_resume(folder: Path) -> None:
     found = result(folder, "broken")
     assert not found["there"]
     assert len(found["messages"]) == 4 and all("no space left" in message for (message,) in found["messages"])
+    assert len(found["unread"]) == 4 and all("rank 1: " in message for (message,) in found["unread"])
     assert found["state"]["step"] == 5
     assert [path.name for path in (folder / "other" / "checkpoints").iterdir()] == ["step_9"]
 

@@ -57,6 +57,12 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
         assert durable.read_digests(path) is None
 
 
+def test_what_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
+    path = folder_with(tmp_path / "step_1")
+    with pytest.raises(OSError, match="no file"):
+        durable.digests(path, ["a.bin", "deep"])
+
+
 @given(place=st.integers(0, 10239), bit=st.integers(0, 7))
 @settings(max_examples=50, deadline=None)
 def test_one_flipped_bit_is_found(tmp_path_factory, place: int, bit: int) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl import durable
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint import Part, load, load_model, save
@@ -101,26 +102,33 @@ def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """Save with a disk that fills up on one rank near the end, then again on a sound one, twice."""
+    """Save with a disk that fails, on all ranks and then on one, then on a sound one, twice."""
     model = training.build(folder / case["model"], case)
     target = folder / case["to"]
-    sound, messages = checkpoint.write_meta, []
 
-    def full(*_: Any) -> None:
-        raise OSError("no space left on device")
+    def refusals(module: Any, name: str, broken: bool) -> list[list[str]]:
+        """Return what each rank says of a save in which a function fails on the ranks that are ``broken``."""
+        sound, messages = getattr(module, name), []
 
-    checkpoint.write_meta = full
-    try:
-        save(target, {"actor": Part(model, None)}, STATE)
-    except RuntimeError as error:
-        messages.append(str(error))
-    checkpoint.write_meta = sound
-    there = target.exists()
+        def full(*_: Any) -> None:
+            raise OSError("no space left on device")
+
+        setattr(module, name, full if broken else sound)
+        try:
+            save(target, {"actor": Part(model, None)}, STATE)
+        except RuntimeError as error:
+            messages.append(str(error))
+        setattr(module, name, sound)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, messages)
+        return found
+
+    result: dict[str, Any] = {"messages": refusals(checkpoint, "write_meta", True)}
+    result["unread"] = refusals(durable, "digests", device.rank() == 1)
+    result["there"] = target.exists()
     for step in (4, 5):
         save(target, {"actor": Part(model, None)}, {**STATE, "step": step})
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, messages)
-    return {"messages": found, "there": there, "state": load(target, {"actor": Part(model, None)})}
+    return {**result, "state": load(target, {"actor": Part(model, None)})}
 
 
 def wrong_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
