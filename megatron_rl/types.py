@@ -33,6 +33,10 @@ class SamplingParameters(NamedTuple):
     stop_token_ids: tuple[int, ...] = ()
     min_p: float = 0.0
 
+    def greedy(self) -> SamplingParameters:
+        """Return the same with greedy decoding, which no filter changes."""
+        return self._replace(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+
 
 FINISH_STOP = 0
 """The response ended with a stop token."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron_rl.algorithms.algorithm import ALGORITHMS, KINDS, Algorithm, Kind
 from megatron_rl.algorithms.piece import Piece
-from megatron_rl.config.parse import Parse, parse_section
+from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.source import DEFAULT, Leaf, Section, describe
+from megatron_rl.config.source import describe
 from megatron_rl.errors import UserError, UserErrors, each, nearest
 from megatron_rl.user_code import load_module
 
@@ -107,10 +107,10 @@ def _named_piece(name: Any, kind: Kind, key: str, where: str) -> Piece | type[Pi
 def _with_settings(piece: Piece | type[Piece], settings: dict[str, Any], where: str) -> Piece:
     """Return a piece with settings changed, or made of a class of pieces."""
     cls, defaults = (piece, None) if isinstance(piece, type) else (type(piece), piece)
-    parse = Parse(root=None)
-    section = Section({name: Leaf(value, DEFAULT) for name, value in settings.items()})
     try:
-        made = parse_section(cls, section, parse, where, defaults)
+        return parse_settings(cls, settings, where, defaults)
+    except UserErrors:
+        raise
     except Exception as error:  # a class of the user's own may refuse its settings in any way
         raise UserError(
             f"{cls.__name__} cannot be made of its settings",
@@ -119,9 +119,6 @@ def _with_settings(piece: Piece | type[Piece], settings: dict[str, Any], where: 
             got=f"{type(error).__name__}: {error}",
             fix="correct the settings or the class",
         ) from error
-    if parse.errors:
-        raise UserErrors(parse.errors)
-    return made
 
 
 def _unknown(what: str, name: Any, known: Mapping[str, Any], where: str) -> UserError:

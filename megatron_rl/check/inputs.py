@@ -201,7 +201,7 @@ def _model(check: Inputs, path: str, where: str) -> ModelShape | None:
         check.models[role] = file
     model = _model_files(Path(path), where, check.files, shipped)
     if model is not None:
-        check.errors.extend(_head_errors(model, where, check.config))
+        check.errors.extend(_output_errors(model, where, check.config))
     return None if model is None else model.shape
 
 
@@ -243,7 +243,7 @@ def _file_error(path: Path, where: str) -> UserError:
     )
 
 
-def _head_errors(model: PretrainedModel, where: str, config: RunConfig) -> Iterator[UserError]:
+def _output_errors(model: PretrainedModel, where: str, config: RunConfig) -> Iterator[UserError]:
     """Yield the error of a policy without a vocabulary, or of a judge without a head of one number."""
     name = where.removeprefix("reward.models.").removesuffix(".path")
     judge = config.reward.models.get(name) if where.startswith("reward.models.") else None

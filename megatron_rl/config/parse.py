@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.setting import is_setting, setting_of
 from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe, named_section
 from megatron_rl.config.unknown import note_unknown
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, UserErrors
 
 
 @dataclass
@@ -84,6 +85,19 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
                 )
         values[name] = _value(hints(cls)[name], node, default, full, parse)
     return cls(**values)
+
+
+def parse_settings(cls: type, settings: Mapping[str, Any], where: str, defaults: Any = None) -> Any:
+    """Return an instance of a user's own class with ``settings``; see `parse_section`.
+
+    Raises UserErrors; whatever else the class itself raises passes.
+    """
+    parse = Parse(root=None)
+    section = Section({name: Leaf(value, DEFAULT) for name, value in settings.items()})
+    made = parse_section(cls, section, parse, where, defaults)
+    if parse.errors:
+        raise UserErrors(parse.errors)
+    return made
 
 
 def _with_rest(known: dict[str, dataclasses.Field], section: Section) -> Section:

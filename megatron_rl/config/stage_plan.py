@@ -49,26 +49,24 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
     return tuple(plans)
 
 
-_REINFORCEMENT = tuple(
-    [
-        "data.train",
-        "data.eval",
-        "reward",
-        "steps",
-        "placement",
-        "algorithm",
-        "batch",
-        "actor.optimizer",
-        "critic",
-        "reference",
-        "rollout",
-        "hybrid_engine",
-        "mismatch",
-        "asynchrony",
-        "evaluation",
-        "sft",
-        "preference",
-    ]
+_REINFORCEMENT = (
+    "data.train",
+    "data.eval",
+    "reward",
+    "steps",
+    "placement",
+    "algorithm",
+    "batch",
+    "actor.optimizer",
+    "critic",
+    "reference",
+    "rollout",
+    "hybrid_engine",
+    "mismatch",
+    "asynchrony",
+    "evaluation",
+    "sft",
+    "preference",
 )
 _OF_ROWS = ("rollout.max_response_tokens", "rollout.sampling_profiles", "batch.tokens_per_microbatch")
 """Settings below those of reinforcement learning that bound rows wherever a job learns."""

@@ -23,11 +23,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from megatron_rl.contained.confinement import enter, isolate, quiet_environment, supervise
+from megatron_rl.errors import UserError
 from megatron_rl.user_code import load_module
 
 HEADER = struct.Struct("<Q")
@@ -53,6 +54,16 @@ class LoadFailed(Exception):
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(reason)
         self.reason, self.details = readable(reason), readable(details)
+
+    def as_error(self, what: str, where: str, expected: str) -> UserError:
+        """Return what to tell the user of code, ``what``, that a configuration names at ``where``."""
+        return UserError(
+            f"{what} cannot be loaded" + (f"\n{self.details}" if self.details else ""),
+            where=where,
+            expected=expected,
+            got=self.reason,
+            fix="correct the name, or the error in the module",
+        )
 
 
 class ContainedProcess:
@@ -152,6 +163,18 @@ class ContainedProcess:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
         return status
+
+
+class Holder(Protocol):
+    """What has a process."""
+
+    process: ContainedProcess
+
+
+def kill_all(holders: Iterable[Holder]) -> None:
+    """End the process of each holder."""
+    for holder in holders:
+        holder.process.kill()
 
 
 def readable(text: str) -> str:

@@ -77,16 +77,16 @@ class PromptSource:
     def everything(self, limit: int | None = None, temperature: float | None = None) -> PromptBatch:
         """Return the first ``limit`` prompts in file order, without moving the source's position.
 
-        ``temperature`` replaces the profiles' own; 0 is greedy and switches top-p and top-k off.
+        ``temperature`` replaces the profiles' own; 0 is greedy and switches their filters off.
         """
         batch = self._batch(range(len(self) if limit is None else min(limit, len(self))))
         if temperature is None:
             return batch
-        changes: dict[str, Any] = {"temperature": temperature}
         if temperature == 0:
-            changes.update(top_p=1.0, top_k=0)
-        sampling = tuple(parameters._replace(**changes) for parameters in batch.sampling)
-        return replace(batch, sampling=sampling)
+            sampling = [parameters.greedy() for parameters in batch.sampling]
+        else:
+            sampling = [parameters._replace(temperature=temperature) for parameters in batch.sampling]
+        return replace(batch, sampling=tuple(sampling))
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """Return the position in the data: epoch, position, seed and a fingerprint of the prompts."""

@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-from megatron_rl.config.parse import Parse, parse_section
+from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.setting import value_errors
-from megatron_rl.config.source import DEFAULT, Leaf, Section
 from megatron_rl.contained.process import READY, Requests, load, told
 from megatron_rl.environments.environment import Environment, Episode, Message, Truncated, WrongUse
 from megatron_rl.errors import UserError, UserErrors, each
@@ -85,11 +84,8 @@ def factory(spec: str, settings: Mapping[str, Any]) -> Callable[[], Environment]
         )
     values = dict(settings)
     if is_dataclass(cls):
-        parse = Parse()
-        section = Section({name: Leaf(value, DEFAULT) for name, value in settings.items()})
-        made = parse_section(cls, section, parse, WHERE)
-        errors = parse.errors or value_errors(made, WHERE)
-        if errors:
+        made = parse_settings(cls, settings, WHERE)
+        if errors := value_errors(made, WHERE):
             raise UserErrors(errors)
         values = {name: getattr(made, name) for name in settings}
     try:

@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.config.sections.rollout import EnvironmentConfig
-from megatron_rl.contained.process import ContainedProcess, LoadFailed
+from megatron_rl.contained.process import ContainedProcess, LoadFailed, kill_all
 from megatron_rl.environments import host as protocol
 from megatron_rl.environments.environment import LARGEST_OBSERVATION, ROLES
 from megatron_rl.errors import UserError, UserErrors, each
-from megatron_rl.rewards.worker import answer_of
+from megatron_rl.rewards.worker import CRASHED, TIMEOUT, answer_of
 
-TIMEOUT, CRASHED = "timeout", "crashed"
 GRACE_SECONDS = 2.0
 """Time that an environment has to end once it is cancelled; then its process is replaced."""
 
@@ -81,7 +80,7 @@ class Hosts:
         self._reserved = 0
         self._waiting: list[_Open] = []
         self._hosts: list[_Host] = []
-        self._finalizer = weakref.finalize(self, _kill_all, self._hosts)
+        self._finalizer = weakref.finalize(self, kill_all, self._hosts)
         try:
             loaded = [self._begin() for _ in range(config.workers)]
         except BaseException:
@@ -95,13 +94,10 @@ class Hosts:
         try:
             ready = process.load(self.config.name, dict(self.config.settings), self.config.max_turns)
         except LoadFailed as error:
-            raise UserError(
-                f"the environment {self.config.name} cannot be loaded"
-                + (f"\n{error.details}" if error.details else ""),
-                where=f"{protocol.WHERE}.name",
-                expected="module:Class or path/to/file.py:Class that can be imported",
-                got=error.reason,
-                fix="correct the name, or the error in the module",
+            raise error.as_error(
+                f"the environment {self.config.name}",
+                f"{protocol.WHERE}.name",
+                "module:Class or path/to/file.py:Class that can be imported",
             ) from None
         if ready.get("errors"):
             process.kill()
@@ -293,8 +289,3 @@ def _is_message(value: Any) -> bool:
     if not isinstance(value, dict) or set(value) != {"role", "content"} or value["role"] not in ROLES:
         return False
     return isinstance(value["content"], str) and len(value["content"]) <= LARGEST_OBSERVATION
-
-
-def _kill_all(hosts: list[_Host]) -> None:
-    for host in hosts:
-        host.process.kill()

@@ -224,10 +224,10 @@ def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
     found = _combine(kernel_statistics(states, words, *rest, shard)[None])
 
     dense = (words[:690].double().cpu()).requires_grad_()
-    log_p = (states.double().cpu() @ dense.t() / temperature.double()[:, None]).log_softmax(1)
+    logits = states.double().cpu() @ dense.t() / temperature.double()[:, None]
+    log_p = logits.log_softmax(1)
     chosen = log_p.gather(1, targets[:, None])[:, 0]
-    normaliser = (states.double().cpu() @ dense.t() / temperature.double()[:, None]).logsumexp(1)
-    wanted = (normaliser, chosen, -(log_p.exp() * log_p).sum(1))
+    wanted = (logits.logsumexp(1), chosen, -(log_p.exp() * log_p).sum(1))
     pairs = zip(found, wanted, strict=True)
     values = max(float((one.double().cpu() - other.detach()).abs().max()) for one, other in pairs)
     probability = chosen.detach().exp()

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.contained.confinement import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
-from megatron_rl.contained.process import ContainedProcess, LoadFailed
+from megatron_rl.contained.process import ContainedProcess, LoadFailed, kill_all
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
-from megatron_rl.rewards.worker import Answer, answer_of
+from megatron_rl.rewards.worker import CRASHED, TIMEOUT, Answer, answer_of
 
-TIMEOUT, CRASHED, LIMIT, DISORDER = "timeout", "crashed", "limit", "disorder"
+LIMIT, DISORDER = "limit", "disorder"
 CHUNK = 64
 
 
@@ -76,13 +76,10 @@ class Worker:
         try:
             ready = self.process.load(self.config.function or "", dict(self.config.arguments))
         except LoadFailed as error:
-            raise UserError(
-                f"the reward function {self.config.function} cannot be loaded"
-                + (f"\n{error.details}" if error.details else ""),
-                where="reward.function",
-                expected="module:function or path/to/file.py:function that can be imported and called",
-                got=error.reason,
-                fix="correct the name, or the error in the module",
+            raise error.as_error(
+                f"the reward function {self.config.function}",
+                "reward.function",
+                "module:function or path/to/file.py:function that can be imported and called",
             ) from None
         self.started = time.monotonic()
         return [str(item) for item in ready.get("missing", ())]
@@ -129,7 +126,7 @@ class FunctionReward:
             )
         self.config = config
         self._workers: list[Worker] = []
-        self._finalizer = weakref.finalize(self, _kill_all, self._workers)
+        self._finalizer = weakref.finalize(self, kill_all, self._workers)
         try:
             for _ in range(config.workers):
                 self._workers.append(Worker(config))
@@ -260,11 +257,6 @@ def check_spec(spec: str) -> None:
             got=f"no such file, seen from {Path.cwd()}",
             fix="correct the path; it is relative to the directory the run is started in",
         )
-
-
-def _kill_all(workers: list[Worker]) -> None:
-    for worker in workers:
-        worker.process.kill()
 
 
 def result_of(outcomes: Sequence[Answer | None]) -> RewardResult:

@@ -13,6 +13,8 @@ from megatron_rl.contained.process import LARGEST_MESSAGE, READY, Requests, load
 
 SCORED, FAILED = "scored", "failed"
 EXCEPTION, NOT_FINITE, WRONG_TYPE = "exception", "not_finite", "wrong_type"
+TIMEOUT, CRASHED = "timeout", "crashed"
+"""What the trainer says of a process that does not answer."""
 LARGEST = (2 - 2**-23) * 2.0**127
 """The largest number that float32 holds."""
 LARGEST_NAME, MOST_COMPONENTS = 100, 64

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_rl.config.sections.rollout import leaves_out
 from megatron_rl.types import SamplingParameters
 
 GREEDY_BELOW = 1e-5
@@ -45,7 +46,7 @@ def is_greedy(sampling: SamplingParameters) -> bool:
 
 def truncates(sampling: SamplingParameters) -> bool:
     """Say whether these parameters draw from some of the tokens only."""
-    return not is_greedy(sampling) and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
+    return not is_greedy(sampling) and leaves_out(sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def log_prob_temperature(sampling: SamplingParameters) -> float:

@@ -172,11 +172,14 @@ class TorchEngine:
     @torch.no_grad()
     def step(self) -> list[Completion]:
         """Answer up to ``batch_rows`` requests, in the order they came."""
-        batch = list(self._open.values())[: self._batch_rows]
-        possible = [request for request in batch if request.tokens and request.limit > 0]
-        answers = [failed(request.number) for request in batch if request not in possible]
-        for request in batch:
+        possible: list[Request] = []
+        answers: list[Completion] = []
+        for request in list(self._open.values())[: self._batch_rows]:
             del self._open[request.number]
+            if request.tokens and request.limit > 0:
+                possible.append(request)
+            else:
+                answers.append(failed(request.number))
         return answers + (_decode(self._decoder(), possible) if possible else [])
 
     def abort(self, number: int) -> None:

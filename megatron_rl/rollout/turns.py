@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from megatron_rl.data.chat_format import ChatFormat
 from megatron_rl.environments.hosts import Asks, Ended, Hosts, Restarted
 from megatron_rl.parallel.exchange import share
+from megatron_rl.rewards.worker import WRONG_TYPE
 from megatron_rl.rollout.engine import Completion, Request, Sampler
 from megatron_rl.types import (
     FINISH_FAILED,
@@ -26,7 +27,7 @@ from megatron_rl.types import (
     SamplingParameters,
 )
 
-DIVERGED, ENGINE, WRONG_TYPE = "diverged", "engine", "wrong_type"
+DIVERGED, ENGINE = "diverged", "engine"
 IDLE_SECONDS = 1.0
 """Time after which a leader whose episodes are all with their environments speaks to the others again."""
 

@@ -395,5 +395,4 @@ def _joined_baselines(rounds: Sequence[ScoredBatch], field: str) -> torch.Tensor
 
 def _greedy(prompts: PromptBatch) -> PromptBatch:
     """Return the prompts with greedy decoding."""
-    sampling = tuple(s._replace(temperature=0.0, top_p=1.0, top_k=0) for s in prompts.sampling)
-    return replace(prompts, sampling=sampling)
+    return replace(prompts, sampling=tuple(sampling.greedy() for sampling in prompts.sampling))

@@ -178,3 +178,9 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(hosts, name, sett
     with pytest.raises(UserError) as raised:
         hosts(name, settings=settings)
     assert words in str(raised.value) and "rollout.environment" in str(raised.value)
+
+
+def test_a_setting_that_an_environment_lacks_is_none_of_the_configuration(hosts):
+    with pytest.raises(UserError, match="low") as raised:
+        hosts("Guess", settings={"temperature": 1})
+    assert "rollout.temperature" not in str(raised.value)

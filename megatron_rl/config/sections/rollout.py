@@ -196,7 +196,12 @@ class RolloutConfig:
         """Say whether some task is sampled from some of the tokens only."""
         own = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         settings = [own | profile for profile in ({}, *self.sampling_profiles.values())]
-        return any(s["top_p"] < 1 or s["top_k"] > 0 or s["min_p"] > 0 for s in settings)
+        return any(leaves_out(s["top_p"], s["top_k"], s["min_p"]) for s in settings)
+
+
+def leaves_out(top_p: float, top_k: int, min_p: float) -> bool:
+    """Say whether these filters draw from some of the tokens only."""
+    return top_p < 1 or top_k > 0 or min_p > 0
 
 
 @dataclass(frozen=True)

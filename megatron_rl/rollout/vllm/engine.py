@@ -216,7 +216,7 @@ class VllmEngine:
         self._live.needs_weights = self._live.needs_weights or self._sleep_level > 1
 
     def wake(self) -> None:
-        """Bring the weights' storage back; the cache follows with the next `generate`."""
+        """Bring the weights' storage back; the cache follows with the next `sampling`."""
         self._wake("weights")
 
     def _wake(self, *tags: str) -> None:
