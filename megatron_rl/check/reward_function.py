@@ -9,8 +9,11 @@ from megatron_rl.check.installed_source import find_module
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.redaction import HIDDEN, is_hidden
+from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS
 
 ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")
+"""What every call has, but that a group takes the place of the response."""
+ASKED_FOR = (TURNS, TOKENS, GROUP)
 _WHERE = "reward.function"
 _EXPECTED = "module:function, or path/to/file.py:function"
 
@@ -19,13 +22,13 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
     """Return what is wrong with the name, the place and the parameters of the reward function, if any."""
     if reward.function is None:
         return []
-    taken = [name for name in reward.arguments if name in ARGUMENTS]
+    taken = [name for name in reward.arguments if name in (*ARGUMENTS, *ASKED_FOR)]
     if taken:
         return [
             UserError(
                 "an argument of the reward function is one that every call already has",
                 where=f"reward.arguments.{name}",
-                expected=f"names other than {', '.join(ARGUMENTS)}",
+                expected=f"names other than {', '.join((*ARGUMENTS, *ASKED_FOR))}",
                 got=repr(name),
                 fix="give it another name, in the function too",
             )
@@ -145,31 +148,17 @@ class _Everything(set[str]):
 def _check_signature(
     node: ast.FunctionDef | ast.AsyncFunctionDef, path: Path, reward: RewardConfig
 ) -> list[UserError]:
-    where = f"{path}:{node.lineno}"
-    call = ", ".join(f"{name}=" for name in (*ARGUMENTS, *reward.arguments))
-    if isinstance(node, ast.AsyncFunctionDef):
-        return [
-            UserError(
-                f"the reward function {node.name} is async",
-                where=where,
-                expected="a plain function",
-                got="async def",
-                fix="remove async; calls already run side by side in reward.workers processes",
-            )
-        ]
     spec = node.args
     accepted = {item.arg for item in (*spec.args, *spec.kwonlyargs)}
-    given = {*ARGUMENTS, *reward.arguments}
+    basic = [GROUP if name == "response" and GROUP in accepted else name for name in ARGUMENTS]
+    passed = [*basic, *reward.arguments]
+    given = {*passed, TURNS, TOKENS}
     defaults = len(spec.defaults)
     positional = spec.args[: len(spec.args) - defaults]
     required = {item.arg for item in (*spec.posonlyargs, *positional)}
     pairs = zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
     required |= {item.arg for item, default in pairs if default is None}
-    refused = (
-        []
-        if spec.kwarg is not None
-        else [name for name in (*ARGUMENTS, *reward.arguments) if name not in accepted]
-    )
+    refused = [] if spec.kwarg is not None else [name for name in passed if name not in accepted]
     lacking = sorted(required - given)
     if not refused and not lacking:
         return []
@@ -178,8 +167,8 @@ def _check_signature(
     return [
         UserError(
             f"the reward function {node.name} cannot be called as it will be",
-            where=where,
-            expected=f"parameters for the call {node.name}({call})",
+            where=f"{path}:{node.lineno}",
+            expected=f"parameters for the call {node.name}({', '.join(f'{name}=' for name in passed)})",
             got=" and ".join(problem),
             fix="add **kwargs for what it has no use for"
             if refused

@@ -16,11 +16,13 @@ import errno
 import json
 import os
 import pickle
+import queue
 import selectors
 import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping
@@ -84,14 +86,18 @@ class ContainedProcess:
             start_new_session=True,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
-        self._requests = self.process.stdin
+        # A process that does not read, since the code in it stands still, must not hold up the trainer.
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(
+            target=_write_all, args=(self._requests, self.process.stdin), daemon=True
+        )
+        self._writer.start()
         self.replies = self.process.stdout.fileno()
         os.set_blocking(self.replies, False)
 
     def ask(self, request: Any) -> None:
         """Send a request; a process that has ended is noticed, and named, when its reply is read."""
-        with contextlib.suppress(BrokenPipeError):
-            _write(self._requests, pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
+        self._requests.put(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
 
     def load(self, spec: str, *more: Any) -> dict[str, Any]:
         """Have the process load ``spec`` with ``more``, and return what it says then; raises LoadFailed."""
@@ -158,6 +164,8 @@ class ContainedProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
+        self._requests.put(None)
+        self._writer.join(KILL_SECONDS)
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
@@ -180,6 +188,12 @@ def kill_all(holders: Iterable[Holder]) -> None:
 def readable(text: str) -> str:
     """Return ``text`` with what no file or terminal takes replaced: half a surrogate pair is no character."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _write_all(requests: queue.SimpleQueue[bytes | None], stream: IO[bytes]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        while (payload := requests.get()) is not None:
+            _write(stream, payload)
 
 
 def _write(stream: IO[bytes], payload: bytes) -> None:

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +20,15 @@ from megatron_rl.contained.confinement import TOO_MANY_PROCESSES, TOO_MUCH_MEMOR
 from megatron_rl.contained.process import ContainedProcess, LoadFailed, kill_all
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
-from megatron_rl.rewards.worker import CRASHED, TIMEOUT, Answer, answer_of
+from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, Answer, Traits, answers_of
 
 LIMIT, DISORDER = "limit", "disorder"
 CHUNK = 64
+GRACE_SECONDS = 2.0
+"""Time beyond its limit that a coroutine has to end where it is cancelled; then its process is replaced."""
+Sample = Mapping[str, Any]
+"""The arguments ``prompt``, ``response``, ``ground_truth`` and ``metadata`` of a call, with those that the
+function asks for; ``group`` is the number of the sample's group."""
 
 
 class Failure(NamedTuple):
@@ -57,52 +62,102 @@ class RewardResult(NamedTuple):
         return result
 
 
-class Worker:
-    """One worker process, the rows it still has to answer and when it began the first of them.
+@dataclass
+class Call:
+    """One call of the function: of a sample, or of all samples of a group; ``rows`` says which they are."""
 
-    Samples are numbered over the worker's life, and answers must come in that order.
+    item: dict[str, Any]
+    rows: tuple[int, ...]
+    alone: bool = False
+    """It may have ended a process: it gets one for itself until it is known."""
+    since: float = 0.0
+
+
+class Worker:
+    """One worker process, and the calls that it still has to answer.
+
+    Calls are numbered over the worker's life. A plain function answers them in that order, and the clock of
+    one starts when the one before it has ended; the calls of a coroutine function are open together.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        self.config = config
-        self.rows: deque[int] = deque()
-        self.started = time.monotonic()
-        self._asked = self._answered = 0
+    def __init__(self, config: RewardConfig, where: str, writes: bool) -> None:
+        self.config, self._where, self._writes = config, where, writes
+        self.calls: dict[int, Call] = {}
+        self.traits = Traits(frozenset(), False)
+        self._asked = 0
         self.process = ContainedProcess("megatron_rl.rewards.worker:serve", asdict(config.limits))
         self.replies = self.process.replies
 
     def await_ready(self) -> list[str]:
         """Wait until the function is loaded, and return what is not enforced; raise UserError if it fails."""
+        config = self.config
         try:
-            ready = self.process.load(self.config.function or "", dict(self.config.arguments))
+            ready = self.process.load(
+                config.function or "", dict(config.arguments), self._writes, config.timeout
+            )
         except LoadFailed as error:
             raise error.as_error(
-                f"the reward function {self.config.function}",
-                "reward.function",
+                f"the reward function {config.function}",
+                self._where,
                 "module:function or path/to/file.py:function that can be imported and called",
             ) from None
-        self.started = time.monotonic()
+        self.traits = Traits(frozenset(map(str, ready.get("takes", ()))), ready.get("concurrent") is True)
         return [str(item) for item in ready.get("missing", ())]
 
-    def send(self, rows: deque[int], items: list[dict[str, Any]]) -> None:
-        """Give the worker the samples ``rows`` and start its clock."""
-        self.rows = rows
-        self.process.ask([(self._asked + place, items[row]) for place, row in enumerate(rows)])
-        self._asked += len(rows)
-        self.started = time.monotonic()
+    def take(self, waiting: deque[Call], share: int) -> None:
+        """Ask for as many of the waiting calls as the worker has room for."""
+        room = self.config.concurrency - len(self.calls) if self.traits.concurrent else share
+        if not waiting or (self.calls and (waiting[0].alone or not self.traits.concurrent)):
+            return
+        if any(call.alone for call in self.calls.values()):
+            return
+        asked: list[tuple[int, dict[str, Any]]] = []
+        while waiting and len(asked) < room and not (waiting[0].alone and asked):
+            call = waiting.popleft()
+            call.since = time.monotonic()
+            self.calls[self._asked] = call
+            asked.append((self._asked, call.item))
+            self._asked += 1
+            if call.alone:
+                break
+        if asked:
+            self.process.ask(asked)
+
+    @property
+    def deadline(self) -> float:
+        """Return when the first of the open calls must have been answered."""
+        if not self.traits.concurrent:
+            return next(iter(self.calls.values())).since + self.config.timeout
+        # The worker itself ends a call that waits too long, if its event loop runs.
+        return min(call.since for call in self.calls.values()) + self.config.timeout + GRACE_SECONDS
 
     def receive(self, outcomes: list[Answer | None]) -> bool:
         """Store the replies that have arrived; return False when the process has ended or is in disorder."""
         frames, open_ = self.process.frames()
         for frame in frames:
-            answer = answer_of(frame) if self.rows and frame.get("sample") == self._answered else None
-            if answer is None:
+            number = frame.get("call")
+            expected = self.traits.concurrent or number == next(iter(self.calls), None)
+            call = self.calls.get(number) if isinstance(number, int) and expected else None
+            answers = None if call is None else answers_of(frame, len(call.rows))
+            if not isinstance(number, int) or call is None or answers is None:
                 self.process.disorder = f"the worker sent what is no answer to its sample: {frame!r:.200}"
                 break
-            outcomes[self.rows.popleft()] = answer
-            self._answered += 1
-            self.started = time.monotonic()
+            for row, answer in zip(call.rows, answers, strict=True):
+                outcomes[row] = answer
+            del self.calls[number]
+            if not self.traits.concurrent and self.calls:
+                next(iter(self.calls.values())).since = time.monotonic()
         return open_ and self.process.disorder is None
+
+    def lost(self) -> tuple[list[Call], list[Call]]:
+        """Return the calls that ended the process, and those to be asked again, some of them alone.
+
+        Which of several open calls it was, is not known: then each is tried alone.
+        """
+        calls = list(self.calls.values())
+        if not self.traits.concurrent or len(calls) == 1:
+            return calls[:1], calls[1:]
+        return [], [replace(call, alone=True) for call in calls]
 
 
 class FunctionReward:
@@ -112,119 +167,119 @@ class FunctionReward:
     ``config.timeout`` seconds, goes over one of ``config.limits`` or ends its process is invalid; its reward
     never becomes a number. A worker that overran its time or died is killed with everything it started, and
     replaced. The constructor loads the function in every worker and raises a UserError when that fails;
-    ``missing`` then says in words what of the limits this machine's kernel does not enforce.
+    ``missing`` then says in words what of the limits this machine's kernel does not enforce, and ``takes``
+    what samples must have beside the usual: `TURNS`, `TOKENS`, and whether they come by `GROUP`.
+
+    ``where`` names the section of ``config`` to the user. A function that ``writes`` returns text for a
+    sample, or a list of messages, and no reward.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        check_spec(config.function or "")
+    def __init__(self, config: RewardConfig, where: str = "reward", *, writes: bool = False) -> None:
+        self.config, self._where, self._writes = config, where, writes
+        check_spec(config.function or "", f"{where}.function")
         if config.timeout <= 0 or config.workers < 1:
             raise UserError(
                 "the reward settings are out of range",
-                where="reward.timeout" if config.timeout <= 0 else "reward.workers",
+                where=f"{where}.timeout" if config.timeout <= 0 else f"{where}.workers",
                 expected="a time limit above 0 s and at least one worker",
                 got=f"timeout {config.timeout}, workers {config.workers}",
             )
-        self.config = config
         self._workers: list[Worker] = []
         self._finalizer = weakref.finalize(self, kill_all, self._workers)
         try:
             for _ in range(config.workers):
-                self._workers.append(Worker(config))
+                self._workers.append(self._begin())
             missing = [worker.await_ready() for worker in self._workers]
         except BaseException:
             self.close()
             raise
         self.missing: tuple[str, ...] = tuple(missing[0])
+        self.takes = self._workers[0].traits.takes
 
-    def score(
-        self,
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        ground_truths: Sequence[Any],
-        metadata: Sequence[Mapping[str, Any]],
-        known: Mapping[int, Answer] | None = None,
-    ) -> RewardResult:
+    def _begin(self) -> Worker:
+        return Worker(self.config, f"{self._where}.function", self._writes)
+
+    def score(self, samples: Sequence[Sample], known: Mapping[int, Answer] | None = None) -> RewardResult:
         """Return rewards, validity, components and failures of B samples, in their order.
 
         The function is not asked about samples whose answer is ``known``.
         """
+        return result_of(self.answers(samples, known))
+
+    def answers(self, samples: Sequence[Sample], known: Mapping[int, Answer] | None = None) -> list[Answer]:
+        """Return what the function says of B samples, in their order."""
         if not self._finalizer.alive:
             raise RuntimeError("the reward workers are closed")
-        items = [
-            {"prompt": prompt, "response": response, "ground_truth": truth, "metadata": dict(extra)}
-            for prompt, response, truth, extra in zip(
-                prompts, responses, ground_truths, metadata, strict=True
-            )
-        ]
-        outcomes: list[Answer | None] = [(known or {}).get(row) for row in range(len(items))]
+        outcomes: list[Answer | None] = [(known or {}).get(row) for row in range(len(samples))]
         asked = [row for row, answer in enumerate(outcomes) if answer is None]
-        size = max(1, min(CHUNK, -(-len(asked) // (2 * len(self._workers)))))
-        waiting = deque(deque(asked[start : start + size]) for start in range(0, len(asked), size))
+        waiting = deque(self._calls(samples, asked))
         try:
-            self._serve(items, waiting, outcomes)
-        except BaseException:  # an interrupted worker may still hold half a chunk
+            self._serve(waiting, outcomes)
+        except BaseException:  # an interrupted worker may still hold half its calls
             self.close()
             raise
-        return result_of(outcomes)
+        return [answer for answer in outcomes if answer is not None]
 
-    def _serve(
-        self, items: list[dict[str, Any]], waiting: deque[deque[int]], outcomes: list[Answer | None]
-    ) -> None:
+    def _calls(self, samples: Sequence[Sample], asked: Sequence[int]) -> list[Call]:
+        if GROUP not in self.takes:
+            return [Call({k: v for k, v in samples[row].items() if k != GROUP}, (row,)) for row in asked]
+        groups: dict[Any, list[int]] = {}
+        for row in asked:
+            groups.setdefault(samples[row].get(GROUP, row), []).append(row)
+        return [Call(_of_group([samples[row] for row in rows]), tuple(rows)) for rows in groups.values()]
+
+    def _serve(self, waiting: deque[Call], outcomes: list[Answer | None]) -> None:
+        share = max(1, min(CHUNK, -(-len(waiting) // (2 * len(self._workers)))))
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
             while True:
                 for worker in self._workers:
-                    if waiting and not worker.rows:
-                        worker.send(waiting.popleft(), items)
-                busy = [worker for worker in self._workers if worker.rows]
+                    worker.take(waiting, share)
+                busy = [worker for worker in self._workers if worker.calls]
                 if not busy:
                     return
-                soonest = min(worker.started + self.config.timeout for worker in busy)
+                soonest = min(worker.deadline for worker in busy)
                 for key, _ in selector.select(max(0.0, soonest - time.monotonic())):
                     if not key.data.receive(outcomes):
                         self._replace(selector, key.data, waiting, outcomes, CRASHED)
                 now = time.monotonic()
                 for worker in self._workers:
-                    if (
-                        worker.rows
-                        and now >= worker.started + self.config.timeout
-                        and not worker.process.wait(0)
-                    ):
+                    if worker.calls and now >= worker.deadline and not worker.process.wait(0):
                         self._replace(selector, worker, waiting, outcomes, TIMEOUT)
 
     def _replace(
         self,
         selector: selectors.BaseSelector,
         worker: Worker,
-        waiting: deque[deque[int]],
+        waiting: deque[Call],
         outcomes: list[Answer | None],
         reason: str,
     ) -> None:
         selector.unregister(worker.replies)
         status = worker.process.kill()
-        if worker.rows:
-            outcomes[worker.rows.popleft()] = Answer(*self._why(worker, reason, status))
-            if worker.rows:
-                waiting.appendleft(worker.rows)
+        guilty, again = worker.lost()
+        for row in (row for call in guilty for row in call.rows):
+            outcomes[row] = Answer(*self._why(worker, reason, status))
+        waiting.extendleft(reversed(again))
         place = self._workers.index(worker)
-        self._workers[place] = fresh = Worker(self.config)
+        self._workers[place] = fresh = self._begin()
         fresh.await_ready()
         selector.register(fresh.replies, selectors.EVENT_READ, fresh)
 
     def _why(self, worker: Worker, reason: str, status: int) -> tuple[str, str]:
         """Return the reason and the message of a sample on which a worker had to be replaced."""
-        limits = self.config.limits
+        limits, where = self.config.limits, f"{self._where}.limits"
         if reason == TIMEOUT:
             return TIMEOUT, f"ran longer than {self.config.timeout:g} s"
         if worker.process.disorder is not None:
             return DISORDER, worker.process.disorder
         if status == TOO_MANY_PROCESSES:
-            return LIMIT, f"started more than {limits.processes} processes (reward.limits.processes)"
+            return LIMIT, f"started more than {limits.processes} processes ({where}.processes)"
         if status == TOO_MUCH_MEMORY:
-            return LIMIT, f"held more than {limits.memory_gib:g} GiB in all (reward.limits.memory_gib)"
+            return LIMIT, f"held more than {limits.memory_gib:g} GiB in all ({where}.memory_gib)"
         if status == 128 + signal.SIGXCPU:
-            return LIMIT, f"used more than {limits.cpu_seconds:g} s of processor (reward.limits.cpu_seconds)"
+            return LIMIT, f"used more than {limits.cpu_seconds:g} s of processor ({where}.cpu_seconds)"
         return CRASHED, f"the worker process ended with status {status}"
 
     def close(self) -> None:
@@ -238,13 +293,20 @@ class FunctionReward:
         self.close()
 
 
-def check_spec(spec: str) -> None:
+def _of_group(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the arguments of a call for a group: what its samples share, and lists of what they do not."""
+    lists = {name: [sample[name] for sample in samples] for name in (TURNS, TOKENS) if name in samples[0]}
+    group = {GROUP: [sample["response"] for sample in samples]}
+    return {name: value for name, value in samples[0].items() if name != "response"} | lists | group
+
+
+def check_spec(spec: str, where: str = "reward.function") -> None:
     """Raise a UserError unless ``spec`` has the form ``module:function`` or names an existing file."""
     place, separator, name = spec.rpartition(":")
     if not separator or not place or not name:
         raise UserError(
             "the reward function's name is incomplete",
-            where="reward.function",
+            where=where,
             expected="module:function or path/to/file.py:function",
             got=repr(spec),
             fix="add ':' and the function's name",
@@ -252,21 +314,20 @@ def check_spec(spec: str) -> None:
     if place.endswith(".py") and not Path(place).is_file():
         raise UserError(
             f"the reward file {place} does not exist",
-            where="reward.function",
+            where=where,
             expected="an existing Python file",
             got=f"no such file, seen from {Path.cwd()}",
             fix="correct the path; it is relative to the directory the run is started in",
         )
 
 
-def result_of(outcomes: Sequence[Answer | None]) -> RewardResult:
-    """Return the answers to B samples, none of them None, as tensors."""
+def result_of(outcomes: Sequence[Answer]) -> RewardResult:
+    """Return the answers to B samples as tensors."""
     rewards = torch.full((len(outcomes),), float("nan"))
     valid = torch.zeros(len(outcomes), dtype=torch.bool)
     components: dict[str, Tensor] = {}
     failures: list[Failure] = []
     for row, answer in enumerate(outcomes):
-        assert answer is not None
         if answer.reason is not None:
             failures.append(Failure(row, answer.reason, answer.message))
             continue

@@ -2,40 +2,85 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_rl.contained.confinement import allow_processor_seconds
 from megatron_rl.contained.process import LARGEST_MESSAGE, READY, Requests, load, readable, told
 
-SCORED, FAILED = "scored", "failed"
+SCORED, FAILED, WRITTEN = "scored", "failed", "written"
 EXCEPTION, NOT_FINITE, WRONG_TYPE = "exception", "not_finite", "wrong_type"
 TIMEOUT, CRASHED = "timeout", "crashed"
-"""What the trainer says of a process that does not answer."""
+"""What the trainer says of a process that does not answer; the first also a worker of a coroutine."""
 LARGEST = (2 - 2**-23) * 2.0**127
 """The largest number that float32 holds."""
 LARGEST_NAME, MOST_COMPONENTS = 100, 64
+TURNS, TOKENS, GROUP = "turns", "tokens", "group"
+"""What a function is given beside the rest if it has a parameter of that name."""
 
 
 class Answer(NamedTuple):
-    """Hold what is known of one sample: a reward with components, or the reason why there is none."""
+    """Hold what is known of one sample: a reward with components, or the reason why there is none.
+
+    ``text`` is what a function that writes has written: text, or a list of messages.
+    """
 
     reason: str | None
     message: str = ""
     reward: float = math.nan
     components: Mapping[str, float] = {}
+    text: Any = None
+
+
+class Traits(NamedTuple):
+    """Say how a function wants to be called.
+
+    ``takes`` are the names of `TURNS`, `TOKENS` and `GROUP` among its parameters; ``concurrent`` that it is a
+    coroutine function, of which many calls may be open at once.
+    """
+
+    takes: frozenset[str]
+    concurrent: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Traits:
+        """Return the traits of a function, of which a signature may be unknown."""
+        try:
+            parameters = set(inspect.signature(function).parameters)
+        except (ValueError, TypeError):
+            parameters = set()
+        concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004
+        )
+        return cls(frozenset({TURNS, TOKENS, GROUP} & parameters), concurrent)
+
+
+def answers_of(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
+    """Return what a worker says of the ``count`` samples of a call, None where it is not in its language."""
+    frames = frame.get("answers")
+    if not isinstance(frames, list) or len(frames) != count:
+        return None
+    answers = [answer_of(one) if isinstance(one, dict) else None for one in frames]
+    known = [answer for answer in answers if answer is not None]
+    return known if len(known) == count else None
 
 
 def answer_of(frame: Mapping[str, Any]) -> Answer | None:
-    """Return what a worker says of a sample, None where it is not in the worker's language."""
+    """Return what user code says of a sample, None where it is not in a worker's language."""
     if frame.get("kind") == FAILED:
         reason = frame.get("reason")
-        if reason not in (EXCEPTION, NOT_FINITE, WRONG_TYPE):
+        if reason not in (EXCEPTION, NOT_FINITE, WRONG_TYPE, TIMEOUT):
             return None
         return Answer(reason, readable(str(frame.get("message", ""))))
+    if frame.get("kind") == WRITTEN:
+        text = frame.get("text")
+        return Answer(None, text=text) if is_writing(text) else None
     components, reward = frame.get("components"), frame.get("reward")
     if frame.get("kind") != SCORED or not isinstance(components, dict) or "reward" in components:
         return None
@@ -52,14 +97,40 @@ def answer_of(frame: Mapping[str, Any]) -> Answer | None:
     return Answer(None, "", float(numbers["reward"]), named)
 
 
-def judge(
-    function: Callable[..., Any], item: Mapping[str, Any], arguments: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Call ``function`` on one sample; return reward and components, or the reason why there are none."""
-    try:
-        return scored(function(**item, **arguments))
-    except BaseException as error:  # a reward function that calls sys.exit must not end the worker
-        return failed(EXCEPTION, told(error))
+def is_writing(value: Any) -> bool:
+    """Say whether a value is text, or a list of messages with ``role`` and ``content``."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and set(value) == {"role", "content"}
+        and all(isinstance(text, str) for text in value.values())
+    )
+
+
+def answered(value: Any, count: int | None) -> list[dict[str, Any]]:
+    """Return what a function returned for a sample, or for each of the ``count`` samples of a group."""
+    if count is None:
+        return [scored(value)]
+    if hasattr(value, "tolist"):  # numpy and torch arrays
+        value = value.tolist()
+    if not isinstance(value, list | tuple) or len(value) != count:
+        size = f" of {len(value)}" if isinstance(value, list | tuple) else f": {value!r:.80}"
+        message = f"expected a reward for each of {count} responses, got {type(value).__name__}{size}"
+        return [failed(WRONG_TYPE, message)] * count
+    return [failed(EXCEPTION, told(one)) if isinstance(one, BaseException) else scored(one) for one in value]
+
+
+def written(value: Any, _: int | None) -> list[dict[str, Any]]:
+    """Return what a function wrote of a sample."""
+    if is_writing(value):
+        return [{"kind": WRITTEN, "text": value}]
+    words = f"expected text, or messages of role and content, got {type(value).__name__}: {value!r:.80}"
+    return [failed(WRONG_TYPE, words)]
 
 
 def scored(value: Any) -> dict[str, Any]:
@@ -100,27 +171,114 @@ def _number(value: Any) -> float:
 
 
 def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> None:
-    """Load the function, say so, and answer samples until the trainer closes the requests.
+    """Load the function, say so, and answer calls until the trainer closes the requests.
 
-    ``missing`` is what the kernel did not allow. Each answer bears the number of its sample.
+    ``missing`` is what the kernel did not allow. Each answer bears the number of its call.
     """
-    path, spec, arguments = requests.read()
+    path, spec, arguments, writes, timeout = requests.read()
     sys.path[:] = path
-    process = os.getpid()
     try:
         function = load(spec)
     except BaseException as error:
         requests.refuse(error)
         return
-    requests.reply({"kind": READY, "missing": missing})
-    while True:
+    traits = Traits.of(function)
+    ready = {
+        "kind": READY,
+        "missing": missing,
+        "takes": sorted(traits.takes),
+        "concurrent": traits.concurrent,
+    }
+    calls = _Calls(requests, limits, function, arguments, written if writes else answered, timeout)
+    requests.reply(ready)
+    if traits.concurrent:
+        asyncio.run(calls.serve_together())
+    else:
+        calls.serve()
+
+
+class _Calls:
+    """The calls of one function, one after another or many at a time."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        limits: Mapping[str, Any],
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        say: Callable[[Any, int | None], list[dict[str, Any]]],
+        timeout: float,
+    ) -> None:
+        self._requests, self._limits, self._say, self._timeout = requests, limits, say, timeout
+        self._function, self._arguments, self._process = function, arguments, os.getpid()
+
+    def serve(self) -> None:
+        """Make one call after another."""
+        while True:
+            try:
+                calls = self._requests.read()
+            except EOFError:
+                return
+            for number, item in calls:
+                allow_processor_seconds(self._limits["cpu_seconds"])
+                try:
+                    answers = self._say(self._function(**item, **self._arguments), _size(item))
+                except (
+                    BaseException
+                ) as error:  # a reward function that calls sys.exit must not end the worker
+                    answers = _all_failed(item, EXCEPTION, told(error))
+                self._reply(number, answers)
+
+    async def serve_together(self) -> None:
+        """Make every call as soon as it arrives: the trainer bounds how many are open."""
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue()
+        threading.Thread(target=self._listen, args=(loop, arrived), daemon=True).start()
+        open_calls: set[asyncio.Task] = set()
+        while (call := await arrived.get()) is not None:
+            task = asyncio.create_task(self._call(*call))
+            open_calls.add(task)
+            task.add_done_callback(open_calls.discard)
+        os._exit(0)  # calls that are open are of no use any more
+
+    def _listen(self, loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue) -> None:
+        while True:
+            try:
+                calls = self._requests.read()
+            except EOFError:
+                calls = [None]
+            for call in calls:
+                loop.call_soon_threadsafe(arrived.put_nowait, call)
+            if calls == [None]:
+                return
+
+    async def _call(self, number: int, item: Mapping[str, Any]) -> None:
+        allow_processor_seconds(self._limits["cpu_seconds"])
         try:
-            samples = requests.read()
-        except EOFError:
-            return
-        for number, item in samples:
-            allow_processor_seconds(limits["cpu_seconds"])
-            answer = judge(function, item, arguments)
-            if os.getpid() != process:
-                os._exit(0)  # a child that the function forked and that came back
-            requests.reply({"sample": number, **answer})
+            answers = await asyncio.wait_for(self._answers(item), self._timeout)
+        except TimeoutError:
+            answers = _all_failed(item, TIMEOUT, f"ran longer than {self._timeout:g} s")
+        except asyncio.CancelledError:  # nobody but the function itself cancels it
+            answers = _all_failed(item, EXCEPTION, "the function cancelled itself")
+        self._reply(number, answers)
+
+    async def _answers(self, item: Mapping[str, Any]) -> list[dict[str, Any]]:
+        try:
+            return self._say(await self._function(**item, **self._arguments), _size(item))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # sys.exit would end the loop, and every call with it
+            return _all_failed(item, EXCEPTION, told(error))
+
+    def _reply(self, number: int, answers: list[dict[str, Any]]) -> None:
+        if os.getpid() != self._process:
+            os._exit(0)  # a child that the function forked and that came back
+        self._requests.reply({"call": number, "answers": answers})
+
+
+def _size(item: Mapping[str, Any]) -> int | None:
+    """Return how many responses a call is about, None where it is about one that is no group."""
+    return len(item[GROUP]) if GROUP in item else None
+
+
+def _all_failed(item: Mapping[str, Any], reason: str, message: str) -> list[dict[str, Any]]:
+    return [failed(reason, message)] * (_size(item) or 1)

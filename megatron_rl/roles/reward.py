@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.parallel.exchange import Members, RowShard
-from megatron_rl.rewards.function import FunctionReward, RewardResult, result_of
-from megatron_rl.rewards.worker import Answer
+from megatron_rl.rewards.function import FunctionReward, RewardResult, Sample, result_of
+from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS, Answer
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts, split_rows
 
@@ -22,12 +22,31 @@ NO_REWARD = "no_reward"
 _SILENT = "the environment returned no reward, and there is no reward.function and no reward model"
 
 
+class Scorer(Protocol):
+    """What judges samples outside the training process.
+
+    ``takes`` are the names of what its samples hold beside the usual, see `Sample`; ``missing`` says in words
+    what of its limits this machine does not enforce.
+    """
+
+    takes: frozenset[str]
+    missing: tuple[str, ...]
+
+    def score(self, samples: Sequence[Sample], known: Mapping[int, Answer]) -> RewardResult:
+        """Return what it says of samples, of which it is not asked about those whose answer is ``known``."""
+        ...
+
+    def close(self) -> None:
+        """End its processes."""
+        ...
+
+
 class RewardRole:
     """Score each rank's share of the rows outside the training process."""
 
     def __init__(self, config: RewardConfig, tokenizer: Any) -> None:
         self.weight = config.weight
-        self._function = None if config.function is None else FunctionReward(config)
+        self._scorer: Scorer | None = None if config.function is None else FunctionReward(config)
         self._otherwise = Answer(None, "", 0.0) if config.models else Answer(NO_REWARD, _SILENT)
         self._tokenizer = tokenizer
 
@@ -42,12 +61,13 @@ class RewardRole:
         invalid without being scored; the result holds what was said of the others. Collective over the
         members.
         """
-        rows = range(members.ranks.index(members.rank), len(rollouts), len(members.ranks))
+        rows = self._share(rollouts, members)
         known = environments_answers(rollouts)
         failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
         judged = [row for row in rows if row in known or not failed[row]]
         result = self._score(prompts, rollouts, judged, known)
-        index = torch.tensor([rows.index(row) for row in judged], dtype=torch.long)
+        places = {row: place for place, row in enumerate(rows)}
+        index = torch.tensor([places[row] for row in judged], dtype=torch.long)
         rewards = torch.full((len(rows),), float("nan"))
         valid = torch.zeros(len(rows), dtype=torch.bool)
         rewards[index], valid[index] = result.rewards, result.valid
@@ -59,27 +79,45 @@ class RewardRole:
                 component[index] = result.components[name]
             values[COMPONENT + name] = component
         no_tokens = torch.zeros(len(rows), dtype=torch.long)
-        return RowShard(torch.tensor(list(rows), dtype=torch.long), no_tokens, {}, values), result
+        return RowShard(torch.tensor(rows, dtype=torch.long), no_tokens, {}, values), result
+
+    def _share(self, rollouts: Rollouts, members: Members) -> list[int]:
+        """Return the rows that this rank judges: whole groups where they are judged together."""
+        place, count = members.ranks.index(members.rank), len(members.ranks)
+        if self._scorer is None or GROUP not in self._scorer.takes:
+            return list(range(place, len(rollouts), count))
+        return [row for row, group in enumerate(rollouts.group.tolist()) if group % count == place]
 
     def _score(
         self, prompts: PromptBatch, rollouts: Rollouts, rows: list[int], known: Mapping[int, Answer]
     ) -> RewardResult:
         told = {place: known[row] for place, row in enumerate(rows) if row in known}
-        if self._function is None:
+        if self._scorer is None:
             return result_of([told.get(place, self._otherwise) for place in range(len(rows))])
-        return self._function.score(
-            [prompts.prompts[row] for row in rows],
-            self.responses(rollouts, rows),
-            [prompts.ground_truths[row] for row in rows],
-            [prompts.metadata[row] for row in rows],
-            told,
-        )
+        return self._scorer.score(self._samples(prompts, rollouts, rows, self._scorer.takes), told)
 
-    def responses(self, rollouts: Rollouts, rows: Any = None) -> list[str]:
-        """Return the responses of ``rows`` (default all) as text, without special tokens."""
-        chosen = rollouts if rows is None else rollouts.rows(rows)
-        tokens = chosen.tokens[chosen.response_mask].tolist()
-        counts = row_counts(chosen.response_mask, chosen.lengths)
+    def _samples(
+        self, prompts: PromptBatch, rollouts: Rollouts, rows: list[int], takes: frozenset[str]
+    ) -> list[Sample]:
+        chosen = rollouts.rows(rows)
+        fields: dict[str, Sequence[Any]] = {
+            "prompt": [prompts.prompts[row] for row in rows],
+            "response": self.responses(chosen),
+            "ground_truth": [prompts.ground_truths[row] for row in rows],
+            "metadata": [dict(prompts.metadata[row]) for row in rows],
+        }
+        if TURNS in takes:
+            fields[TURNS] = self.conversations(chosen)
+        if TOKENS in takes:
+            fields[TOKENS] = tokens_of(chosen)
+        if GROUP in takes:
+            fields[GROUP] = chosen.group.tolist()
+        return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
+
+    def responses(self, rollouts: Rollouts) -> list[str]:
+        """Return the responses as text, without special tokens."""
+        tokens = rollouts.tokens[rollouts.response_mask].tolist()
+        counts = row_counts(rollouts.response_mask, rollouts.lengths)
         ends = counts.cumsum(0).tolist()
         ids = [tokens[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
         return self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
@@ -103,12 +141,35 @@ class RewardRole:
     @property
     def not_enforced(self) -> tuple[str, ...]:
         """Return in words what of the reward function's limits this machine does not enforce."""
-        return () if self._function is None else self._function.missing
+        return () if self._scorer is None else self._scorer.missing
 
     def close(self) -> None:
         """End the worker processes."""
-        if self._function is not None:
-            self._function.close()
+        if self._scorer is not None:
+            self._scorer.close()
+
+
+def tokens_of(rollouts: Rollouts) -> list[dict[str, list]]:
+    """Return of each row the ids of ``prompt`` and of what follows, its ``mask`` and its ``log_probs``.
+
+    ``mask`` is true on what the policy sampled, and ``log_probs`` are the engine's, 0 where it is false.
+    """
+    result = []
+    for ids, mask, log_probs in zip(
+        *(
+            split_rows(values, rollouts.lengths)
+            for values in (rollouts.tokens, rollouts.response_mask, rollouts.rollout_log_probs)
+        ),
+        strict=True,
+    ):
+        start = int(mask.int().argmax()) if mask.any() else len(ids)
+        result.append({
+            "prompt": ids[:start].tolist(),
+            "response": ids[start:].tolist(),
+            "mask": mask[start:].tolist(),
+            "log_probs": log_probs[start:].tolist(),
+        })  # fmt: skip
+    return result
 
 
 def environments_answers(rollouts: Rollouts) -> dict[int, Answer]:

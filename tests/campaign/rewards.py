@@ -78,9 +78,10 @@ def _judge(act: str, vehicle: str, mark: str) -> Result:
         server.bind(("127.0.0.1", 0))
         server.listen()
         facts = {"mark": mark, "port": server.getsockname()[1], "vehicle": "direct"}
-        metadata = [facts, {**facts, "vehicle": vehicle}, facts]
-        result = reward.score(["p"] * 3, ["fine", act, "fine"], ["4"] * 3, metadata)
-        again = reward.score(["p"], ["fine"], ["4"], [facts])
+        fine = {"prompt": "p", "response": "fine", "ground_truth": "4", "metadata": facts}
+        hostile = {**fine, "response": act, "metadata": {**facts, "vehicle": vehicle}}
+        result = reward.score([fine, hostile, fine])
+        again = reward.score([fine])
         missing = reward.missing
     time.sleep(0.1)
     left = [child for child in psutil.Process().children(recursive=True) if child.status() != "zombie"]

@@ -125,8 +125,8 @@ def file(tmp_path_factory) -> str:
 
 
 def judge(reward: FunctionReward, *responses: str, **metadata) -> RewardResult:
-    count = len(responses)
-    return reward.score(["p"] * count, list(responses), ["4"] * count, [metadata] * count)
+    rest = {"prompt": "p", "ground_truth": "4", "metadata": metadata}
+    return reward.score([{"response": response, **rest} for response in responses])
 
 
 def one(

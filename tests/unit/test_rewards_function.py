@@ -17,9 +17,10 @@ import torch
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.function import FunctionReward, RewardResult
+from megatron_rl.rewards.worker import Answer
 
 FUNCTIONS = """
-import os, random, subprocess, sys, time
+import os, random, re, subprocess, sys, time
 
 MARK = random.Random().random()
 
@@ -60,6 +61,55 @@ def numpy_scalar(**sample):
     import numpy
     return numpy.float32(0.25)
 
+def all_it_sees(*, response, turns, tokens, **rest):
+    return {"reward": 1.0, "turns": len(turns), "tokens": sum(tokens["mask"]), "others": len(rest)}
+
+def ranked(*, group, turns, prompt, ground_truth, metadata):
+    # Each response gets its place by length; the words of some break the answer, or a part of it.
+    assert len(turns) == len(group)
+    if "short" in group:
+        return [1.0]
+    if "none" in group:
+        return None
+    if "hang" in group:
+        time.sleep(1000)
+    places = [sum(len(other) < len(one) for other in group) for one in group]
+    return [ValueError("not this one") if one == "error" else place for one, place in zip(group, places)]
+
+async def waits(*, prompt, response, ground_truth, metadata):
+    import asyncio
+    global OPEN, MOST
+    if response == "most":
+        return MOST
+    OPEN += 1
+    MOST = max(MOST, OPEN)
+    try:
+        if response == "block":
+            time.sleep(1000)
+        if response == "quick":
+            return 1.0
+        if response == "hold":
+            await asyncio.sleep(0.02)
+            re.match("(a+)+$", "a" * 40 + "b")  # lets no other thread run
+        if response == "exit":
+            sys.exit(3)
+        if response == "crash":
+            await asyncio.sleep(0.05)
+            os._exit(7)
+        if response == "cancel":
+            raise asyncio.CancelledError
+        if response == "stubborn":
+            while True:
+                try:
+                    await asyncio.sleep(1000)
+                except asyncio.CancelledError:
+                    pass
+        await asyncio.sleep(1000 if response == "hang" else 0.1)
+    finally:
+        OPEN -= 1
+    return 1.0
+
+OPEN = MOST = 0
 not_a_function = 3
 """
 
@@ -74,8 +124,12 @@ def file(tmp_path: Path) -> str:
 def score(
     reward: FunctionReward, responses: list[str], truth: str = "4", metadata: dict | None = None
 ) -> RewardResult:
-    count = len(responses)
-    return reward.score(["2+2="] * count, responses, [truth] * count, [metadata or {}] * count)
+    return reward.score(samples(responses, truth, metadata))
+
+
+def samples(responses: list[str], truth: str = "4", metadata: dict | None = None) -> list[dict]:
+    rest = {"prompt": "2+2=", "ground_truth": truth, "metadata": metadata or {}}
+    return [{"response": response, **rest} for response in responses]
 
 
 def make(file: str, name: str = "by_response", **settings) -> FunctionReward:
@@ -212,7 +266,7 @@ def test_workers_end_with_a_trainer_that_was_killed(file: str, tmp_path: Path) -
         from megatron_rl.rewards.function import FunctionReward
         reward = FunctionReward(RewardConfig({file + ":by_response"!r}, timeout=500.0))
         print("ready", flush=True)
-        reward.score(["p"], ["spin"], ["t"], [{{}}])
+        reward.score([{{"prompt": "p", "response": "spin", "ground_truth": "t", "metadata": {{}}}}])
         """)
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
@@ -241,6 +295,70 @@ def test_close_is_final(file: str) -> None:
     assert not [worker for worker in workers if worker.is_running()]
     with pytest.raises(RuntimeError, match="closed"):
         score(reward, ["4"])
+
+
+def test_a_function_sees_what_it_names(file: str) -> None:
+    turns = [{"role": "policy", "content": "4"}, {"role": "environment", "content": "no"}]
+    tokens = {"prompt": [1], "response": [2, 3], "mask": [True, False], "log_probs": [-0.5, 0.0]}
+    with make(file, "all_it_sees") as reward:
+        assert reward.takes == {"turns", "tokens"}
+        result = reward.score([{**sample, "turns": turns, "tokens": tokens} for sample in samples(["4"])])
+    assert {name: values.tolist() for name, values in result.components.items()} == {
+        "turns": [2.0],
+        "tokens": [1.0],
+        "others": [3.0],
+    }
+    with make(file) as reward:
+        assert not reward.takes
+
+
+def test_a_group_is_judged_in_one_call_and_each_response_gets_its_reward_or_reason(file: str) -> None:
+    responses = ["333", "1", "error", "22", "short", "x", "none", "55555", "hang", "y"]
+    groups = [0, 1, 0, 0, 2, 2, 3, 1, 4, 4]
+    with make(file, "ranked", timeout=1.0, workers=2) as reward:
+        rows = [
+            {**sample, "turns": [], "group": group}
+            for sample, group in zip(samples(responses), groups, strict=True)
+        ]
+        result = reward.score(rows)
+        known = reward.score(rows[:4], {0: Answer(None, "", 9.0)})
+    reasons = {responses[failure.row]: failure.reason for failure in result.failures}
+    assert reasons == {
+        "error": "exception",
+        "short": "wrong_type",
+        "x": "wrong_type",
+        "none": "wrong_type",
+        "hang": "timeout",
+        "y": "timeout",
+    }
+    assert result.rewards[result.valid].tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert known.rewards[[0, 1, 3]].tolist() == [9.0, 0.0, 0.0], "what is known is no part of the group"
+
+
+def test_coroutines_run_together_and_fail_alone(file: str) -> None:
+    with make(file, "waits", timeout=1.0, concurrency=8) as reward:
+        assert score(reward, ["4"] * 32).valid.all()
+        assert score(reward, ["most"]).rewards.tolist() == [8.0]
+    ways = {
+        "hang": "timeout",
+        "stubborn": "timeout",
+        "block": "timeout",
+        "exit": "exception",
+        "cancel": "exception",
+        "crash": "crashed",
+    }
+    responses = [response for way in ways for response in ("4", way)]
+    with make(file, "waits", timeout=1.0, concurrency=4) as reward:
+        result = score(reward, responses)
+    assert {responses[failure.row]: failure.reason for failure in result.failures} == ways
+    assert result.rewards[result.valid].tolist() == [1.0] * len(ways)
+
+
+def test_a_process_that_does_not_read_does_not_hold_up_the_trainer(file: str) -> None:
+    large = {"metadata": {"text": "x" * 2**20}}
+    with make(file, "waits", timeout=1.0, concurrency=2) as reward:
+        result = reward.score([{**sample, **large} for sample in samples(["hold"] + ["quick"] * 60)])
+    assert result.valid.tolist() == [False] + [True] * 60
 
 
 def test_rewards_are_float32_tensors(file: str) -> None:

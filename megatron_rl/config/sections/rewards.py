@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.sections.bounds import LARGE, MOST_SECONDS, MOST_STEPS
+from megatron_rl.config.sections.bounds import LARGE, MOST_ROWS, MOST_SECONDS, MOST_STEPS
 from megatron_rl.config.sections.limits import LimitsConfig
 from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.config.sections.stages import PairsConfig
@@ -49,7 +49,12 @@ class RewardConfig:
     """Say what judges a response: a function, reward models, or a weighted sum of both.
 
     The function is called in worker processes as ``function(prompt=, response=, ground_truth=, metadata=,
-    **arguments)`` and returns a number, or a mapping of named components that holds ``reward``. The reward of
+    **arguments)`` and returns a number, or a mapping of named components that holds ``reward``. Where it
+    has a parameter ``turns`` it is given what was said behind the prompt, as a list of ``{role, content}`` with
+    the roles policy and environment; where it has ``tokens``, a mapping of ``prompt``, ``response``, ``mask`` and
+    ``log_probs``. One with a parameter ``group`` is called once for all responses to a prompt, whose texts
+    ``group`` lists instead of ``response``; ``turns`` and ``tokens`` are then lists too, and it returns a
+    reward for each, an exception or None where there is none. It may be ``async def``. The reward of
     a row is ``weight`` times the function's plus the sum over ``models`` of their weights times their scores;
     where one of them fails the row is invalid.
     """
@@ -80,6 +85,13 @@ class RewardConfig:
     )
     workers: int = setting(
         1, "Processes per rank that call the function.", unit="processes", at_least=1, at_most=1024
+    )
+    concurrency: int = setting(
+        16,
+        "Calls of an `async def` function that a worker has open at once.",
+        unit="calls",
+        at_least=1,
+        at_most=MOST_ROWS,
     )
     max_invalid_fraction: float = setting(
         0.5,
