@@ -49,14 +49,14 @@ class RewardConfig:
     """Say what judges a response: a function, reward models, or a weighted sum of both.
 
     The function is called in worker processes as ``function(prompt=, response=, ground_truth=, metadata=,
-    **arguments)`` and returns a number, or a mapping of named components that holds ``reward``. Where it
-    has a parameter ``turns`` it is given what was said behind the prompt, as a list of ``{role, content}`` with
-    the roles policy and environment; where it has ``tokens``, a mapping of ``prompt``, ``response``, ``mask`` and
-    ``log_probs``. One with a parameter ``group`` is called once for all responses to a prompt, whose texts
-    ``group`` lists instead of ``response``; ``turns`` and ``tokens`` are then lists too, and it returns a
-    reward for each, an exception or None where there is none. It may be ``async def``. The reward of
-    a row is ``weight`` times the function's plus the sum over ``models`` of their weights times their scores;
-    where one of them fails the row is invalid.
+    **arguments)`` and returns a number, or a mapping of named components that holds ``reward``. Where it has
+    a parameter ``turns`` it is given what was said behind the prompt, as a list of ``{role, content}`` with
+    the roles policy and environment; where it has ``tokens``, a mapping of ``prompt``, ``response``, ``mask``
+    and ``log_probs``. One with a parameter ``group`` is called once for all responses to a prompt, whose
+    texts ``group`` lists instead of ``response``; ``turns`` and ``tokens`` are then lists too, and it returns
+    a reward for each, an exception or None where there is none. It may be ``async def``. The reward of a row
+    is ``weight`` times the function's plus the sum over ``models`` of their weights times their scores; where
+    one of them fails the row is invalid.
     """
 
     function: str | None = setting(
