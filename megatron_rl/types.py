@@ -262,8 +262,8 @@ class TrainBatch(_Rows):
     ``selected`` [N] bool marks tokens that a policy loss treats apart, chosen with statistics of the
     whole mini-batch; ``nll_weights`` [N] weigh an imitation loss beside it. ``temperature`` is [B];
     ``group`` [B] int64 keeps samples of one prompt in one mini-batch; ``response_counts`` [B] int64
-    counts the response tokens before any were rejected, 0 for a failed row. ``support_sizes`` and
-    ``support`` as in `Rollouts`.
+    counts the response tokens before any were rejected, 0 for a failed row; ``position`` [B] int64 is the
+    row's place among all of the step's. ``support_sizes`` and ``support`` as in `Rollouts`.
     """
 
     tokens: Tensor
@@ -285,6 +285,7 @@ class TrainBatch(_Rows):
     response_counts: Tensor | None = None
     support_sizes: Tensor | None = None
     support: Tensor | None = None
+    position: Tensor | None = None
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",
@@ -292,7 +293,7 @@ class TrainBatch(_Rows):
         "nll_weights", "support_sizes",
     )  # fmt: skip
     ITEM_FIELDS = _SUPPORT
-    ROW_FIELDS = ("lengths", "temperature", "group", "response_counts")
+    ROW_FIELDS = ("lengths", "temperature", "group", "response_counts", "position")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.estimation import estimate as estimate
     from megatron_rl.algorithms.estimation import initial_state as initial_state
     from megatron_rl.algorithms.estimation import next_state as next_state
+    from megatron_rl.algorithms.estimation import old_policy_metrics as old_policy_metrics
     from megatron_rl.algorithms.estimation import valid_rows as valid_rows
     from megatron_rl.algorithms.kl import Kl as Kl
     from megatron_rl.algorithms.lookup import algorithm_of as algorithm_of

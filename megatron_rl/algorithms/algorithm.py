@@ -121,6 +121,11 @@ class Algorithm:
         """Say whether the samples of one prompt are each other's baseline."""
         return self.advantage.compares_samples
 
+    @property
+    def needs_scoring_pass(self) -> tuple[str, ...]:
+        """Return the keys of the pieces that want the actor's log-probs of a batch before its loss."""
+        return tuple(name for name, piece in self.pieces().items() if piece.needs_scoring_pass)
+
     def pieces(self) -> dict[str, Piece]:
         """Return the pieces by the name of their key."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}

@@ -61,6 +61,11 @@ class Correction(Piece):
         """Say whether weights or rejection change anything."""
         return self.level != "none" or bool(self.rejection)
 
+    @property
+    def needs_scoring_pass(self) -> bool:
+        """Say whether weights and rejection are of the whole step, which the loss is divided by."""
+        return self.active and not self.bypass
+
     def contradictions(self, path: str) -> Iterator[UserError]:
         """Yield mistakes in the band, in the measures, and settings that exclude each other."""
         band = self.band

@@ -37,13 +37,16 @@ def estimate(
     the length limit leave the mask after advantages were computed. ``loss_weights`` are zero until
     `minibatches` sets them. ``state`` None is the state before the first step. Pure: every rank computes the
     same from the same input. Raises ValueError where something the algorithm needs was not scored.
+    `Scores.old_log_probs` may come with the learn pass instead where no piece ``needs_scoring_pass``: then
+    the metrics of `old_policy_metrics` are not among these.
     """
     state = initial_state(algorithm) if state is None else state
     valid = valid_rows(rollouts, scores, algorithm)
     answered = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
     old_log_probs = rollouts.rollout_log_probs if algorithm.correction.bypass else scores.old_log_probs
-    if old_log_probs is None:
-        raise ValueError("Scores.old_log_probs is missing, and the algorithm does not bypass them")
+    if old_log_probs is None and algorithm.needs_scoring_pass:
+        keys = ", ".join(f"algorithm.{name}" for name in algorithm.needs_scoring_pass)
+        raise ValueError(f"Scores.old_log_probs is missing, which {keys} must know before the loss")
     inputs = _inputs(rollouts, scores, algorithm, state, answered, valid, old_log_probs)
     advantages, returns = algorithm.advantage(inputs)
     correction, mask, metrics = _correct(rollouts, scores, algorithm, answered)
@@ -67,8 +70,33 @@ def estimate(
         response_counts=row_sums(answered.double(), rollouts.lengths).long(),
         support_sizes=rollouts.support_sizes,
         support=rollouts.support,
+        position=torch.arange(len(rollouts)),
     )
-    return batch, metrics + step_metrics(rollouts, scores, inputs, batch, algorithm, state.kl_coef)
+    if scores.old_log_probs is not None:
+        metrics += old_policy_metrics(rollouts, scores, algorithm, state)
+    return batch, metrics + step_metrics(rollouts, scores, inputs, batch)
+
+
+def old_policy_metrics(
+    rollouts: Rollouts, scores: Scores, algorithm: Algorithm, state: AlgorithmState
+) -> Metrics:
+    """Return ``mismatch/*`` and, where a reference scored the rows, ``kl/ref`` and ``kl/coef``.
+
+    They compare `Scores.old_log_probs`, or what takes their place, with the rollout's and the reference's.
+    """
+    valid = valid_rows(rollouts, scores, algorithm)
+    mask = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
+    count = int(mask.sum())
+    if scores.old_log_probs is None or not count:
+        return Metrics()
+    rollout, log_probs = rollouts.rollout_log_probs, scores.old_log_probs
+    metrics = mismatch_metrics(log_probs, rollout, mask, rollouts.lengths)
+    if scores.ref_log_probs is not None:
+        policy = rollout if algorithm.correction.bypass else log_probs
+        kl = algorithm.kl.estimate(policy, scores.ref_log_probs)
+        metrics += Metrics.mean("kl/ref", float(kl[mask].double().sum()), count)
+        metrics += Metrics.of({"kl/coef": state.kl_coef})
+    return metrics
 
 
 def _inputs(
@@ -78,7 +106,7 @@ def _inputs(
     state: AlgorithmState,
     mask: Tensor,
     valid: Tensor,
-    old_log_probs: Tensor,
+    old_log_probs: Tensor | None,
 ) -> AdvantageInputs:
     """Shape the rewards and lay them on tokens."""
     lengths, shaping = rollouts.lengths, algorithm.reward_shaping
@@ -95,6 +123,7 @@ def _inputs(
     if algorithm.kl.in_reward:
         if scores.ref_log_probs is None:
             raise ValueError("the KL penalty in the reward needs Scores.ref_log_probs, which is missing")
+        assert old_log_probs is not None
         kl = algorithm.kl.estimate(old_log_probs.double(), scores.ref_log_probs.double())
         penalty = torch.where(mask, state.kl_coef * kl, 0)
         token_rewards = token_rewards - penalty
@@ -120,15 +149,11 @@ def _inputs(
 def _correct(
     rollouts: Rollouts, scores: Scores, algorithm: Algorithm, mask: Tensor
 ) -> tuple[Tensor | None, Tensor, Metrics]:
-    """Measure the mismatch wherever both log-probs are known, and correct for it outside bypass mode."""
-    if scores.old_log_probs is None:
+    """Correct for the mismatch of the two log-probs, outside bypass mode."""
+    log_probs = scores.old_log_probs
+    if log_probs is None or algorithm.correction.bypass or not algorithm.correction.active:
         return None, mask, Metrics()
-    log_probs, rollout, lengths = scores.old_log_probs, rollouts.rollout_log_probs, rollouts.lengths
-    metrics = mismatch_metrics(log_probs, rollout, mask, lengths)
-    if algorithm.correction.bypass or not algorithm.correction.active:
-        return None, mask, metrics
-    weights, keep, more = algorithm.correction.correct(log_probs, rollout, mask, lengths)
-    return weights, keep, metrics + more
+    return algorithm.correction.correct(log_probs, rollouts.rollout_log_probs, mask, rollouts.lengths)
 
 
 @dataclass(frozen=True)
@@ -192,15 +217,8 @@ def valid_rows(rollouts: Rollouts, scores: Scores, algorithm: Algorithm) -> Tens
     return valid
 
 
-def step_metrics(
-    rollouts: Rollouts,
-    scores: Scores,
-    inputs: AdvantageInputs,
-    batch: TrainBatch,
-    algorithm: Algorithm,
-    kl_coef: float,
-) -> Metrics:
-    """Return a step's metrics: ``reward/*``, ``response/*``, ``group/*``, ``advantage/*``, ``kl/*``.
+def step_metrics(rollouts: Rollouts, scores: Scores, inputs: AdvantageInputs, batch: TrainBatch) -> Metrics:
+    """Return a step's metrics: ``reward/*``, ``response/*``, ``group/*``, ``advantage/*``, ``critic/*``.
 
     ``reward/mean`` is of raw rewards, ``reward/shaped_mean`` after shaping and KL penalty. ``group/*`` is
     over prompts: the share whose raw rewards are all equal, and with a failed sample. The same on every rank.
@@ -218,10 +236,6 @@ def step_metrics(
         metrics += _spread("advantage", batch.advantages[mask])
         if inputs.values is not None:
             metrics += _critic_metrics(batch.returns[mask].double(), inputs.values[mask])
-        if scores.ref_log_probs is not None and batch.old_log_probs is not None:
-            kl = algorithm.kl.estimate(batch.old_log_probs, scores.ref_log_probs)
-            metrics += Metrics.mean("kl/ref", float(kl[mask].double().sum()), int(mask.sum()))
-            metrics += Metrics.of({"kl/coef": kl_coef})
     return metrics
 
 

@@ -34,6 +34,11 @@ class Kl(Piece):
         return self.in_loss or self.in_reward
 
     @property
+    def needs_scoring_pass(self) -> bool:
+        """Say whether rewards, which come before the loss, depend on the actor's log-probs."""
+        return self.in_reward
+
+    @property
     def first_coef(self) -> float:
         """Return the coefficient before the first step."""
         return 0.0

@@ -52,6 +52,11 @@ class PolicyLoss(Piece, ABC):
     follows_rollout: ClassVar[bool] = False
     """Whether that ratio is to the policy that sampled, which weights of a correction would count again."""
 
+    @property
+    def needs_scoring_pass(self) -> bool:
+        """Say whether the loss chooses tokens by statistics of a whole mini-batch."""
+        return type(self).select is not PolicyLoss.select
+
     @abstractmethod
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Return the loss of every token [N] of a micro-batch; ``log_probs`` [N] carry the gradient."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ def policy_objective(
     ``sum_t w_t (c_t l_t + kl_coef kl_t - entropy_coef H_t) - sum_t u_t log_prob_t`` with global weights w and
     (for imitation) u, and the mismatch correction c, so losses and gradients of the micro-batches of a
     mini-batch add up to the mini-batch's, however it was split. ``state`` holds an adaptive KL coefficient.
+    Where ``micro`` has no old log-probs this is the first update from its batch, and they are ``log_probs``.
 
     The metrics ``policy/loss`` and ``policy/kl_loss`` are divided by the sum of w (1 over a mini-batch for
     token-mean and seq-mean-token-mean). ``policy/kl`` is the mean of old minus new log-probs.
@@ -37,6 +39,8 @@ def policy_objective(
     micro = micro.to(log_probs.device)
     mask, weights = micro.response_mask, micro.loss_weights
     log_probs, entropy = masked(log_probs, mask), masked(entropy, mask)
+    if micro.old_log_probs is None:
+        micro = replace(micro, old_log_probs=log_probs.detach())
     token_loss, metrics = _corrected_loss(algorithm, micro, log_probs)
     total = (weights * torch.where(mask, token_loss.loss, 0)).sum()
     count, weight = mask.sum(), weights.sum()

@@ -54,6 +54,11 @@ class Piece:
         """Yield mistakes that no single setting shows."""
         yield from ()
 
+    @property
+    def needs_scoring_pass(self) -> bool:
+        """Say whether the actor's log-probs must be known before the loss, where one update takes a batch."""
+        return False
+
     def within(self, max_response_tokens: int) -> Self:
         """Return the piece for responses of at most so many tokens."""
         return self

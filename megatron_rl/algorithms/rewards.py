@@ -134,6 +134,11 @@ class Overlong(Piece):
         at_least=1,
     )
 
+    @property
+    def needs_scoring_pass(self) -> bool:
+        """Say whether rows are measured that are not learned from."""
+        return self.filter
+
     def contradictions(self, path: str) -> Iterator[UserError]:
         """Yield the error of a buffer that is longer than a response may be."""
         if self.buffer is not None and self.limit is not None and self.buffer > self.limit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from megatron_rl.check.algorithm import scoring_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.config.budget import PHASES
 from megatron_rl.config.load import flatten, to_plain
@@ -24,6 +25,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
             if (origin := report.origins[path]) is not None
         },
         "batch": dataclasses.asdict(report.batch) if report.batch else None,
+        "scoring_pass": scoring_reason(report.config, report.algorithm) if report.algorithm else None,
         "roles": {
             role: {**dataclasses.asdict(layout), "data": layout.data}
             for role, layout in (report.layouts or {}).items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
+from megatron_rl.check.algorithm import scoring_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.config.budget import PHASES, RankMemory
 from megatron_rl.config.derive import BatchPlan
@@ -138,8 +139,17 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
             f"at least {_count(batch.rows_per_microbatch, 'row')} each, "
             f"at most {_count(batch.microbatches, 'micro-batch', 'es')} per mini-batch and copy",
         ),
+        *_scoring_line(report),
         (f"{config.steps:,} steps x {batch.prompts:,} prompts", _passes(config.steps, batch, report.records)),
     ]
+
+
+def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:
+    if report.algorithm is None:
+        return []
+    reason = scoring_reason(report.config, report.algorithm)
+    words = "one optimizer step: those of its own pass, the actor scores nothing before"
+    return [("old log-probs", words if reason is None else f"a scoring pass of the actor: {reason}")]
 
 
 def _stage_line(plan: StagePlan) -> tuple[str, str]:

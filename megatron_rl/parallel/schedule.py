@@ -152,19 +152,21 @@ def learn(
     *,
     before: bool = True,
     unit: int = 1,
-) -> tuple[Metrics, Metrics]:
+) -> tuple[list[TokenScores], Metrics]:
     """Add the gradient of the whole mini-batch's loss to the model's gradient buffers.
 
     ``objective(rows of batch, *outputs of the head, each [n])`` returns a loss that sums over its tokens with
     global weights, so gradients add up over micro-batches and data-parallel ranks without any scaling.
-    ``before`` and ``unit`` as in `microbatches`. Returns this rank's metrics (empty except on the last stage)
-    and its ``padding/fraction``. Collective over the model's ranks.
+    ``before`` and ``unit`` as in `microbatches`. Returns what `score` would have said with these weights, and
+    this rank's metrics, those of padding among them; on other stages than the last there is padding alone.
+    Collective over the model's ranks.
     """
     micros, padding = microbatches(model, batch, tokens_per_microbatch, select, before, unit)
     for chunk in model.wrapped:
         chunk.train()
-    metrics = _run(model, micros, _loss_of(batch, objective), forward_only=False)
-    return merge_metrics(metrics), padding
+    results = _run(model, micros, _loss_of(batch, objective), forward_only=False)
+    scores, metrics = [score for score, _ in results], merge_metrics(metrics for _, metrics in results)
+    return scores, metrics + padding
 
 
 def measure(
@@ -185,18 +187,20 @@ def measure(
     for chunk in model.wrapped:
         chunk.eval()
     with torch.no_grad():
-        return merge_metrics(_run(model, micros, _loss_of(batch, objective), forward_only=True))
+        results = _run(model, micros, _loss_of(batch, objective), forward_only=True)
+    return merge_metrics(metrics for _, metrics in results)
 
 
 def _loss_of(
     batch: Any, objective: Callable[..., tuple[Tensor, Metrics]]
-) -> Callable[..., tuple[Tensor, Metrics]]:
-    """Return what makes the loss and the metrics of a micro-batch of ``batch`` from the head's outputs."""
+) -> Callable[..., tuple[Tensor, tuple[TokenScores, Metrics]]]:
+    """Return what makes loss, scores and metrics of a micro-batch of ``batch`` from the head's outputs."""
 
-    def loss(micro: _MicroBatch, *outputs: Tensor) -> tuple[Tensor, Metrics]:
+    def loss(micro: _MicroBatch, *outputs: Tensor) -> tuple[Tensor, tuple[TokenScores, Metrics]]:
         rows = batch.rows(micro.rows).to(outputs[0].device)
         value, metrics = objective(rows, *outputs)
-        return value, metrics if micro.rows else Metrics()
+        scores = TokenScores(micro.rows, tuple(output.detach() for output in outputs))
+        return value, (scores, metrics if micro.rows else Metrics())
 
     return loss
 

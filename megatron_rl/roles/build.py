@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithms import Algorithm
+from megatron_rl.check.algorithm import scoring_reason
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.placement import role_layout, rollout_layout
 from megatron_rl.config.schema import RunConfig
@@ -38,7 +39,10 @@ REWARD_MODEL = "reward_model"
 
 @dataclass
 class Roles:
-    """Hold the roles of one run on this rank; ``critic`` and ``reference`` are None where not needed."""
+    """Hold the roles of one run on this rank; ``critic`` and ``reference`` are None where not needed.
+
+    ``scoring_pass`` says whether the actor scores a batch before it learns from it, see `scoring_reason`.
+    """
 
     actor: ModelRole
     rollout: RolloutRole
@@ -47,6 +51,7 @@ class Roles:
     critic: ModelRole | None = None
     reference: ModelRole | None = None
     reward_models: tuple[RewardModel, ...] = ()
+    scoring_pass: bool = True
 
     @property
     def judges(self) -> list[ModelRole]:
@@ -90,7 +95,8 @@ def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any, *, temp
     reference = _build_reference(config) if algorithm.needs_reference else None
     models = tuple(_build_reward_model(config, name) for name in config.reward.models)
     engine = _hybrid_engine(config, actor, rollout)
-    roles = Roles(actor, rollout, engine, reward, critic, reference, models)
+    scoring_pass = scoring_reason(config, algorithm) is not None
+    roles = Roles(actor, rollout, engine, reward, critic, reference, models, scoring_pass)
     for role in roles.models:
         role.residency.leave()
     return roles

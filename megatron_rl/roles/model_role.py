@@ -72,7 +72,9 @@ class ModelRole:
         ``batch`` has ``tokens``, ``lengths``, ``response_mask`` and ``temperature``. Only one rank per
         data-parallel replica answers. Collective over the role's ranks.
         """
-        scored = self.score(batch, batch.response_mask)
+        return self._shard(batch, self.score(batch, batch.response_mask))
+
+    def _shard(self, batch: Any, scored: list[TokenScores]) -> RowShard:
         rows = torch.tensor([row for micro in scored for row in micro.rows], dtype=torch.long)
         outputs = [torch.zeros(0) for _ in self.outputs]
         if scored:
@@ -96,20 +98,33 @@ class ModelRole:
 
         ``how`` are the ``before`` and ``unit`` of `learn`. Collective over the role's ranks.
         """
-        if self.model is None:
-            return Metrics()
-        assert self.optimizer is not None, f"{self.name} does not learn"
         with self.resident():
-            self.optimizer.zero_grad()
-            metrics, padding = learn(
-                self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, objective, **how
-            )
-            stepped = self.optimizer.step()
+            _, metrics = self.accumulate(minibatch, objective, **how)
+            return metrics + self.step()
+
+    def accumulate(self, minibatch: TrainBatch, objective: Objective, **how: Any) -> tuple[RowShard, Metrics]:
+        """Compute a step's gradient without taking it; return what `infer` would, and the loss's metrics.
+
+        The role stays `resident` from here to `step`. Collective over the role's ranks.
+        """
+        if self.model is None:
+            return self._shard(minibatch, []), Metrics()
+        assert self.optimizer is not None, f"{self.name} does not learn"
+        self.optimizer.zero_grad()
+        scored, metrics = learn(
+            self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, objective, **how
+        )
         # One rank of each data-parallel replica speaks for it.
-        metrics = metrics + padding if self.answers else Metrics()
-        if self.model.groups.rank == self.layout.ranks[0]:
-            metrics += Metrics({f"{self.prefix}/{name}": value for name, value in stepped.sums.items()})
-        return metrics
+        return self._shard(minibatch, scored if self.answers else []), metrics if self.answers else Metrics()
+
+    def step(self) -> Metrics:
+        """Take the step that `accumulate` has the gradient of. Collective over the role's ranks."""
+        if self.model is None or self.optimizer is None:
+            return Metrics()
+        stepped = self.optimizer.step()
+        if self.model.groups.rank != self.layout.ranks[0]:
+            return Metrics()
+        return Metrics({f"{self.prefix}/{name}": value for name, value in stepped.sums.items()})
 
     def measure(self, batch: TrainBatch, objective: Objective, **how: Any) -> Metrics:
         """Return the metrics of ``objective`` on rows that are not learned from.

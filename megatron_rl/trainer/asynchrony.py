@@ -7,7 +7,7 @@ from rollouts that were sampled before.
 
 from __future__ import annotations
 
-from megatron_rl.algorithms import Algorithm, AlgorithmState, estimate, next_state
+from megatron_rl.algorithms import Algorithm, AlgorithmState, estimate
 from megatron_rl.algorithms.rewards import prompts_to_sample
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics
@@ -19,10 +19,9 @@ from megatron_rl.trainer.loop import (
     Phases,
     StepResult,
     actor_learns,
-    check_mismatch,
-    fresh_difference,
     learn,
     score,
+    step_result,
     step_seed,
 )
 from megatron_rl.trainer.sample import (
@@ -114,15 +113,10 @@ class AheadTrainer:
         if algorithm.dynamic_sampling.further_rounds:
             batch = take_informative(batch, config.batch.prompts_per_step, instead=batch)
         with phase("score"):
-            scores = score(roles, batch.rollouts, batch.scores, learners)
+            batch = score(batch, roles, config, step, learners)
         with phase("estimate"):
-            train_batch, estimated = estimate(batch.rollouts, scores, algorithm, state)
-            difference = fresh_difference(batch.rollouts, scores, version)
-            warning = check_mismatch(difference, config.mismatch)
+            train_batch, estimated = estimate(batch.rollouts, batch.scores, algorithm, state)
         with phase("learn"):
-            learned = learn(train_batch, roles, algorithm, state, config, step)
-        metrics = (
-            estimated + learners.gather_metrics(learned) + learners.gather_metrics(metrics + batch.metrics)
-        )
-        state = next_state(algorithm, state, batch.rollouts, scores)
-        return StepResult(metrics, batch, state, warning), counts
+            learned = learn(train_batch, batch, roles, algorithm, state, config, step, learners)
+        metrics = estimated + learners.gather_metrics(metrics + batch.metrics)
+        return step_result(batch, metrics, learned, algorithm, state, learners), counts

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from megatron_rl.algorithms import (
     Algorithm,
@@ -14,7 +18,9 @@ from megatron_rl.algorithms import (
     estimate,
     minibatches,
     next_state,
+    old_policy_metrics,
     policy_objective,
+    valid_rows,
     value_objective,
 )
 from megatron_rl.config.schema import RunConfig
@@ -22,10 +28,10 @@ from megatron_rl.config.sections.rollout import MismatchConfig
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import Members, RowTraffic
+from megatron_rl.parallel.exchange import Members, RowShard, RowTraffic
 from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.sample import RolloutSource, ScoredBatch, choose_groups, grade, prompts_wanted
-from megatron_rl.types import Rollouts, Scores, TrainBatch, row_index
+from megatron_rl.types import Rollouts, Scores, TrainBatch, row_index, token_index
 
 
 @dataclass(frozen=True)
@@ -63,44 +69,67 @@ def train_step(
         metrics += synced
     batch = choose_groups(rounds, algorithm, config)
     with phase("score"):
-        scores = score(roles, batch.rollouts, batch.scores, everyone)
+        batch = score(batch, roles, config, step, everyone)
     with phase("estimate"):
-        train_batch, estimated = estimate(batch.rollouts, scores, algorithm, state)
-        difference = fresh_difference(batch.rollouts, scores, roles.hybrid_engine.version)
-        warning = check_mismatch(difference, config.mismatch)
+        train_batch, estimated = estimate(batch.rollouts, batch.scores, algorithm, state)
         require_tokens(train_batch, estimated)
     with phase("learn"):
-        learned = learn(train_batch, roles, algorithm, state, config, step)
+        learned = learn(train_batch, batch, roles, algorithm, state, config, step, everyone)
     if actor_learns(config, roles, step):
         roles.hybrid_engine.mark_updated()
-    metrics = estimated + everyone.gather_metrics(learned) + everyone.gather_metrics(metrics + batch.metrics)
-    require_tokens(train_batch, metrics)
-    return StepResult(metrics, batch, next_state(algorithm, state, batch.rollouts, scores), warning)
+    metrics = estimated + everyone.gather_metrics(metrics + batch.metrics)
+    result = step_result(batch, metrics, learned, algorithm, state, everyone)
+    require_tokens(train_batch, result.metrics)
+    return result
 
 
-def score(roles: Roles, rollouts: Rollouts, scores: Scores, members: Members) -> Scores:
-    """Return ``scores`` with what actor, critic and reference say of each token. Collective over the members.
+def score(batch: ScoredBatch, roles: Roles, config: RunConfig, step: int, members: Members) -> ScoredBatch:
+    """Return the batch with what actor, critic and reference say of each token.
 
-    All are asked before any answer is gathered: roles on ranks of their own work at the same time.
+    The actor is not asked where its learn pass says the same. All others are asked before any answer is
+    gathered: roles on ranks of their own work at the same time. Collective over the members.
     """
-    answers = [role.infer(rollouts) for role in (roles.actor, roles.critic, roles.reference) if role]
+    actor = roles.actor if roles.scoring_pass or not actor_learns(config, roles, step) else None
+    answers = [role.infer(batch.rollouts) for role in (actor, roles.critic, roles.reference) if role]
     tokens = {
         name: values for answer in answers for name, values in members.gather_rows(answer).tokens.items()
     }
-    return replace(
-        scores,
-        old_log_probs=tokens["old_log_probs"],
-        entropy=tokens["entropy"],
-        ref_log_probs=tokens.get("ref_log_probs"),
-        values=tokens.get("values"),
-    )
+    names = ("old_log_probs", "entropy", "ref_log_probs", "values")
+    return replace(batch, scores=replace(batch.scores, **{name: tokens.get(name) for name in names}))
+
+
+class Learned(NamedTuple):
+    """Hold the scores with the old policy's log-probs, this rank's metrics, and a warning of a mismatch."""
+
+    scores: Scores
+    metrics: Metrics
+    warning: str | None
 
 
 def learn(
-    batch: TrainBatch, roles: Roles, algorithm: Algorithm, state: AlgorithmState, config: RunConfig, step: int
-) -> Metrics:
-    """Update critic and actor from a step's batch; return this rank's metrics. Collective over both roles."""
-    metrics = Metrics()
+    batch: TrainBatch,
+    scored: ScoredBatch,
+    roles: Roles,
+    algorithm: Algorithm,
+    state: AlgorithmState,
+    config: RunConfig,
+    step: int,
+    members: Members,
+) -> Learned:
+    """Update critic and actor from a step's batch.
+
+    Before the actor's weights move, its log-probs are compared with the rollout's: those of `score`, or else
+    those of the first pass here, whose weights are the same. Raises MismatchError.
+    Collective over the members.
+    """
+
+    def compare(scores: Scores) -> str | None:
+        valid = valid_rows(scored.rollouts, scores, algorithm)
+        difference = fresh_difference(scored.rollouts, scores, valid, roles.hybrid_engine.version)
+        return check_mismatch(difference, config.mismatch)
+
+    scores, metrics = scored.scores, Metrics()
+    warning = None if scores.old_log_probs is None else compare(scores)
     steps, epochs = config.batch.optimizer_steps, config.batch.epochs
     batches = list(minibatches(batch, algorithm, steps, epochs, step_seed(config, step)))
     # One role after the other, so that on shared ranks only one need be resident; on ranks of their own they
@@ -112,8 +141,39 @@ def learn(
     if actor_learns(config, roles, step):
         with roles.actor.resident():
             for minibatch in batches:
-                metrics += roles.actor.update(minibatch, partial(policy_objective, algorithm, state=state))
-    return metrics
+                answer, found = roles.actor.accumulate(
+                    minibatch, partial(policy_objective, algorithm, state=state)
+                )
+                if scores.old_log_probs is None:
+                    scores = with_answer(scores, minibatch, batch.lengths, members.gather_rows(answer))
+                    warning = compare(scores)
+                metrics += found + roles.actor.step()
+    return Learned(scores, metrics, warning)
+
+
+def with_answer(scores: Scores, learned: TrainBatch, lengths: Tensor, answer: RowShard) -> Scores:
+    """Return the scores of rows of ``lengths`` with what the actor said of those that it learned from."""
+    assert learned.position is not None
+    index = token_index(lengths, learned.position)
+    zeros = torch.zeros(int(lengths.sum()))
+    named = {name: zeros.index_put((index,), values) for name, values in answer.tokens.items()}
+    return replace(scores, **named)
+
+
+def step_result(
+    batch: ScoredBatch,
+    metrics: Metrics,
+    learned: Learned,
+    algorithm: Algorithm,
+    state: AlgorithmState,
+    members: Members,
+) -> StepResult:
+    """Add what the learn phase said to the step's ``metrics``. Collective over the members."""
+    metrics += members.gather_metrics(learned.metrics)
+    if batch.scores.old_log_probs is None:
+        metrics += old_policy_metrics(batch.rollouts, learned.scores, algorithm, state)
+    state = next_state(algorithm, state, batch.rollouts, learned.scores)
+    return StepResult(metrics, batch, state, learned.warning)
 
 
 def actor_learns(config: RunConfig, roles: Roles, step: int) -> bool:
@@ -154,10 +214,10 @@ def require_tokens(batch: TrainBatch, metrics: Metrics) -> None:
     )
 
 
-def fresh_difference(rollouts: Rollouts, scores: Scores, version: int) -> float | None:
+def fresh_difference(rollouts: Rollouts, scores: Scores, valid: Tensor, version: int) -> float | None:
     """Return how far trainer and engine are apart on tokens that weights of ``version`` sampled.
 
-    The mean absolute difference of log-probs per response token of valid rows; None without such a token.
+    The mean absolute difference of log-probs per response token of ``valid`` rows; None without such a token.
     Older tokens are another policy's: there the two differ by what was learned since.
     """
     if scores.old_log_probs is None:
@@ -166,7 +226,7 @@ def fresh_difference(rollouts: Rollouts, scores: Scores, version: int) -> float 
     versions = rollouts.token_versions
     if versions is None:
         versions = rollouts.policy_version[rows]
-    fresh = rollouts.response_mask & (versions == version) & scores.valid[rows]
+    fresh = rollouts.response_mask & (versions == version) & valid[rows]
     difference = (scores.old_log_probs - rollouts.rollout_log_probs)[fresh].abs().double()
     return float(difference.mean()) if len(difference) else None
 

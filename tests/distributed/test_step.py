@@ -9,7 +9,7 @@ import pytest
 import yaml
 from test_roles import metrics, ppo
 
-TRACED = Path(__file__).parent / "workers/traced_train.py"
+TRACED, SCORED = (Path(__file__).parent / f"workers/{name}_train.py" for name in ("traced", "scored"))
 MOST_FILES = {"torch": 47, "vllm": 51}
 """A newcomer reads a plain GRPO step in so many files."""
 REWARD = """
@@ -21,15 +21,14 @@ def score(*, prompt, **_):
 
 
 def grpo(folder: Path, material: Path, engine: str, **changes) -> Path:
-    return ppo(
-        folder,
-        material,
-        steps=2,
-        reward={"function": "megatron_rl.rewards.arithmetic:exact_match", "models": {}},
-        critic=None,
-        rollout={"engine": engine, "max_response_tokens": 6},
-        **{"algorithm": {"name": "grpo", "kl": "none"}, **changes},
-    )
+    settings = {
+        "steps": 2,
+        "reward": {"function": "megatron_rl.rewards.arithmetic:exact_match", "models": {}},
+        "critic": None,
+        "rollout": {"engine": engine, "max_response_tokens": 6},
+        "algorithm": {"name": "grpo", "kl": "none"},
+    }
+    return ppo(folder, material, **settings | changes)
 
 
 @pytest.mark.parametrize("engine", MOST_FILES)
@@ -39,6 +38,36 @@ def test_a_plain_step_goes_through_few_files(fork, material, tmp_path, engine):
     executed = files.read_text().splitlines()
     assert {"trainer/loop.py", "trainer/sample.py"} <= set(executed)
     assert len(executed) <= MOST_FILES[engine], executed
+
+
+def test_one_update_per_batch_needs_no_scoring_pass(fork, material, tmp_path):
+    """The learn pass says what the scoring pass would: every number of the run is the same, KL and all."""
+    lines = []
+    kl = {"name": "loss", "coef": 0.05, "controller": "adaptive", "horizon": 100.0}
+    changes = {
+        "steps": 3,
+        "actor": {"layout": {"pipeline": 2}},
+        "batch": {"optimizer_steps": 1},
+        "algorithm": {"name": "grpo", "kl": kl},
+    }
+    for name in ("0", "1"):
+        file = grpo(tmp_path / name, material, "torch", **changes)
+        fork(SCORED, 2, "train", file, env={"SCORING_PASS": name})
+        lines.append(metrics(tmp_path / name))
+    for learned, scored in zip(*lines, strict=True):
+        same = [name for name in learned if not name.startswith(("time/", "throughput/", "memory/"))]
+        assert {name: learned[name] for name in same} == {name: scored[name] for name in same}
+        assert learned.keys() == scored.keys()
+        assert {"mismatch/abs_diff", "kl/ref", "kl/coef", "policy/kl"} <= set(same)
+
+
+@pytest.mark.parametrize("optimizer_steps", [1, 2])
+def test_a_mismatch_stops_a_run_before_the_weights_move(fork, material, tmp_path, optimizer_steps):
+    batch = {"optimizer_steps": optimizer_steps}
+    file = grpo(tmp_path / "run", material, "torch", batch=batch, mismatch={"warn": 1e-30, "stop": 1e-29})
+    result = fork(SCORED, 1, "train", file, check=False)
+    assert result.returncode == 9, result.output
+    assert "log-probs of trainer and rollout engine differ by" in result.output
 
 
 def test_every_failed_reward_of_every_call_is_counted(fork, material, tmp_path):

@@ -165,7 +165,7 @@ def test_a_failure_names_rank_role_and_phase_and_ends_the_job(torchrun, material
     result = torchrun("megatron_rl", 2, "train", config, module=True, check=False, timeout=240)
     assert result.returncode == 1
     assert "actor: tensor 0, pipeline" in result.output
-    assert "failed in phase 'estimate' of step 1: MismatchError" in result.output
+    assert "failed in phase 'learn' of step 1: MismatchError" in result.output
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,11 @@ def test_the_estimator_of_the_kl_follows_its_use():
 def test_missing_inputs_are_named():
     rollouts, scores = step(Batch([0], [1.0], [True], [[True]], 0))
     cases = {
-        "grpo": ({"old_log_probs": None}, {}, "old_log_probs"),
+        "grpo": (
+            {"old_log_probs": None},
+            {"correction": "token_tis"},
+            "which algorithm.correction",
+        ),
         "ppo": ({"values": None}, {}, "values"),
         "remax": ({"baseline_rewards": None}, {}, "baseline_rewards"),
         "reinforce_pp": ({"ref_log_probs": None}, {}, "ref_log_probs"),

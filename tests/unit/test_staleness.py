@@ -43,12 +43,12 @@ def test_a_row_is_as_old_as_its_oldest_token():
 def test_trainer_and_engine_are_compared_on_tokens_of_the_same_weights():
     old = MIXED.rollout_log_probs + torch.tensor([9.0, 9.0, 9.0, 0.25, 9.0, 0.5, 0.75])
     scores = Scores(torch.zeros(2), torch.tensor([True, True]), {}, old_log_probs=old)
-    assert fresh_difference(MIXED, scores, version=5) == pytest.approx(0.5)
-    one_valid = replace(scores, valid=torch.tensor([True, False]))
-    assert fresh_difference(MIXED, one_valid, version=5) == pytest.approx(0.25)
-    assert fresh_difference(MIXED, scores, version=6) is None
+    assert fresh_difference(MIXED, scores, scores.valid, version=5) == pytest.approx(0.5)
+    one_valid = torch.tensor([True, False])
+    assert fresh_difference(MIXED, scores, one_valid, version=5) == pytest.approx(0.25)
+    assert fresh_difference(MIXED, scores, scores.valid, version=6) is None
     whole = replace(MIXED, token_versions=None)
-    assert fresh_difference(whole, scores, version=5) == pytest.approx(0.625)
+    assert fresh_difference(whole, scores, scores.valid, version=5) == pytest.approx(0.625)
     limits = MismatchConfig(warn=0.3, stop=0.6)
     assert check_mismatch(None, limits) is None and check_mismatch(0.3, limits) is None
     assert "differ by 5.00e-01" in str(check_mismatch(0.5, limits))
