@@ -147,7 +147,7 @@ def main() -> None:
     config: RunConfig = checked(options, device.world_size(), training=False).valid()
     device.initialize()
     work = Workload(**json.loads(options.work))
-    actor = build_actor(config)
+    actor = build_actor(config, updates=config.steps)
     assert actor.model is not None
     algorithm = get_algorithm("grpo", {"aggregation": "token-mean"})
     state = initial_state(algorithm)

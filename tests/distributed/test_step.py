@@ -66,8 +66,8 @@ def test_a_mismatch_stops_a_run_before_the_weights_move(fork, material, tmp_path
     batch = {"optimizer_steps": optimizer_steps}
     file = grpo(tmp_path / "run", material, "torch", batch=batch, mismatch={"warn": 1e-30, "stop": 1e-29})
     result = fork(SCORED, 1, "train", file, check=False)
-    assert result.returncode == 9, result.output
-    assert "log-probs of trainer and rollout engine differ by" in result.output
+    assert "MismatchError: log-probs of trainer and rollout engine differ by" in result.output
+    assert "weights that moved: []" in (tmp_path / "run/run/rank_logs/rank_0.log").read_text()
 
 
 def test_every_failed_reward_of_every_call_is_counted(fork, material, tmp_path):

@@ -18,6 +18,7 @@ from megatron_rl.algorithms import (
     estimate,
     get_algorithm,
     minibatches,
+    old_policy_metrics,
     policy_objective,
 )
 from megatron_rl.algorithms.advantages import (
@@ -226,6 +227,41 @@ def test_missing_inputs_are_named():
     for name, (changes, settings_, word) in cases.items():
         with pytest.raises(ValueError, match=word):
             estimate(rollouts, replace(scores, **changes), algorithm_of(name, **settings_))
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [*ALGORITHMS, {"correction": {"bypass": True, "level": "token"}}, {"policy_loss": {"opsm_delta": 1e-4}}],
+    ids=str,
+)
+def test_old_log_probs_may_come_with_the_learn_pass(pieces):
+    """Of one update from a batch, unless a piece says that it needs them before: the same numbers."""
+    name, changes = (pieces, {}) if isinstance(pieces, str) else ("grpo", pieces)
+    algorithm = algorithm_of(name, **changes)
+    rollouts, scores = step(
+        Batch([0, 0, 1, 1], [1, 0, 1, 0], [True, True, True, False], [[False, True]] * 4, 4)
+    )
+    later = replace(scores, old_log_probs=None)
+    state, asked = initial_state(algorithm), algorithm.needs_scoring_pass
+    assert asked == {"reinforce_pp": ("kl",), "clip_cov": ("policy_loss",), "kl_cov": ("policy_loss",)}.get(
+        name, ()
+    )
+    if asked:
+        with pytest.raises(ValueError, match=f"algorithm.{asked[0]}"):
+            estimate(rollouts, later, algorithm)
+        return
+    results = []
+    for known in (scores, later):
+        made, metrics = estimate(rollouts, known, algorithm)
+        if known is later:
+            metrics += old_policy_metrics(rollouts, scores, algorithm, state)
+        (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
+        log_probs = scores.old_log_probs[token_index(rollouts.lengths, mini.position)].requires_grad_()
+        loss, learned = policy_objective(algorithm, mini, log_probs, torch.ones_like(log_probs), state)
+        loss.backward()
+        results.append((loss, log_probs.grad, (metrics + learned).values()))
+    (loss, gradient, metrics), (loss_later, gradient_later, metrics_later) = results
+    assert loss == loss_later and gradient.equal(gradient_later) and metrics == metrics_later
 
 
 def test_user_functions_as_pieces():
