@@ -32,7 +32,14 @@ from megatron_rl.config.derive import (
     smallest_world,
 )
 from megatron_rl.config.load import LoadedConfig, flatten
-from megatron_rl.config.placement import layout_sections, role_layouts, shared_weights, where_of
+from megatron_rl.config.placement import (
+    layout_sections,
+    megatron_sections,
+    megatron_settings,
+    role_layouts,
+    shared_weights,
+    where_of,
+)
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.source import DEFAULT, Origin
@@ -125,15 +132,17 @@ def check_config(
     check.errors.extend(loaded.errors)
     check.bad.update(loaded.broken)
     check.refuse(check_values(loaded.config))
-    if check.fine("actor.megatron"):
-        check.refuse(check_model_settings(loaded.config.actor.megatron))
+    megatron = megatron_sections(loaded.config)
+    for path, settings in megatron.items():
+        if settings and check.fine(path):
+            check.refuse(check_model_settings(settings, path))
     if check.fine("rollout.vllm"):
         check.refuse(check_engine_arguments(loaded.config.rollout.vllm))
     check.refuse(check_paths(loaded.config))
-    tried = loaded.config.actor.megatron if patience > 0 and check.fine("actor.megatron") else {}
+    tried = [path for path, settings in megatron.items() if settings] if check.fine(*megatron) else []
     files = Files(prepare=loaded.config.prepare, absent=without_files)
     inputs = Inputs(loaded.config, files, check.fine, shipped_models)
-    trial = Trial(tried, patience)
+    trial = Trial(tried if patience > 0 else [], patience)
     try:
         return _checked(check, inputs, trial, loaded.origins, training)
     finally:
@@ -177,7 +186,8 @@ def _tried_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
         section = {"actor": config.actor, "critic": config.critic}.get(role)
         recompute = section.recompute if section is not None else "none"
         scalar_head = role not in ("actor", "reference")
-        roles.append(TriedRole(role, model, layout, scalar_head, recompute, fused))
+        settings = megatron_settings(config, layout)
+        roles.append(TriedRole(role, model, layout, scalar_head, recompute, fused, *settings))
     return roles
 
 
@@ -302,9 +312,9 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
     for role, layout in layouts.items():
         own = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
         known = role in inputs.shapes or (own and role not in inputs.shapeless)
-        if known and check.fine("actor.megatron"):
+        if known and check.fine(*megatron_sections(check.config)):
             model = inputs.shapes.get(role, shape)
-            settings = check.config.actor.megatron
+            _, settings = megatron_settings(check.config, layout)
             rollout = role == "rollout"
             check.add(
                 engine_problems(model, layout) if rollout else trainer_problems(model, layout, settings)

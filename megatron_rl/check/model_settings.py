@@ -1,4 +1,4 @@
-"""Which fields of Megatron's TransformerConfig ``actor.megatron`` may set, and whether Megatron takes them.
+"""Which fields of Megatron's TransformerConfig the roles' ``megatron`` may set, and what it refuses.
 
 Names and types are compared with the installed sources. Then a process of its own makes the TransformerConfig
 of every role, while the other rules run: see `parallel.trial`.
@@ -72,18 +72,21 @@ _INSTEAD = {
 }
 
 
-def check_model_settings(values: Mapping[str, Any]) -> list[UserError]:
-    """Return the errors of ``actor.megatron``; names and types are compared with the installed version's."""
+def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron") -> list[UserError]:
+    """Return the errors of a role's settings at ``path``, compared with the installed version's fields."""
     installed = class_fields(*TRANSFORMER_CONFIG) if values else None
-    errors = (_error(name, value, installed) for name, value in values.items())
+    errors = (_error(path, name, value, installed) for name, value in values.items())
     return [error for error in errors if error is not None]
 
 
-def _error(name: str, value: Any, installed: Mapping[str, InstalledField] | None) -> UserError | None:
-    where, got = f"actor.megatron.{name}", f"`{name}: {value}`"
-    reason = SET_BY_RUN.get(name) or (f"it is called `{DERIVED[name]}` here" if name in DERIVED else None)
+def _error(
+    path: str, name: str, value: Any, installed: Mapping[str, InstalledField] | None
+) -> UserError | None:
+    where, got, role = f"{path}.{name}", f"`{name}: {value}`", path.removesuffix("megatron")
+    key = DERIVED.get(name, "").replace("actor.", role) or None
+    reason = SET_BY_RUN.get(name) or (f"it is called `{key}` here" if key else None)
     if reason is not None:
-        key = DERIVED.get(name) or _INSTEAD.get(name)
+        key = key or _INSTEAD.get(name)
         return UserError(
             f"`{where}` is set by the run itself: {reason}",
             where=where,
@@ -93,7 +96,7 @@ def _error(name: str, value: Any, installed: Mapping[str, InstalledField] | None
         )
     if installed is None:
         return None
-    return field_error("actor.megatron", name, value, installed, "Megatron-Core's TransformerConfig")
+    return field_error(path, name, value, installed, "Megatron-Core's TransformerConfig")
 
 
 @dataclass(frozen=True)
@@ -107,22 +110,26 @@ class TriedRole:
     recompute: str
     fused: bool
     """Its layers are Transformer Engine's."""
+    where: str
+    """The path at which its settings stand."""
+    settings: Mapping[str, Any]
 
 
 class Trial:
     """Have Megatron make the TransformerConfig of every role in a process that is started at once.
 
-    Nothing is tried where there is nothing to try; ``missing`` is the package that trying needs and that is
-    not installed, if any. ``patience`` in seconds counts from the start of the process.
+    ``paths`` are those of all settings: where there are none nothing is tried. ``missing`` is the package
+    that trying needs and that is not installed, if any. ``patience`` in seconds counts from the start of the
+    process.
     """
 
-    def __init__(self, values: Mapping[str, Any], patience: float) -> None:
-        self._values = values
+    def __init__(self, paths: list[str], patience: float) -> None:
+        self._paths = paths
         self._patience = patience
         self._start = time.monotonic()
         self._process: subprocess.Popen[str] | None = None
         self.missing = next((name for name in ("torch", "megatron.core") if find_module(name)[1]), None)
-        if values and self.missing is None:
+        if paths and self.missing is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.parallel.trial"],
                 stdin=subprocess.PIPE,
@@ -133,7 +140,7 @@ class Trial:
 
     def result(self, roles: list[TriedRole], dtype: str) -> tuple[list[UserError], list[UserError]]:
         """Return errors and warnings: what Megatron refuses, and that it could not be asked."""
-        if not self._values:
+        if not self._paths:
             return [], []
         if self._process is None:
             return [], [self._untried(f"{self.missing} is not installed here")]
@@ -146,7 +153,7 @@ class Trial:
                 "recompute": role.recompute,
                 "fused": role.fused,
                 "dtype": dtype,
-                "overrides": dict(self._values),
+                "overrides": dict(role.settings),
             }
             for role in roles
         ]
@@ -159,7 +166,7 @@ class Trial:
         if self._process.returncode != 0:
             return [], [self._untried(problem.strip().rpartition("\n")[2] or "the process died")]
         refused = json.loads(answer)
-        errors = [_refusal(role, refused[role.role], self._values) for role in roles if role.role in refused]
+        errors = [_refusal(role, refused[role.role]) for role in roles if role.role in refused]
         return errors, []
 
     def stop(self) -> None:
@@ -170,20 +177,21 @@ class Trial:
 
     def _untried(self, reason: str) -> UserError:
         return UserError(
-            "the values of actor.megatron were not tried",
-            where="actor.megatron",
+            f"the values of {', '.join(self._paths)} were not tried",
+            where=self._paths[0],
             expected="torch and megatron-core, to make the TransformerConfig of every role",
             got=reason,
             fix="check again where the run will be, or with more time; `train` makes the same test",
         )
 
 
-def _refusal(role: TriedRole, message: str, values: Mapping[str, Any]) -> UserError:
+def _refusal(role: TriedRole, message: str) -> UserError:
+    values, path = role.settings, role.where
     named = next((name for name in values if name in message or len(values) == 1), None)
     return UserError(
         f"Megatron refuses the settings of the {role.role}'s model",
-        where=f"actor.megatron.{named}" if named else "actor.megatron",
+        where=f"{path}.{named}" if named else path,
         expected=f"values that fit the model and {role.layout.path}: {role.layout.words()}",
         got=message,
-        fix="correct or remove " + (f"`actor.megatron.{named}`" if named else "one of " + ", ".join(values)),
+        fix="correct or remove " + (f"`{path}.{named}`" if named else "one of " + ", ".join(values)),
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.derive import BatchPlan, spread
-from megatron_rl.config.placement import role_of
+from megatron_rl.config.placement import megatron_settings, role_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.stage_plan import stage_plans
@@ -148,7 +148,7 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
 def _stages(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
     """Return the layers of each stage, also where Megatron's settings deal them out in a way of their own."""
     try:
-        return stage_layers(shape.layers, layout, config.actor.megatron)
+        return stage_layers(shape.layers, layout, megatron_settings(config, layout)[1])
     except UserError:
         return dealt_out(shape.layers, layout.pipeline)
 

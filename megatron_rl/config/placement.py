@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
@@ -10,6 +12,7 @@ from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
+from megatron_rl.shapes.pipeline_stages import STAGE_SETTINGS
 from megatron_rl.shapes.rank_order import best_rank_order
 from megatron_rl.shapes.traffic import SharedBytes, byte_words, shared_bytes
 
@@ -62,6 +65,28 @@ def layout_sections(config: RunConfig) -> dict[str, LayoutConfig | None]:
     for name, model in config.reward.models.items():
         sections[f"reward.models.{name}.layout"] = model.layout
     return sections
+
+
+def megatron_sections(config: RunConfig) -> dict[str, Mapping[str, Any] | None]:
+    """Return what every role states of Megatron's settings by its configuration path, None where nothing."""
+    roles = {"actor": config.actor, "critic": config.critic, "reference": config.reference}
+    roles |= {f"reward.models.{name}": model for name, model in config.reward.models.items()}
+    return {f"{path}.megatron": role.megatron for path, role in roles.items() if role is not None}
+
+
+def megatron_settings(config: RunConfig, layout: ParallelLayout) -> tuple[str, Mapping[str, Any]]:
+    """Return Megatron's settings for the model of a role's ``layout``, and the path at which they stand.
+
+    A role without settings of its own has the actor's. Uneven stages are for the actor's pipeline alone.
+    """
+    path = f"{layout.path.rpartition('.')[0]}.megatron"
+    own, shared = megatron_sections(config).get(path), config.actor.megatron
+    if own is not None:
+        return path, own
+    actor = config.actor.layout
+    if (layout.pipeline, layout.virtual_pipeline) != (actor.pipeline, actor.virtual_pipeline):
+        shared = {name: value for name, value in shared.items() if name not in STAGE_SETTINGS}
+    return "actor.megatron", shared
 
 
 def role_of(path: str) -> str:

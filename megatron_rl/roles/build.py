@@ -13,7 +13,7 @@ import torch
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.check.algorithm import scoring_reason
 from megatron_rl.config.derive import longest_row
-from megatron_rl.config.placement import role_layout, rollout_layout
+from megatron_rl.config.placement import megatron_settings, role_layout, rollout_layout
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans, starting_model
@@ -272,7 +272,7 @@ def build_policy(
         groups,
         dtype=getattr(torch, config.model.dtype),
         recompute=recompute,
-        overrides=config.actor.megatron,
+        overrides=megatron_settings(config, layout)[1],
         attention=config.model.attention,
         head=head,
         trainable=trainable,

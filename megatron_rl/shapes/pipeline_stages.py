@@ -14,6 +14,8 @@ FIRST = "num_layers_in_first_pipeline_stage"
 LAST = "num_layers_in_last_pipeline_stage"
 EMBEDDING = "account_for_embedding_in_pipeline_split"
 LOSS = "account_for_loss_in_pipeline_split"
+STAGE_SETTINGS = (FIRST, LAST, EMBEDDING, LOSS)
+"""Megatron's settings that deal layers out unevenly."""
 
 
 def stage_layers(
@@ -61,12 +63,13 @@ def _counts(places: int, stages: int, first: int | None, last: int | None) -> li
 def _uneven(layers: int, layout: ParallelLayout, settings: Mapping[str, Any]) -> UserError:
     stages, virtual, path = layout.pipeline, layout.virtual_pipeline, layout.path
     words = f"pipeline {stages}" + (f" x virtual_pipeline {virtual}" if virtual > 1 else "")
-    stated = {name: settings[name] for name in (FIRST, LAST, EMBEDDING, LOSS) if settings.get(name)}
+    stated = {name: settings[name] for name in STAGE_SETTINGS if settings.get(name)}
     ends = stage_ends(layers, stages, virtual)
     divisors = [number for number in range(1, layers + 1) if layers % number == 0]
     fix = "choose one of these" if not stated else "change or remove " + ", ".join(stated)
     if ends is not None and (stages > 2 or virtual == 1):
-        fix += f", or set {FIRST}: {ends[0]} and {LAST}: {ends[1]} in actor.megatron"
+        role = path.rpartition(".")[0] or "actor"
+        fix += f", or set {FIRST}: {ends[0]} and {LAST}: {ends[1]} in {role}.megatron"
     return UserError(
         f"the model's {layers} layers cannot be dealt out to {words}",
         where=f"{path}.{'virtual_pipeline' if virtual > 1 else 'pipeline'}",

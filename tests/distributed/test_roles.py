@@ -69,6 +69,11 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
+def stages(first: int, last: int) -> dict[str, int]:
+    """Return Megatron's settings for uneven pipeline stages."""
+    return {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+
+
 def test_ppo_gives_the_same_numbers_colocated_and_apart(fork, material, tmp_path):
     alone = ppo(tmp_path / "alone", material)
     fork("megatron_rl", 1, "train", alone, module=True)
@@ -87,13 +92,17 @@ def test_ppo_gives_the_same_numbers_colocated_and_apart(fork, material, tmp_path
     apart = ppo(
         tmp_path / "apart",
         material,
-        actor={"optimizer": OPTIMIZER, "layout": {"ranks": "0-3", "tensor": 2, "pipeline": 2}},
+        actor={
+            "optimizer": OPTIMIZER,
+            "layout": {"ranks": "0-3", "tensor": 2, "pipeline": 2},
+            "megatron": stages(1, 3),
+        },
         critic={
             "optimizer": OPTIMIZER,
             "warmup_steps": 1,
             "layout": {"ranks": [4, 5], "tensor": 2},
         },
-        reference={"layout": {"ranks": [1, 6], "pipeline": 2}},
+        reference={"layout": {"ranks": [1, 6], "pipeline": 2}, "megatron": stages(3, 1)},
         rollout={"engine": "torch", "max_response_tokens": 6, "ranks": [2, 7]},
     )
     config = yaml.safe_load(apart.read_text())

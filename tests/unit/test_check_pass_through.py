@@ -168,9 +168,23 @@ def test_values_that_were_not_tried_are_a_warning(workspace: Path, monkeypatch: 
     assert "torch is not installed here" in (warning.got or "")
 
 
-def test_uneven_stages_are_tried_for_every_role(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings hold for all models: a reference without a pipeline cannot have the actor's ends."""
+def test_settings_are_tried_for_every_role(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles without settings have the actor's, but not its uneven stages for a pipeline of their own."""
     uneven = "actor.megatron={num_layers_in_first_pipeline_stage: 2, num_layers_in_last_pipeline_stage: 4}"
     overrides = ("model.path=six_layers", uneven, "reference={layout: {pipeline: 1}}")
-    (error,) = check(workspace, monkeypatch, *overrides, patience=120.0).errors
+    assert not check(workspace, monkeypatch, *overrides, patience=120.0).errors
+    refused = "reference.megatron={moe_pad_expert_input_to_capacity: true}"
+    (error,) = check(workspace, monkeypatch, *overrides, refused, patience=120.0).errors
     assert error.message == "Megatron refuses the settings of the reference's model"
+    assert error.where and error.where.startswith("reference.megatron.moe_pad")
+
+
+def test_names_and_stages_are_checked_for_every_role(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = "reference={layout: {pipeline: 2}, megatron: {num_layers_in_first_pipeline_stage: 5}}"
+    overrides = ("model.path=six_layers", ends, "critic.megatron={hidden_dropuot: 0.1, num_layers: 3}")
+    errors = check(workspace, monkeypatch, "algorithm=ppo", *overrides, patience=0.0).errors
+    places = {error.where.partition(" ")[0]: error for error in errors if error.where}
+    assert "did you mean `hidden_dropout`" in places["critic.megatron.hidden_dropuot"].message
+    assert "`model.path` here" in places["critic.megatron.num_layers"].message

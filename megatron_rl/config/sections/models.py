@@ -8,6 +8,8 @@ from typing import Any
 from megatron_rl.config.sections.bounds import LARGE, MAX_WORLD, MOST_STEPS
 from megatron_rl.config.setting import required, setting
 
+OWN_MEGATRON = "Fields of Megatron-Core's TransformerConfig for this model."
+LIKE_ACTOR = "the actor's, without its uneven pipeline stages where the pipeline is another"
 _RANKS_LISTED = "ours lists the ranks"
 _DATA_PARALLEL = "it is what remains of the ranks after tensor x pipeline x context; set those or world_size"
 
@@ -226,7 +228,7 @@ class ActorConfig:
     )
     megatron: dict[str, Any] = setting(
         {},
-        "Fields of Megatron-Core's TransformerConfig, for the models of all roles.",
+        "Fields of Megatron-Core's TransformerConfig, for the model of every role that states none.",
         also_called={"verl": "override_transformer_config"},
     )
 
@@ -249,6 +251,7 @@ class ReferenceConfig:
         "Move the model to host memory while other roles work.",
         also_called={"verl": "ref.megatron.param_offload"},
     )
+    megatron: dict[str, Any] | None = setting(None, OWN_MEGATRON, unset=LIKE_ACTOR)
 
 
 @dataclass(frozen=True)
@@ -289,3 +292,4 @@ class CriticConfig:
         "Move training state to host memory while other roles work.",
         also_called={"verl": "critic.megatron.param_offload"},
     )
+    megatron: dict[str, Any] | None = setting(None, OWN_MEGATRON, unset=LIKE_ACTOR)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.config.sections.bounds import LARGE, MOST_ROWS, MOST_SECONDS, MOST_STEPS
 from megatron_rl.config.sections.limits import LimitsConfig
-from megatron_rl.config.sections.models import LayoutConfig
+from megatron_rl.config.sections.models import LIKE_ACTOR, OWN_MEGATRON, LayoutConfig
 from megatron_rl.config.sections.stages import PairsConfig
 from megatron_rl.config.setting import setting
 
@@ -27,6 +27,7 @@ class RewardModelConfig:
         None, "Ranks and parallelism of the reward model.", unset="the actor's"
     )
     offload: bool = setting(False, "Move the model to host memory while other roles work.")
+    megatron: dict[str, Any] | None = setting(None, OWN_MEGATRON, unset=LIKE_ACTOR)
     training: PairsConfig | None = setting(
         None, "Training of the reward model before the first step.", unset="none"
     )
