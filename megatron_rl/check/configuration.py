@@ -12,7 +12,13 @@ from megatron_rl.check.algorithm import check_algorithm
 from megatron_rl.check.engine_arguments import check_engine_arguments
 from megatron_rl.check.files import Files
 from megatron_rl.check.inputs import Inputs, check_attention, check_inputs, check_paths
-from megatron_rl.check.model_settings import PATIENCE, Trial, TriedRole, check_model_settings
+from megatron_rl.check.model_settings import (
+    PATIENCE,
+    Trial,
+    TriedRole,
+    check_model_settings,
+    check_optimizer,
+)
 from megatron_rl.check.parallel_sizes import (
     check_budget,
     check_layout,
@@ -43,7 +49,7 @@ from megatron_rl.config.placement import (
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.source import DEFAULT, Origin
-from megatron_rl.config.stage_plan import for_job
+from megatron_rl.config.stage_plan import for_job, stage_plans
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.fit import engine_problems, learning_problems, trainer_problems
 from megatron_rl.shapes.layout import ParallelLayout
@@ -132,14 +138,10 @@ def check_config(
     check.errors.extend(loaded.errors)
     check.bad.update(loaded.broken)
     check.refuse(check_values(loaded.config))
-    megatron = megatron_sections(loaded.config)
-    for path, settings in megatron.items():
-        if settings and check.fine(path):
-            check.refuse(check_model_settings(settings, path))
+    tried = _megatron(check)
     if check.fine("rollout.vllm"):
         check.refuse(check_engine_arguments(loaded.config.rollout.vllm))
     check.refuse(check_paths(loaded.config))
-    tried = [path for path, settings in megatron.items() if settings] if check.fine(*megatron) else []
     files = Files(prepare=loaded.config.prepare, absent=without_files)
     inputs = Inputs(loaded.config, files, check.fine, shipped_models)
     trial = Trial(tried if patience > 0 else [], patience)
@@ -147,6 +149,22 @@ def check_config(
         return _checked(check, inputs, trial, loaded.origins, training)
     finally:
         trial.stop()
+
+
+def _megatron(check: _Check) -> list[str]:
+    """Apply the rules of Megatron's own settings; return the paths of those that can be tried."""
+    config, stated = check.config, megatron_sections(check.config)
+    for path, settings in stated.items():
+        if settings and check.fine(path):
+            check.refuse(check_model_settings(settings, path))
+    for path, role in {"actor": config.actor, "critic": config.critic}.items():
+        if role is not None and check.fine(f"{path}.optimizer", f"{path}.ddp"):
+            check.refuse(check_optimizer(role.optimizer, f"{path}.optimizer", role.ddp))
+            stated[f"{path}.optimizer.megatron"] = role.optimizer.megatron
+    for plan in stage_plans(config):
+        if check.fine(f"{plan.where}.optimizer"):
+            check.refuse(check_optimizer(plan.settings.optimizer, f"{plan.where}.optimizer", {}))
+    return [path for path, settings in stated.items() if settings] if check.fine(*stated) else []
 
 
 def _checked(
@@ -186,8 +204,8 @@ def _tried_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
         section = {"actor": config.actor, "critic": config.critic}.get(role)
         recompute = section.recompute if section is not None else "none"
         scalar_head = role not in ("actor", "reference")
-        settings = megatron_settings(config, layout)
-        roles.append(TriedRole(role, model, layout, scalar_head, recompute, fused, *settings))
+        settings, optimizer = megatron_settings(config, layout), section.optimizer if section else None
+        roles.append(TriedRole(role, model, layout, scalar_head, recompute, fused, *settings, optimizer))
     return roles
 
 

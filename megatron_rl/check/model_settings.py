@@ -11,12 +11,13 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.installed_source import InstalledField, class_fields, field_error, find_module
+from megatron_rl.check.installed_source import class_fields, field_error, find_module
+from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 
@@ -36,6 +37,7 @@ DERIVED: Mapping[str, str] = {
     "expert_model_parallel_size": "actor.layout.expert",
     "expert_tensor_parallel_size": "actor.layout.expert_tensor",
     "sequence_parallel": "actor.layout.sequence_parallel",
+    "recompute_granularity": "actor.recompute",
     "params_dtype": "model.dtype",
     "pipeline_dtype": "model.dtype",
     "bf16": "model.dtype",
@@ -57,7 +59,6 @@ DERIVED: Mapping[str, str] = {
 """Fields that follow from the checkpoint and the layout, and the key that sets them."""
 
 SET_BY_RUN: Mapping[str, str] = {
-    "recompute_granularity": "it is called `actor.recompute` here",
     "calculate_per_token_loss": "losses are sums with global weights, whose denominators are known before",
     "variable_seq_lengths": "packed micro-batches differ in length",
     "overlap_p2p_comm": "interleaved schedules give wrong results without it",
@@ -66,37 +67,117 @@ SET_BY_RUN: Mapping[str, str] = {
     "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, which weight syncs follow",
 }
 """Further fields that the run sets, and why."""
-_INSTEAD = {
-    "recompute_granularity": "actor.recompute",
-    "pipeline_model_parallel_layout": "actor.megatron.num_layers_in_first_pipeline_stage",
+OPTIMIZER_CONFIG = (("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),)
+OPTIMIZER_KEYS: Mapping[str, str] = {
+    "optimizer": "name",
+    "lr": "learning_rate",
+    "min_lr": "minimum_learning_rate",
+    "weight_decay": "weight_decay",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_eps": "epsilon",
+    "clip_grad": "clip_grad",
+    "use_distributed_optimizer": "distributed",
+    "optimizer_cpu_offload": "offload",
 }
+"""Fields that a key of the section sets."""
+OPTIMIZER_SET: Mapping[str, str] = {
+    **dict.fromkeys(("bf16", "fp16", "params_dtype"), "it follows from `model.dtype`"),
+    "overlap_param_gather": "it follows from the role's `ddp`",
+    "overlap_param_gather_with_optimizer_step": "weights are read as soon as a step is done",
+}
+_DDP_MODULE = "megatron.core.distributed.distributed_data_parallel_config"
+DDP_CONFIG = ((_DDP_MODULE, "DistributedDataParallelConfig"),)
+_EIGHT_BITS = "weights of 8 bits are not synced"
+_FSDP = "Megatron-FSDP keeps weights in buffers of its own, which weight syncs and checkpoints do not read"
+DDP_SET: Mapping[str, str] = {
+    "use_distributed_optimizer": "it follows from `optimizer.distributed`",
+    "average_in_collective": "loss weights are global already, and gradients are sums",
+    "align_param_gather": "the forward pass of each stage gathers its own",
+    "num_distributed_optimizer_instances": "a layout has one group of data-parallel ranks",
+    "fp8_param_gather": _EIGHT_BITS,
+    "reuse_grad_buf_for_mxfp8_param_ag": _EIGHT_BITS,
+    "use_megatron_fsdp": _FSDP,
+    "use_custom_fsdp": _FSDP,
+    "data_parallel_sharding_strategy": _FSDP,
+    "outer_dp_sharding_strategy": _FSDP,
+}
+
+
+def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any]) -> list[UserError]:
+    """Return the errors of the optimizer at ``path``, and of its role's ``ddp``."""
+    where = f"{path.removesuffix('.optimizer')}.ddp"
+    keys = {name: f"{path}.{key}" for name, key in OPTIMIZER_KEYS.items()}
+    errors = _errors(optimizer.megatron, f"{path}.megatron", OPTIMIZER_CONFIG, keys, OPTIMIZER_SET)
+    errors += _errors(ddp, where, DDP_CONFIG, {}, DDP_SET)
+    if optimizer.name == "sgd" and optimizer.distributed:
+        errors.append(
+            UserError(
+                "Megatron-Core's distributed optimizer saves the state of Adam alone",
+                where=f"{path}.distributed",
+                expected="false with name: sgd",
+                got="true",
+                fix=f"set {path}.distributed to false",
+            )
+        )
+    if optimizer.megatron.get("use_precision_aware_optimizer") and find_module("transformer_engine")[1]:
+        errors.append(
+            UserError(
+                "only Transformer Engine's FusedAdam keeps its state in fewer bits",
+                where=f"{path}.megatron.use_precision_aware_optimizer",
+                expected="an installed transformer_engine",
+                got="none",
+                fix="install it, or remove the setting",
+            )
+        )
+    reduces = optimizer.distributed and ddp.get("overlap_grad_reduce", True)
+    if ddp.get("overlap_param_gather") and not reduces:
+        errors.append(
+            UserError(
+                "weights are gathered in the forward pass where gradients are reduced in the backward pass",
+                where=f"{where}.overlap_param_gather",
+                expected="a distributed optimizer, and overlap_grad_reduce",
+                got="true without them",
+                fix=f"remove `{where}.overlap_param_gather`",
+            )
+        )
+    return errors
 
 
 def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron") -> list[UserError]:
     """Return the errors of a role's settings at ``path``, compared with the installed version's fields."""
-    installed = class_fields(*TRANSFORMER_CONFIG) if values else None
-    errors = (_error(path, name, value, installed) for name, value in values.items())
-    return [error for error in errors if error is not None]
+    role = path.removesuffix("megatron")
+    keys = {name: key.replace("actor.layout", f"{role}layout") for name, key in DERIVED.items()}
+    keys["pipeline_model_parallel_layout"] = f"{path}.num_layers_in_first_pipeline_stage"
+    return _errors(values, path, TRANSFORMER_CONFIG, keys, SET_BY_RUN)
 
 
-def _error(
-    path: str, name: str, value: Any, installed: Mapping[str, InstalledField] | None
-) -> UserError | None:
-    where, got, role = f"{path}.{name}", f"`{name}: {value}`", path.removesuffix("megatron")
-    key = DERIVED.get(name, "").replace("actor.", role) or None
-    reason = SET_BY_RUN.get(name) or (f"it is called `{key}` here" if key else None)
-    if reason is not None:
-        key = key or _INSTEAD.get(name)
-        return UserError(
-            f"`{where}` is set by the run itself: {reason}",
-            where=where,
-            expected=f"`{key}`" if key else "no value",
-            got=got,
-            fix=f"write `{key}`" if key else f"remove `{where}`",
-        )
-    if installed is None:
-        return None
-    return field_error(path, name, value, installed, "Megatron-Core's TransformerConfig")
+def _errors(
+    values: Mapping[str, Any],
+    path: str,
+    classes: Sequence[tuple[str, str]],
+    keys: Mapping[str, str],
+    reasons: Mapping[str, str],
+) -> list[UserError]:
+    """Return the errors of fields that the run sets, by a key of its own or not, or that no class has."""
+    installed = class_fields(*classes) if values else None
+    errors = []
+    for name, value in values.items():
+        where, key = f"{path}.{name}", keys.get(name)
+        reason = reasons.get(name) or (f"it is called `{key}` here" if key else None)
+        if reason is not None:
+            error = UserError(
+                f"`{where}` is set by the run itself: {reason}",
+                where=where,
+                expected=f"`{key}`" if key else "no value",
+                got=f"`{name}: {value}`",
+                fix=f"write `{key}`" if key else f"remove `{where}`",
+            )
+        else:
+            owner = f"Megatron-Core's {classes[-1][1].removeprefix('MLA')}"
+            error = None if installed is None else field_error(path, name, value, installed, owner)
+        errors += [] if error is None else [error]
+    return errors
 
 
 @dataclass(frozen=True)
@@ -113,10 +194,11 @@ class TriedRole:
     where: str
     """The path at which its settings stand."""
     settings: Mapping[str, Any]
+    optimizer: OptimizerConfig | None
 
 
 class Trial:
-    """Have Megatron make the TransformerConfig of every role in a process that is started at once.
+    """Have Megatron make the configurations of every role in a process that is started at once.
 
     ``paths`` are those of all settings: where there are none nothing is tried. ``missing`` is the package
     that trying needs and that is not installed, if any. ``patience`` in seconds counts from the start of the
@@ -154,6 +236,7 @@ class Trial:
                 "fused": role.fused,
                 "dtype": dtype,
                 "overrides": dict(role.settings),
+                "optimizer": None if role.optimizer is None else dataclasses.asdict(role.optimizer),
             }
             for role in roles
         ]
@@ -166,7 +249,13 @@ class Trial:
         if self._process.returncode != 0:
             return [], [self._untried(problem.strip().rpartition("\n")[2] or "the process died")]
         refused = json.loads(answer)
-        errors = [_refusal(role, refused[role.role]) for role in roles if role.role in refused]
+        errors = []
+        for role in roles:
+            tried = {role.role: (role.where, role.settings)}
+            if role.optimizer is not None:
+                path = f"{role.layout.path.removesuffix('layout')}optimizer.megatron"
+                tried[f"{role.role} optimizer"] = path, role.optimizer.megatron
+            errors += [_refusal(role, refused[key], *tried[key]) for key in tried if key in refused]
         return errors, []
 
     def stop(self) -> None:
@@ -185,11 +274,11 @@ class Trial:
         )
 
 
-def _refusal(role: TriedRole, message: str) -> UserError:
-    values, path = role.settings, role.where
+def _refusal(role: TriedRole, message: str, path: str, values: Mapping[str, Any]) -> UserError:
     named = next((name for name in values if name in message or len(values) == 1), None)
+    what = "optimizer" if path.endswith("optimizer.megatron") else "model"
     return UserError(
-        f"Megatron refuses the settings of the {role.role}'s model",
+        f"Megatron refuses the settings of the {role.role}'s {what}",
         where=f"{path}.{named}" if named else path,
         expected=f"values that fit the model and {role.layout.path}: {role.layout.words()}",
         got=message,

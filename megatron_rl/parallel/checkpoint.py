@@ -228,7 +228,8 @@ def _layer_kind(model: ParallelModel) -> str:
 def _optimizer_kind(optimizer: Optimizer | None) -> str | None:
     if optimizer is None:
         return None
-    return "distributed" if optimizer.config.distributed else "replicated"
+    kind = "distributed" if optimizer.config.distributed else "replicated"
+    return kind if optimizer.config.name == "adam" else f"{kind} {optimizer.config.name}"
 
 
 def _check_roles(folder: Path, meta: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
@@ -251,7 +252,13 @@ def _check(
         ("layers", _layer_kind(model), "set model.attention to the value it was trained with")
     ]
     if optimizer is not None:
-        facts.append(("optimizer", _optimizer_kind(optimizer), f"set {role}.optimizer.distributed as it was"))
+        facts.append(
+            (
+                "optimizer",
+                _optimizer_kind(optimizer),
+                f"set {role}.optimizer.name and distributed as they were",
+            )
+        )
         facts.append(("dtype", _dtype(model), "set model.dtype as it was"))
     for name, value, fix in facts:
         if meta[name] != value:

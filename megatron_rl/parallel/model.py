@@ -74,7 +74,11 @@ class ParallelModel:
 
     def freeze(self) -> None:
         """End training: gradient buffers and wrappers go, the weights stay where they are."""
+        for wrapped in self.wrapped:
+            if getattr(wrapped, "use_forward_hook", False):
+                wrapped.disable_forward_pre_hook(param_sync=False)  # pyright: ignore[reportCallIssue]
         self.wrapped = list(self.chunks)
+        self.transformer_config.no_sync_func = None
         for chunk in self.chunks:
             chunk.requires_grad_(False)
 

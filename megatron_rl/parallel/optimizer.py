@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,21 +16,20 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
+from megatron_rl.parallel.hf.transformer_settings import optimizer_settings
 from megatron_rl.parallel.model import ParallelModel
 
 
-def wrap(model: ParallelModel, distributed: bool) -> None:
+def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None = None) -> None:
     """Put the model's chunks into Megatron's DDP, in place: gradients accumulate in float32 buffers.
 
     With ``distributed`` the parameters move into buffers of the distributed optimizer, so views of
-    parameters taken earlier go stale. Collective over the model's ranks.
+    parameters taken earlier go stale. ``ddp`` are the user's settings of Megatron's DDP: without them an
+    accelerator reduces gradients while it computes others. Collective over the model's ranks.
     """
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=distributed,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
-    )
+    chosen = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": not device.on_host(), **(ddp or {})}
+    chosen.setdefault("overlap_param_gather", distributed and chosen["overlap_grad_reduce"])
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **chosen)
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
@@ -48,6 +47,10 @@ def wrap(model: ParallelModel, distributed: bool) -> None:
             )
             for index, chunk in enumerate(model.chunks)
         ]
+    if settings.overlap_grad_reduce:
+        # Gradients are reduced with the last micro-batch, when they are whole.
+        waits: list[Any] = [wrapped.no_sync for wrapped in model.wrapped]
+        model.transformer_config.no_sync_func = waits if len(waits) > 1 else waits[0]
 
 
 class Optimizer:
@@ -64,7 +67,6 @@ class Optimizer:
         floor = config.learning_rate if floor is None and config.decay == "constant" else floor or 0.0
         spec = model.spec.transformer_config
         settings = MegatronOptimizerConfig(
-            optimizer="adam",
             lr=config.learning_rate,
             min_lr=floor,
             weight_decay=config.weight_decay,
@@ -75,15 +77,16 @@ class Optimizer:
             bf16=spec.bf16,
             fp16=spec.fp16,
             params_dtype=spec.params_dtype,
-            use_distributed_optimizer=config.distributed,
-            optimizer_cpu_offload=config.offload,
-            optimizer_offload_fraction=1.0 if config.offload else 0.0,
+            **optimizer_settings(config),
         )
         with device.megatron_mode(), _gathering_over(model.groups.all):
             self.megatron = get_megatron_optimizer(
                 settings, _chunks(model), use_gloo_process_groups=False,
                 pg_collection=model.groups.megatron,
             )  # fmt: skip
+        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+            if part.init_state_fn is None:
+                part.init_state_fn = _nothing  # of SGD; Megatron calls it when a checkpoint is read
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0,
@@ -108,14 +111,19 @@ class Optimizer:
         """Take over weights that something else wrote into the model, such as an earlier optimizer."""
         self.megatron.reload_model_params()
 
-    def step(self) -> Metrics:
+    def step(self, more: bool = False) -> Metrics:
         """Clip, step the weights and the learning rate; a step with non-finite gradients raises.
 
-        Returns ``grad_norm`` (before clipping) and ``learning_rate``. Collective over the model's ranks.
+        With ``more`` the next use of the weights is the forward pass of a further step, which may gather them
+        itself. Returns ``grad_norm`` (before clipping) and ``learning_rate``.
+        Collective over the model's ranks.
         """
         learning_rate = self.learning_rate
         with device.megatron_mode():
             outcome: Any = self.megatron.step()
+            for wrapped in () if more else _chunks(self.model):
+                if wrapped.use_forward_hook:
+                    wrapped.start_param_sync(force_sync=True)
         successful, norm, _ = outcome
         norm = float(norm or 0.0)
         if not successful or not math.isfinite(norm):
@@ -149,6 +157,10 @@ def _gathering_over(group: Any) -> Iterator[None]:
         yield
     finally:
         dist.all_gather_object, dist.get_world_size = gather, size
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _chunks(model: ParallelModel) -> Any:

@@ -1,8 +1,9 @@
 """Try Megatron's settings of every role without building a model: ``python -m megatron_rl.parallel.trial``.
 
-Reads a JSON list of roles from standard input, each with ``role``, ``model`` (a config.json),
-``scalar_head``, ``layout``, ``dtype``, ``recompute``, ``fused`` and ``overrides``, and writes a JSON object
-to standard output that maps the roles whose TransformerConfig cannot be made to the reason.
+Reads a JSON list of roles from standard input, each with ``role``, ``model`` (a config.json), ``layout``,
+``scalar_head``, ``dtype``, ``recompute``, ``fused``, ``overrides`` and ``optimizer`` (a section or null), and
+writes a JSON object to standard output: the roles whose TransformerConfig cannot be made, and why; behind
+their name stands `` optimizer`` where it is the OptimizerConfig.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from typing import Any
 
 import torch
 
+from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.hf.transformer_settings import role_settings, transformer_settings
+from megatron_rl.parallel.hf.transformer_settings import (
+    optimizer_settings,
+    role_settings,
+    transformer_settings,
+)
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import describe, read_json
 
-_PACKAGES = ("", ".transformer", ".fusions", ".quantization", ".dist_checkpointing")
+_PACKAGES = ("", ".transformer", ".fusions", ".quantization", ".dist_checkpointing", ".optimizer")
 _UNUSED = ("torch.distributed._tensor", "torch.distributed._symmetric_memory")
 _DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02}
 """Values that a config.json may leave out and that no field depends on."""
@@ -30,7 +36,7 @@ _DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02}
 
 def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     """Return for each role whose settings Megatron refuses what it says."""
-    transformer, latent = _config_classes()
+    transformer, latent, optimizer = _config_classes()
     refused = {}
     for role in roles:
         try:
@@ -45,10 +51,15 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
             (latent if model.shape.mla else transformer)(**settings)
         except Exception as error:  # whatever Megatron does with a value that it cannot use
             refused[role["role"]] = f"{type(error).__name__}: {error}".strip()
+        try:
+            if role["optimizer"] is not None:
+                optimizer(**optimizer_settings(OptimizerConfig(**role["optimizer"])))
+        except Exception as error:
+            refused[f"{role['role']} optimizer"] = f"{type(error).__name__}: {error}".strip()
     return refused
 
 
-def _config_classes() -> tuple[Any, Any]:
+def _config_classes() -> tuple[Any, Any, Any]:
     """Import Megatron's configuration classes alone: its packages as a whole take four times as long."""
     specification = importlib.util.find_spec("megatron")
     assert specification is not None and specification.submodule_search_locations
@@ -62,9 +73,10 @@ def _config_classes() -> tuple[Any, Any]:
     # Nothing runs here, and the compiler's import takes longer than all the rest.
     setattr(torch, "compile", lambda function=None, **_: function or (lambda decorated: decorated))
     import megatron.core.parallel_state  # noqa: F401 - the entrance to a circle of imports
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    return TransformerConfig, MLATransformerConfig
+    return TransformerConfig, MLATransformerConfig, MegatronOptimizerConfig
 
 
 if __name__ == "__main__":

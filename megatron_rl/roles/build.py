@@ -15,7 +15,7 @@ from megatron_rl.check.algorithm import scoring_reason
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.placement import megatron_settings, role_layout, rollout_layout
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.sections.models import ActorConfig, CriticConfig
 from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans, starting_model
 from megatron_rl.data.chat_format import chat_format
 from megatron_rl.hybrid_engine.sync import HybridEngine
@@ -169,7 +169,7 @@ def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
     layout = role_layout(config.actor.layout, "actor.layout")
     recompute = config.actor.recompute
     model = build_policy(config, layout, path=present_model(config), recompute=recompute, trainable=True)
-    optimizer = None if updates is None else _optimizer(model, config.actor.optimizer, updates)
+    optimizer = None if updates is None else _optimizer(model, config.actor, updates)
     return ModelRole(
         "actor",
         layout,
@@ -196,7 +196,7 @@ def build_critic(config: RunConfig) -> ModelRole:
         model,
         tokens_per_microbatch=_token_budget(config),
         outputs=CRITIC_OUTPUTS,
-        optimizer=_optimizer(model, section.optimizer, _updates(config)),
+        optimizer=_optimizer(model, section, _updates(config)),
         offload=section.offload,
     )
 
@@ -224,10 +224,13 @@ def _build_reward_model(config: RunConfig, name: str) -> RewardModel:
     return RewardModel(name, section.weight, role)
 
 
-def _optimizer(model: ParallelModel | None, config: OptimizerConfig, updates: int) -> Optimizer | None:
+def _optimizer(
+    model: ParallelModel | None, section: ActorConfig | CriticConfig, updates: int
+) -> Optimizer | None:
     if model is None:
         return None
-    wrap(model, config.distributed)
+    config = section.optimizer
+    wrap(model, config.distributed, section.ddp)
     return Optimizer(model, config, updates)
 
 

@@ -117,11 +117,14 @@ class ModelRole:
         # One rank of each data-parallel replica speaks for it.
         return self._shard(minibatch, scored if self.answers else []), metrics if self.answers else Metrics()
 
-    def step(self) -> Metrics:
-        """Take the step that `accumulate` has the gradient of. Collective over the role's ranks."""
+    def step(self, more: bool = False) -> Metrics:
+        """Take the step that `accumulate` has the gradient of; ``more`` say that another follows at once.
+
+        Collective over the role's ranks.
+        """
         if self.model is None or self.optimizer is None:
             return Metrics()
-        stepped = self.optimizer.step()
+        stepped = self.optimizer.step(more)
         if self.model.groups.rank != self.layout.ranks[0]:
             return Metrics()
         return Metrics({f"{self.prefix}/{name}": value for name, value in stepped.sums.items()})

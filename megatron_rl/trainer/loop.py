@@ -147,7 +147,7 @@ def learn(
                 if scores.old_log_probs is None:
                     scores = with_answer(scores, minibatch, batch.lengths, members.gather_rows(answer))
                     warning = compare(scores)
-                metrics += found + roles.actor.step()
+                metrics += found + roles.actor.step(more=minibatch is not batches[-1])
     return Learned(scores, metrics, warning)
 
 

@@ -186,7 +186,8 @@ def run_stage(stage: Stage, job: Job) -> None:
         checkpoint.seed_generators(job.config.seed, 0, role.model)
         if role.model is not None:
             if own_optimizer is None:
-                wrap(role.model, plan.settings.optimizer.distributed)
+                ddp = job.config.actor.ddp if plan.role == "actor" else None
+                wrap(role.model, plan.settings.optimizer.distributed, ddp)
             role.optimizer = Optimizer(role.model, plan.settings.optimizer, stage.data.steps)
         _take_steps(stage, job)
         role.optimizer = own_optimizer

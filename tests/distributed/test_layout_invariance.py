@@ -152,3 +152,24 @@ def test_log_probs_are_those_of_transformers(folder: Path, family: str) -> None:
     assert 0.05 < found["values"]["policy/clip_fraction"] < 0.95, (
         "the batch must reach the clipped part of the loss"
     )
+
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}
+SGD = {"name": "sgd", "distributed": False, "learning_rate": 1e-2, "megatron": {"sgd_momentum": 0.5}}
+
+
+def test_overlapped_communication_gives_the_same_weights(folder: Path, fork: Any) -> None:
+    """Gradients are reduced during the backward pass, and weights gathered during the forward pass."""
+    cases = []
+    for family, layout in (("qwen2", {"pipeline": 2, **VPP, "budget": NARROW}), ("qwen3-moe", {"expert": 2})):
+        plain = {**case(family, **layout), "updates": 3, "name": f"{family}-plain"}
+        cases += [plain, {**plain, "name": f"{family}-overlapped", "ddp": OVERLAP}]
+    sgd = {**cases[0], "name": "sgd", "optimizer": SGD}
+    run(fork, folder, RANKS, [*cases, sgd])
+    read = {entry["name"]: torch.load(folder / f"{entry['name']}.pt", weights_only=False) for entry in cases}
+    for plain, overlapped in (cases[:2], cases[2:]):
+        expected, found = read[plain["name"]], read[overlapped["name"]]
+        assert expected["values"] == found["values"]
+        assert all(found["steps"][name].equal(step) for name, step in expected["steps"].items())
+    moved = torch.load(folder / "sgd.pt", weights_only=False)["steps"]
+    assert all(float(step.abs().max()) > 0 for step in moved.values())

@@ -179,6 +179,55 @@ def test_settings_are_tried_for_every_role(workspace: Path, monkeypatch: pytest.
     assert error.where and error.where.startswith("reference.megatron.moe_pad")
 
 
+def test_optimizer_and_ddp_fields_of_the_installed_version_are_known() -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+
+    for read, owner, ours in (
+        (class_fields(*model_settings.OPTIMIZER_CONFIG), OptimizerConfig, model_settings.OPTIMIZER_SET),
+        (class_fields(*model_settings.DDP_CONFIG), DistributedDataParallelConfig, model_settings.DDP_SET),
+    ):
+        fields = {item.name for item in dataclasses.fields(owner)}
+        assert read is not None and fields == set(read) and set(ours) <= fields
+    keys = {f"actor.optimizer.{key}" for key in model_settings.OPTIMIZER_KEYS.values()}
+    assert keys <= set(known_paths(RunConfig)) and set(model_settings.OPTIMIZER_KEYS) <= set(
+        class_fields(*model_settings.OPTIMIZER_CONFIG) or ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor.optimizer.name=sgd", "saves the state of Adam alone"),
+        ("actor.optimizer.megatron={use_precision_aware_optimizer: true}", "Transformer Engine's FusedAdam"),
+        ("actor.optimizer.name=muon", "emerging_optimizers"),
+        ("critic.optimizer.megatron.adam_beta2=0.9", "`critic.optimizer.beta2` here"),
+        ("actor.optimizer.megatron={sgd_momentun: 0.9}", "did you mean `sgd_momentum`"),
+        ("actor.ddp.use_megatron_fsdp=true", "weight syncs and checkpoints do not read"),
+        ("actor.ddp.bucket_size=big", "wrong type"),
+        (
+            "actor.ddp={overlap_param_gather: true, overlap_grad_reduce: false}",
+            "reduced in the backward pass",
+        ),
+        ("sft={data: train.jsonl, steps: 1, optimizer: {megatron: {lr: 1.0}}}", "learning_rate` here"),
+    ],
+)
+def test_optimizer_and_ddp_settings_that_cannot_work_are_refused(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, override: str, words: str
+) -> None:
+    errors = check(workspace, monkeypatch, "algorithm=ppo", override, patience=0.0).errors
+    (error,) = [error for error in errors if words in error.message + str(error.expected) + str(error.fix)]
+    assert error.where and error.fix
+
+
+def test_megatron_tries_the_optimizer(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    precise = "actor.optimizer.megatron={exp_avg_dtype: bfloat16}"
+    (error,) = check(workspace, monkeypatch, precise, patience=120.0).errors
+    assert error.message == "Megatron refuses the settings of the actor's optimizer"
+    assert "exp_avg_dtype can only be fp32 when not using precision-aware optimizer" in str(error.got)
+    assert error.where and error.where.startswith("actor.optimizer.megatron.exp_avg_dtype")
+
+
 def test_names_and_stages_are_checked_for_every_role(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,10 @@ from megatron_rl.config.setting import required, setting
 
 OWN_MEGATRON = "Fields of Megatron-Core's TransformerConfig for this model."
 LIKE_ACTOR = "the actor's, without its uneven pipeline stages where the pipeline is another"
+DDP_MEANING = (
+    "Fields of Megatron-Core's DistributedDataParallelConfig; overlap_grad_reduce is true on an accelerator, "
+    "and overlap_param_gather with it where the optimizer is distributed."
+)
 _RANKS_LISTED = "ours lists the ranks"
 _DATA_PARALLEL = "it is what remains of the ranks after tensor x pipeline x context; set those or world_size"
 
@@ -121,8 +125,19 @@ class LayoutConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Set AdamW, its learning-rate schedule and gradient clipping."""
+    """Set the optimizer, its learning-rate schedule and gradient clipping."""
 
+    name: str = setting(
+        "adam",
+        "AdamW, or SGD with momentum, which needs `distributed: false`.",
+        choices=("adam", "sgd"),
+        spelled={"adamw": "adam"},
+        refused={
+            "muon": "Megatron-Core 0.16 makes it of emerging_optimizers, which no index has, and checkpoints "
+            "do not know its state"
+        },
+        also_called={"Megatron-LM": "optimizer", "TRL": "optim"},
+    )
     learning_rate: float = setting(
         1e-6,
         "Learning rate after warm-up.",
@@ -196,6 +211,11 @@ class OptimizerConfig:
         "Keep optimizer state in host memory and step there.",
         also_called={"verl": "optimizer_offload"},
     )
+    megatron: dict[str, Any] = setting(
+        {},
+        "Further fields of Megatron-Core's OptimizerConfig, types by name such as bfloat16.",
+        also_called={"verl": "override_optimizer_config"},
+    )
 
 
 @dataclass(frozen=True)
@@ -231,6 +251,7 @@ class ActorConfig:
         "Fields of Megatron-Core's TransformerConfig, for the model of every role that states none.",
         also_called={"verl": "override_transformer_config"},
     )
+    ddp: dict[str, Any] = setting({}, DDP_MEANING, also_called={"verl": "override_ddp_config"})
 
 
 @dataclass(frozen=True)
@@ -292,4 +313,5 @@ class CriticConfig:
         "Move training state to host memory while other roles work.",
         also_called={"verl": "critic.megatron.param_offload"},
     )
+    ddp: dict[str, Any] = setting({}, DDP_MEANING)
     megatron: dict[str, Any] | None = setting(None, OWN_MEGATRON, unset=LIKE_ACTOR)

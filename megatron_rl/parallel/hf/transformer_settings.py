@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.shapes.family import ACTIVATIONS
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
@@ -143,3 +144,18 @@ def role_settings(
         settings.setdefault("moe_token_dispatcher_type", "alltoall")
     settings["calculate_per_token_loss"] = True  # gradients are sums; the loss weights are already global
     return settings
+
+
+def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
+    """Return the fields of Megatron's OptimizerConfig that say of what kind the optimizer is."""
+    own = {
+        name: getattr(torch, value) if name.endswith("_dtype") and isinstance(value, str) else value
+        for name, value in config.megatron.items()
+    }
+    return {
+        "optimizer": config.name,
+        "use_distributed_optimizer": config.distributed,
+        "optimizer_cpu_offload": config.offload,
+        "optimizer_offload_fraction": float(config.offload),
+        **own,
+    }

@@ -55,10 +55,10 @@ def build(
     return model
 
 
-def optimizer_of(model: ParallelModel, **changes: Any) -> Optimizer:
+def optimizer_of(model: ParallelModel, ddp: dict[str, Any] | None = None, **changes: Any) -> Optimizer:
     """Wrap the model for training and return its optimizer."""
     config = replace(OPTIMIZER, **changes)
-    wrap(model, config.distributed)
+    wrap(model, config.distributed, ddp)
     return Optimizer(model, config, steps=20)
 
 
@@ -97,12 +97,12 @@ def train_step(
         loss, metrics = policy_objective(ALGORITHM, rows, log_probs, entropy)
         return loss, metrics + Metrics.mean("loss", float(loss.detach()), 1e-30)
 
-    metrics, _ = learn(model, batch, budget, batch.response_mask, objective)
+    _, metrics = learn(model, batch, budget, batch.response_mask, objective)
     stepped = optimizer.step().values()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, metrics if dist.get_rank() in model.groups.layout.outputs() else Metrics())
     total = merge(found)
-    values = total.values()
+    values = {name: value for name, value in total.values().items() if not name.startswith("padding/")}
     values["loss"] = total.sums["loss"][0]
     return {**values, **stepped}
 
