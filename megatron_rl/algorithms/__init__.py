@@ -55,7 +55,7 @@ _NAMES = {
     "aggregation": "Aggregation minibatches weighted",
     "algorithm": "ALGORITHMS Algorithm",
     "correction": "Correction mismatch_metrics",
-    "estimation": "AlgorithmState estimate initial_state next_state valid_rows",
+    "estimation": "AlgorithmState estimate initial_state next_state old_policy_metrics valid_rows",
     "kl": "Kl",
     "lookup": "algorithm_of get_algorithm",
     "losses": "FunctionLoss PolicyLoss TokenLoss ValueLoss",

@@ -153,12 +153,12 @@ class Run:
     def _run_stages(self) -> None:
         """Run the stages that have not ended; the engine counts the weights of each as a version."""
         plans = stage_plans(self.config)
-        data = dict(zip(self.stages, self.stage_data, strict=True))
+        data = {plan.where: data for plan, data in zip(self.stages, self.stage_data, strict=True)}
         roles = {role.name: role for role in self.roles.models}
         for plan in plans:
-            if plan in data:
+            if plan.where in data:
                 at_end = end_of(plan, self.roles, self.config)
-                run_stage(stage_of(plan, roles[plan.role], data[plan], at_end), self.job)
+                run_stage(stage_of(plan, roles[plan.role], data[plan.where], at_end), self.job)
             else:
                 self.job.say(f"{plan.where}: has ended before, and left {plan.model}")
                 drop_checkpoints(plan, self.job)

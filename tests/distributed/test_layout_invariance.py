@@ -169,7 +169,9 @@ def test_overlapped_communication_gives_the_same_weights(folder: Path, fork: Any
     read = {entry["name"]: torch.load(folder / f"{entry['name']}.pt", weights_only=False) for entry in cases}
     for plain, overlapped in (cases[:2], cases[2:]):
         expected, found = read[plain["name"]], read[overlapped["name"]]
-        assert expected["values"] == found["values"]
-        assert all(found["steps"][name].equal(step) for name, step in expected["steps"].items())
+        # Buckets of another size add the gradient's norm up in another order.
+        assert found["values"] == pytest.approx(expected["values"], rel=1e-5, abs=1e-5)
+        for name, step in expected["steps"].items():
+            assert float((found["steps"][name] - step).norm() / step.norm()) < 1e-5, name
     moved = torch.load(folder / "sgd.pt", weights_only=False)["steps"]
     assert all(float(step.abs().max()) > 0 for step in moved.values())
