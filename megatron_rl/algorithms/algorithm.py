@@ -117,11 +117,6 @@ class Algorithm:
         return self.advantage.needs_greedy_baseline
 
     @property
-    def compares_samples(self) -> bool:
-        """Say whether the samples of one prompt are each other's baseline."""
-        return self.advantage.compares_samples
-
-    @property
     def needs_scoring_pass(self) -> tuple[str, ...]:
         """Return the keys of the pieces that want the actor's log-probs of a batch before its loss."""
         return tuple(name for name, piece in self.pieces().items() if piece.needs_scoring_pass)

@@ -65,7 +65,8 @@ def _sampling(
     config: RunConfig, algorithm: Algorithm | None, shape: ModelShape | None, warnings: _Warnings
 ) -> None:
     rollout = config.rollout
-    if config.batch.samples_per_prompt == 1 and algorithm is not None and algorithm.compares_samples:
+    alone = config.batch.samples_per_prompt == 1
+    if alone and algorithm is not None and algorithm.advantage.compares_samples:
         warnings.add(
             f"{config.algorithm.name} compares samples of one prompt, and there is only one",
             "batch.samples_per_prompt",

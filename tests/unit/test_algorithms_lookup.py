@@ -153,7 +153,7 @@ def test_roles_each_algorithm_needs():
     critic = {name for name, a in ALGORITHMS.items() if a.needs_critic}
     reference = {name for name, a in ALGORITHMS.items() if a.needs_reference}
     greedy = {name for name, a in ALGORITHMS.items() if a.needs_greedy_baseline}
-    alone = {name for name, a in ALGORITHMS.items() if not a.compares_samples}
+    alone = {name for name, a in ALGORITHMS.items() if not a.advantage.compares_samples}
     assert critic == {"ppo", "vapo"}
     assert reference == {"reinforce_pp", "reinforce_pp_baseline"}
     assert greedy == {"remax"}
