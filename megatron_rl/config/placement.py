@@ -80,9 +80,9 @@ def megatron_settings(config: RunConfig, layout: ParallelLayout) -> tuple[str, M
     A role without settings of its own has the actor's. Uneven stages are for the actor's pipeline alone.
     """
     path = f"{layout.path.rpartition('.')[0]}.megatron"
-    own, shared = megatron_sections(config).get(path), config.actor.megatron
-    if own is not None:
-        return path, own
+    stated, shared = megatron_sections(config).get(path), config.actor.megatron
+    if stated is not None:
+        return path, stated
     actor = config.actor.layout
     if (layout.pipeline, layout.virtual_pipeline) != (actor.pipeline, actor.virtual_pipeline):
         shared = {name: value for name, value in shared.items() if name not in STAGE_SETTINGS}

@@ -141,13 +141,13 @@ def learn(
     if actor_learns(config, roles, step):
         with roles.actor.resident():
             for minibatch in batches:
-                answer, found = roles.actor.accumulate(
+                answer, pass_metrics = roles.actor.accumulate(
                     minibatch, partial(policy_objective, algorithm, state=state)
                 )
                 if scores.old_log_probs is None:
                     scores = with_answer(scores, minibatch, batch.lengths, members.gather_rows(answer))
                     warning = compare(scores)
-                metrics += found + roles.actor.step(more=minibatch is not batches[-1])
+                metrics += pass_metrics + roles.actor.step(more=minibatch is not batches[-1])
     return Learned(scores, metrics, warning)
 
 
