@@ -120,6 +120,12 @@ def paired_ratio(ours: Sequence[float], peer: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, peer, strict=True))
 
 
+def mean_and_spread(values: Sequence[float]) -> str:
+    """Return mean and standard deviation over seeds in words, and the values themselves."""
+    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{deviation} ({' '.join(f'{value:.3f}' for value in values)})"
+
+
 def versions() -> dict[str, str]:
     """Return the installed versions that matter, and this repository's commit."""
     found = {"python": platform.python_version()}

@@ -12,7 +12,6 @@ of rank has nothing to do.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from pathlib import Path
 
 from common import Report, arguments, cores, say, torchrun, warn_if_busy
 from workload import Workload, configuration, make
+
+from megatron_rl.metrics import read_metrics
 
 FULL = Workload(prompts=12, samples=8, max_response_tokens=256)
 QUICK = Workload(prompts=8, samples=4, max_response_tokens=64)
@@ -42,7 +43,7 @@ def run(
     config.write_text(configuration(work, folder, out, steps + WARMING, {}))
     command = ["-m", "megatron_rl", "train", str(config), *METHODS[method]]
     torchrun(command, ranks, 1, folder / f"{name}.log", 1800)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(out / "metrics.jsonl")
     # The last step of a run has nothing left to sample ahead.
     return lines[WARMING : len(lines) - (1 if "ahead" in method else 0)]
 

@@ -15,13 +15,14 @@ exit code is 1 where a recipe's median accuracy did not rise, or a run failed.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import HERE, ChildFailed, Report, arguments, say, torchrun, warn_if_busy
+from common import HERE, ChildFailed, Report, arguments, mean_and_spread, say, torchrun, warn_if_busy
+
+from megatron_rl.metrics import read_metrics
 
 RECIPES = HERE.parent / "configs" / "recipes"
 QUICKSTART = HERE.parent / "configs" / "quickstart.yaml"
@@ -35,7 +36,7 @@ def train(config: Path, run: Path, overrides: Sequence[str]) -> list[dict[str, f
     run.parent.mkdir(parents=True, exist_ok=True)
     words = [str(config), *ALONE, f"run_dir={run}", *overrides]
     torchrun(["-m", "megatron_rl", "train", *words], 1, 1, run.with_suffix(".log"), 3600)
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(run / "metrics.jsonl")
 
 
 def warm_model(folder: Path) -> Path:
@@ -49,31 +50,27 @@ def warm_model(folder: Path) -> Path:
     return run / "hf"
 
 
-def measure(name: str, model: Path, folder: Path, steps: int, seeds: Sequence[int], own: list[str]) -> dict:
+def measure(
+    name: str, model: Path, folder: Path, steps: int, seeds: Sequence[int], overrides: list[str]
+) -> dict:
     """Train one recipe with each seed; return its accuracies and sampled rewards, before and after."""
-    found: dict[str, list[float]] = {"before": [], "after": [], "first": [], "last": [], "seconds": []}
+    results: dict[str, list[float]] = {"before": [], "after": [], "first": [], "last": [], "seconds": []}
     for seed in seeds:
         run = folder / f"{name}-{seed}"
         settings = [
             f"model.path={model}", "sft=null", f"steps={steps}", f"seed={seed}", f"evaluation.every={steps}",
             f"checkpoint.every={steps}", "checkpoint.export=false", "checkpoint.keep=1",
         ]  # fmt: skip
-        lines = train(RECIPES / f"{name}.yaml", run, [*settings, *own])
+        lines = train(RECIPES / f"{name}.yaml", run, [*settings, *overrides])
         accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
         rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
-        found["before"].append(accuracy[0])
-        found["after"].append(accuracy[-1])
-        found["first"].append(statistics.mean(rewards[:ENDS]))
-        found["last"].append(statistics.mean(rewards[-ENDS:]))
-        found["seconds"].append(sum(line.get("time/step", 0.0) for line in lines))
+        results["before"].append(accuracy[0])
+        results["after"].append(accuracy[-1])
+        results["first"].append(statistics.mean(rewards[:ENDS]))
+        results["last"].append(statistics.mean(rewards[-ENDS:]))
+        results["seconds"].append(sum(line.get("time/step", 0.0) for line in lines))
         say("recipes", f"{name}, seed {seed}: accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
-    return found
-
-
-def spread(values: Sequence[float]) -> str:
-    """Return mean and standard deviation over seeds in words."""
-    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{deviation} ({len(values)} seeds)"
+    return results
 
 
 def main() -> int:
@@ -95,17 +92,19 @@ def main() -> int:
     for name in options.only.split(","):
         seeds = range(1, 1 + (options.repeats or (1 if options.quick else 3)))
         try:
-            found = measure(name, model, folder, steps, seeds, options.overrides)
+            results = measure(name, model, folder, steps, seeds, options.overrides)
         except ChildFailed as error:
             report.fail(f"{name}: {error}")
             continue
         for metric, method in (("accuracy", "before"), ("accuracy", "after")):
-            report.add(name, method, metric, "share", found[method])
-        report.add(name, "first steps", "sampled_reward", "", found["first"])
-        report.add(name, "last steps", "sampled_reward", "", found["last"])
-        report.add(name, "all steps", "time", "s", found["seconds"])
-        report.note(f"{name}: accuracy {spread(found['before'])} -> {spread(found['after'])}")
-        if statistics.median(found["after"]) <= statistics.median(found["before"]):
+            report.add(name, method, metric, "share", results[method])
+        report.add(name, "first steps", "sampled_reward", "", results["first"])
+        report.add(name, "last steps", "sampled_reward", "", results["last"])
+        report.add(name, "all steps", "time", "s", results["seconds"])
+        report.note(
+            f"{name}: accuracy {mean_and_spread(results['before'])} -> {mean_and_spread(results['after'])}"
+        )
+        if statistics.median(results["after"]) <= statistics.median(results["before"]):
             report.fail(f"{name} did not learn in {steps} steps")
     return report.finish(options.json)
 

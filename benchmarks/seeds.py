@@ -18,24 +18,18 @@ of the steps. The exit code is 1 where a run failed, or a seed stays under --at-
 
 from __future__ import annotations
 
-import json
 import shlex
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import HERE, ChildFailed, Report, arguments, say, torchrun, warn_if_busy
+from common import HERE, ChildFailed, Report, arguments, mean_and_spread, say, torchrun, warn_if_busy
 
 from megatron_rl.config.load import load
+from megatron_rl.metrics import read_metrics
 
 TIMEOUT = 7200
-
-
-def read_lines(path: Path) -> list[dict[str, float]]:
-    """Return the lines of a metrics file; none where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def train(config: Path, seed: int, folder: Path, prepare: str, ranks: int, overrides: Sequence[str]) -> Path:
@@ -57,9 +51,9 @@ def train(config: Path, seed: int, folder: Path, prepare: str, ranks: int, overr
 
 def measure(run: Path) -> dict[str, float]:
     """Return the numbers of a run that has ended."""
-    lines = read_lines(run / "metrics.jsonl")
+    lines = read_metrics(run / "metrics.jsonl")
     accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
-    warm_up = read_lines(run / "sft.jsonl")
+    warm_up = read_metrics(run / "sft.jsonl")
     return {
         "before": accuracy[0],
         "after": accuracy[-1],
@@ -113,9 +107,7 @@ def main() -> int:
             values = [result[name] for result in results]
             unit = {"warm-up": "steps", "time": "s"}.get(name, "share")
             report.add(config.stem, name, "accuracy" if unit == "share" else name, unit, values)
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            each = " ".join(f"{value:.3f}" for value in values)
-            report.note(f"{config.stem}: {name} {statistics.mean(values):.3f} ± {spread:.3f} ({each})")
+            report.note(f"{config.stem}: {name} {mean_and_spread(values)}")
     return report.finish(options.json)
 
 

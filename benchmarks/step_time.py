@@ -34,6 +34,8 @@ from typing import Any
 from common import HERE, ChildFailed, Report, arguments, cores, paired_ratio, say, torchrun, warn_if_busy
 from workload import Workload, configuration, make
 
+from megatron_rl.metrics import read_metrics
+
 FULL = Workload(prompts=12, samples=8, max_response_tokens=256)
 QUICK = Workload(prompts=8, samples=4, max_response_tokens=128)
 TRL_PYTHON = HERE / ".venv-trl" / "bin" / "python"
@@ -82,7 +84,7 @@ class Bench:
         config.write_text(configuration(work, self.folder, run, steps, {}))
         command = ["-m", "megatron_rl", "train", str(config)]
         torchrun(command, choice.processes, choice.threads, self.folder / f"run{number}.log", 1800)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = read_metrics(run / "metrics.jsonl")
         return lines[1:]
 
     def trl(self, choice: Choice, work: Workload, steps: int) -> dict[str, Any]:

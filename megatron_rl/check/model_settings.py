@@ -37,7 +37,6 @@ DERIVED: Mapping[str, str] = {
     "expert_model_parallel_size": "actor.layout.expert",
     "expert_tensor_parallel_size": "actor.layout.expert_tensor",
     "sequence_parallel": "actor.layout.sequence_parallel",
-    "recompute_granularity": "actor.recompute",
     "params_dtype": "model.dtype",
     "pipeline_dtype": "model.dtype",
     "bf16": "model.dtype",
@@ -149,6 +148,7 @@ def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron"
     role = path.removesuffix("megatron")
     keys = {name: key.replace("actor.layout", f"{role}layout") for name, key in DERIVED.items()}
     keys["pipeline_model_parallel_layout"] = f"{path}.num_layers_in_first_pipeline_stage"
+    keys["recompute_granularity"] = "actor.recompute"
     return _errors(values, path, TRANSFORMER_CONFIG, keys, SET_BY_RUN)
 
 
