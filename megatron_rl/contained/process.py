@@ -38,6 +38,8 @@ LOAD_FAILED, READY = "load_failed", "ready"
 LOAD_SECONDS = 120.0
 KILL_SECONDS = 5.0
 """Time that a process's supervisor has to end all that it started."""
+STATUS_SECONDS = 2.0
+"""Time that it has to say with what status a process ended that has closed its pipe."""
 LARGEST_FRAME = 2**24
 """Bytes of an answer above which the process is taken for broken."""
 LARGEST_MESSAGE = 4000
@@ -78,6 +80,7 @@ class ContainedProcess:
     def __init__(self, serve: str, limits: Mapping[str, Any]) -> None:
         self.disorder: str | None = None
         self._buffer = bytearray()
+        self._silent = False
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", _START, _PACKAGES, serve, json.dumps(limits)],
             stdin=subprocess.PIPE,
@@ -128,14 +131,13 @@ class ContainedProcess:
 
     def frames(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the answers that have arrived, and whether the process still lives."""
-        open_ = True
         while True:
             try:
                 data = os.read(self.replies, 1 << 16)
             except BlockingIOError:
                 break
             if not data:
-                open_ = False
+                self._silent = True
                 break
             self._buffer.extend(data)
         frames: list[dict[str, Any]] = []
@@ -153,10 +155,13 @@ class ContainedProcess:
                 frame = None
             del self._buffer[:end]
             frames.append(frame if isinstance(frame, dict) else {})
-        return frames, open_
+        return frames, not self._silent
 
     def kill(self) -> int:
         """End the process and all it started; return its exit status."""
+        if self._silent:  # it ends by itself: asked to end, the supervisor would say 0 in place of the reason
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STATUS_SECONDS)
         if self.process.poll() is None:
             self.process.terminate()  # the supervisor knows the descendants, whatever their session
             with contextlib.suppress(subprocess.TimeoutExpired):
