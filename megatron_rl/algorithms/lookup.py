@@ -16,6 +16,9 @@ from megatron_rl.config.source import describe
 from megatron_rl.errors import UserError, UserErrors, each, nearest
 from megatron_rl.user_code import load_module
 
+NOISE = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+"""Megatron's settings by which a forward pass differs between training and scoring."""
+
 
 def algorithm_of(config: RunConfig) -> Algorithm:
     """Return the algorithm of a run; raises UserErrors with every mistake at once."""
@@ -24,6 +27,21 @@ def algorithm_of(config: RunConfig) -> Algorithm:
     return get_algorithm(
         config.algorithm.name, stated, max_response_tokens=config.rollout.max_response_tokens
     )
+
+
+def scoring_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
+    """Return why the actor scores a batch in a pass of its own before it learns from it.
+
+    None where the learn pass says the same: its weights are still those that the old log-probs are of, and
+    nothing asks for them earlier.
+    """
+    updates = config.batch.optimizer_steps * config.batch.epochs
+    if updates > 1:
+        return f"a batch is learned from in {updates} optimizer steps, and only the first has the old policy"
+    if algorithm.needs_scoring_pass:
+        return " and ".join(f"algorithm.{name}" for name in algorithm.needs_scoring_pass) + " asks for it"
+    noise = [name for name in NOISE if config.actor.megatron.get(name)]
+    return f"actor.megatron.{noise[0]} makes the learn pass random" if noise else None
 
 
 def get_algorithm(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_rl.check.algorithm import scoring_reason
+from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.config.budget import PHASES
 from megatron_rl.config.load import flatten, to_plain

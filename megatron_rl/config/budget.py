@@ -19,13 +19,14 @@ from megatron_rl.shapes.memory import (
     TrainingMemory,
     rollout_parameters,
     scoring_memory,
-    state_bytes,
     training_memory,
 )
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 from megatron_rl.shapes.pipeline_stages import dealt_out, stage_layers
 
 PHASES = ("generate", "score", "learn")
+_STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
+"""Bytes of the types in which Megatron keeps moments and master weights."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,17 @@ def _built(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:
     return Layers(DTYPE_BYTES[config.model.dtype], fused, recompute)
 
 
+def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
+    """Return an optimizer's bytes per parameter: its moments, and a master copy of weights of fewer bytes."""
+
+    def stated(field: str) -> int:
+        return _STATE_BYTES.get(str(optimizer.megatron.get(field, "float32")).removeprefix("torch."), 4)
+
+    moments = ("exp_avg_dtype", "exp_avg_sq_dtype") if optimizer.name == "adam" else ("momentum",)
+    master = 0 if weight_bytes == 4 else stated("main_params_dtype")
+    return master + sum(stated(moment) for moment in moments)
+
+
 def _trained(
     config: RunConfig, role: str, learner: _Learner, layout: ParallelLayout, rank: int, shape: ModelShape
 ) -> list[MemoryItem]:
@@ -168,7 +180,7 @@ def _trained(
 
     built = _built(config, shape, learner.recompute)
     stages, stage = _stages(config, layout, shape), layout.coordinates(rank).pipeline
-    states = state_bytes(built.dtype_bytes)
+    states = state_bytes(learner.optimizer, built.dtype_bytes)
     optimizer = OptimizerChoice(
         distributed=learner.optimizer.distributed,
         offload=learner.optimizer.offload,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron_rl.algorithms.lookup import algorithm_of, scoring_reason
 from megatron_rl.config.derive import token_budget
 from megatron_rl.config.placement import placed, role_layouts, shared_weights
 from megatron_rl.config.schema import RunConfig
@@ -42,8 +43,8 @@ TYPICAL_SHARE = 1 / 3
 class RoleSeconds:
     """Hold the seconds a role works in a step: one forward pass, learning, and ``moving`` each time it works.
 
-    ``moving`` brings its state from host memory and back. ``ranks`` says whom it keeps busy: roles with a
-    rank in common take turns.
+    ``forward`` is 0 where nobody asks the role before it learns. ``moving`` brings its state from host memory
+    and back. ``ranks`` says whom it keeps busy: roles with a rank in common take turns.
     """
 
     role: str
@@ -81,7 +82,8 @@ def add_up(
     for work in roles:
         phase = "reward" if work.role.startswith("reward") else "score"
         for rank in work.ranks:
-            busy[phase][rank] = busy[phase].get(rank, 0.0) + work.forward + work.moving
+            if work.forward:
+                busy[phase][rank] = busy[phase].get(rank, 0.0) + work.forward + work.moving
             if work.learn:
                 busy["learn"][rank] = busy["learn"].get(rank, 0.0) + work.learn + work.moving
     longest = {phase: max(seconds.values(), default=0.0) for phase, seconds in busy.items()}
@@ -265,17 +267,18 @@ def predict_run(
             continue
         choice = _choice(config, role, layout, shapes[role])
         trained = role in TRAINED
+        scores = role != "actor" or scoring_reason(config, algorithm_of(config)) is not None
         works.append(
             RoleSeconds(
                 role,
                 layout.ranks,
-                forward=score_seconds(choice, batch, machine),
+                forward=score_seconds(choice, batch, machine) if scores else 0.0,
                 learn=learn_seconds(choice, batch, machine) if trained else 0.0,
                 moving=_moving_seconds(config, role, choice, batch, machine),
             )
         )
         forward_flops = choice.model.forward_flops(batch.context) * batch.tokens
-        flops["reward" if role.startswith("reward") else "score"] += forward_flops
+        flops["reward" if role.startswith("reward") else "score"] += forward_flops if scores else 0.0
         flops["learn"] += 3.0 * batch.epochs * forward_flops if trained else 0.0
     actor, rollout = shapes["actor"], _rollout(config, layouts["rollout"])
     flops["generate"] = actor.forward_flops(batch.context) * batch.tokens

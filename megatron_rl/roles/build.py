@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithms import Algorithm
-from megatron_rl.check.algorithm import scoring_reason
+from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.placement import megatron_settings, role_layout, rollout_layout
 from megatron_rl.config.schema import RunConfig

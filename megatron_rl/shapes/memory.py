@@ -243,11 +243,6 @@ class OptimizerChoice:
     state_bytes: float = 12
 
 
-def state_bytes(dtype_bytes: int) -> int:
-    """Return Adam's bytes per parameter: two float32 moments, and a master copy of shorter weights."""
-    return 8 if dtype_bytes == 4 else 12
-
-
 @dataclass(frozen=True)
 class TrainingMemory:
     """Hold the bytes on one rank of a model that trains, or that scores."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from config_workspace import CONFIG
 
-from megatron_rl.config.budget import memory_plan
+from megatron_rl.config.budget import memory_plan, state_bytes
 from megatron_rl.config.derive import batch_plan
 from megatron_rl.config.load import load_text
-from megatron_rl.config.sections.models import CriticConfig, ReferenceConfig
+from megatron_rl.config.sections.models import CriticConfig, OptimizerConfig, ReferenceConfig
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 
@@ -58,3 +59,18 @@ def test_uneven_stages_are_counted_as_they_are() -> None:
     assert sum(even) == sum(uneven)
     layer = 4 * SHAPE.layer_dense_total // SHAPE.layers
     assert max(uneven) - max(even) == 2 * layer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "weight_bytes", "expected"),
+    [
+        (OptimizerConfig(), 4, 8),
+        (OptimizerConfig(), 2, 12),
+        (OptimizerConfig(name="sgd"), 2, 8),
+        (OptimizerConfig(megatron={"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}), 2, 8),
+    ],
+)
+def test_optimizer_state_is_counted_as_it_is_kept(
+    optimizer: OptimizerConfig, weight_bytes: int, expected: int
+) -> None:
+    assert state_bytes(optimizer, weight_bytes) == expected

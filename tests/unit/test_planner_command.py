@@ -14,7 +14,7 @@ from megatron_rl.check.configuration import check_config
 from megatron_rl.cli.main import main as command
 from megatron_rl.cli.plan import add_arguments, problem_of, run
 from megatron_rl.config import budget
-from megatron_rl.config.load import load
+from megatron_rl.config.load import load, load_text
 from megatron_rl.errors import UserError
 from megatron_rl.planner.calibrate import calibrate
 from megatron_rl.planner.constants import load_constants
@@ -234,6 +234,15 @@ def _run_folder(path: Path, slower: dict[str, float]) -> None:
         rate = 64 * 8 * 600.0 / entry["time/step"]
         lines.append({"step": step, "response/length": 400.0, "throughput/tokens_per_second": rate, **entry})
     (path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + '\n{"step": 4, "ti')
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_an_actor_that_is_not_asked_before_it_learns_takes_no_time_to_score(updates: int) -> None:
+    batch = f"samples_per_prompt: 8, optimizer_steps: {updates}"
+    text = CONFIG.replace("samples_per_prompt: 8", batch).replace("reference: {}", "")
+    config = load_text(text).valid()
+    step = predict_run(config, load_constants(), "a100", role_shapes(config, load_shape))
+    assert (step.seconds["score"] > 0, step.flops["score"] > 0) == (updates > 1, updates > 1)
 
 
 def test_calibration_recovers_the_factors_of_a_run(tmp_path, capsys) -> None:
