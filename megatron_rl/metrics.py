@@ -67,8 +67,13 @@ def merge(parts: Iterable[Metrics]) -> Metrics:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file as mappings; a line that was cut off or damaged is left out."""
-    return read_lines(Path(path))[0]
+    """Return the finite numbers of a metrics file line by line, without lines that are cut off or damaged."""
+    lines, _ = read_lines(Path(path))
+    return [{name: value for name, value in line.items() if _is_finite(value)} for line in lines]
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from megatron_rl.check.data_sets import DataPreview, check_data
 from megatron_rl.check.files import Files
 from megatron_rl.check.model_config import check_model_config
-from megatron_rl.check.model_tokens import check_tokenizer, has_chat_template
+from megatron_rl.check.model_tokens import check_tokenizer, has_chat_template, stop_errors
 from megatron_rl.check.model_weights import check_weights
 from megatron_rl.check.reward_function import check_reward
 from megatron_rl.config.checkpoint_meta import check_same_model, checkpoints, latest, read_meta
@@ -93,6 +94,8 @@ def check_inputs(check: Inputs) -> None:
     config, files = check.config, check.files
     if check.fine("model.path"):
         check.shape = _model(check, config.model.path, "model.path")
+        if config.job == TRAIN and check.fine("rollout.stop", "rollout.sampling_profiles"):
+            check.errors.extend(stop_errors(Path(config.model.path), config.rollout))
     for where, section in (("reference", config.reference), ("critic", config.critic)):
         if section is not None and check.fine(f"{where}.path"):
             _same_vocabulary(check, section.path, f"{where}.path")
@@ -328,14 +331,17 @@ def _check_prompts(check: Inputs) -> None:
 
 
 def _run_dir(path: Path) -> list[UserError]:
+    """Return the error of a run folder that cannot be made: one is made beside it, and removed."""
     place = path
     while not place.exists() and place != place.parent:
         place = place.parent
-    problem = None
-    if not place.is_dir():
-        problem = f"{place} is a file"
-    elif not os.access(place, os.W_OK):
-        problem = f"no right to write in {place}"
+    problem = f"{place} is a file" if not place.is_dir() else None
+    if problem is None:
+        try:
+            with tempfile.TemporaryDirectory(prefix=".check.", dir=place) as probe:
+                Path(probe, "file").write_bytes(b"x")
+        except OSError as error:
+            problem = f"nothing can be written in {place}: {error.strerror}"
     if problem is None:
         return []
     return [

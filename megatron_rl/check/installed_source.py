@@ -67,6 +67,8 @@ def find_module(name: str) -> tuple[Path | None, str | None]:
             return None, None if builtin else ".".join(parts[: position + 1])
         places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
     origin = spec.origin if spec is not None else None
+    if origin is None and places is not None:  # a folder without __init__.py: nothing is defined in it
+        return None, f"{name}.__init__"
     return (Path(origin) if origin else None), None
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.files import Files
+from megatron_rl.config.sampling_profiles import stop_error, stop_strings
+from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
 
 _KINDS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -27,9 +29,12 @@ def check_tokenizer(path: Path, where: str, files: Files, vocabulary: int | None
     settings = _read(path / "tokenizer_config.json", files)
     generation = _read(path / "generation_config.json", files)
     words = _read(path / "tokenizer.json", files)
-    if words is not None and not isinstance(words.get("model"), dict):
-        files.errors.append(_broken(path / "tokenizer.json", "an object without a model"))
-        return
+    if words is not None:
+        try:
+            _load(path)
+        except Exception as error:  # the library raises nothing more exact
+            files.errors.append(_broken(path / "tokenizer.json", str(error)))
+            return
     try:
         ids, special = _token_ids(words or {}, _read(path / "vocab.json", files), settings or {})
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -39,6 +44,32 @@ def check_tokenizer(path: Path, where: str, files: Files, vocabulary: int | None
     if vocabulary is not None and ids:
         files.errors.extend(_vocabulary_errors(path, ids, special, vocabulary))
         files.errors.extend(_end_token_errors(path, settings or {}, ids, vocabulary))
+
+
+def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield the errors of stop strings that are not one token of the tokenizer, where it can be read."""
+    try:
+        tokenizer = _load(path)
+    except Exception:  # said of the tokenizer itself
+        return
+    if tokenizer is None:
+        return
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    for setting, texts in stop_strings(rollout).items():
+        for text in texts:
+            tokens = tokenizer.encode(text, add_special_tokens=False).tokens
+            if len(tokens) != 1 or tokens[0] == unknown:
+                yield stop_error(setting, text, tokens)
+
+
+def _load(path: Path) -> Any:
+    """Return a folder's tokenizer, None without one or without the library; raises what that raises."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return None
+    file = path / "tokenizer.json"
+    return Tokenizer.from_file(str(file)) if file.is_file() else None
 
 
 def _read(file: Path, files: Files) -> dict[str, Any] | None:

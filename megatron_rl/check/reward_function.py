@@ -49,14 +49,19 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
         return [_name_error(reward.function)]
     if place.endswith(".py") or "/" in place:
         path = Path(place)
-        if not path.is_file():
+        if not path.is_file() or path.suffix != ".py":
+            there = path.exists()
             return [
                 UserError(
-                    f"the file of the reward function does not exist: {place}",
+                    f"the file of the reward function is no Python file: {place}"
+                    if there
+                    else f"the file of the reward function does not exist: {place}",
                     where=_WHERE,
                     expected=_EXPECTED,
-                    got=f"no file {place} below {Path.cwd()}",
-                    fix="correct the path; it is relative to the current directory",
+                    got=f"{place} is {_kind(path)}" if there else f"no file {place} below {Path.cwd()}",
+                    fix="name the file that defines the function, which ends in .py"
+                    if there
+                    else "correct the path; it is relative to the current directory",
                 )
             ]
     else:
@@ -72,6 +77,10 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
                 )
             ]
     return _check_source(path, name, reward) if path is not None and path.suffix == ".py" else []
+
+
+def _kind(path: Path) -> str:
+    return "a folder" if path.is_dir() else f"a file {path.suffix or 'without a suffix'}"
 
 
 def _name_error(function: str) -> UserError:

@@ -92,11 +92,12 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
             "this is not a complete training checkpoint",
             where=str(directory),
             expected=f"a folder with {META}",
+            got=f"no {META} there" if Path(directory).is_dir() else "no such folder",
             fix=fix,
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(
-            "the checkpoint's meta.json cannot be read", str(path), got=str(error), fix=fix
+            "the checkpoint's meta.json cannot be read", str(path), "a JSON object", str(error), fix
         ) from error
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
         got = meta.get("format") if isinstance(meta, dict) else type(meta).__name__

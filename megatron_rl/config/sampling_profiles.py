@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -32,6 +33,26 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
                 expected = ", ".join(filter(None, [type_words(hint), said.bounds()]))
                 errors.append(_value_error(path, expected, value))
     return errors
+
+
+def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
+    """Return the stop strings of the rollout and of each profile that has its own, by their setting."""
+    stops: dict[str, Sequence[str]] = {"rollout.stop": rollout.stop}
+    for task, profile in rollout.sampling_profiles.items():
+        if "stop" in profile:
+            stops[f"rollout.sampling_profiles.{task}.stop"] = profile["stop"]
+    return stops
+
+
+def stop_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
+    """Return the error of a stop string that the tokenizer does not turn into one token that it knows."""
+    return UserError(
+        f"the stop string {text!r} is not one token of this model",
+        where=setting,
+        expected="stop strings that the tokenizer turns into exactly one known token",
+        got=f"{len(tokens)} tokens: {list(tokens)}",
+        fix="choose a stop string that is one token, or add it to the tokenizer as a special token",
+    )
 
 
 def _name_error(path: str, name: str, known: list[str]) -> UserError:

@@ -48,7 +48,7 @@ class PromptSource:
         self._default, self._by_task = sampling_by_task(rollout, tokenizer, ends)
         for record in records:
             require_fields(record, (data.prompt_field, data.ground_truth_field), setting)
-        texts, tokens = PromptEncoder(tokenizer, data, setting).encode(records)
+        texts, tokens = PromptEncoder(tokenizer, data, setting).encode(records, data.max_prompt_tokens)
         lists = not isinstance(records[0].values[data.prompt_field], str)
         self.templated = lists if data.chat_template is None else data.chat_template
         """Whether prompts went through the tokenizer's chat template; the first of them says it for all."""

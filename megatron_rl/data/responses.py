@@ -46,11 +46,11 @@ class ResponseSource:
             require_fields(record, (data.prompt_field, *fields), setting)
             _require_text(record, fields, setting)
         end = numpy.asarray(end_token_ids(tokenizer, model_path)[:1], numpy.int32)
-        _, prompts = PromptEncoder(tokenizer, data, setting).encode(records)
+        _, prompts = PromptEncoder(tokenizer, data, setting).encode(records, max_tokens)
         columns = []
         for field in fields:
             texts = [str(record.values[field]) for record in records]
-            responses = encode_texts(tokenizer, texts, special=False)
+            responses = encode_texts(tokenizer, texts, special=False, limit=max_tokens)
             columns.append([numpy.concatenate((prompts[i], ids, end)) for i, ids in enumerate(responses)])
         items = list(zip(*columns, strict=True))
         lengths = [max(len(row) for row in item) for item in items]

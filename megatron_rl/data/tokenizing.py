@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from megatron_rl.config.sampling_profiles import profile_errors, profile_fields
+from megatron_rl.config.sampling_profiles import profile_errors, profile_fields, stop_error
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.records import Record
@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_PIECE = 1 << 16
+"""Characters after which a long text's tokens are counted."""
+
+
 @dataclass(frozen=True)
 class LengthReport:
     """Say how many of ``total`` items were longer than ``limit`` tokens, and which were the first.
 
-    ``longest`` is the length in tokens of the longest item, dropped or not.
+    ``longest`` is the length in tokens of the longest item, dropped or not, as far as it was counted.
     """
 
     total: int
@@ -36,12 +40,13 @@ class LengthReport:
 
     def line(self, kind: str = "prompts") -> str:
         """Return one sentence for the console and the log."""
+        longest = _shown_length(self.longest, self.limit)
         if not self.over_long:
-            return f"{self.total} {kind}, none over the limit of {self.limit} tokens (longest {self.longest})"
+            return f"{self.total} {kind}, none over the limit of {self.limit} tokens (longest {longest})"
         first = ", ".join(self.examples)
         return (
             f"dropped {self.over_long} of {self.total} {kind}: longer than {self.limit} tokens "
-            f"(longest {self.longest}); first: {first}"
+            f"(longest {longest}); first: {first}"
         )
 
 
@@ -97,13 +102,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], sett
     for text in stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
-            raise UserError(
-                f"the stop string {text!r} is not one token of this model",
-                where=setting,
-                expected="stop strings that the tokenizer turns into exactly one known token",
-                got=f"{len(tokens)} tokens: {tokenizer.convert_ids_to_tokens(tokens)}",
-                fix="choose a stop string that is one token, or add it to the tokenizer as a special token",
-            )
+            names = tokenizer.convert_ids_to_tokens(tokens)
+            raise stop_error(setting, text, [names] if isinstance(names, str) else names)
         ids.append(tokens[0])
     return tuple(ids)
 
@@ -195,15 +195,15 @@ class PromptEncoder:
             ) from None
         return str(rendered)
 
-    def encode(self, records: Sequence[Record]) -> tuple[list[str], list[numpy.ndarray]]:
-        """Return every record's prompt text and its tokens (int32), in order."""
+    def encode(self, records: Sequence[Record], limit: int) -> tuple[list[str], list[numpy.ndarray]]:
+        """Return every record's prompt text and its tokens (int32), in order; see `encode_texts`."""
         rendered = [self.text(record) for record in records]
         texts = [text for text, _ in rendered]
         tokens: list[numpy.ndarray] = [numpy.empty(0, numpy.int32)] * len(texts)
         for special in (False, True):
             rows = [row for row, (_, templated) in enumerate(rendered) if templated != special]
             for row, ids in zip(
-                rows, encode_texts(self.tokenizer, [texts[r] for r in rows], special), strict=True
+                rows, encode_texts(self.tokenizer, [texts[r] for r in rows], special, limit), strict=True
             ):
                 if not len(ids):
                     raise UserError(
@@ -218,15 +218,42 @@ class PromptEncoder:
 
 
 def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool, chunk: int = 1024
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool, limit: int, chunk: int = 1024
 ) -> list[numpy.ndarray]:
-    """Return the tokens (int32) of each text; ``special`` adds what the tokenizer puts around a text."""
+    """Return the tokens (int32) of each text; ``special`` adds what the tokenizer puts around a text.
+
+    A text that is far longer than ``limit`` tokens, and so of no use, is not tokenised to its end: it has the
+    tokens of a beginning that has more than `counted`.
+    """
     result: list[numpy.ndarray] = []
     for start in range(0, len(texts), chunk):
-        part = list(texts[start : start + chunk])
+        part = [_cut(tokenizer, text, limit) for text in texts[start : start + chunk]]
         encoded = tokenizer(part, add_special_tokens=special, return_attention_mask=False)
         result.extend(numpy.asarray(ids, numpy.int32) for ids in encoded["input_ids"])  # pyright: ignore
     return result
+
+
+def counted(limit: int) -> int:
+    """Return how many tokens are counted of a text that may have ``limit``."""
+    return 2 * limit + 1024
+
+
+def _cut(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
+    """Return the text, or of one that is far longer than ``limit`` tokens a beginning that is so, too.
+
+    Its pieces are counted, not its characters: a tokenizer may take any number of them for one token.
+    """
+    tokens = 0
+    for start in range(0, len(text) if len(text) > _PIECE else 0, _PIECE):
+        end = start + _PIECE
+        tokens += len(tokenizer.encode(text[start:end], add_special_tokens=False))
+        if tokens > 2 * counted(limit):
+            return text[:end]
+    return text
+
+
+def _shown_length(length: int, limit: int) -> str:
+    return f"{length}" if length <= counted(limit) else f"{counted(limit)} or more"
 
 
 def drop_over_long(
@@ -245,13 +272,16 @@ def drop_over_long(
             f"{count} items of {setting} are longer than the limit",
             where=f"{records[row].where} ({setting})",
             expected=f"at most {limit} tokens",
-            got=f"{lengths[row]} tokens there; the longest has {longest}",
+            got=f"{_shown_length(lengths[row], limit)} tokens there; "
+            f"the longest has {_shown_length(longest, limit)}",
             fix="raise data.max_prompt_tokens"
             + (", or set data.over_long=drop" if policy == "error" else ""),
         )
     dropped = set(long)
     keep = [row for row in range(len(lengths)) if row not in dropped]
-    examples = tuple(f"{records[row].where} ({lengths[row]} tokens)" for row in long[:3])
+    examples = tuple(
+        f"{records[row].where} ({_shown_length(lengths[row], limit)} tokens)" for row in long[:3]
+    )
     return keep, LengthReport(len(lengths), len(long), limit, longest, examples)
 
 

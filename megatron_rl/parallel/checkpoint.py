@@ -7,9 +7,10 @@ ranks, ``meta.json`` what the checkpoint is of, and ``checksums.json`` the diges
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -133,7 +134,8 @@ def load(
         if part.optimizer is not None:
             # The schedule's position is state; its shape is the configuration's.
             part.optimizer.scheduler.num_steps = 0
-            part.optimizer.scheduler.step(content["schedules"][name])
+            with written_by_this_version(folder):
+                part.optimizer.scheduler.step(content["schedules"][name])
     layouts = {
         name: _from_member(_layout(part.model) if part.model else None, part.model)
         for name, part in parts.items()
@@ -149,6 +151,24 @@ def load(
 def read_state(directory: str | Path) -> dict[str, Any]:
     """Return the saved ``state`` of a checkpoint of plain values and tensors alone."""
     return _read(Path(directory) / "state.pt")["state"]
+
+
+@contextlib.contextmanager
+def written_by_this_version(directory: str | Path) -> Iterator[None]:
+    """Raise UserError where what the block takes from a checkpoint's state is not in it, or of another form.
+
+    Its files are what was written (their digests say so): another version wrote them.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UserError(
+            "the checkpoint holds another state than this version of megatron_rl saves",
+            where=str(directory),
+            expected="what a run of this version has saved",
+            got=f"{type(error).__name__}: {error}, saved by {read_meta(directory).get('versions')}",
+            fix="go on with the version that saved it, or start anew in another run_dir",
+        ) from error
 
 
 def _read(path: Path, types: Sequence[type] = ()) -> Any:

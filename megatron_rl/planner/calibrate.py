@@ -16,20 +16,23 @@ from typing import Any
 
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.metrics import read_metrics
 from megatron_rl.planner.constants import Constants
 from megatron_rl.planner.step import PHASES, Observed, RunStep, predict_run, role_shapes
 from megatron_rl.shapes.published import load_shape
 
+QUICKEST, SLOWEST = 4.0, 50.0
+"""How much quicker and slower than predicted a phase can be: constants are shares of a GPU's own rates."""
+
 
 def without_sync(step: Mapping[str, float]) -> dict[str, float]:
     """Return the disjoint seconds per phase of one line of metrics.jsonl; generate there holds the sync."""
     reshard = step.get("time/reshard", 0.0) + step.get("time/reshard_verify", 0.0)
-    seconds = {name: float(step[f"time/{name}"]) for name in PHASES if f"time/{name}" in step}
+    seconds = {name: max(0.0, step[f"time/{name}"]) for name in PHASES if f"time/{name}" in step}
     if "generate" in seconds:
         seconds["generate"] = max(0.0, seconds["generate"] - reshard)
-    return seconds | ({"reshard": reshard} if reshard else {})
+    return seconds | ({"reshard": reshard} if reshard > 0 else {})
 
 
 def read_steps(run_dir: str | Path, where: str = "--calibrate") -> list[dict[str, float]]:
@@ -39,7 +42,13 @@ def read_steps(run_dir: str | Path, where: str = "--calibrate") -> list[dict[str
     """
     path = Path(run_dir) / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"no metrics in {run_dir}", where=where, expected=str(path), fix="give a run folder")
+        raise UserError(
+            f"no metrics in {run_dir}",
+            where=where,
+            expected=str(path),
+            got="no such file",
+            fix="give a run folder",
+        )
     lines = read_metrics(path)
     steps = [line for line in lines if without_sync(line)]
     if not steps:
@@ -98,6 +107,23 @@ def _train_factor(
     return now * (scaling / (seconds - rest) if seconds > rest else predicted.seconds["learn"] / seconds)
 
 
+def _require_plausible(phases: Mapping[str, tuple[float, float]], run_dir: str, gpu: str) -> None:
+    """Raise UserErrors for phases that no machine with such GPUs takes so long for, or is so quick with."""
+    errors = [
+        UserError(
+            f"the phase {name} of the run took {measured:.3g} s, where {predicted:.3g} s are predicted",
+            where=f"{run_dir}/metrics.jsonl: time/{name}",
+            expected=f"{predicted / QUICKEST:.3g} to {predicted * SLOWEST:.3g} s with {gpu}",
+            got=f"{measured:.3g} s",
+            fix="name the GPU that it ran on with --gpu; a run on the host or of a tiny model tells nothing",
+        )
+        for name, (predicted, measured) in phases.items()
+        if name != "rest" and not predicted / QUICKEST <= measured <= predicted * SLOWEST
+    ]
+    if errors:
+        raise UserErrors(errors)
+
+
 def calibrate(
     run_dir: str, gpu: str | None, constants: Constants, model: str | None = None
 ) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
@@ -109,10 +135,15 @@ def calibrate(
     steps = read_steps(run_dir)
     path = Path(run_dir) / "config.yaml"
     if not path.is_file():
-        raise UserError(f"no config.yaml in {run_dir}", where="--calibrate", expected=str(path))
+        raise UserError(
+            f"no config.yaml in {run_dir}",
+            where="--calibrate",
+            expected=str(path),
+            got="no such file",
+            fix="give a run folder",
+        )
     config = load(path).valid()
     lengths, measured = observed(config, steps), measured_phases(steps)
-
     shapes = role_shapes(config, lambda path: load_shape(model or path))
 
     def predict(with_constants: Constants) -> RunStep:
@@ -126,6 +157,7 @@ def calibrate(
     }
     if "rest" in measured:
         phases["rest"] = (predicted.step.fixed, measured["rest"])
+    _require_plausible(phases, run_dir, gpu or config.gpu or "h100")
     efficiency: dict[str, float] = {}
     if "learn" in phases:
         efficiency["rl_train"] = _train_factor(predict, constants, predicted, measured["learn"])

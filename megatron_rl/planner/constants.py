@@ -14,6 +14,9 @@ from typing import Any
 from megatron_rl.errors import UserError, nearest
 
 GB = 1e9
+_FACTOR = 1000.0
+"""How far a constant may be from the packaged one, up or down, before it must be a slip."""
+_NOTES = ("comment", "calibrated_from", "sources")
 PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
 
 
@@ -152,12 +155,22 @@ def packaged() -> dict[str, Any]:
 def merged(base: Mapping[str, Any], override: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Lay an override over a constant mapping, level by level.
 
-    New GPUs may be added under ``gpus``; any other unknown name raises UserError with the nearest one.
+    New GPUs may be added under ``gpus`` with every field of one that is there; any other unknown name raises
+    UserError with the nearest one, and so does a value that is not of the order of the packaged one.
     """
     result = dict(base)
     for key, value in override.items():
         path = f"{where}{key}"
-        if key not in base and where != "gpus." and path not in ("comment", "calibrated_from"):
+        if path in _NOTES:
+            continue
+        if where == "gpus." and key not in base:
+            fields = next(iter(base.values()))
+            result[key] = merged(fields, {"aliases": [], **_object(value, path)}, f"{path}.")
+            missing = sorted(set(fields) - set(value) - {"aliases"})
+            if missing:
+                raise _value_error(path, f"every field of a GPU; missing: {', '.join(missing)}", value)
+            continue
+        if key not in base:
             guess = nearest(key, list(base))
             raise UserError(
                 f"unknown planner constant {path!r}",
@@ -166,9 +179,41 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any], where: str = ""
                 got=key,
                 fix=f"did you mean {guess}?" if guess else "see megatron_rl/planner/constants.json",
             )
-        nested = isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
-        result[key] = merged(base[key], value, f"{path}.") if nested else value
+        old = base[key]
+        nested = isinstance(old, Mapping)
+        result[key] = merged(old, _object(value, path), f"{path}.") if nested else _stated(value, old, path)
     return result
+
+
+def _object(value: Any, path: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _value_error(path, "an object, as in megatron_rl/planner/constants.json", value)
+    return value
+
+
+def _stated(value: Any, old: Any, path: str) -> Any:
+    """Return a value that may stand for the packaged one ``old``; raise UserError for another."""
+    if isinstance(old, bool | list):
+        texts = not isinstance(value, list) or all(isinstance(item, str) for item in value)
+        if type(value) is not type(old) or not texts:
+            raise _value_error(path, f"a value like {json.dumps(old)}", value)
+        return value
+    low, high = (old / _FACTOR, old * _FACTOR) if old else (0.0, _FACTOR)
+    low = 0.0 if "_seconds" in path else low
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not low <= value <= high:
+        raise _value_error(path, f"a number from {low:g} to {high:g} (packaged: {old:g})", value)
+    return value
+
+
+def _value_error(path: str, expected: str, value: Any) -> UserError:
+    return UserError(
+        f"the planner constant {path!r} cannot have this value" if path else "no constants can be read",
+        where=path or "--constants",
+        expected=expected,
+        got=json.dumps(value)[:200],
+        fix="correct it, or leave it out to have the packaged one",
+    )
 
 
 def build(data: Mapping[str, Any]) -> Constants:
@@ -198,7 +243,15 @@ def load_constants(override: str | None = None) -> Constants:
         path = Path(override)
         if not path.is_file():
             raise UserError(
-                f"no constants file {override}", where="--constants", fix="give an existing JSON file"
+                f"no constants file {override}",
+                where="--constants",
+                expected="a JSON file, as plan --calibrate RUN_DIR --out FILE writes one",
+                got="no such file",
+                fix="correct the path",
             )
-        data = merged(data, json.loads(path.read_text()))
+        try:
+            stated = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise _value_error("", f"a JSON object in {path}", str(error)) from error
+        data = merged(data, _object(stated, ""))
     return build(data)

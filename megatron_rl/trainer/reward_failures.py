@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.function import Failure
+
+SHOWN_FAILURES = 4
+"""So many of a step's failed rewards are shown on the console; all are counted."""
+
+
+def of_each_kind(failures: Iterable[Failure]) -> list[Failure]:
+    """Return the first failure of each reason and kind of exception, `SHOWN_FAILURES` at most."""
+    first: dict[tuple[str, str], Failure] = {}
+    for failure in failures:
+        last_line = failure.message.strip().rpartition("\n")[2]
+        first.setdefault((failure.reason, last_line.partition(":")[0]), failure)
+    return list(first.values())[:SHOWN_FAILURES]
 
 
 class FailureWatch:

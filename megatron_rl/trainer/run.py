@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from megatron_rl.trainer.job import Job, job
 from megatron_rl.trainer.logging import MetricsLog, Progress, write_rollouts
 from megatron_rl.trainer.loop import StepResult, train_step
 from megatron_rl.trainer.report import write as write_report
-from megatron_rl.trainer.reward_failures import FailureWatch
+from megatron_rl.trainer.reward_failures import FailureWatch, of_each_kind
 from megatron_rl.trainer.sample import RolloutSource
 from megatron_rl.trainer.stages import (
     drop_checkpoints,
@@ -40,9 +41,6 @@ from megatron_rl.trainer.stages import (
 )
 from megatron_rl.trainer.state import TrainerState
 from megatron_rl.types import PromptBatch
-
-SHOWN_FAILURES = 4
-"""So many of a step's failed rewards are shown on the console; all are counted."""
 
 
 def run(config: RunConfig) -> None:
@@ -228,14 +226,15 @@ class Run:
         """Store the step's samples with their judgement; return and say why rewards failed, with examples."""
         failures = () if result is None else result.batch.failures
         reasons = Counter(failure.reason for failure in failures)
-        counts, shown = zip(*gather_objects((reasons, failures[:SHOWN_FAILURES])), strict=True)
-        reasons, examples = sum(counts, Counter()), [failure for few in shown for failure in few]
+        totals, shown = zip(*gather_objects((reasons, of_each_kind(failures))), strict=True)
+        reasons, examples = sum(totals, Counter()), of_each_kind(chain.from_iterable(shown))
         if not self.job.main or result is None:
             return reasons, examples
-        for failure in examples[:SHOWN_FAILURES]:
+        for failure in examples:
             self.job.say(f"step {step}: a reward failed ({failure.reason}): {failure.message.strip()[-300:]}")
-        if reasons.total() > SHOWN_FAILURES:
-            self.job.say(f"step {step}: {reasons.total()} rewards failed in all")
+        if reasons.total() > len(examples):
+            counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+            self.job.say(f"step {step}: {reasons.total()} rewards failed in all: {counts}")
         batch, rollouts = result.batch, result.batch.rollouts
         columns = self._columns(batch.prompts, rollouts)
         columns["group"] = rollouts.group.tolist()

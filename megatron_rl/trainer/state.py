@@ -43,12 +43,13 @@ class TrainerState:
         """Continue from a checkpoint of any layout; see `checkpoint.load`. Collective over the world."""
         with roles.learners_resident():
             state = checkpoint.load(path, _parts(roles), TYPES, trusted=trusted)
-        self.step = int(state["step"])
-        self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
-        self.prompts.load_state_dict(state["prompts"])
-        roles.hybrid_engine.version = int(state["policy_version"])
-        self.queue[:] = [SampledBatch(**item) for item in state["queue"]]
-        self.source.load_state_dict(state["rollouts"])
+        with checkpoint.written_by_this_version(path):
+            self.step = int(state["step"])
+            self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
+            self.prompts.load_state_dict(state["prompts"])
+            roles.hybrid_engine.version = int(state["policy_version"])
+            self.queue[:] = [SampledBatch(**item) for item in state["queue"]]
+            self.source.load_state_dict(state["rollouts"])
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """Return the plain values that are equal on every rank."""

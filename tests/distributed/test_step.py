@@ -84,5 +84,5 @@ def test_every_failed_reward_of_every_call_is_counted(fork, material, tmp_path):
         assert 0 < sampled < len(rows)
         greedy = sampled // 2  # two samples of each prompt, and its one greedy response
         assert f"step {step}: {sampled + greedy} rewards failed in all" in output
-        assert output.count(f"step {step}: a reward failed (exception): ") == 4
+        assert output.count(f"step {step}: a reward failed (exception): ") == 1
         assert line["reward/invalid"] == pytest.approx((sampled + greedy) / (len(rows) * 1.5))

@@ -93,7 +93,8 @@ def write_model(path: Path, **changes: Any) -> None:
     path.mkdir(parents=True)
     shape = {name: value for name, value in {**SHAPE, **changes}.items() if value is not None}
     (path / "config.json").write_text(json.dumps(shape))
-    words = {"model": {"vocab": {text: number for number, text in enumerate(TOKENS)}}}
+    vocabulary = {text: number for number, text in enumerate(TOKENS)}
+    words = {"version": "1.0", "model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
     (path / "tokenizer.json").write_text(json.dumps(words))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
     try:

@@ -51,6 +51,9 @@ CONFIG_VALUES = [
     ({"architectures": ["Qwen2ForSequenceClassification"]}, "model.path", "Qwen2ForCausalLM"),
 ]  # fmt: skip
 
+BPE = {"type": "BPE", "merges": []}
+ADDED = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -152,10 +155,11 @@ def test_weights(model: Path, damage: Callable[[Path], None], message: str, fix:
         ("generation_config.json", {"eos_token_id": [1, "x"]}, "ends responses at what is no token"),
         ("tokenizer_config.json", {"eos_token": "<end>"}, "which the tokenizer does not have"),
         ("tokenizer_config.json", {"eos_token": {"content": 5}}, "which the tokenizer does not have"),
-        ("tokenizer.json", {"model": {"vocab": {**dict.fromkeys("ab", 30), "<eos>": 1}}}, "more tokens than"),
-        ("tokenizer.json", {"model": {"vocab": {"a": "b"}}}, "tokenizer.json cannot be read"),
+        ("tokenizer.json", {"model": {**BPE, "vocab": {"a": 30, "<eos>": 1}}}, "more tokens than"),
+        ("tokenizer.json", {"model": {**BPE, "vocab": {"a": "b"}}}, "tokenizer.json cannot be read"),
+        ("tokenizer.json", {"model": {**BPE, "type": "another"}}, "tokenizer.json cannot be read"),
         ("tokenizer.json", {"model": None}, "tokenizer.json cannot be read"),
-        ("tokenizer.json", {"added_tokens": [{"content": "<x>", "id": 21}]}, "more tokens than"),
+        ("tokenizer.json", {"added_tokens": [{**ADDED, "content": "<x>", "id": 21}]}, "more tokens than"),
     ],
 )  # fmt: skip
 def test_tokenizer_and_generation_config(
@@ -166,10 +170,15 @@ def test_tokenizer_and_generation_config(
 
 
 def test_control_tokens_beyond_the_embedding_are_common(model: Path) -> None:
-    change(
-        model / "tokenizer.json", added_tokens=[{"content": "<image>", "id": len(TOKENS), "special": True}]
-    )
+    image = {**ADDED, "content": "<image>", "id": len(TOKENS), "special": True}
+    change(model / "tokenizer.json", added_tokens=[image])
     assert not check(model).errors
+
+
+def test_stop_strings_of_a_profile_are_one_token(model: Path) -> None:
+    assert not check(model, 'rollout.stop=["1"]').errors
+    error = one_error(model, 'rollout.sampling_profiles={sums: {stop: ["12"]}}')
+    assert error.where is not None and error.where.startswith("rollout.sampling_profiles.sums.stop")
 
 
 def test_a_judge_has_a_head_and_a_policy_has_none(model: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_rl.data import quickstart
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.records import Record, load_records
 from megatron_rl.data.responses import ResponseSource
-from megatron_rl.data.tokenizing import end_token_ids, load_tokenizer
+from megatron_rl.data.tokenizing import encode_texts, end_token_ids, load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.types import PromptBatch, SamplingParameters, split_rows
 
@@ -257,3 +257,13 @@ def test_the_quickstart_is_the_same_each_time_and_loads(material: Path, tmp_path
         assert len(tokenizer) == model.config.vocab_size == 21
     assert model.dtype == torch.float32 and model.config.hidden_size // model.config.num_attention_heads >= 32
     assert model.config.num_key_value_heads == 2
+
+
+def test_a_text_of_megabytes_is_not_tokenised_to_its_end(tokenizer) -> None:
+    items = [*problems(2), *records([{"prompt": "1" * 5_000_000, "ground_truth": "1"}])]
+    report = source(items, tokenizer, max_prompt_tokens=8).length_report
+    assert (report.over_long, report.examples) == (1, ("test.jsonl:1 (1040 or more tokens)",))
+    (tokens,) = encode_texts(tokenizer, ["1" * 5_000_000], False, 8)
+    assert 8 < len(tokens) < 100_000
+    (tokens,) = encode_texts(tokenizer, ["1" * 100_000], False, 100_000)
+    assert len(tokens) == 100_000

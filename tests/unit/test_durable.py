@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl import durable
+from megatron_rl.config.checkpoint_meta import write_meta
 from megatron_rl.errors import UserError
+from megatron_rl.parallel import checkpoint
 
 
 def folder_with(path: Path) -> Path:
@@ -92,3 +94,12 @@ def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="too full for a checkpoint") as refused:
         durable.require_space(tmp_path, 2**70, "a checkpoint")
     assert str(tmp_path) in str(refused.value) and "GiB" in str(refused.value)
+
+
+def test_a_state_that_another_version_saved_is_named(tmp_path: Path) -> None:
+    write_meta(tmp_path, {"versions": {"megatron-rl": "0.0.9"}})
+    state = {"step": 3}
+    with pytest.raises(UserError) as refused, checkpoint.written_by_this_version(tmp_path):
+        assert state["held_out_loss"]
+    assert refused.value.where == str(tmp_path) and "'held_out_loss'" in str(refused.value.got)
+    assert "0.0.9" in str(refused.value.got)

@@ -15,7 +15,7 @@ from megatron_rl.cli.main import main as command
 from megatron_rl.cli.plan import add_arguments, problem_of, run
 from megatron_rl.config import budget
 from megatron_rl.config.load import load, load_text
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.planner.calibrate import calibrate
 from megatron_rl.planner.constants import load_constants
 from megatron_rl.planner.placement import search
@@ -258,9 +258,19 @@ def test_calibration_recovers_the_factors_of_a_run(tmp_path, capsys) -> None:
         assert predicted == pytest.approx(measured, rel=1e-6), name
 
 
+def test_a_run_that_no_such_machine_ran_calibrates_nothing(tmp_path) -> None:
+    _run_folder(tmp_path, {"generate": 0.01, "score": 1.0, "learn": 1e6, "reshard": 1.0, "rest": 1.0})
+    with pytest.raises(UserErrors) as refused:
+        plan("--calibrate", str(tmp_path))
+    assert [error.where.rpartition("/")[2] for error in refused.value.errors] == ["generate", "learn"]
+
+
 def test_calibration_without_phase_times(tmp_path) -> None:
     _run_folder(tmp_path, dict.fromkeys((*PHASES, "rest"), 1.0))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    with pytest.raises(UserError, match="no phase times"):
+        plan("--calibrate", str(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/learn": "x", "time/score": NaN}\n')
     with pytest.raises(UserError, match="no phase times"):
         plan("--calibrate", str(tmp_path))
 
@@ -291,6 +301,12 @@ def test_constants_override_and_its_errors(tmp_path) -> None:
     path.write_text(json.dumps({"efficiency": {"rl_trian": 1.0}}))
     with pytest.raises(UserError, match="did you mean rl_train"):
         load_constants(str(path))
+    for stated in ("{", "[]", '{"efficiency": 3}', '{"efficiency": {"hbm": 0}}', '{"gpus": {"X1": {}}}'):
+        path = tmp_path / f"{len(stated)}.json"
+        path.write_text(stated)
+        with pytest.raises(UserError) as refused:
+            load_constants(str(path))
+        assert all(vars(refused.value).values()), stated
     new = {"gpus": {"X1": {**_gpu("H100-80GB"), "aliases": ["x1"]}}}
     other = tmp_path / "gpu.json"
     other.write_text(json.dumps(new))

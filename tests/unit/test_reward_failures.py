@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.function import Failure
-from megatron_rl.trainer.reward_failures import FailureWatch
+from megatron_rl.trainer.reward_failures import FailureWatch, of_each_kind
 
 EXAMPLES = [Failure(0, "timeout", "ran longer than 10 s"), Failure(1, "exception", "KeyError: 'answer'")]
 
@@ -30,3 +30,15 @@ def test_a_run_may_be_told_to_go_on_whatever_fails() -> None:
     watch = FailureWatch(RewardConfig("m:f", max_invalid_fraction=1.0))
     for step in range(10):
         watch.look(step, 1.0, Counter(), [])
+
+
+def test_one_failure_of_each_kind_is_shown() -> None:
+    words = [
+        "Traceback\nKeyError: 'a'",
+        "Traceback\nKeyError: 'b'",
+        "Traceback\nValueError: no",
+        "ran longer",
+    ]
+    failures = [Failure(row, "exception", text) for row, text in enumerate(words[:3])]
+    failures += [Failure(row, "timeout", words[3]) for row in range(3, 6)]
+    assert [failure.row for failure in of_each_kind(failures)] == [0, 2, 3]
