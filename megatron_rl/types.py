@@ -201,7 +201,8 @@ class Rollouts(_Rows):
     may have been continued by newer weights; without it all tokens of a row are of one version.
     ``support`` [K] int32 has the token ids that top-p, top-k and min-p left to each token, of which
     ``rollout_log_probs`` are the distribution; ``support_sizes`` [N] int32 counts them, 0 where nothing was
-    filtered out.
+    filtered out. ``experts`` [N, layers, k] int16 has those that the engine sent each token to, -1 where it
+    did not say.
 
     Where rows are conversations with an environment, what it said lies between the response tokens, and
     ``outcomes`` are B outcomes, None for rows that have not ended.
@@ -218,9 +219,12 @@ class Rollouts(_Rows):
     token_versions: Tensor | None = None
     support_sizes: Tensor | None = None
     support: Tensor | None = None
+    experts: Tensor | None = None
     outcomes: tuple[Outcome | None, ...] | None = None
 
-    TOKEN_FIELDS = ("tokens", "response_mask", "rollout_log_probs", "token_versions", "support_sizes")
+    TOKEN_FIELDS = (
+        "tokens", "response_mask", "rollout_log_probs", "token_versions", "support_sizes", "experts",
+    )  # fmt: skip
     ITEM_FIELDS = _SUPPORT
     ROW_FIELDS = ("lengths", "group", "finish_reason", "policy_version", "temperature")
     TUPLE_FIELDS = ("outcomes",)
@@ -232,7 +236,8 @@ class Scores:
 
     ``rewards`` [B] float32 and ``valid`` [B] bool: a row whose reward failed is invalid and its reward
     is NaN, never 0. ``components`` name -> [B]. ``old_log_probs``, ``ref_log_probs``, ``values`` [N]
-    float32, each None where no role computes it; ``entropy`` [N] of the old policy.
+    float32, each None where no role computes it; ``entropy`` [N] of the old policy. ``experts`` as in
+    `Rollouts`, of the actor's pass, where updates are to repeat it.
     ``baseline_rewards`` [B] is the reward of a greedy response to the row's prompt, for ReMax, and
     ``baseline_lengths`` [B] int64 its tokens.
     """
@@ -244,6 +249,7 @@ class Scores:
     ref_log_probs: Tensor | None = None
     values: Tensor | None = None
     entropy: Tensor | None = None
+    experts: Tensor | None = None
     baseline_rewards: Tensor | None = None
     baseline_lengths: Tensor | None = None
 
@@ -263,7 +269,7 @@ class TrainBatch(_Rows):
     whole mini-batch; ``nll_weights`` [N] weigh an imitation loss beside it. ``temperature`` is [B];
     ``group`` [B] int64 keeps samples of one prompt in one mini-batch; ``response_counts`` [B] int64
     counts the response tokens before any were rejected, 0 for a failed row; ``position`` [B] int64 is the
-    row's place among all of the step's. ``support_sizes`` and ``support`` as in `Rollouts`.
+    row's place among all of the step's. ``support_sizes``, ``support`` and ``experts`` as in `Rollouts`.
     """
 
     tokens: Tensor
@@ -285,12 +291,13 @@ class TrainBatch(_Rows):
     response_counts: Tensor | None = None
     support_sizes: Tensor | None = None
     support: Tensor | None = None
+    experts: Tensor | None = None
     position: Tensor | None = None
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",
         "rollout_log_probs", "correction", "ref_log_probs", "old_values", "value_weights", "selected",
-        "nll_weights", "support_sizes",
+        "nll_weights", "support_sizes", "experts",
     )  # fmt: skip
     ITEM_FIELDS = _SUPPORT
     ROW_FIELDS = ("lengths", "temperature", "group", "response_counts", "position")

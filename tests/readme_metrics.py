@@ -14,6 +14,7 @@ WRITTEN_BY = {
     "time/evaluate",
     "a run whose rewards fail": "reward/invalid_",
     "a run with a critic": "critic/ reward/component/",
+    "a run of a mixture": "router/",
     "a run that offloads": "offload/ time/offload",
     "a run that carries responses": "rollout/rounds rollout/partial rollout/carried staleness/token",
     "a run that discards responses": "rollout/discarded",
@@ -42,6 +43,6 @@ def unwritten(run: str, lines: Iterable[Mapping[str, Any]]) -> list[str]:
     assert wanted, run
 
     def pattern(name: str) -> str:
-        return re.sub(r"[A-Z]+|\*", "[a-z_]+", name)
+        return re.sub(r"[A-Z]+|\*", "[a-z0-9_]+", name)
 
     return [name for name in wanted if not any(re.fullmatch(pattern(name), other) for other in written)]

@@ -15,16 +15,24 @@ from megatron_rl.types import PromptBatch, Rollouts
 
 
 def generate(
-    engine: Sampler, prompts: PromptBatch, *, seed: int, rows: Sequence[int] | None = None
+    engine: Sampler,
+    prompts: PromptBatch,
+    *,
+    seed: int,
+    rows: Sequence[int] | None = None,
+    records: tuple[int, int] | None = None,
 ) -> Rollouts:
-    """Sample one response per prompt; ``rows`` are their positions in the global batch."""
+    """Sample one response per prompt; ``rows`` are their positions in the global batch.
+
+    ``records`` as in `added_rows`.
+    """
     version = engine.weights_version  # pyright: ignore[reportAttributeAccessIssue]
     flight = begin(prompts, 1, seed, version)
     if rows is not None:
         flight = replace(flight, seeds=torch.tensor(row_seeds(seed, rows)))
     count = len(prompts)
     sweep = Sweep(flight, (True,) * count, count, version)
-    added = advanced(engine, flight, None)
+    added = advanced(engine, flight, None, records)
     return settle(sweep, added)[0].rollouts
 
 
@@ -33,10 +41,12 @@ def continued(engine: Sampler, flight: Episodes, tokens: int, version: int) -> E
     return extended(flight, advanced(engine, flight, tokens), version)
 
 
-def advanced(engine: Sampler, flight: Episodes, tokens: int | None) -> Added:
+def advanced(
+    engine: Sampler, flight: Episodes, tokens: int | None, records: tuple[int, int] | None = None
+) -> Added:
     """Return up to ``tokens`` tokens for every row that goes on."""
     numbers = flight.open_rows()
     prompts = flight.prompts.rows([row // flight.samples for row in numbers])
     rows = rows_of(flight, numbers, prompts, engine.max_model_len)
     drive(engine, SingleTurns(rows), tokens)
-    return added_rows(list(range(len(numbers))), rows, [1] * len(numbers))
+    return added_rows(list(range(len(numbers))), rows, [1] * len(numbers), records)

@@ -70,6 +70,7 @@ def estimate(
         response_counts=row_sums(answered.double(), rollouts.lengths).long(),
         support_sizes=rollouts.support_sizes,
         support=rollouts.support,
+        experts=scores.experts if rollouts.experts is None else rollouts.experts,
         position=torch.arange(len(rollouts)),
     )
     if scores.old_log_probs is not None:

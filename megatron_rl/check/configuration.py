@@ -18,6 +18,7 @@ from megatron_rl.check.model_settings import (
     TriedRole,
     check_model_settings,
     check_optimizer,
+    check_routing,
 )
 from megatron_rl.check.parallel_sizes import (
     check_budget,
@@ -327,6 +328,7 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
         check.add(check_row_lengths(check.config, shape))
     if shape is None:
         return
+    check.add(check_routing(check.config, shape))
     for role, layout in layouts.items():
         own = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
         known = role in inputs.shapes or (own and role not in inputs.shapeless)

@@ -22,6 +22,7 @@ OURS: Mapping[str, str] = {
     "tensor_parallel_size": "rollout.tensor",
     "gpu_memory_utilization": "rollout.memory_fraction",
     "max_model_len": "rollout.max_response_tokens",
+    "enable_return_routed_experts": "actor.routing_replay",
     "cpu_distributed_timeout_seconds": "rank_timeout",
     "distributed_timeout_seconds": "rank_timeout",
 }

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.installed_source import class_fields, field_error, find_module
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
 
 TRANSFORMER_CONFIG = (
     ("megatron.core.model_parallel_config", "ModelParallelConfig"),
@@ -141,6 +143,49 @@ def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any
             )
         )
     return errors
+
+
+def check_routing(config: RunConfig, shape: ModelShape) -> list[UserError]:
+    """Return the errors of what is said of a mixture's routers."""
+    actor, where = config.actor, "actor.routing_replay"
+    replay = actor.routing_replay
+    stated = {where: replay} if replay != "none" else {}
+    stated |= {"actor.freeze_router": "true"} if actor.freeze_router else {}
+    if not shape.experts:
+        return [
+            UserError(
+                "a model without experts has no routers",
+                where=path,
+                expected="a mixture of experts",
+                got=f"{value}, and {shape.name} without experts",
+                fix=f"remove `{path}`",
+            )
+            for path, value in stated.items()
+        ]
+    fused = bool(actor.megatron.get("moe_router_fusion"))
+    sinkhorn = actor.megatron.get("moe_router_load_balancing_type") == "sinkhorn"
+    if replay != "none" and (fused or sinkhorn):
+        name = "moe_router_fusion" if fused else "moe_router_load_balancing_type"
+        return [
+            UserError(
+                "routers that choose in a kernel of their own cannot be told what to choose",
+                where=f"actor.megatron.{name}",
+                expected=f"no fused or Sinkhorn routers with {where}",
+                got=f"{actor.megatron[name]} with {where}: {replay}",
+                fix=f"remove one of the two, or set {where}=none",
+            )
+        ]
+    if replay == "rollout" and config.rollout.engine != "vllm":
+        return [
+            UserError(
+                "this rollout engine does not say which experts its tokens went to",
+                where=where,
+                expected="rollout.engine=vllm, or another replay",
+                got=f"rollout with rollout.engine={config.rollout.engine}",
+                fix="set rollout.engine=vllm, or actor.routing_replay=update",
+            )
+        ]
+    return []
 
 
 def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron") -> list[UserError]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_rl.algorithms.algorithm import Algorithm
+from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.config.budget import PHASES, RankMemory
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.ranges import format_ranges
@@ -47,6 +48,8 @@ def check_warnings(
         _sampling(config, algorithm, shape, warnings)
         _batch(config, batch, records, warnings)
         _learning(config, warnings)
+        if algorithm is not None and config.actor.routing_replay == "update":
+            _replay(config, algorithm, warnings)
     _schedule(config, warnings)
     _placement(config, world_size, layouts, warnings)
     if algorithm is not None and config.reference is not None and not algorithm.needs_reference:
@@ -134,6 +137,17 @@ def _schedule(config: RunConfig, warnings: _Warnings) -> None:
                 f"decay {optimizer.decay} from {optimizer.learning_rate:g} to {optimizer.learning_rate:g}",
                 f"set {path}.minimum_learning_rate=0, or {path}.decay=constant",
             )
+
+
+def _replay(config: RunConfig, algorithm: Algorithm, warnings: _Warnings) -> None:
+    if scoring_reason(config, algorithm) is None:
+        warnings.add(
+            "there is no pass whose experts could be repeated: the one update has the old policy's weights",
+            "actor.routing_replay",
+            "update, with one optimizer step per batch",
+            "remove it, or set actor.routing_replay=rollout",
+            "several optimizer steps per batch",
+        )
 
 
 def _learning(config: RunConfig, warnings: _Warnings) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
+from megatron_rl.parallel.experts import Routing
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import ModelSpec, model_spec, with_scalar_head
 from megatron_rl.parallel.hf.transformer_settings import role_settings
@@ -53,7 +54,7 @@ class ParallelModel:
     """Hold this rank's chunks of a model, one per virtual pipeline stage.
 
     ``wrapped`` are the chunks as the schedule runs them: Megatron's DDP wrappers where the model trains,
-    else the chunks themselves.
+    else the chunks themselves. ``routing`` is None where nobody asks which experts tokens go to.
     """
 
     chunks: list[GPTModel]
@@ -61,6 +62,7 @@ class ParallelModel:
     groups: ParallelGroups
     spec: ModelSpec
     uses_transformer_engine: bool
+    routing: Routing | None = None
 
     @property
     def transformer_config(self) -> Any:
@@ -82,6 +84,23 @@ class ParallelModel:
         for chunk in self.chunks:
             chunk.requires_grad_(False)
 
+    def watch_routing(self) -> None:
+        """Have routers say, and be told, which experts tokens go to; a model without experts has none."""
+        config = self.transformer_config
+        # Fused routers choose inside their kernel, and Sinkhorn's by other scores.
+        asks = not config.moe_router_fusion and config.moe_router_load_balancing_type != "sinkhorn"
+        if config.num_moe_experts and asks:
+            self.routing = Routing(
+                self.chunks, config.num_layers, config.num_moe_experts, config.moe_router_topk
+            )
+
+    def freeze_routers(self) -> None:
+        """Leave the routers' weights as they are in training; call before the model is wrapped."""
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                if ".mlp.router." in name:
+                    parameter.requires_grad_(False)
+
     @property
     def token_multiple(self) -> int:
         """Return what the tokens of a micro-batch must be a multiple of.
@@ -92,6 +111,14 @@ class ParallelModel:
         config = self.transformer_config
         shards = self.groups.layout.context * (self.groups.layout.tensor if config.sequence_parallel else 1)
         return shards * (get_align_size_for_quantization(config) if config.fp8 or config.fp4 else 1)
+
+    def local_tokens(self, count: int) -> slice:
+        """Return which of a micro-batch's ``count`` tokens, padding included, layers work on on this rank."""
+        layout, mine = self.groups.layout, self.groups.coordinates
+        parts, part = layout.context, mine.context
+        if self.transformer_config.sequence_parallel:
+            parts, part = parts * layout.tensor, part * layout.tensor + mine.tensor
+        return slice(count // parts * part, count // parts * (part + 1))
 
     def pack(self, lengths: Sequence[int]) -> Any:
         """Return the row boundaries in the form this model's attention takes."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import sum_over_ranks
+from megatron_rl.parallel.experts import RoutedTokens
 from megatron_rl.parallel.log_probs import Support
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.packing import PackedRows, partition
@@ -28,11 +31,13 @@ from megatron_rl.types import token_index
 class TokenScores:
     """Hold one micro-batch's results: ``rows`` ids and the head's ``outputs``, each [n], 0 where unselected.
 
-    Outputs are (log-probs, entropy) of a language model, (values,) of a model with a scalar head.
+    Outputs are (log-probs, entropy) of a language model, (values,) of a model with a scalar head. ``experts``
+    [n, layers, k] int16 on the host are those that the tokens went to, where that was asked.
     """
 
     rows: tuple[int, ...]
     outputs: tuple[Tensor, ...]
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class _MicroBatch:
     temperature: Tensor  # [n]
     support: Support | None  # of these tokens' distributions
     tokens: int
+    routed: RoutedTokens | None  # of a model whose routing is known
 
 
 def microbatches(
@@ -58,12 +64,12 @@ def microbatches(
 ) -> tuple[list[_MicroBatch], Metrics]:
     """Cut this rank's share of ``batch`` into packed micro-batches.
 
-    ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B], and ``support_sizes`` and
-    ``support`` where sampling was truncated; ``select`` [N] bool marks tokens of
-    which the head speaks: from the state ``before`` the token, which predicts it, or from the token's own,
-    which has read it. ``unit`` rows after one another stay in one micro-batch. Returns the micro-batches and
-    ``padding/fraction``, the share of padding among the tokens of this rank's data-parallel share, with
-    ``padding/attention_fraction``, the same for what attention works on where it is our own.
+    ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B], ``support_sizes`` and ``support``
+    where sampling was truncated, and ``experts`` where routers are to take given ones; ``select`` [N] bool
+    marks tokens of which the head speaks: from the state ``before`` the token, which predicts it, or from the
+    token's own, which has read it. ``unit`` rows after one another stay in one micro-batch. Returns the
+    micro-batches and ``padding/fraction``, the share of padding among the tokens of this rank's data-parallel
+    share, with ``padding/attention_fraction``, the same for what attention works on where it is our own.
     """
     layout = model.groups.layout
     multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
@@ -112,7 +118,22 @@ def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor, bef
         temperature=temperature[selected].to(target),
         support=_support(batch, places[selected]),
         tokens=len(tokens),
+        routed=_routed(model, batch, places, padding),
     )
+
+
+def _routed(model: ParallelModel, batch: Any, places: Tensor, padding: int) -> RoutedTokens | None:
+    """Return the experts that are given for this rank's share of the tokens at ``places`` and the padding."""
+    if model.routing is None:
+        return None
+    local = model.local_tokens(len(places) + padding)
+    real = max(0, min(len(places), local.stop) - local.start)
+    experts, given = getattr(batch, "experts", None), None
+    if experts is not None:
+        given = torch.full((local.stop - local.start, *experts.shape[1:]), -1, dtype=experts.dtype)
+        given[:real] = experts[places[local]]
+        given = given.to(device.device())
+    return RoutedTokens(given, real)
 
 
 def _support(batch: Any, places: Tensor) -> Support | None:
@@ -125,12 +146,18 @@ def _support(batch: Any, places: Tensor) -> Support | None:
 
 
 def score(
-    model: ParallelModel, batch: Any, tokens_per_microbatch: int, select: Tensor, *, before: bool = True
+    model: ParallelModel,
+    batch: Any,
+    tokens_per_microbatch: int,
+    select: Tensor,
+    *,
+    before: bool = True,
+    record: bool = False,
 ) -> list[TokenScores]:
     """Return what the head says of the selected tokens of this rank's rows; empty except on output ranks.
 
-    ``before`` as in `microbatches`. Every last-stage rank gets the scores of its data-parallel share.
-    Collective over the model's ranks.
+    ``before`` as in `microbatches`; ``record`` asks for the experts too. Every last-stage rank gets the
+    scores of its data-parallel share. Collective over the model's ranks.
     """
     micros, _ = microbatches(model, batch, tokens_per_microbatch, select, before)
 
@@ -140,7 +167,34 @@ def score(
     for chunk in model.wrapped:
         chunk.eval()
     with torch.no_grad():
-        return _run(model, micros, keep, forward_only=True)
+        scores = _run(model, micros, keep, forward_only=True)
+    if record:
+        experts = _recorded(model, micros)
+        scores = [replace(score, experts=some) for score, some in zip(scores, experts, strict=False)]
+    return scores
+
+
+def _recorded(model: ParallelModel, micros: Sequence[_MicroBatch]) -> list[Tensor]:
+    """Return the experts [n, layers, k] of each micro-batch's tokens, from all ranks that share them.
+
+    Collective over the tensor, context and pipeline groups.
+    """
+    routing, groups = model.routing, model.groups
+    assert routing is not None, "only a model whose routing is watched can tell it"
+    result = []
+    for micro in micros:
+        assert micro.routed is not None
+        count = micro.inputs.shape[1] * groups.layout.context
+        local = model.local_tokens(count)
+        shape = (count, routing.layers, routing.topk)
+        experts = torch.zeros(shape, dtype=torch.int32, device=device.device())
+        for layer, taken in micro.routed.taken.items():
+            experts[local, layer] = taken.to(torch.int32)
+        shared = (groups.tensor,) if model.transformer_config.sequence_parallel else ()
+        for group in (*shared, groups.context, groups.pipeline):
+            sum_over_ranks(experts, group)
+        result.append(experts[: micro.tokens].to(torch.int16).cpu())
+    return result
 
 
 def learn(
@@ -166,6 +220,8 @@ def learn(
         chunk.train()
     results = _run(model, micros, _loss_of(batch, objective), forward_only=False)
     scores, metrics = [score for score, _ in results], merge_metrics(metrics for _, metrics in results)
+    if model.routing is not None:
+        padding += model.routing.metrics(model.groups.all)
     return scores, metrics + padding
 
 
@@ -195,6 +251,8 @@ def _loss_of(
     batch: Any, objective: Callable[..., tuple[Tensor, Metrics]]
 ) -> Callable[..., tuple[Tensor, tuple[TokenScores, Metrics]]]:
     """Return what makes loss, scores and metrics of a micro-batch of ``batch`` from the head's outputs."""
+    if getattr(batch, "experts", None) is not None:
+        batch = replace(batch, experts=None)  # routers have them; no objective asks
 
     def loss(micro: _MicroBatch, *outputs: Tensor) -> tuple[Tensor, tuple[TokenScores, Metrics]]:
         rows = batch.rows(micro.rows).to(outputs[0].device)
@@ -220,6 +278,8 @@ def _run(
     run = get_forward_backward_func(layout.pipeline, virtual)
     iterators = [iter(micros) for _ in model.wrapped]
     communicator = P2PCommunicator(model.groups.pipeline, config) if layout.pipeline > 1 else None
+    if model.routing is not None:
+        model.routing.begin(learns=not forward_only)
     with device.megatron_mode():
         return run(
             forward_step_func=partial(_forward_step, model, consume),
@@ -254,7 +314,9 @@ def _forward_step(
     wrapped: Any,
 ) -> tuple[Tensor, Callable[..., Any]]:
     micro = next(iterator)
-    output = wrapped(micro.inputs, None, None, packed_seq_params=micro.packing)
+    routing, routed = model.routing, micro.routed
+    with nullcontext() if routing is None or routed is None else routing.forward(routed):
+        output = wrapped(micro.inputs, None, None, packed_seq_params=micro.packing)
     chunk = model.chunks[model.wrapped.index(wrapped)]
 
     def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:

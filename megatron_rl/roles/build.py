@@ -30,6 +30,7 @@ from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.engine import make_engine
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.pretrained import read_pretrained
 
 POLICY_OUTPUTS = ("old_log_probs", "entropy")
 REFERENCE_OUTPUTS = ("ref_log_probs", "ref_entropy")
@@ -89,7 +90,7 @@ def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any, *, temp
     tokenizer's chat template. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
-    rollout = _build_rollout(config, tokenizer, templated)
+    rollout = _build_rollout(config, tokenizer, templated, records=_records(config, "rollout"))
     actor = build_actor(config, updates=_updates(config))
     critic = build_critic(config) if algorithm.needs_critic else None
     reference = _build_reference(config) if algorithm.needs_reference else None
@@ -131,7 +132,17 @@ def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole) ->
     )
 
 
-def _build_rollout(config: RunConfig, tokenizer: Any, templated: bool) -> RolloutRole:
+def _records(config: RunConfig, replay: str) -> tuple[int, int] | None:
+    """Return the model's layers and experts per token where ``replay`` is the run's, None elsewhere."""
+    if config.actor.routing_replay != replay:
+        return None
+    shape = read_pretrained(Path(config.model.path) / "config.json").shape
+    return shape.layers, shape.experts_per_token
+
+
+def _build_rollout(
+    config: RunConfig, tokenizer: Any, templated: bool, records: tuple[int, int] | None = None
+) -> RolloutRole:
     layout, environment = rollout_layout(config.rollout).checked(), config.rollout.environment
     communicator(layout.ranks)
     chat = None
@@ -147,10 +158,11 @@ def _build_rollout(config: RunConfig, tokenizer: Any, templated: bool) -> Rollou
         dtype=config.model.dtype,
         seed=config.seed,
         max_model_len=longest_row(config),
+        records=records,
     )
     if engine is not None:
         engine.sleep()
-    return RolloutRole(layout, engine, device.rank(), environment, chat)
+    return RolloutRole(layout, engine, device.rank(), environment, chat, records)
 
 
 def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:
@@ -169,6 +181,10 @@ def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
     layout = role_layout(config.actor.layout, "actor.layout")
     recompute = config.actor.recompute
     model = build_policy(config, layout, path=present_model(config), recompute=recompute, trainable=True)
+    if model is not None:
+        model.watch_routing()
+        if config.actor.freeze_router:
+            model.freeze_routers()
     optimizer = None if updates is None else _optimizer(model, config.actor, updates)
     return ModelRole(
         "actor",
@@ -179,6 +195,7 @@ def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
         optimizer=optimizer,
         prefix="policy",
         offload=config.actor.offload,
+        records=None if updates is None else _records(config, "update"),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class ModelRole:
     several roles' answers can stand in one batch. ``prefix`` groups the metrics of `update`. ``model`` is
     None on ranks outside the role's ``layout``. With ``offload`` the model is in host memory except while
     the role works. ``answers`` says whether this rank holds the outputs of its data-parallel replica.
+    ``records`` are the layers, and experts per token, of a model whose routing `infer` is to tell.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class ModelRole:
         optimizer: Optimizer | None = None,
         prefix: str = "",
         offload: bool = False,
+        records: tuple[int, int] | None = None,
     ) -> None:
         self.name = name
+        self.records = records
         self.layout = layout
         self.answers = device.rank() in layout.outputs()
         self.model = model
@@ -69,10 +73,17 @@ class ModelRole:
     def infer(self, batch: Any) -> RowShard:
         """Return the head's outputs for response tokens, 0 elsewhere, for this rank's rows.
 
-        ``batch`` has ``tokens``, ``lengths``, ``response_mask`` and ``temperature``. Only one rank per
-        data-parallel replica answers. Collective over the role's ranks.
+        ``batch`` has ``tokens``, ``lengths``, ``response_mask`` and ``temperature``. With ``records`` the
+        ``experts`` of all tokens are among the answers. Only one rank per data-parallel replica answers.
+        Collective over the role's ranks.
         """
-        return self._shard(batch, self.score(batch, batch.response_mask))
+        scored = self.score(batch, batch.response_mask, record=self.records is not None)
+        shard = self._shard(batch, scored)
+        if self.records is None:
+            return shard
+        none = torch.zeros((0, *self.records), dtype=torch.int16)
+        experts = torch.cat([none, *(micro.experts for micro in scored if micro.experts is not None)])
+        return replace(shard, tokens={**shard.tokens, "experts": experts})
 
     def _shard(self, batch: Any, scored: list[TokenScores]) -> RowShard:
         rows = torch.tensor([row for micro in scored for row in micro.rows], dtype=torch.long)
@@ -82,15 +93,16 @@ class ModelRole:
             outputs = [torch.cat(values).float().cpu() for values in by_output]
         return RowShard(rows, batch.lengths[rows], dict(zip(self.outputs, outputs, strict=True)), {})
 
-    def score(self, batch: Any, select: Tensor, *, before: bool = True) -> list[TokenScores]:
+    def score(self, batch: Any, select: Tensor, **how: bool) -> list[TokenScores]:
         """Return what the head says of the ``select``-ed tokens of the rows that this rank answers for.
 
-        ``before`` as in `parallel.schedule.microbatches`. Collective over the role's ranks.
+        ``how`` are the ``before`` and ``record`` of `parallel.schedule.score`. Collective over the role's
+        ranks.
         """
         if self.model is None:
             return []
         with self.resident():
-            scored = score(self.model, batch, self.tokens_per_microbatch, select, before=before)
+            scored = score(self.model, batch, self.tokens_per_microbatch, select, **how)
         return scored if self.answers else []
 
     def update(self, minibatch: TrainBatch, objective: Objective, **how: Any) -> Metrics:

@@ -20,6 +20,7 @@ class RolloutRole:
 
     ``layout.tensor`` is the engine's tensor parallelism and ``layout.data`` the number of replicas. With an
     ``environment`` the first rank of each replica runs its processes, and ``chat`` says how it is spoken to.
+    ``records`` are the layers, and experts per token, of an engine that says which these were.
     """
 
     def __init__(
@@ -29,9 +30,11 @@ class RolloutRole:
         rank: int,
         environment: EnvironmentConfig | None = None,
         chat: ChatFormat | None = None,
+        records: tuple[int, int] | None = None,
     ) -> None:
         self.layout, self.engine, self.rank = layout, engine, rank
         self.environment, self._chat = environment, chat
+        self._records = records
         self._hosts: Hosts | None = None
         if environment is not None and engine is not None and layout.coordinates(rank).tensor == 0:
             self._hosts = Hosts(environment)
@@ -39,8 +42,8 @@ class RolloutRole:
     def infer(self, sweep: Sweep) -> Added:
         """Continue what is in flight; see `sample`. Collective over the role's ranks."""
         if self.engine is None:
-            return added_rows([], [], [])
-        return sample(self.engine, self.layout, self.rank, sweep, self._turns)
+            return added_rows([], [], [], self._records)
+        return sample(self.engine, self.layout, self.rank, sweep, self._turns, self._records)
 
     def gather(self, added: Added, members: Members) -> Added:
         """Return what all replicas added, the same value on every member. Collective over the members."""
@@ -48,7 +51,8 @@ class RolloutRole:
         if self.environment is not None:
             for some in members.gather_objects(added.outcomes):
                 outcomes |= some
-        return Added(shard, outcomes)
+        experts = None if added.experts is None else members.gather_rows(added.experts)
+        return Added(shard, outcomes, experts)
 
     def _turns(self, rows: Sequence[Row], prompts: PromptBatch) -> Turns:
         if self.environment is None:

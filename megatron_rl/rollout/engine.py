@@ -41,7 +41,8 @@ class Completion:
 
     A stop token is the last of ``tokens``. Of a failed request (``FINISH_FAILED``) both are empty.
     ``support`` has the token ids that each token was drawn from, where filters left only some; empty where
-    none did.
+    none did. ``experts`` [tokens, layers, k] int16 are those that the tokens of the request and then these,
+    but for the last, were sent to, of an engine that was asked for them.
     """
 
     number: int
@@ -49,6 +50,7 @@ class Completion:
     log_probs: Sequence[float]
     finish_reason: int
     support: Sequence[Sequence[int]] = ()
+    experts: Tensor | None = None
 
 
 def failed(number: int) -> Completion:
@@ -147,10 +149,11 @@ def make_engine(
     dtype: str,
     seed: int,
     max_model_len: int,
+    records: tuple[int, int] | None = None,
 ) -> Engine | None:
     """Build ``config.engine`` for the rank, without weights; None on ranks outside ``layout``.
 
-    Collective over the world.
+    ``records`` as in `VllmEngine`; no other engine can. Collective over the world.
     """
     # Each engine is imported where it is chosen: vLLM must not be imported before it is prepared.
     if config.engine == "vllm":
@@ -162,7 +165,14 @@ def make_engine(
         if rank not in layout.ranks:
             return None
         return VllmEngine(
-            model_path, config, layout=layout, rank=rank, dtype=dtype, seed=seed, max_model_len=max_model_len
+            model_path,
+            config,
+            layout=layout,
+            rank=rank,
+            dtype=dtype,
+            seed=seed,
+            max_model_len=max_model_len,
+            records=records,
         )
     if config.engine == "torch":
         from megatron_rl.rollout.torch import TorchEngine

@@ -93,13 +93,23 @@ def begin(prompts: PromptBatch, samples: int, seed: int, version: int) -> Episod
 
 def join(flights: Sequence[Episodes]) -> Episodes:
     """Return the prompts of all flights, one after the other, with their rows."""
-    rollouts = Rollouts.concatenate([flight.rollouts for flight in flights])
+    parts = [flight.rollouts for flight in flights]
+    known = next((part.experts for part in parts if part.experts is not None), None)
+    if known is not None:
+        parts = [replace(part, experts=_experts(part, known.shape[1:])) for part in parts]
+    rollouts = Rollouts.concatenate(parts)
     samples = max(flight.samples for flight in flights)
     return Episodes(
         PromptBatch.concatenate([flight.prompts for flight in flights]),
         replace(rollouts, group=torch.arange(len(rollouts)) // max(samples, 1)),
         torch.cat([flight.seeds for flight in flights]),
     )
+
+
+def _experts(rollouts: Rollouts, shape: Sequence[int]) -> Tensor:
+    """Return the rows' experts, unknown ones [N, *shape] where they have none."""
+    unknown = torch.full((len(rollouts.tokens), *shape), -1, dtype=torch.int16)
+    return unknown if rollouts.experts is None else rollouts.experts
 
 
 def extended(flight: Episodes, added: Added, version: int) -> Episodes:
@@ -128,6 +138,12 @@ def extended(flight: Episodes, added: Added, version: int) -> Episodes:
     sampled = shard.tokens["mask"]
     versions = merged(before.token_versions, torch.where(sampled, version, -1))
     mask = merged(before.response_mask, sampled)
+    experts = None
+    if added.experts is not None:
+        latest = added.experts.tokens["experts"]
+        experts = torch.full((len(old) + len(new), *latest.shape[1:]), -1, dtype=latest.dtype)
+        experts[old] = _experts(before, latest.shape[1:])
+        experts[token_index(lengths, rows)] = latest
     outcomes = before.outcomes
     if added.outcomes:
         known = {int(rows[index]): outcome for index, outcome in added.outcomes.items()}
@@ -140,6 +156,7 @@ def extended(flight: Episodes, added: Added, version: int) -> Episodes:
         rollout_log_probs=merged(before.rollout_log_probs, shard.tokens["log_probs"]),
         support_sizes=sizes[order],
         support=support,
+        experts=experts,
         token_versions=versions,
         lengths=lengths,
         finish_reason=before.finish_reason.index_copy(0, rows, shard.values["finish_reason"]),
@@ -248,13 +265,14 @@ def sample(
     rank: int,
     sweep: Sweep,
     turns_of: Callable[[Sequence[Row], PromptBatch], Turns],
+    records: tuple[int, int] | None = None,
 ) -> Added:
     """Continue open rows, in rounds of ``sweep.tokens`` tokens each, until the sweep's groups have ended.
 
     Row i of the answer is what was added to ``flight.open_rows()[i]``. Which groups end in a round depends on
     how long their responses are, not on time, ranks or replicas; the groups are dealt out to the replicas of
-    ``layout``. ``turns_of`` leads the rows, whose prompts it is given. Collective over the layout's ranks,
-    whose communicator must exist.
+    ``layout``. ``turns_of`` leads the rows, whose prompts it is given; ``records`` as in `added_rows`.
+    Collective over the layout's ranks, whose communicator must exist.
     """
     flight, members = sweep.flight, Members(layout.ranks)
     replica, samples = layout.coordinates(rank), flight.samples
@@ -279,8 +297,8 @@ def sample(
             rounds |= dict.fromkeys(indices, number)
     turns.close()
     if replica.tensor:
-        return added_rows([], [], [])
-    return added_rows(mine, work, [rounds.get(index, 0) for index in mine])
+        return added_rows([], [], [], records)
+    return added_rows(mine, work, [rounds.get(index, 0) for index in mine], records)
 
 
 def _ended(flight: Episodes, rows: list[int], turns: dict[int, int]) -> list[bool]:
@@ -296,15 +314,25 @@ class Added(NamedTuple):
     """Hold what a replica added to the rows that it continued.
 
     ``shard`` has their tokens with ``mask`` and ``log_probs``, and of each row the ``finish_reason`` and the
-    ``round`` in which it ended; ``outcomes`` what environments made of those that ended, by row.
+    ``round`` in which it ended; ``outcomes`` what environments made of those that ended, by row. ``experts``
+    has those of the whole rows, prompts and all.
     """
 
     shard: RowShard
     outcomes: dict[int, Outcome]
+    experts: RowShard | None = None
 
 
-def added_rows(numbers: list[int], rows: Sequence[Row], rounds: Sequence[int]) -> Added:
-    """Return what was added to ``rows``, which ended in ``rounds``, under their numbers in the sweep."""
+def added_rows(
+    numbers: list[int],
+    rows: Sequence[Row],
+    rounds: Sequence[int],
+    records: tuple[int, int] | None = None,
+) -> Added:
+    """Return what was added to ``rows``, which ended in ``rounds``, under their numbers in the sweep.
+
+    ``records`` are the layers, and experts per token, of an engine that says which these were.
+    """
 
     def added(name: str) -> list:
         return [value for row in rows for value in getattr(row, name)[row.before :]]
@@ -326,7 +354,15 @@ def added_rows(numbers: list[int], rows: Sequence[Row], rounds: Sequence[int]) -
         {"support_sizes": torch.tensor([token for kept in support for token in kept], dtype=torch.int32)},
     )
     outcomes = {n: row.outcome for n, row in zip(numbers, rows, strict=True) if row.outcome is not None}
-    return Added(shard, outcomes)
+    if records is None:
+        return Added(shard, outcomes)
+    lengths = [len(row.prompt) + len(row.tokens) for row in rows]
+    experts = torch.full((sum(lengths), *records), -1, dtype=torch.int16)
+    for values, row in zip(experts.split(lengths), rows, strict=True):
+        if row.experts is not None:
+            values[: len(row.experts)] = row.experts
+    whole = RowShard(shard.rows, torch.tensor(lengths, dtype=torch.long), {"experts": experts}, {})
+    return Added(shard, outcomes, whole)
 
 
 def settle(sweep: Sweep, added: Added) -> tuple[Episodes, Episodes]:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
 from megatron_rl.data.chat_format import ChatFormat
 from megatron_rl.environments.hosts import Asks, Ended, Hosts, Restarted
 from megatron_rl.parallel.exchange import share
@@ -38,7 +40,7 @@ class Row:
 
     ``tokens``, ``mask`` (sampled by the policy), ``log_probs`` and ``support`` (see `Completion`) are of what
     follows the prompt, of which ``before`` were there when the sweep began; there is ``room`` for so many in
-    all.
+    all. ``experts`` are those of the row's last `Completion`, from its first token on.
     """
 
     prompt: list[int]
@@ -52,6 +54,7 @@ class Row:
     before: int = 0
     finish_reason: int = UNFINISHED
     outcome: Outcome | None = None
+    experts: Tensor | None = None
 
     @property
     def full(self) -> bool:
@@ -71,6 +74,8 @@ class Row:
         self.log_probs.extend(completion.log_probs)
         self.support.extend(completion.support or [()] * count)
         self.mask.extend([True] * count)
+        if completion.experts is not None:
+            self.experts = completion.experts
 
     def observed(self, tokens: Sequence[int]) -> None:
         """Append what an environment said."""

@@ -94,7 +94,7 @@ def score(batch: ScoredBatch, roles: Roles, config: RunConfig, step: int, member
     tokens = {
         name: values for answer in answers for name, values in members.gather_rows(answer).tokens.items()
     }
-    names = ("old_log_probs", "entropy", "ref_log_probs", "values")
+    names = ("old_log_probs", "entropy", "experts", "ref_log_probs", "values")
     return replace(batch, scores=replace(batch.scores, **{name: tokens.get(name) for name in names}))
 
 

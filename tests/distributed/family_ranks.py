@@ -20,13 +20,17 @@ def command(*words: str | Path) -> None:
 
 
 def journey(folder: Path, experts: bool) -> None:
-    """Check, train with vLLM, resume on another layout, export, and check the export."""
+    """Check, train with vLLM, resume on another layout, export, and check the export.
+
+    Mixtures repeat the engine's experts, and then those of their own scoring pass.
+    """
     config, out = folder / "config.yaml", folder / "out"
     before, after = ("expert", "tensor") if experts else ("tensor", "pipeline")
     first, second = f"actor.layout.{before}=2", f"actor.layout.{after}=2"
     command("check", config, first, "--world-size", "2")
-    command("train", config, first)
-    command("train", config, second, "steps=3")
+    replays = [f"actor.routing_replay={name}" for name in ("rollout", "update") if experts]
+    command("train", config, first, *replays[:1])
+    command("train", config, second, "steps=3", *replays[1:])
     command("export", folder / "run/checkpoints/step_3", "--out", out)
     command("check", config, second, f"model.path={out}", f"run_dir={folder / 'again'}", "--world-size", "2")
 

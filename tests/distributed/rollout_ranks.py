@@ -64,6 +64,7 @@ def build(
     ranks: tuple[int, ...] | None = None,
     load: bool = False,
     max_model_len: int = MAX_LEN,
+    records: tuple[int, int] | None = None,
     **rollout: Any,
 ) -> VllmEngine:
     layout = ParallelLayout(ranks or tuple(range(device.world_size())), tensor=tensor)
@@ -75,6 +76,7 @@ def build(
         dtype="float32",
         max_model_len=max_model_len,
         load=load,
+        records=records,
     )
 
 

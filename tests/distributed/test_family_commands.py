@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from test_layout_invariance import sparse
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.shapes.families import FAMILIES as TABLE
 from tests.hf_models import FAMILIES, config_of, save_model
+from tests.readme_metrics import unwritten
 
 SCRIPT = Path(__file__).with_name("family_ranks.py")
 COMMON = {"vocab_size": 21, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
@@ -39,7 +41,7 @@ def workspace(folder: Path, family: str, material: Path) -> None:
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
         "reward": {"function": f"{folder / 'reward.py'}:score"},
-        "batch": {"prompts_per_step": 4, "samples_per_prompt": 2},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "optimizer_steps": 1 + sparse(family)},
         "actor": {"optimizer": {"learning_rate": 1e-3}},
         "rollout": {"tensor": 2, "max_response_tokens": 12},
         "checkpoint": {"every": 1, "export": False},
@@ -61,5 +63,9 @@ def test_every_family_goes_through_every_command(fork: Any, material: Path, tmp_
         # Of trainer and vLLM; test_layout_invariance.py compares the trainer with transformers.
         assert max(line["mismatch/abs_diff"] for line in lines) < 1e-5, family
         assert all(line["policy/grad_norm"] > 0 for line in lines), family
+        if sparse(family):
+            assert unwritten("a run of a mixture", lines) == []
+            # Updates move routers away from what they chose before.
+            assert all(0.7 < line["router/agreement"] <= 1 for line in lines), family
         _, told = AutoModelForCausalLM.from_pretrained(tmp_path / family / "out", output_loading_info=True)
         assert not any(told.values()), (family, told)

@@ -12,10 +12,18 @@ from megatron_rl.check import model_settings
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.check.engine_arguments import ENGINE_ARGUMENTS, OURS, REFUSED, check_engine_arguments
 from megatron_rl.check.installed_source import class_fields
-from megatron_rl.check.model_settings import DERIVED, SET_BY_RUN, TRANSFORMER_CONFIG, check_model_settings
+from megatron_rl.check.model_settings import (
+    DERIVED,
+    SET_BY_RUN,
+    TRANSFORMER_CONFIG,
+    check_model_settings,
+    check_routing,
+)
 from megatron_rl.config.field_types import known_paths
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.shapes.pretrained import describe
+from tests.hf_models import config_of
 
 FREE = """
     additional_config aggregate_engine_logging all2all_backend async_scheduling attention_backend
@@ -25,7 +33,7 @@ FREE = """
     enable_chunked_prefill enable_expert_parallel enable_flashinfer_autotune
     enable_layerwise_nvtx_tracing enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
     enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_prefix_caching
-    enable_return_routed_experts enable_shm_tensor_arena enable_trace_replay enforce_eager engram_config
+    enable_shm_tensor_arena enable_trace_replay enforce_eager engram_config
     fail_on_environ_validation gdn_prefill_backend ir_op_priority jit_monitor_mode jit_monitor_verbose
     kda_decode_backend kda_prefill_backend kernel_config kv_cache_dtype kv_cache_dtype_skip_layers
     kv_cache_memory_bytes kv_cache_metrics kv_cache_metrics_sample kv_events_config
@@ -157,6 +165,30 @@ def test_what_megatron_refuses_is_an_error(
 def test_what_megatron_takes_passes(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = check(workspace, monkeypatch, "actor.megatron.hidden_dropout=0.1", patience=120.0)
     assert not report.errors and not report.warnings
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message", "where"),
+    [
+        (
+            ["actor.megatron.moe_router_fusion=true"],
+            "a kernel of their own",
+            "actor.megatron.moe_router_fusion",
+        ),
+        (["rollout.engine=torch"], "does not say which experts", "actor.routing_replay"),
+        ([], "", ""),
+    ],
+)
+def test_experts_that_cannot_be_repeated_are_refused(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str, where: str
+) -> None:
+    monkeypatch.chdir(workspace)
+    config = load("config.yaml", ["actor.routing_replay=rollout", *overrides]).config
+    mixture = describe(config_of("qwen3-moe").to_dict()).shape
+    assert config is not None
+    errors = check_routing(config, mixture)
+    assert len(errors) == bool(message)
+    assert not errors or (message in errors[0].message and errors[0].where == where)
 
 
 def test_values_that_were_not_tried_are_a_warning(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,23 @@ class ActorConfig:
         "Move training state to host memory during rollout.",
         also_called={"verl": "param_offload, grad_offload"},
     )
+    routing_replay: str = setting(
+        "none",
+        "Whose experts the tokens of a mixture go to in the actor's updates: those its routers choose anew, "
+        "those of the pass that scored the old log-probs (update), or the rollout engine's, in that pass too "
+        "(rollout).",
+        choices=("none", "update", "rollout"),
+        spelled={"R2": "update", "R3": "rollout", "disabled": "none"},
+        also_called={
+            "verl": "router_replay.mode",
+            "slime": "use_routing_replay, use_rollout_routing_replay",
+        },
+        conversion={
+            "use_routing_replay": "true is `routing_replay: update` here",
+            "use_rollout_routing_replay": "true is `routing_replay: rollout` here",
+        },
+    )
+    freeze_router: bool = setting(False, "Leave the weights of a mixture's routers as they are.")
     megatron: dict[str, Any] = setting(
         {},
         "Fields of Megatron-Core's TransformerConfig, for the model of every role that states none.",

@@ -18,8 +18,8 @@ from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
 from megatron_rl.rollout.engine import Completion, Request, failed
 from megatron_rl.rollout.sampling import part_seed, truncates
-from megatron_rl.rollout.vllm import setup, truncation, weights
-from megatron_rl.rollout.vllm.live import LiveWeights, live_model
+from megatron_rl.rollout.vllm import routing, setup, truncation, weights
+from megatron_rl.rollout.vllm.live import LiveWeights, live_model, model_runner
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, TensorBox
@@ -35,7 +35,8 @@ class VllmEngine:
     ``load`` asks vLLM to read the checkpoint itself. ``config.vllm`` passes through to vLLM's engine
     arguments. ``shapes`` of the checkpoint's tensors are read from its headers unless given.
     Asleep, ``sleep_level`` 2 drops the weights, which the next update brings anyway; 1 keeps them in host
-    memory.
+    memory. ``records`` are the layers, and experts per token, of a model whose experts `Completion` is to
+    name.
 
     Collective over ``layout.ranks``; where these are not the whole world every rank of the world calls
     ``join_groups(layout)`` first. Must be built before anything else imports vllm.
@@ -54,15 +55,17 @@ class VllmEngine:
         load: bool = False,
         shapes: weights.Shapes | None = None,
         sleep_level: int = 2,
+        records: tuple[int, int] | None = None,
     ) -> None:
         self.replica = layout.coordinates(rank).data
         self._path = Path(model_path)
         self.max_model_len = max_model_len
         self._sleep_level = sleep_level
         self._truncates = config.truncates
+        self._records = records
         self._asleep: set[str] = set()
         self._requests = 0
-        self._open: dict[str, tuple[Request, truncation.Support | None]] = {}
+        self._open: dict[str, tuple[Request, Any, truncation.Support | None]] = {}
         self._failed: list[Completion] = []
         setup.prepare_vllm()
         arguments = self._arguments(config, layout.tensor, dtype, seed)
@@ -75,6 +78,8 @@ class VllmEngine:
                 raise _refusal(self._path, config, error) from error
         setup.count_engine(1)
         self._model: Any = live_model(self._llm)
+        if records is not None and device.on_host():
+            routing.listen(model_runner(self._llm))
         self._vocabulary: int = self._llm.llm_engine.model_config.get_vocab_size()
         self._live: Any = LiveWeights(
             self._model,
@@ -102,6 +107,7 @@ class VllmEngine:
             "use_tqdm_on_load": False,
             "enforce_eager": device.on_host(),
             **(truncation.engine_arguments() if self._truncates else {}),
+            **(routing.engine_arguments() if self._records else {}),
         }
         if device.on_host():
             size = setup.host_cache_bytes(self._path, tensor, dtype, self.max_model_len)
@@ -141,7 +147,7 @@ class VllmEngine:
             try:
                 yield
             finally:
-                for number in [request.number for request, _ in self._open.values()]:
+                for number in [request.number for request, _, _ in self._open.values()]:
                     self.abort(number)
 
     def submit(self, request: Request) -> None:
@@ -163,9 +169,11 @@ class VllmEngine:
             support = truncation.add_filters(parameters, request.sampling)
         elif truncates(request.sampling):
             raise ValueError("a request truncates, and the engine's RolloutConfig says that none does")
+        if self._records:
+            routing.ask(parameters, request, *self._records)
         prompt = {"prompt_token_ids": list(request.tokens)}
         self._llm.llm_engine.add_request(name, prompt, parameters)
-        self._open[name] = request, support
+        self._open[name] = request, parameters, support
 
     def step(self) -> list[Completion]:
         """Add a token to every row that vLLM's scheduler runs; return the answers that are complete."""
@@ -173,18 +181,21 @@ class VllmEngine:
         if self._open:
             for output in self._llm.llm_engine.step():
                 if output.finished and output.request_id in self._open:
-                    request, support = self._open.pop(output.request_id)
+                    request, parameters, support = self._open.pop(output.request_id)
                     answer = _completion(request.number, output.outputs[0])
                     if self._truncates and answer.tokens:
                         left = truncation.support_of(output.outputs[0], support, request.sampling)
                         answer = replace(answer, support=left)
+                    if self._records and answer.tokens:
+                        experts = routing.experts_of(output.outputs[0], parameters, request)
+                        answer = replace(answer, experts=experts)
                     answers.append(answer)
         return answers
 
     def abort(self, number: int) -> None:
         """Forget an open request."""
         self._failed = [answer for answer in self._failed if answer.number != number]
-        for name in [name for name, (request, _) in self._open.items() if request.number == number]:
+        for name in [name for name, (request, _, _) in self._open.items() if request.number == number]:
             del self._open[name]
             # One name a call: vLLM frees the blocks of several in the order of a set of strings, which is
             # another one on each rank.

@@ -102,8 +102,13 @@ class LiveWeights:
 
 def live_model(llm: Any) -> torch.nn.Module:
     """Return the model object inside an engine of this process."""
+    return model_runner(llm).get_model()
+
+
+def model_runner(llm: Any) -> Any:
+    """Return what runs the model inside an engine of this process."""
     worker = llm.llm_engine.model_executor.driver_worker
-    return getattr(worker, "worker", worker).model_runner.get_model()
+    return getattr(worker, "worker", worker).model_runner
 
 
 def check_writable(model: torch.nn.Module) -> None:
