@@ -13,6 +13,8 @@ from megatron_rl.errors import UserError, nearest
 
 LINES = 200
 """Lines at the start of a JSONL file that are read as records; training reads every one."""
+LONGEST_LINE = 64 << 20
+"""Bytes of a line that no record has."""
 COUNTED_BYTES = 256 << 20
 """Larger files are not counted: `check` is to stay below five seconds."""
 MAX_BROKEN = 5
@@ -38,6 +40,9 @@ def check_data(path: Path, where: str, required: Mapping[str, str], files: Files
         return None
     if path.is_dir():
         return _check_directory(path, where, files)
+    if not path.is_file():
+        files.errors.append(_unreadable(path, where, "a pipe, a socket or a device"))
+        return None
     if path.suffix == ".jsonl":
         return _check_jsonl(path, where, required, files)
     if path.suffix == ".parquet":
@@ -60,9 +65,13 @@ def _check_jsonl(path: Path, where: str, required: Mapping[str, str], files: Fil
     first, records, broken = None, 0, 0
     try:
         with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), b""), start=1):
                 if number > LINES or broken >= MAX_BROKEN:
                     break
+                if len(line) == LONGEST_LINE:
+                    message = f"line {number} has {LONGEST_LINE >> 20} MiB or more"
+                    files.errors.append(_unreadable(path, where, message))
+                    return None
                 if not line.strip():
                     continue
                 record, problem = _record(line)
@@ -185,13 +194,15 @@ def _check_directory(path: Path, where: str, files: Files) -> DataPreview | None
     return None
 
 
-def _unreadable(path: Path, where: str, error: OSError) -> UserError:
+def _unreadable(path: Path, where: str, problem: OSError | str) -> UserError:
     return UserError(
         f"{path} cannot be read",
         where=where,
-        expected="a readable file",
-        got=str(error),
-        fix="check the rights of the file and of its folders",
+        expected="a file that can be read again and again, with a record a line",
+        got=str(problem),
+        fix="name a file of records"
+        if isinstance(problem, str)
+        else "check the rights of the file and of its folders",
     )
 
 

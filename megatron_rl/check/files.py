@@ -62,6 +62,10 @@ class Files:
 
 def _neighbours(path: Path) -> str:
     parent = path.parent
+    if path.is_symlink() and not path.exists():
+        return f"{path} is a link that leads to nothing"
+    if path.exists():
+        return f"{path} is a {'folder' if path.is_dir() else 'pipe, a socket or a device'}"
     if not parent.is_dir():
         while parent.parent != parent and not parent.parent.is_dir():
             parent = parent.parent

@@ -190,6 +190,7 @@ def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
         return False, UserError(
             "the checkpoint's meta.json is not what a save leaves",
             where=str(path),
+            expected="what a save has written",
             got=f"{type(error).__name__}: {error}",
             fix="resume from another checkpoint, or checkpoint.resume=never with a new run_dir",
         )
@@ -331,11 +332,14 @@ def _check_prompts(check: Inputs) -> None:
 
 
 def _run_dir(path: Path) -> list[UserError]:
-    """Return the error of a run folder that cannot be made: one is made beside it, and removed."""
-    place = path
-    while not place.exists() and place != place.parent:
+    """Return the error of a run folder that cannot be made or written in: a folder is made in its place."""
+    place, folder = path, RunFolder(path)
+    while not os.path.lexists(place) and place != place.parent:
         place = place.parent
-    problem = f"{place} is a file" if not place.is_dir() else None
+    below = (place, *folder.directories(), folder.stages, folder.reward_models)
+    problems = [f"{item} is no folder" for item in below if os.path.lexists(item) and not item.is_dir()]
+    problems += [f"{item} is a folder" for item in (folder.config, folder.metrics) if item.is_dir()]
+    problem = problems[0] if problems else None
     if problem is None:
         try:
             with tempfile.TemporaryDirectory(prefix=".check.", dir=place) as probe:

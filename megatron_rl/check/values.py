@@ -10,6 +10,8 @@ from megatron_rl.config.setting import sections_of, value_errors
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 
+_LONGEST_NAME = 64
+
 
 def check_values(config: RunConfig) -> list[UserError]:
     """Return what is wrong with single values and with pairs of values."""
@@ -27,13 +29,14 @@ def _reward_models(config: RunConfig) -> list[UserError]:
     errors = []
     for name, model in config.reward.models.items():
         where = f"reward.models.{name}"
-        if not name.isidentifier() or name == "function":
+        if not name.isidentifier() or name == "function" or len(name) > _LONGEST_NAME:
             errors.append(
                 UserError(
                     "the name of a reward model cannot name its metric",
                     where=where,
-                    expected="letters, digits and _, and not function: the reward function's own name",
-                    got=repr(name),
+                    expected=f"letters, digits and _, {_LONGEST_NAME} at most, "
+                    "and not function: the reward function's own name",
+                    got=repr(name[: _LONGEST_NAME + 1]),
                     fix="give it another name",
                 )
             )

@@ -54,9 +54,13 @@ class RunFolder:
         """Return the file that takes what the process of ``rank`` prints."""
         return self.rank_logs / f"rank_{rank}.log"
 
+    def directories(self) -> tuple[Path, ...]:
+        """Return the folder and those that a run begins with."""
+        return self.path, self.tensorboard, self.rollouts, self.checkpoints, self.rank_logs
+
     def create(self) -> RunFolder:
         """Create the folder and its directories; what exists stays."""
-        for directory in (self.path, self.tensorboard, self.rollouts, self.checkpoints, self.rank_logs):
+        for directory in self.directories():
             directory.mkdir(parents=True, exist_ok=True)
         return self
 

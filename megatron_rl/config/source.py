@@ -164,7 +164,8 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
 def read_file(path: Path, errors: list[UserError]) -> Section:
     """Read a configuration file; what cannot be read is added to ``errors``."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:  # a pipe of the shell, too; a device may have no end
+            text = file.read(4 * LARGEST_TEXT + 1).decode("utf-8")
     except FileNotFoundError:
         errors.append(
             UserError(

@@ -49,6 +49,7 @@ _START = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); from megatron_rl.contained.process import main; main()"
 )
 _PACKAGES = str(Path(__file__).resolve().parents[2])
+_OURS = str(Path(__file__).resolve().parents[1])
 _WITHHELD = {errno.EROFS: "limits.write is false", errno.ENETUNREACH: "limits.network is false"}
 
 
@@ -225,7 +226,13 @@ class Requests:
 
     def refuse(self, error: BaseException) -> None:
         """Say that the code could not be loaded."""
-        details = "".join(traceback.format_exception(error, limit=-2)).strip()
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith((_OURS, "<frozen importlib"))
+        ]
+        lines = [*traceback.format_list(frames[-2:]), *traceback.format_exception_only(error)]
+        details = "".join(lines).strip() if frames or isinstance(error, SyntaxError) else ""
         self.reply({"kind": LOAD_FAILED, "error": f"{type(error).__name__}: {error}", "details": details})
 
 

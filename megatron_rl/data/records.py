@@ -94,7 +94,7 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
             where = f"{path}:{number}"
             try:
                 values = json.loads(line)
-            except ValueError as error:  # UnicodeDecodeError is one too
+            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one too
                 raise UserError(
                     f"line {number} of {path} is not JSON: {error}",
                     where=where,

@@ -145,7 +145,8 @@ def family_of(config: Mapping[str, Any], place: str = "config.json") -> Family:
             )
     name, known = str(architecture or kind or ""), [family.architecture for family in FAMILIES.values()]
     close = nearest(name, [*known, *FAMILIES])
-    text = "text_config" in config and nearest(str(config["text_config"].get("model_type")), FAMILIES)
+    inner = config.get("text_config")
+    text = nearest(str(inner.get("model_type")), FAMILIES) if isinstance(inner, Mapping) else None
     if text:
         fix = f"save the language model alone: {FAMILIES[text].architecture}.from_pretrained(PATH)"
     else:

@@ -129,6 +129,7 @@ def _write_broken_models(root: Path) -> None:
     write_model(root / "five_layers", num_hidden_layers=5)
     write_model(root / "bert", architectures=["BertForMaskedLM"], model_type="bert")
     write_model(root / "classifier", architectures=["Qwen2ForCausalLn"])
+    write_model(root / "no_text", architectures=["X"], model_type="x", text_config=3)
     write_model(root / "no_vocab", vocab_size=None)
     write_model(root / "text_size", hidden_size="128")
     write_model(root / "other_vocabulary", vocab_size=77)
@@ -156,6 +157,10 @@ def _write_broken_models(root: Path) -> None:
 
 def _write_broken_data(root: Path) -> None:
     (root / "empty.jsonl").write_text("\n \n")
+    (root / "link.jsonl").symlink_to("link.jsonl")
+    (root / "endless.jsonl").symlink_to("/dev/zero")
+    (root / "taken").mkdir()
+    (root / "taken/checkpoints").write_text("no folder")
     (root / "broken.jsonl").write_text('{"prompt": "a", "ground_truth": "b"}\n{"prompt": "a"\n')
     (root / "lists.jsonl").write_text('["a", "b"]\n')
     (root / "question.jsonl").write_text('{"prompts": "a", "ground_truth": "b"}\n')
