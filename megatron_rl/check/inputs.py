@@ -338,7 +338,8 @@ def _run_dir(path: Path) -> list[UserError]:
         place = place.parent
     below = (place, *folder.directories(), folder.stages, folder.reward_models)
     problems = [f"{item} is no folder" for item in below if os.path.lexists(item) and not item.is_dir()]
-    problems += [f"{item} is a folder" for item in (folder.config, folder.metrics) if item.is_dir()]
+    files = (folder.config, folder.metrics)
+    problems += [f"{item} is no file" for item in files if os.path.lexists(item) and not item.is_file()]
     problem = problems[0] if problems else None
     if problem is None:
         try:

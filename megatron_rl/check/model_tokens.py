@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ def _load(path: Path) -> Any:
 def _read(file: Path, files: Files) -> dict[str, Any] | None:
     """Return the object of a JSON file, None where there is none; add what cannot be read to ``files``."""
     if not file.is_file():
+        if os.path.lexists(file):  # transformers would read on and on, or not at all
+            files.errors.append(_broken(file, "a folder, a pipe, a device or a link that leads to nothing"))
         return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))

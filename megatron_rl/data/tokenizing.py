@@ -82,7 +82,7 @@ def end_token_ids(
     if tokenizer.eos_token_id is not None:
         found.append(int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
     file = Path(model_path) / "generation_config.json" if model_path is not None else None
-    if file is not None and file.exists():
+    if file is not None and file.is_file():
         listed = json.loads(file.read_text()).get("eos_token_id")
         found.extend(listed if isinstance(listed, list) else [] if listed is None else [listed])
     if not found:

@@ -63,7 +63,7 @@ def wrong_values(key: Key) -> st.SearchStrategy[Any]:
     """Return values that a key cannot have: of another type, outside its bounds, or no choice of it."""
     taken, said = options(key.hint), key.setting
     number = int in taken or float in taken
-    values: list[Any] = [] if is_mapping(key.hint) else [{"a": {"b": 1}}]
+    values: list[Any] = [3, "x", [1]] if is_mapping(key.hint) else [{"a": {"b": 1}}]
     if not any(isinstance(option, type) is False for option in taken):  # no list, no mapping
         values += [[[1], 2], [None, {}]]
     if not optional(key.hint):
@@ -250,6 +250,24 @@ def model_folders() -> st.SearchStrategy[dict[str, Any]]:
     return st.one_of(values, values, bytes_of)
 
 
+def file_kinds() -> st.SearchStrategy[dict[str, Any]]:
+    """Put a pipe, a folder, a device or a link into the place of a file, or a file into that of a folder."""
+    files = (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model.safetensors",
+    )
+    places = (
+        *("train.jsonl", "eval.jsonl", "sft.jsonl", "model"),
+        *(f"model/{name}" for name in files),
+        *("run", "run/checkpoints", "run/rollouts", "run/stages", "run/config.yaml", "run/metrics.jsonl"),
+    )
+    kinds = st.sampled_from(["pipe", "folder", "file", "loop", "nowhere", "/dev/zero", "/dev/full", "/proc"])
+    return st.builds(lambda file, kind: {"file": file, "as": kind}, st.sampled_from(places), kinds)
+
+
 def command_lines() -> st.SearchStrategy[dict[str, Any]]:
     """Write overrides that are none, or that hold odd YAML."""
     name = st.one_of(
@@ -296,6 +314,7 @@ GROUPS: dict[str, tuple[int, Callable[[], st.SearchStrategy[dict[str, Any]]]]] =
     "layouts": (3, layouts),
     "data": (2, data_files),
     "model": (4, model_folders),
+    "kinds of files": (2, file_kinds),
     "command line": (2, command_lines),
     "text": (2, texts),
 }

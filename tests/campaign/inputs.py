@@ -158,8 +158,26 @@ def _workspace(work: Path, made: Any) -> Path:
     return folder
 
 
+def _replace(file: Path, kind: str) -> None:
+    """Put what is no file of the run into its place."""
+    if file.is_dir():
+        shutil.rmtree(file)
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "file":
+        file.write_text("no folder, and no JSON")
+    else:
+        file.symlink_to(file if kind == "loop" else kind)
+
+
 def _damage(file: Path, made: Any) -> None:
-    if "key" in made:
+    if "as" in made:
+        _replace(file, made["as"])
+    elif "key" in made:
         file.write_text(json.dumps({**json.loads(file.read_text()), made["key"]: made["value"]}))
     elif "at" in made:
         data = file.read_bytes()
