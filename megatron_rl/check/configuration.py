@@ -12,6 +12,7 @@ from megatron_rl.check.algorithm import check_algorithm
 from megatron_rl.check.engine_arguments import check_engine_arguments
 from megatron_rl.check.files import Files
 from megatron_rl.check.inputs import Inputs, check_attention, check_inputs, check_paths
+from megatron_rl.check.megatron_model import with_megatron_models
 from megatron_rl.check.model_settings import (
     PATIENCE,
     Trial,
@@ -135,16 +136,21 @@ def check_config(
         raise UserErrors(loaded.errors)
     loaded = replace(loaded, config=for_job(loaded.config))
     assert loaded.config is not None
-    check = _Check(loaded.config, world_size)
+    config, written, refused = with_megatron_models(loaded.config, loaded.broken, absent=without_files)
+    loaded = replace(loaded, config=config, origins={**loaded.origins, **written})
+    check = _Check(config, world_size)
     check.errors.extend(loaded.errors)
     check.bad.update(loaded.broken)
-    check.refuse(check_values(loaded.config))
+    for setting, errors in refused.items():
+        check.errors.extend(errors)
+        check.bad.add(setting)
+    check.refuse(check_values(config))
     tried = _megatron(check)
     if check.fine("rollout.vllm"):
-        check.refuse(check_engine_arguments(loaded.config.rollout.vllm))
-    check.refuse(check_paths(loaded.config))
-    files = Files(prepare=loaded.config.prepare, absent=without_files)
-    inputs = Inputs(loaded.config, files, check.fine, shipped_models)
+        check.refuse(check_engine_arguments(config.rollout.vllm))
+    check.refuse(check_paths(config))
+    files = Files(prepare=config.prepare, absent=without_files)
+    inputs = Inputs(config, files, check.fine, shipped_models)
     trial = Trial(tried if patience > 0 else [], patience)
     try:
         return _checked(check, inputs, trial, loaded.origins, training)

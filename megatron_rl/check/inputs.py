@@ -27,7 +27,7 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, read_pretrained
 from megatron_rl.shapes.published import read_trainable
 
-_PATHS = ("path", "train", "eval", "data", "held_out", "run_dir", "resume")
+_PATHS = ("path", "megatron", "hf_path", "train", "eval", "data", "held_out", "run_dir", "resume")
 """Last names of the settings that hold a path."""
 _MODEL_FILES = "a directory with config.json, *.safetensors and tokenizer files"
 

@@ -166,6 +166,17 @@ def _end_errors(path: Path, generation: Mapping[str, Any], vocabulary: int | Non
         )
 
 
+def vocabulary_of(path: Path) -> int | None:
+    """Return how many token ids a tokenizer's files list, None where they do not say it."""
+    files = Files()
+    words, settings = _read(path / "tokenizer.json", files), _read(path / "tokenizer_config.json", files)
+    try:
+        ids, _ = _token_ids(words or {}, _read(path / "vocab.json", files), settings or {})
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None  # the tokenizer's own check says so
+    return 1 + max(ids.values()) if ids else None
+
+
 def has_chat_template(path: Path) -> bool:
     """Return whether a checkpoint directory comes with a chat template."""
     if (path / "chat_template.jinja").is_file() or (path / "chat_template.json").is_file():

@@ -1,4 +1,4 @@
-"""Write a training checkpoint as a Hugging Face model."""
+"""Write a training checkpoint as a Hugging Face model, or as a checkpoint of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust", action="store_true", help="load the checkpoint even if that may run code which it holds"
     )
-    parser.add_argument("--out", metavar="DIR", required=True, help="where the Hugging Face model is written")
+    parser.add_argument("--out", metavar="DIR", required=True, help="where the model is written")
+    parser.add_argument(
+        "--format",
+        choices=("hf", "megatron"),
+        default="hf",
+        help="hf (default): safetensors with config.json and tokenizer; megatron: what Megatron-LM's "
+        "pretrain_gpt.py takes as --load",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,5 +39,5 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from megatron_rl.trainer.offline import export_checkpoint
 
-    export_checkpoint(checkpoint, out, trusted=arguments.trust)
+    export_checkpoint(checkpoint, out, form=arguments.format, trusted=arguments.trust)
     return 0

@@ -25,7 +25,7 @@ COMMANDS = {
         "plan the weight transfer of a model between two layouts, up to 1,024 ranks and more",
     ),
     "eval": ("megatron_rl.cli.eval", "answer the evaluation set with a checkpoint"),
-    "export": ("megatron_rl.cli.export", "write a checkpoint as a Hugging Face model"),
+    "export": ("megatron_rl.cli.export", "write a checkpoint as a Hugging Face model, or for Megatron-LM"),
     "report": ("megatron_rl.cli.report", "make the table, the learning curve and report.html of a run"),
     "doctor": ("megatron_rl.cli.doctor", "check the environment and say what to fix"),
 }

@@ -11,9 +11,10 @@ from typing import Any
 from megatron_rl.config.base import read_with_base, refuse_base
 from megatron_rl.config.parse import Parse, parse_section
 from megatron_rl.config.ranges import format_ranges
+from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import JOBS, RunConfig
 from megatron_rl.config.setting import is_section, settings
-from megatron_rl.config.source import Leaf, Origin, apply_overrides, one_line, read_tree
+from megatron_rl.config.source import Leaf, Origin, Section, apply_overrides, one_line, read_tree
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.redaction import redacted
 
@@ -70,10 +71,22 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 def _finish(tree: Any, path: Path | None, overrides: Iterable[str], errors: list[UserError]) -> LoadedConfig:
     apply_overrides(tree, overrides, errors)
     refuse_base(tree, errors)
+    _name_megatron_model(tree)
     job = tree.children.get("job")
     parse = Parse(job.value, errors) if isinstance(job, Leaf) and job.value in JOBS else Parse(errors=errors)
     config = parse_section(RunConfig, tree, parse)
     return LoadedConfig(config, path, parse.origins, tuple(parse.errors), frozenset(parse.broken))
+
+
+def _name_megatron_model(tree: Section) -> None:
+    """Let ``model.path`` be the folder that is written for ``model.megatron``, where nothing else is said."""
+    model, run_dir = tree.children.get("model"), tree.children.get("run_dir")
+    if not isinstance(model, Section) or "path" in model.children:
+        return
+    checkpoint = model.children.get("megatron")
+    if isinstance(checkpoint, Leaf) and isinstance(run_dir, Leaf) and isinstance(checkpoint.value, str):
+        path = RunFolder(str(run_dir.value)).megatron_model("actor")
+        model.children["path"] = Leaf(str(path), Origin("derived", "written for model.megatron"))
 
 
 def to_plain(value: Any, name: str = "") -> Any:

@@ -50,6 +50,10 @@ class RunFolder:
         """Return the Hugging Face checkpoint that the training of a reward model leaves."""
         return self.reward_models / name
 
+    def megatron_model(self, role: str) -> Path:
+        """Return the folder that points to the Megatron checkpoint with a role's weights."""
+        return self.path / "megatron" / role
+
     def rank_log(self, rank: int) -> Path:
         """Return the file that takes what the process of ``rank`` prints."""
         return self.rank_logs / f"rank_{rank}.log"

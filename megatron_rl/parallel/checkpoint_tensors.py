@@ -44,14 +44,26 @@ def save_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer
     """
     with device.megatron_mode():
         sharded: dict[str, Any] = {}
-        kind = _InProcessSave if model is not None else _OutsideSave
-        strategy: Any = kind("torch_dist", 1, thread_count=1)
         if model is not None:
             if optimizer is not None:
                 _initialise_states(optimizer)
-            sharded, _ = _sharded_state(model, optimizer, is_loading=False)
-            strategy = FullyParallelSaveStrategyWrapper(strategy, model.groups.data_context)
-        dist_checkpointing.save(sharded, str(folder), strategy)
+            sharded, _ = sharded_state(model, optimizer, is_loading=False)
+        write(folder, model, sharded)
+
+
+def write(
+    folder: Path, model: ParallelModel | None, state: dict[str, Any], content: Mapping[str, Any] | None = None
+) -> None:
+    """Write a state, sharded values and common ones, into an empty folder in Megatron's distributed format.
+
+    Common values are those of the world's first rank; ``content`` is what readers are told of the state.
+    Call in Megatron's mode. Collective over the world.
+    """
+    kind = _InProcessSave if model is not None else _OutsideSave
+    strategy: Any = kind("torch_dist", 1, thread_count=1)
+    if model is not None:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, model.groups.data_context)
+    dist_checkpointing.save(state, str(folder), strategy, content_metadata=content and dict(content))
 
 
 def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> None:
@@ -65,7 +77,7 @@ def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer
             return
         if optimizer is not None:
             _initialise_states(optimizer)
-        sharded, local = _sharded_state(model, optimizer, is_loading=True)
+        sharded, local = sharded_state(model, optimizer, is_loading=True)
         strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), model.groups.data_context)
         loaded: Any = dist_checkpointing.load(sharded, str(folder), strategy)
         for index, chunk in enumerate(model.chunks):
@@ -76,7 +88,7 @@ def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer
             _load_optimizer(optimizer, merge(state, loaded["optimizer"]))
 
 
-def _sharded_state(
+def sharded_state(
     model: ParallelModel, optimizer: Optimizer | None, is_loading: bool
 ) -> tuple[dict[str, Any], Any]:
     """Return what is stored of a model, and the part of the optimizer's state that stays on this rank."""

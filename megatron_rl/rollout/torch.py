@@ -19,6 +19,7 @@ from megatron_rl.rollout.sampling import (
     log_prob_temperature,
     truncates,
 )
+from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, TensorBox
 
@@ -144,10 +145,17 @@ class TorchEngine:
         device: torch.device | str | None = None,
         **more: Any,
     ) -> TorchEngine:
-        """Load the Hugging Face causal language model at ``path``, eager attention, in ``dtype``."""
-        from transformers import AutoModelForCausalLM
+        """Load the Hugging Face causal language model at ``path``, eager attention, in ``dtype``.
 
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+        Where the folder points to a Megatron checkpoint, weights are noise until the trainer's come.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+        if (Path(path) / POINTER).is_file():
+            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **settings)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, **settings)
         model.eval().to(device)
         names = read_pretrained(Path(path) / "config.json").family.tensor_name
         return cls(lambda: CachingDecoder(model), model=model, tensor_name=names, **more)

@@ -17,6 +17,12 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.refused import REFUSED
 
 LAYER = "model.layers.{layer}."
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+    "chat_template.json", "generation_config.json",
+)  # fmt: skip
+"""What a checkpoint's folder may hold beside config.json and weights."""
 
 
 @dataclass(frozen=True)

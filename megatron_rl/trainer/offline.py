@@ -15,6 +15,7 @@ from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint, device
+from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.parallel.exchange import leave
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.roles.build import build_frozen_roles, build_policy
@@ -51,8 +52,10 @@ def evaluate_checkpoint(config: RunConfig, path: Path, *, trusted: bool = False)
     return values
 
 
-def export_checkpoint(path: Path, out: Path, *, trusted: bool = False) -> None:
-    """Write a run's checkpoint as a Hugging Face model, with the processes that the launcher gives.
+def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool = False) -> None:
+    """Write a run's checkpoint for others, with the processes that the launcher gives.
+
+    ``form`` is ``hf`` for a Hugging Face model, ``megatron`` for a checkpoint that Megatron-LM loads.
 
     Under torchrun with as many processes as the run had the run's own layout is used; else the layers are
     cut over the processes. Collective over the world.
@@ -74,11 +77,15 @@ def export_checkpoint(path: Path, out: Path, *, trusted: bool = False) -> None:
     else:
         layout = resolve(config, world).config.actor.layout
     with report_failure(config, Phases()):
+        arguments, begun = checkpoint_arguments(config.model.path) if form == "megatron" else ({}, 0)
         device.initialize(config.rank_timeout)
         model = build_policy(config, role_layout(layout, "layout"), trainable=False)
-        checkpoint.load_model(path, model, trusted=trusted)
-        if model is not None:
+        meta = checkpoint.load_model(path, model, trusted=trusted)
+        if form == "megatron":
+            save_megatron(out, model, arguments, begun + int(meta["step"]))
+        elif model is not None:
             export(model, out, config.model.path)
         leave()
     if device.rank() == 0:
-        print(f"wrote {out}", flush=True)
+        more = ": pretrain_gpt.py --load it with --finetune, or --no-load-optim to count iterations on"
+        print(f"wrote {out}{more if form == 'megatron' else ''}", flush=True)

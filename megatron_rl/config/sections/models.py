@@ -20,10 +20,11 @@ _DATA_PARALLEL = "it is what remains of the ranks after tensor x pipeline x cont
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Name the Hugging Face checkpoint that every role starts from."""
+    """Name the checkpoint that every role starts from: a Hugging Face model's, or one of Megatron-LM."""
 
     path: str = required(
-        "Directory with config.json, safetensors and tokenizer files.",
+        "Directory with config.json, safetensors and tokenizer files; with `megatron` it is written, in run_dir "
+        "unless stated, with config.json and tokenizer alone.",
         example="models/Qwen2.5-7B-Instruct",
         also_called={
             "NeMo-RL": "model_name, tokenizer.name",
@@ -31,6 +32,17 @@ class ModelConfig:
             "slime": "hf_checkpoint",
         },
         conversion={"tokenizer.name": "the tokenizer is the model's own"},
+    )
+    megatron: str | None = setting(
+        None,
+        "Checkpoint of Megatron-LM (torch_dist) with the weights: the folder of --save, or one iter_* in it.",
+        unset="the weights are those in `path`",
+        also_called={"Megatron-LM": "load", "slime": "load"},
+    )
+    hf_path: str | None = setting(
+        None,
+        "With `megatron`: directory with the tokenizer, and config.json if it is not to be derived.",
+        unset="the tokenizer's directory that the checkpoint's arguments name",
     )
     dtype: str = setting(
         "bfloat16",

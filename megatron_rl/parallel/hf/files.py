@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.pretrained import TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -20,11 +21,6 @@ _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
-    "chat_template.json", "generation_config.json",
-)  # fmt: skip
 
 
 class CheckpointFiles:
@@ -179,6 +175,6 @@ def copy_tokenizer(source: str | Path, path: Path) -> None:
 
 
 def _existing(source: Path) -> Iterator[Path]:
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         if (source / name).is_file():
             yield source / name

@@ -6,14 +6,19 @@ recorder it becomes a map of boxes, which serves import, export and resharding a
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from megatron_rl.parallel.trace import CopyRecorder, merge_boxes
 from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
+from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import LAYER, PretrainedModel
+from megatron_rl.types import TensorBox
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,10 @@ class UnknownParameterError(RuntimeError):
     """Report a Megatron parameter that the importer has no rule for."""
 
 
+class CoverageError(RuntimeError):
+    """Report parameters that the boxes do not fill exactly."""
+
+
 def import_parameters(
     parameters: Mapping[str, Tensor],
     sources: Mapping[str, Tensor],
@@ -148,6 +157,73 @@ def import_parameters(
             _part(sources[prefix + source.name.format(expert=number)], source) for source in weight.sources
         ]
         _PLACES[weight.cut](target, tensors, sparse if weight.expert else dense)
+
+
+def trace_import(
+    parameters: Mapping[str, Tensor],
+    model: PretrainedModel,
+    shard: Shard,
+    rank: int,
+    storages: Mapping[str, str] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> list[TensorBox]:
+    """Return the boxes of meta parameters named over the whole model; ``storages`` renames them there.
+
+    ``shapes`` are those of the checkpoint, where they are known already.
+    """
+    renamed = {(storages or {}).get(name, name): tensor for name, tensor in parameters.items()}
+    recorder = CopyRecorder({}, renamed, rank)
+    with torch.no_grad(), recorder:
+        sources = _StandIns(shapes or model.tensor_shapes(), recorder)
+        import_parameters(parameters, sources, model, shard)
+    boxes = merge_boxes(recorder.boxes)
+    _check_coverage(boxes, renamed, model.shape, shard)
+    return boxes
+
+
+class _StandIns(Mapping[str, Tensor]):
+    """Meta tensors for a checkpoint's, made when they are asked for: a large model has very many."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], recorder: CopyRecorder) -> None:
+        self._shapes, self._recorder = shapes, recorder
+        self._made: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._made:
+            self._made[name] = torch.empty(self._shapes[name], device="meta")
+            self._recorder.add_source(name, self._made[name])
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def vocabulary_names(shape: ModelShape) -> tuple[str, ...]:
+    """Return how the names of parameters end whose rows are the vocabulary's."""
+    names = ("word_embeddings.weight", "output_layer.weight")
+    return names[:1] if shape.scalar_head else names
+
+
+def _check_coverage(
+    boxes: Sequence[TensorBox], parameters: Mapping[str, Tensor], shape: ModelShape, shard: Shard
+) -> None:
+    filled: dict[str, int] = {}
+    for box in boxes:
+        filled[box.storage] = filled.get(box.storage, 0) + math.prod(box.size)
+    wrong = []
+    for storage, parameter in parameters.items():
+        expected = parameter.numel()
+        if storage.endswith(vocabulary_names(shape)):
+            rows = len(parameter)
+            real = min(max(shape.vocab - shard.tensor * rows, 0), rows)
+            expected = real * parameter.shape[1]
+        if filled.get(storage, 0) != expected:
+            wrong.append(f"{storage}: {filled.get(storage, 0)} of {expected} elements")
+    if wrong:
+        raise CoverageError("the importer does not fill parameters exactly: " + "; ".join(wrong))
 
 
 def _part(tensor: Tensor, source: Source) -> Tensor:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from megatron_rl.parallel.boxes import BoxGroup
-from megatron_rl.parallel.hf.importer import Shard
+from megatron_rl.parallel.hf.importer import Shard, trace_import
 from megatron_rl.parallel.hf.model_spec import model_spec
-from megatron_rl.parallel.hf.weights import trace_import
 from megatron_rl.shapes.layer_weights import outer_weights
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,18 +12,22 @@ from torch import Tensor
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.parallel.hf.importer import Shard, import_parameters
+from megatron_rl.parallel.hf.importer import Shard, trace_import, vocabulary_names
+from megatron_rl.parallel.hf.megatron_files import MegatronFiles
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.model import Chunked, live_parameters
-from megatron_rl.parallel.trace import CopyRecorder, merge_boxes
 from megatron_rl.shapes.layer_weights import OUTPUT, SCALAR
-from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pretrained import PretrainedModel
+from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.types import TensorBox
 
 
-class CoverageError(RuntimeError):
-    """Report parameters that the boxes do not fill exactly."""
+Checkpoint = CheckpointFiles | MegatronFiles
+"""What gives slices of a model's tensors by their Hugging Face names."""
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Return the tensors of a model's folder, which has them itself or points to a Megatron checkpoint."""
+    return MegatronFiles(path) if (Path(path) / POINTER).is_file() else CheckpointFiles(path)
 
 
 def source_boxes(model: Chunked) -> list[TensorBox]:
@@ -46,48 +49,6 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
     )
 
 
-def trace_import(
-    parameters: Mapping[str, Tensor],
-    model: PretrainedModel,
-    shard: Shard,
-    rank: int,
-    storages: Mapping[str, str] | None = None,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-) -> list[TensorBox]:
-    """Return the boxes of meta parameters named over the whole model; ``storages`` renames them there.
-
-    ``shapes`` are those of the checkpoint, where they are known already.
-    """
-    renamed = {(storages or {}).get(name, name): tensor for name, tensor in parameters.items()}
-    recorder = CopyRecorder({}, renamed, rank)
-    with torch.no_grad(), recorder:
-        sources = _StandIns(shapes or model.tensor_shapes(), recorder)
-        import_parameters(parameters, sources, model, shard)
-    boxes = merge_boxes(recorder.boxes)
-    _check_coverage(boxes, renamed, model.shape, shard)
-    return boxes
-
-
-class _StandIns(Mapping[str, Tensor]):
-    """Meta tensors for a checkpoint's, made when they are asked for: a large model has very many."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], recorder: CopyRecorder) -> None:
-        self._shapes, self._recorder = shapes, recorder
-        self._made: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._made:
-            self._made[name] = torch.empty(self._shapes[name], device="meta")
-            self._recorder.add_source(name, self._made[name])
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
-
-
 def load_weights(model: Chunked, path: str | Path) -> None:
     """Fill the model from a checkpoint directory; each rank reads only the slices it holds.
 
@@ -95,11 +56,11 @@ def load_weights(model: Chunked, path: str | Path) -> None:
     number stays as it was built where the checkpoint is of a policy, which has none. Raises
     UserError when tensors are missing, unexpected or of another shape.
     """
-    files = CheckpointFiles(path)
+    files = open_checkpoint(path)
     check_tensors(files, model)
     parameters = live_parameters(model)
     boxes = source_boxes(model)
-    padded = _vocabulary_names(pretrained(model.hf_config).shape)
+    padded = vocabulary_names(pretrained(model.hf_config).shape)
     with torch.no_grad():
         for storage, parameter in parameters.items():
             if storage.endswith(padded):
@@ -112,7 +73,7 @@ def load_weights(model: Chunked, path: str | Path) -> None:
             view_of(parameters[box.storage], box).copy_(values)
 
 
-def require_finite(values: Tensor, name: str, files: CheckpointFiles) -> None:
+def require_finite(values: Tensor, name: str, files: Checkpoint) -> None:
     """Raise UserError for weights that are not numbers; one pass, and no copy."""
     if values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax()):
         return
@@ -125,7 +86,7 @@ def require_finite(values: Tensor, name: str, files: CheckpointFiles) -> None:
     )
 
 
-def check_tensors(files: CheckpointFiles, model: Chunked) -> None:
+def check_tensors(files: Checkpoint, model: Chunked) -> None:
     """Compare a checkpoint's tensors with what the model asks for; raise UserError on a difference."""
     described = pretrained(model.hf_config)
     expected = described.tensor_shapes()
@@ -181,31 +142,6 @@ def _global_name(model: Chunked, storage: str) -> str:
         return name
     layer = model.chunks[int(index)].decoder.layers[int(match.group(1))].layer_number - 1
     return f"decoder.layers.{layer}.{name[match.end() :]}"
-
-
-def _vocabulary_names(shape: ModelShape) -> tuple[str, ...]:
-    """Return how the names of parameters end whose rows are the vocabulary's."""
-    names = ("word_embeddings.weight", "output_layer.weight")
-    return names[:1] if shape.scalar_head else names
-
-
-def _check_coverage(
-    boxes: Sequence[TensorBox], parameters: Mapping[str, Tensor], shape: ModelShape, shard: Shard
-) -> None:
-    filled: dict[str, int] = {}
-    for box in boxes:
-        filled[box.storage] = filled.get(box.storage, 0) + math.prod(box.size)
-    wrong = []
-    for storage, parameter in parameters.items():
-        expected = parameter.numel()
-        if storage.endswith(_vocabulary_names(shape)):
-            rows = len(parameter)
-            real = min(max(shape.vocab - shard.tensor * rows, 0), rows)
-            expected = real * parameter.shape[1]
-        if filled.get(storage, 0) != expected:
-            wrong.append(f"{storage}: {filled.get(storage, 0)} of {expected} elements")
-    if wrong:
-        raise CoverageError("the importer does not fill parameters exactly: " + "; ".join(wrong))
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:

@@ -1,0 +1,204 @@
+"""Models whose weights lie in a checkpoint of Megatron-LM: what does not fit, and the folder that points there.
+
+The folder has what transformers and vLLM need, config.json and the tokenizer, and in the place of weights the
+name of the Megatron checkpoint. It takes the place of the model's path in the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.check.model_tokens import vocabulary_of
+from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.source import Origin
+from megatron_rl.errors import UserError, UserErrors, each
+from megatron_rl.shapes.megatron_arguments import contradictions, derived
+from megatron_rl.shapes.megatron_checkpoint import (
+    POINTER,
+    MegatronCheckpoint,
+    is_megatron,
+    pointer,
+    read_checkpoint,
+)
+from megatron_rl.shapes.pretrained import TOKENIZER_FILES, describe, read_json
+
+Refused = dict[str, list[UserError]]
+"""Errors by the path of the setting that is then known to be wrong."""
+
+
+def with_megatron_models(
+    config: RunConfig, broken: Collection[str] = (), *, absent: bool = False
+) -> tuple[RunConfig, Mapping[str, Origin], Refused]:
+    """Return the configuration with a folder to load for every model that is a Megatron checkpoint.
+
+    The folders are written below ``run_dir`` where they are not there yet. Also returns where the changed
+    paths come from, and what does not fit, by the setting that it makes wrong. With ``absent`` a checkpoint
+    that is not on this machine is left to the rules on missing files.
+    """
+    refused, origins = {}, {}
+    if config.model.hf_path is not None and config.model.megatron is None and "model.megatron" not in broken:
+        refused["model.hf_path"] = [_without_checkpoint(config.model.hf_path)]
+    named = {"model": config.model.megatron, **_megatron_paths(config)}
+    folders: dict[str, Path] = {}
+    for section, path in named.items():
+        if path is None or (absent and not Path(path).exists()) or f"{section}.path" in broken:
+            continue
+        where = "model.megatron" if section == "model" else f"{section}.path"
+        role = "actor" if section == "model" else section.removeprefix("reward.models.")
+        folder = RunFolder(config.run_dir).megatron_model(role)
+        folder = Path(config.model.path) if section == "model" else folder
+        try:
+            checkpoint = _write(config, Path(path), where, folder)
+        except UserError as error:
+            refused[f"{section}.path"] = list(each(error))
+            continue
+        folders[section] = folder
+        origins[f"{section}.path"] = Origin("derived", f"written for {checkpoint.path}")
+    return _with_paths(config, folders), origins, refused
+
+
+def _megatron_paths(config: RunConfig) -> dict[str, str]:
+    """Return the Megatron checkpoints that roles beside the actor name as their path, by section."""
+    sections = {"reference": config.reference, "critic": config.critic}
+    sections |= {f"reward.models.{name}": model for name, model in config.reward.models.items()}
+    paths = {name: section.path for name, section in sections.items() if section is not None}
+    return {name: path for name, path in paths.items() if path is not None and is_megatron(path)}
+
+
+def _with_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
+    paths = {section: str(folder) for section, folder in folders.items()}
+    models = {
+        name: replace(model, path=paths.get(f"reward.models.{name}", model.path))
+        for name, model in config.reward.models.items()
+    }
+    critic, reference = config.critic, config.reference
+    return replace(
+        config,
+        critic=critic and replace(critic, path=paths.get("critic", critic.path)),
+        reference=reference and replace(reference, path=paths.get("reference", reference.path)),
+        reward=replace(config.reward, models=models),
+    )
+
+
+def _write(config: RunConfig, path: Path, where: str, folder: Path) -> MegatronCheckpoint:
+    """Write the folder of a model; raises UserError or UserErrors for what does not fit."""
+    policy = where == "model.megatron"
+    if not (folder / POINTER).is_file() and folder.is_dir() and any(
+        file.suffix != ".part" for file in folder.iterdir()
+    ):
+        raise UserError(
+            "the folder that is to be written for the Megatron checkpoint holds something else",
+            where="model.path" if policy else where,
+            expected="a folder that is new or empty, or was written before for a Megatron checkpoint",
+            got=str(folder),
+            fix="remove model.path; name a folder with tokenizer and config.json in model.hf_path",
+        )
+    checkpoint = read_checkpoint(_begun_with(config, path, folder), where)
+    tokenizer = _tokenizer(config, checkpoint, where)
+    stated = tokenizer / "config.json" if tokenizer is not None else None
+    raw, errors = None, []
+    if stated is not None and stated.is_file():
+        raw = read_json(stated)
+        errors = contradictions(checkpoint.arguments, describe(raw, str(stated)), where, str(stated))
+    if raw is None or (errors and not policy):  # another role's model may be of another size
+        vocabulary = _vocabulary(config, policy, tokenizer)
+        raw, errors = derived(checkpoint.arguments, where, vocabulary), []
+    errors += checkpoint.parameters(describe(raw, where).shape)[1] if not errors else []
+    errors += checkpoint.file_errors()
+    if errors:
+        raise UserErrors(errors)
+    facts = {"checkpoint": str(checkpoint.path.resolve()), "iteration": checkpoint.iteration}
+    contents = {  # the pointer first: it says whose folder it is
+        POINTER: _json({**facts, "arguments": dict(checkpoint.arguments)}),
+        "config.json": _json(raw),
+    }
+    files = [tokenizer / name for name in TOKENIZER_FILES] if tokenizer is not None else []
+    contents |= {file.name: file.read_bytes() for file in files if file.is_file()}
+    try:
+        _fill(folder, contents)
+    except OSError as error:
+        raise UserError(
+            "the folder of the Megatron model cannot be written",
+            where="run_dir" if policy else where,
+            expected="a directory that can be made and written",
+            got=str(error),
+            fix="choose another run_dir, or state model.path",
+        ) from error
+    return checkpoint
+
+
+def _begun_with(config: RunConfig, path: Path, folder: Path) -> Path:
+    """Return the iteration that a run which goes on began with, though there may be newer ones now."""
+    if config.checkpoint.resume == "never" or not RunFolder(config.run_dir).has_begun():
+        return path
+    before = Path(str((pointer(folder) or {}).get("checkpoint", "")))
+    return before if before.parent == path.resolve() and before.is_dir() else path
+
+
+def _tokenizer(config: RunConfig, checkpoint: MegatronCheckpoint, where: str) -> Path | None:
+    """Return the folder of the tokenizer; for roles that read the actor's tokens it may be the actor's."""
+    if config.model.hf_path is not None:
+        folder = Path(config.model.hf_path)
+        if folder.is_dir():
+            return folder
+        raise UserError(
+            "the directory with the tokenizer does not exist",
+            where="model.hf_path",
+            expected="a directory with tokenizer files, and config.json if it is not to be derived",
+            got=f"no directory {folder}",
+            fix="correct the path",
+        )
+    if where != "model.megatron":
+        return Path(config.model.path) if Path(config.model.path).is_dir() else None
+    named = checkpoint.arguments.get("tokenizer_model")
+    if checkpoint.arguments.get("tokenizer_type") == "HuggingFaceTokenizer" and Path(str(named)).is_dir():
+        return Path(str(named))
+    kind = checkpoint.arguments.get("tokenizer_type")
+    raise UserError(
+        "the Megatron checkpoint comes without a tokenizer",
+        where="model.hf_path",
+        expected="a directory with the tokenizer's files, as transformers reads them",
+        got=f"nothing; the checkpoint was trained with {kind}" + (f" of {named}" if named else ""),
+        fix="set model.hf_path",
+    )
+
+
+def _vocabulary(config: RunConfig, policy: bool, tokenizer: Path | None) -> int | None:
+    """Return the tokens that a model has, where its checkpoint's arguments do not say it."""
+    actor = Path(config.model.path) / "config.json"
+    if not policy and actor.is_file():
+        return read_json(actor).get("vocab_size")
+    return None if tokenizer is None else vocabulary_of(tokenizer)
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def _fill(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Have a folder hold these files; every rank of a job may do the same at the same time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in {*TOKENIZER_FILES} - {*contents}:  # of another tokenizer, before
+        (folder / name).unlink(missing_ok=True)
+    for name, content in contents.items():
+        file = folder / name
+        if not file.is_file() or file.read_bytes() != content:
+            aside = folder / f"{name}.{os.getpid()}.part"
+            aside.write_bytes(content)
+            os.replace(aside, file)
+
+
+def _without_checkpoint(path: str) -> UserError:
+    return UserError(
+        "model.hf_path belongs to model.megatron, which is not set",
+        where="model.hf_path",
+        expected="model.megatron, the checkpoint with the weights",
+        got=path,
+        fix="set model.megatron, or name a Hugging Face model in model.path alone",
+    )

@@ -1,0 +1,157 @@
+"""Weights as a checkpoint that Megatron-LM loads: arguments, iteration, tracker, and the model's tensors."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from megatron_rl import durable
+from megatron_rl.parallel import device
+from megatron_rl.parallel.checkpoint_files import disk_or, everywhere
+from megatron_rl.parallel.checkpoint_tensors import sharded_state, write
+from megatron_rl.parallel.model import ParallelModel
+from megatron_rl.shapes.megatron_arguments import arguments_of
+from megatron_rl.shapes.megatron_checkpoint import TRACKER, pointer
+from megatron_rl.shapes.pretrained import read_pretrained
+
+VOCABULARY_MULTIPLE = 128
+"""Megatron-LM's default of --make-vocab-size-divisible-by."""
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
+    """Return the arguments and the iteration that a model's Megatron checkpoints begin from.
+
+    ``source`` is the folder of the model that training began with. If it points to a Megatron checkpoint
+    these are that one's, else they follow from config.json. Raises UserError for a model that Megatron-LM has
+    no arguments for.
+    """
+    model = read_pretrained(Path(source) / "config.json")
+    expected, origin = arguments_of(model), pointer(source)
+    if origin is not None:
+        return dict(origin["arguments"]), int(origin["iteration"])
+    positions = min(model.shape.max_positions, 1 << 20)
+    padded = -(-model.shape.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    more = {
+        "seq_length": positions,
+        "max_position_embeddings": positions,
+        "add_position_embedding": True,
+        "use_rotary_position_embeddings": False,
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": str(Path(source).resolve()),
+        "make_vocab_size_divisible_by": VOCABULARY_MULTIPLE,
+        "padded_vocab_size": padded,
+    }
+    return {**expected, **more}, 0
+
+
+def save_megatron(
+    folder: str | Path,
+    model: ParallelModel | None,
+    arguments: Mapping[str, Any],
+    iteration: int,
+    keep: int | None = None,
+) -> Path:
+    """Write ``iter_N`` and the tracker into a folder for pretrain_gpt.py --load; return its place.
+
+    ``arguments`` are those of `checkpoint_arguments`, the same on every rank. There is no optimizer and no
+    random generator in it, and its arguments say so. Older iterations beyond ``keep`` are removed. Collective
+    over the world; the folder is on a file system that all ranks share.
+    """
+    final = Path(folder) / f"iter_{iteration:07d}"
+    partial = final.with_name(final.name + ".partial")
+
+    def prepare() -> None:
+        if device.rank() == 0:
+            durable.remove(partial)
+            partial.mkdir(parents=True)
+
+    def publish() -> None:
+        if device.rank() == 0:
+            durable.publish(partial, final)
+            durable.write_text(final.parent / TRACKER, str(iteration))
+            for old in _older(final, keep):
+                durable.remove(old)
+
+    everywhere(prepare, "prepare the folder of the Megatron checkpoint", final)
+    try:
+        with device.megatron_mode():
+            write(partial, model, _state(model, arguments, iteration), _CONTENT)
+    except Exception as error:
+        raise disk_or(error, final) from error
+    everywhere(publish, "complete the Megatron checkpoint", final)
+    return final
+
+
+def _older(final: Path, keep: int | None) -> list[Path]:
+    numbered = sorted(path for path in final.parent.glob("iter_*") if re.fullmatch(r"iter_\d+", path.name))
+    before = [path for path in numbered if path.name < final.name]
+    return [] if keep is None else before[: max(len(before) + 1 - keep, 0)]
+
+
+def _state(model: ParallelModel | None, arguments: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+    """Return what Megatron-LM's own save has beside optimizer, schedule and random generators."""
+    rows = int(arguments["padded_vocab_size"])
+    types = {name: _type(value) for name, value in arguments.items()}
+    values = {
+        **types,
+        "iteration": iteration,
+        # Its reader compares these to know whether it may want generators, which are not here.
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "no_save_optim": True,
+        "no_save_rng": True,
+        "ckpt_format": "torch_dist",
+        "use_dist_ckpt": True,
+    }
+    state: dict[str, Any] = {
+        "args": Namespace(**values),
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": 0.0,
+    }
+    if model is None:
+        return state
+    chunks, _ = sharded_state(model, None, is_loading=False)
+    for index, chunk in enumerate(chunks.values()):
+        name = "model" if len(chunks) == 1 else f"model{index}"
+        state[name] = {key: _with_rows(model, value, rows) for key, value in chunk.items()}
+    return state
+
+
+def _type(value: Any) -> Any:
+    """Return a type of torch for its name, any other value as it is."""
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."), value)
+    return value
+
+
+def _with_rows(model: ParallelModel, value: Any, rows: int) -> Any:
+    """Return a tensor whose rows are the vocabulary's with as many as Megatron-LM has, others as they are.
+
+    This layout pads the vocabulary to its own ranks; the last one holds what is more or less.
+    """
+    if not isinstance(value, ShardedTensor) or value.key not in _VOCABULARY or value.data is None:
+        return value
+    places, data = model.groups.coordinates, value.data
+    start = places.tensor * len(data)
+    if places.tensor == model.groups.layout.tensor - 1:
+        held = data[: rows - start]
+        data = torch.cat([held, held.new_zeros(rows - start - len(held), data.shape[1])])
+    return replace(
+        value,
+        data=data,
+        local_shape=tuple(data.shape),
+        global_shape=(rows, *value.global_shape[1:]),
+        global_offset=(start, *value.global_offset[1:]),
+        axis_fragmentations=None,  # the parts differ in size
+    )

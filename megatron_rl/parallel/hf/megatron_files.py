@@ -1,0 +1,151 @@
+"""Read a Megatron checkpoint as the Hugging Face tensors that lie in it, a slice at a time."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.parallel import device
+from megatron_rl.parallel.hf.importer import Shard, trace_import
+from megatron_rl.shapes.megatron_checkpoint import Chunk, Place, pointer, read_checkpoint
+from megatron_rl.shapes.pretrained import read_pretrained
+from megatron_rl.types import TensorBox
+
+_KEPT = 16
+"""Pieces of the checkpoint that stay in memory: the next slice is mostly of one of them."""
+
+
+class MegatronFiles:
+    """Give slices of the Hugging Face tensors of a model whose folder points to a Megatron checkpoint.
+
+    A stored tensor is what one rank would hold of the model, so where each Hugging Face tensor lies in it is
+    what the importer says of a layout of one rank. Raises UserErrors when the tensors are not the model's,
+    or files are missing.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        stated = pointer(path)
+        assert stated is not None, "the folder has weights of its own"
+        model = read_pretrained(Path(path) / "config.json")
+        self.checkpoint = read_checkpoint(stated["checkpoint"], str(path))
+        self.path = self.checkpoint.path
+        self._places, errors = self.checkpoint.parameters(model.shape)
+        errors += self.checkpoint.file_errors()
+        if errors:
+            raise UserErrors(errors)
+        self._shapes = model.tensor_shapes()
+        shapes = {name: self._shape(place) for name, place in self._places.items()}
+        boxes = trace_import(
+            {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, model, Shard(), 0
+        )
+        self._boxes: dict[str, list[TensorBox]] = {}
+        for box in boxes:
+            self._boxes.setdefault(box.name, []).append(box)
+        self._chunks: dict[tuple[str, int | None], list[Chunk]] = {}
+        stacked = {place.key for place in self._places.values() if place.index}
+        for key, tensor in self.checkpoint.tensors.items():
+            for chunk in tensor.chunks:
+                entry = chunk.start[0] if key in stacked and chunk.size[0] == 1 else None
+                self._chunks.setdefault((key, entry), []).append(chunk)
+        self._kept: OrderedDict[Chunk, Tensor] = OrderedDict()
+
+    def _shape(self, place: Place) -> tuple[int, ...]:
+        return self.checkpoint.tensors[place.key].shape[len(place.index) :]
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return set(self._boxes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return self._shapes[name]
+
+    def read(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
+        """Return the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
+        values: Tensor | None = None
+        for box in self._boxes[name]:
+            begin = [max(a, b) for a, b in zip(start, box.start, strict=True)]
+            ends = zip(start, size, box.start, box.size, strict=True)
+            extent = [min(a + n, b + m) - low for low, (a, n, b, m) in zip(begin, ends, strict=True)]
+            if min(extent) <= 0:
+                continue
+            inside = [low - first for low, first in zip(begin, box.start, strict=True)]
+            stored = self._stored(box, inside, extent)
+            values = torch.empty(tuple(size), dtype=stored.dtype) if values is None else values
+            target = values
+            for dim, (low, first, count) in enumerate(zip(begin, start, extent, strict=True)):
+                target = target.narrow(dim, low - first, count)
+            target.copy_(stored)
+        assert values is not None, name
+        return values
+
+    def _stored(self, box: TensorBox, start: Sequence[int], size: Sequence[int]) -> Tensor:
+        """Return a part of a box, ``start`` counted from the box's own, from the stored tensor it lies in."""
+        place, offset, origin = self._places[box.storage], box.offset, []
+        for extent in _strides(self._shape(place)):
+            position, offset = divmod(offset, extent)
+            origin.append(position)
+        begin = [*place.index, *(low + first for low, first in zip(origin, start, strict=True))]
+        counts = [1] * len(place.index) + list(size)
+        result: Tensor | None = None
+        for chunk in self._of(place.key, begin[0]):
+            low = [max(a, b) for a, b in zip(begin, chunk.start, strict=True)]
+            ends = zip(begin, counts, chunk.start, chunk.size, strict=True)
+            extent = [min(a + n, b + m) - at for at, (a, n, b, m) in zip(low, ends, strict=True)]
+            if min(extent) <= 0:
+                continue
+            part = self._load(chunk)
+            result = torch.empty(counts, dtype=part.dtype) if result is None else result
+            target = result
+            for dim, (at, first, chunk_first, count) in enumerate(
+                zip(low, begin, chunk.start, extent, strict=True)
+            ):
+                part = part.narrow(dim, at - chunk_first, count)
+                target = target.narrow(dim, at - first, count)
+            target.copy_(part)
+        assert result is not None, place
+        return result.view(tuple(size))
+
+    def _of(self, key: str, entry: int) -> list[Chunk]:
+        return self._chunks.get((key, entry), []) + self._chunks.get((key, None), [])
+
+    def _load(self, chunk: Chunk) -> Tensor:
+        if chunk not in self._kept:
+            with (self.path / chunk.file).open("rb") as file:
+                file.seek(chunk.offset)
+                content = file.read(chunk.length)
+            self._kept[chunk] = _tensor(content, chunk, self.path)
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(chunk)
+        return self._kept[chunk]
+
+
+def _tensor(content: bytes, chunk: Chunk, path: Path) -> Tensor:
+    """Return a piece as it was saved; what is no tensor is not loaded."""
+    problem = None
+    try:
+        value = torch.load(io.BytesIO(content), map_location=device.host(), weights_only=True)
+        if isinstance(value, Tensor) and value.numel() == math.prod(chunk.size):
+            return value.detach().view(chunk.size)
+        problem = f"{type(value).__name__} of {getattr(value, 'shape', 'another size')}"
+    except Exception as error:  # whatever damaged bytes lead to
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    raise UserError(
+        "a piece of the Megatron checkpoint cannot be read",
+        where=str(path / chunk.file),
+        expected=f"a tensor of {list(chunk.size)} at byte {chunk.offset}",
+        got=problem[:300],
+        fix="copy the file again, or use another iteration",
+    )
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

@@ -1,0 +1,397 @@
+"""A checkpoint that Megatron-LM wrote: its arguments and where its tensors lie, read without running it.
+
+Megatron-LM keeps arguments and the directory of tensors as pickles. Here every name in them stands for a
+value that holds what it is given and does nothing, so no checkpoint can run code.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.layer_weights import Weight, outer_weights
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.pretrained import read_json
+
+TRACKER = "latest_checkpointed_iteration.txt"
+ARGUMENTS, DIRECTORY, FORMAT = "common.pt", ".metadata", "metadata.json"
+POINTER = "megatron.json"
+"""In the folder of a model whose weights lie in a Megatron checkpoint: which, and what its arguments were."""
+_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
+"""How the names of a model's tensors begin; others are of the optimizer and of random generators."""
+_CONVERT = (
+    "convert it with Megatron-LM: pretrain_gpt.py ARGUMENTS --load {folder} --ckpt-format torch "
+    "--ckpt-convert-format torch_dist --ckpt-convert-save NEW"
+)
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Say which box of a tensor lies in which bytes of a file."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Hold the shape of a tensor, its dtype by name, and its pieces."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Say which entry of a stored tensor is a parameter: ``index`` counts its layer, and its expert."""
+
+    key: str
+    index: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """Hold what one ``iter_*`` folder says of itself: arguments as plain values, and the model's tensors."""
+
+    path: Path
+    iteration: int
+    arguments: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    def parameters(self, shape: ModelShape) -> tuple[dict[str, Place], list[UserError]]:
+        """Return where each parameter of a model lies, and how the tensors differ from the model's."""
+        places, missing, errors = {}, [], []
+        for name, keys, expected in _parameters(shape):
+            place = next((place for place in keys if place.key in self.tensors), None)
+            if place is None:
+                missing.append(name)
+                continue
+            places[name] = place
+            stored = self.tensors[place.key].shape
+            size = stored[len(place.index) :]
+            inside = all(
+                position < extent for position, extent in zip(place.index, stored, strict=False)
+            )
+            padded = name.endswith(("word_embeddings.weight", "output_layer.weight"))
+            if not inside or (size[0] < expected[0] or size[1:] != expected[1:] if padded else size != expected):
+                errors.append(self._other_shape(name, expected, place, stored, padded))
+        unexpected = sorted(set(self.tensors) - {place.key for place in places.values()})
+        filled = Counter((place.key, len(place.index)) for place in places.values())
+        for (key, depth), count in filled.items():
+            entries = math.prod(self.tensors[key].shape[:depth])
+            if count < entries:
+                errors.append(self._other_count(key, count, entries))
+        if missing or unexpected:
+            errors.insert(0, self._other_tensors(missing, unexpected))
+        return places, errors[:_SHOWN]
+
+    def file_errors(self) -> Iterator[UserError]:
+        """Yield the error of files that are missing or shorter than the directory of tensors says."""
+        ends: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+        sizes = {name: _size(self.path / name) for name in ends}
+        wrong = [name for name, end in ends.items() if (sizes[name] or 0) < end]
+        if wrong:
+            shown = [
+                f"{name}: " + ("missing" if sizes[name] is None else f"{sizes[name]} bytes of {ends[name]}")
+                for name in sorted(wrong)
+            ]
+            yield UserError(
+                "shards of the Megatron checkpoint are missing or cut off",
+                where=str(self.path),
+                expected=f"{len(ends)} files with the model's tensors, as {DIRECTORY} lists them",
+                got=_some(shown),
+                fix="copy the whole folder again, or name another iteration",
+            )
+        gaps = [
+            name
+            for name, tensor in self.tensors.items()
+            if sum(math.prod(chunk.size) for chunk in tensor.chunks) != math.prod(tensor.shape)
+        ]
+        if gaps:
+            yield UserError(
+                "tensors of the Megatron checkpoint are not whole",
+                where=str(self.path / DIRECTORY),
+                expected="pieces that make up each tensor",
+                got=_some(gaps),
+                fix="use another iteration: the save of this one did not finish",
+            )
+
+    def _other_shape(
+        self, name: str, expected: tuple[int, ...], place: Place, stored: tuple[int, ...], padded: bool
+    ) -> UserError:
+        rows = f"{expected[0]} or more" if padded else str(expected[0])
+        return UserError(
+            f"the Megatron checkpoint's tensor {place.key} is not of the model's size",
+            where=str(self.path),
+            expected=f"{name}: [{', '.join((rows, *map(str, expected[1:])))}]",
+            got=f"{list(stored)}" + (f", at {list(place.index)}" if place.index else ""),
+            fix="name the configuration and the tokenizer that belong to this checkpoint",
+        )
+
+    def _other_count(self, key: str, used: int, count: int) -> UserError:
+        return UserError(
+            "the Megatron checkpoint has more layers or experts than the model",
+            where=str(self.path),
+            expected=f"{key}: {used}",
+            got=str(count),
+            fix="name the configuration that belongs to this checkpoint",
+        )
+
+    def _other_tensors(self, missing: Sequence[str], unexpected: Sequence[str]) -> UserError:
+        return UserError(
+            "the Megatron checkpoint's tensors are not those of the model",
+            where=str(self.path),
+            expected=f"also {_some(missing)}" if missing else "no others",
+            got=f"others: {_some(unexpected)}" if unexpected else f"{len(self.tensors)} tensors without them",
+            fix="name the configuration that belongs to this checkpoint; layers beside GPTModel's own cannot "
+            "be read",
+        )
+
+
+def pointer(path: str | Path) -> dict[str, Any] | None:
+    """Return what a model's folder says of the Megatron checkpoint with its weights, None where it has them."""
+    file = Path(path) / POINTER
+    return read_json(file) if file.is_file() else None
+
+
+def is_megatron(path: str | Path) -> bool:
+    """Say whether a folder is a checkpoint of Megatron-LM: has a tracker, or is one iteration."""
+    folder = Path(path)
+    return any((folder / name).is_file() for name in (TRACKER, DIRECTORY)) or _is_legacy(folder)
+
+
+def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
+    """Return what a folder with a tracker, or one ``iter_*``, holds; no tensor is read.
+
+    ``where`` is the setting that names it. Raises UserError for another format, and what cannot be read.
+    """
+    folder = _iteration_folder(Path(path), where)
+    if _is_legacy(folder):
+        raise UserError(
+            "the checkpoint is in Megatron-LM's legacy format, which is bound to its layout",
+            where=where,
+            expected="--ckpt-format torch_dist",
+            got=f"mp_rank_* in {folder}",
+            fix=_CONVERT.format(folder=folder.parent),
+        )
+    backend = read_json(folder / FORMAT).get("sharded_backend") if (folder / FORMAT).is_file() else None
+    if backend != "torch_dist":
+        raise UserError(
+            "the checkpoint is not of the format that can be read",
+            where=where,
+            expected=f'{FORMAT} with "sharded_backend": "torch_dist"',
+            got=f"{folder}: " + (repr(backend) if backend else f"no {FORMAT}"),
+            fix="save it with --ckpt-format torch_dist",
+        )
+    common = _common(folder / ARGUMENTS)
+    arguments = common.get("args")
+    if not isinstance(arguments, _Value):
+        raise UserError(
+            "the checkpoint does not hold the arguments it was trained with",
+            where=str(folder / ARGUMENTS),
+            expected="args, as Megatron-LM saves them",
+            got=", ".join(map(str, common)) or "nothing",
+            fix="save it with pretrain_gpt.py",
+        )
+    named = re.fullmatch(r"iter_(\d+)", folder.name)
+    iteration = common.get("iteration", int(named[1]) if named else 0)
+    try:
+        tensors = _tensors(folder / DIRECTORY)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a damaged pickle leads to
+        raise _damaged(folder / DIRECTORY, error) from error
+    return MegatronCheckpoint(folder, int(iteration), dict(_plain(vars(arguments.state))), tensors)
+
+
+def _parameters(shape: ModelShape) -> Iterator[tuple[str, list[Place], tuple[int, ...]]]:
+    """Yield each parameter of a model on one rank, the places where it may be stored, and its shape."""
+    for weight in outer_weights(shape, True, True):
+        yield weight.name, [Place(weight.name)], weight.local_shape(1)
+    for layer in range(shape.layers):
+        for weight in shape.weights(layer):
+            for expert in range(shape.experts) if weight.expert else (None,):
+                name = weight.name if expert is None else weight.name.format(expert=expert)
+                yield f"decoder.layers.{layer}.{name}", _places(weight, layer, expert), weight.local_shape(1)
+
+
+def _places(weight: Weight, layer: int, expert: int | None) -> list[Place]:
+    """Return the names that Megatron's own layers and Transformer Engine's have for a layer's parameter.
+
+    Layers that are all alike are stored in one tensor, others apart.
+    """
+    if expert is not None:
+        names, index = [weight.name.replace("local_experts.{expert}.", "experts.")], (expert,)
+    else:
+        names, index = [name for name in (weight.fused, weight.name) if name], ()
+    stacked = [Place(f"decoder.layers.{name}", (layer, *index)) for name in names]
+    return stacked + [Place(f"decoder.layers.{layer}.{name}", index) for name in names]
+
+
+def _iteration_folder(path: Path, where: str) -> Path:
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        if (path / DIRECTORY).is_file() or _is_legacy(path):
+            return path
+        held = sorted(item.name for item in path.iterdir())[:_SHOWN] if path.is_dir() else []
+        raise UserError(
+            "this is no checkpoint of Megatron-LM",
+            where=where,
+            expected=f"a folder with {TRACKER}, or one of its iter_* folders",
+            got=f"{path}: " + (", ".join(held) or ("an empty folder" if path.is_dir() else "no such folder")),
+            fix="name the folder that pretrain_gpt.py had as --save",
+        )
+    words = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    folder = path / (f"iter_{int(words):07d}" if words.isdecimal() else "release")
+    if not (words.isdecimal() or words == "release") or not folder.is_dir():
+        there = ", ".join(sorted(item.name for item in path.iterdir() if item.is_dir())) or "no folder"
+        raise UserError(
+            "the newest iteration of the Megatron checkpoint is not there",
+            where=str(tracker),
+            expected=f"{folder.name}, as the tracker says ({words[:20]!r})",
+            got=there,
+            fix=f"copy {folder.name}, or name one that is there",
+        )
+    return folder
+
+
+def _is_legacy(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.glob("mp_rank_*"))
+
+
+class _Value:
+    """Stand for whatever a pickle names: ``state`` and ``given`` hold what it is made of."""
+
+    name = ""
+
+    def __new__(cls, *given: Any, **_: Any) -> _Value:
+        value = super().__new__(cls)
+        value.given, value.state = given, _State()
+        return value
+
+    given: tuple[Any, ...]
+    state: Any
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self.state).update(state)
+        else:
+            self.given = state if isinstance(state, tuple) else (state,)
+
+    def __setitem__(self, _: Any, __: Any) -> None:
+        pass
+
+    def append(self, _: Any) -> None:
+        """Take an element of what would be a list."""
+
+    def extend(self, _: Any) -> None:
+        """Take elements of what would be a list."""
+
+
+class _State:
+    """Hold the attributes that a pickle gives a value."""
+
+
+class _Reader(pickle.Unpickler):
+    """Read a pickle as plain values and `_Value`; nothing that it names is imported or called."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) == ("torch", "Size"):
+            return tuple
+        return type(global_name, (_Value,), {"name": f"{module_name}.{global_name}"})
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        return None
+
+
+def _common(path: Path) -> Mapping[Any, Any]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
+            content = _Reader(io.BytesIO(archive.read(name))).load()
+    except Exception as error:  # whatever a damaged pickle leads to
+        raise _damaged(path, error) from error
+    if not isinstance(content, dict):
+        raise _damaged(path, TypeError(type(content).__name__))
+    return content
+
+
+def _tensors(path: Path) -> dict[str, StoredTensor]:
+    directory = vars(_Reader(io.BytesIO(path.read_bytes())).load().state)
+    stored: dict[str, dict[tuple[int, ...], Any]] = {}
+    for index, place in directory["storage_data"].items():
+        entry, place = vars(index.state), vars(place.state)
+        stored.setdefault(entry["fqn"], {})[tuple(entry.get("offset") or ())] = place
+    tensors = {}
+    for name, entry in directory["state_dict_metadata"].items():
+        entry = vars(entry.state)
+        if "chunks" not in entry or not name.startswith(_MODEL) or "_extra_state" in name:
+            continue
+        chunks = []
+        for chunk in entry["chunks"]:
+            chunk = vars(chunk.state)
+            start, size = tuple(chunk["offsets"]), tuple(chunk["sizes"])
+            place = stored.get(name, {}).get(start)
+            if place is not None:
+                chunks.append(
+                    Chunk(start, size, str(place["relative_path"]), int(place["offset"]), int(place["length"]))
+                )
+        dtype = entry["properties"].given[0]
+        tensors[name] = StoredTensor(tuple(entry["size"]), str(getattr(dtype, "name", dtype)), tuple(chunks))
+    if any(Path(chunk.file).name != chunk.file for tensor in tensors.values() for chunk in tensor.chunks):
+        raise ValueError("it names files outside of its folder")
+    return tensors
+
+
+def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values that JSON has, and types by name; others are of no model."""
+    for name, value in values.items():
+        if isinstance(value, type) and issubclass(value, _Value):
+            yield name, value.name
+        elif value is None or isinstance(value, bool | int | float | str):
+            yield name, value
+        elif isinstance(value, list | tuple):
+            if all(item is None or isinstance(item, bool | int | float | str) for item in value):
+                yield name, list(value)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(
+        "a file of the Megatron checkpoint cannot be read",
+        where=str(path),
+        expected="what Megatron-LM writes with --ckpt-format torch_dist",
+        got="no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"[:300],
+        fix="copy the whole folder again, or name another iteration",
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
