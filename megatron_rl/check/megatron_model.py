@@ -1,4 +1,4 @@
-"""Models whose weights lie in a checkpoint of Megatron-LM: what does not fit, and the folder that points there.
+"""Models whose weights lie in a Megatron-LM checkpoint: what does not fit, and the folder that points there.
 
 The folder has what transformers and vLLM need, config.json and the tokenizer, and in the place of weights the
 name of the Megatron checkpoint. It takes the place of the model's path in the configuration.
@@ -89,8 +89,10 @@ def _with_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
 def _write(config: RunConfig, path: Path, where: str, folder: Path) -> MegatronCheckpoint:
     """Write the folder of a model; raises UserError or UserErrors for what does not fit."""
     policy = where == "model.megatron"
-    if not (folder / POINTER).is_file() and folder.is_dir() and any(
-        file.suffix != ".part" for file in folder.iterdir()
+    if (
+        not (folder / POINTER).is_file()
+        and folder.is_dir()
+        and any(file.suffix != ".part" for file in folder.iterdir())
     ):
         raise UserError(
             "the folder that is to be written for the Megatron checkpoint holds something else",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.inert_pickle import names_in
 
 _DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
 _STORAGES = (
@@ -45,43 +46,6 @@ HARMLESS = frozenset(
     }
 )
 """Names in the pickles of Megatron's format that build values and do nothing else."""
-
-
-class _Inert:
-    """Stand for anything that a pickle names: takes every argument and state, and does nothing."""
-
-    def __new__(cls, *_: Any, **__: Any) -> _Inert:
-        return super().__new__(cls)
-
-    def __setstate__(self, _: Any) -> None:
-        pass
-
-    def __setitem__(self, _: Any, __: Any) -> None:
-        pass
-
-    def __call__(self, *_: Any, **__: Any) -> _Inert:
-        return self
-
-    def append(self, _: Any) -> None:
-        """Take an element of what would be a list."""
-
-    def extend(self, _: Any) -> None:
-        """Take elements of what would be a list."""
-
-
-class _Names(pickle.Unpickler):
-    """Collect the names that a pickle asks for, and give it none of them."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self.names: set[tuple[str, str]] = set()
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        self.names.add((module_name, global_name))
-        return _Inert
-
-    def persistent_load(self, pid: Any, /) -> Any:
-        return _Inert()
 
 
 def refuse_code(folder: Path, *, trusted: bool) -> None:
@@ -127,12 +91,10 @@ def _stored_values(folder: Path, directory: Any) -> Iterator[tuple[Path, int, in
 
 
 def _names(content: bytes, place: Path) -> set[tuple[str, str]]:
-    reader = _Names(io.BytesIO(content))
     try:
-        reader.load()
+        return names_in(content)
     except Exception as error:
         raise _unreadable(place, error) from error
-    return reader.names
 
 
 def _names_in_archive(content: bytes, place: Path) -> set[tuple[str, str]]:

@@ -63,7 +63,7 @@ def write(
     strategy: Any = kind("torch_dist", 1, thread_count=1)
     if model is not None:
         strategy = FullyParallelSaveStrategyWrapper(strategy, model.groups.data_context)
-    dist_checkpointing.save(state, str(folder), strategy, content_metadata=content and dict(content))
+    dist_checkpointing.save(state, str(folder), strategy, content_metadata=dict(content) if content else None)
 
 
 def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> None:

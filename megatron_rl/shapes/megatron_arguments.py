@@ -204,7 +204,9 @@ def config_of(arguments: Mapping[str, Any], where: str, vocabulary: int | None) 
         else:
             alike = get("moe_router_pre_softmax")
             config |= {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": not alike}
-            config["mlp_only_layers"] = [layer for layer, on in enumerate(_expert_layers(arguments)) if not on]
+            config["mlp_only_layers"] = [
+                layer for layer, on in enumerate(_expert_layers(arguments)) if not on
+            ]
     return config
 
 
@@ -213,12 +215,18 @@ def _refusals(arguments: Mapping[str, Any], where: str) -> Iterator[UserError]:
     for name, meaning in _ABSENT.items():
         if arguments.get(name):
             yield _refusal(where, name, arguments[name], f"not set: {meaning} cannot be trained here")
-    for name, expected in (("position_embedding_type", "rope"), ("normalization", "RMSNorm"), ("swiglu", True)):
+    for name, expected in (
+        ("position_embedding_type", "rope"),
+        ("normalization", "RMSNorm"),
+        ("swiglu", True),
+    ):
         if arguments.get(name) != expected:
             yield _refusal(where, name, arguments.get(name), repr(expected))
     if arguments.get("multi_latent_attention"):
         fix = "name a folder with the model's own config.json in model.hf_path"
-        yield _refusal(where, "multi_latent_attention", True, "a config.json: it is not derived for these", fix)
+        yield _refusal(
+            where, "multi_latent_attention", True, "a config.json: it is not derived for these", fix
+        )
     for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"):
         if not isinstance(arguments.get(name), int):
             yield _refusal(where, name, arguments.get(name), "a number")
@@ -306,7 +314,9 @@ def _refusal(where: str, name: str, value: Any, expected: str, fix: str | None =
 def derived(arguments: Mapping[str, Any], where: str, vocabulary: int | None) -> dict[str, Any]:
     """Return a derived config.json that leads back to the arguments; raises UserErrors as `config_of`."""
     config = config_of(arguments, where, vocabulary)
-    errors = contradictions(arguments, describe(config, "the derived config.json"), where, "what is supported")
+    errors = contradictions(
+        arguments, describe(config, "the derived config.json"), where, "what is supported"
+    )
     if errors:
         raise UserErrors(errors)
     return config

@@ -6,9 +6,7 @@ value that holds what it is given and does nothing, so no checkpoint can run cod
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 import re
 import zipfile
 from collections import Counter
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.inert_pickle import Inert, read_pickle
 from megatron_rl.shapes.layer_weights import Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_json
@@ -83,11 +82,11 @@ class MegatronCheckpoint:
             places[name] = place
             stored = self.tensors[place.key].shape
             size = stored[len(place.index) :]
-            inside = all(
-                position < extent for position, extent in zip(place.index, stored, strict=False)
-            )
+            inside = all(position < extent for position, extent in zip(place.index, stored, strict=False))
             padded = name.endswith(("word_embeddings.weight", "output_layer.weight"))
-            if not inside or (size[0] < expected[0] or size[1:] != expected[1:] if padded else size != expected):
+            if not inside or (
+                size[0] < expected[0] or size[1:] != expected[1:] if padded else size != expected
+            ):
                 errors.append(self._other_shape(name, expected, place, stored, padded))
         unexpected = sorted(set(self.tensors) - {place.key for place in places.values()})
         filled = Counter((place.key, len(place.index)) for place in places.values())
@@ -166,7 +165,7 @@ class MegatronCheckpoint:
 
 
 def pointer(path: str | Path) -> dict[str, Any] | None:
-    """Return what a model's folder says of the Megatron checkpoint with its weights, None where it has them."""
+    """Return what a model's folder says of the Megatron checkpoint with its weights, if not its own."""
     file = Path(path) / POINTER
     return read_json(file) if file.is_file() else None
 
@@ -202,7 +201,7 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
         )
     common = _common(folder / ARGUMENTS)
     arguments = common.get("args")
-    if not isinstance(arguments, _Value):
+    if not isinstance(arguments, Inert):
         raise UserError(
             "the checkpoint does not hold the arguments it was trained with",
             where=str(folder / ARGUMENTS),
@@ -276,59 +275,11 @@ def _is_legacy(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("mp_rank_*"))
 
 
-class _Value:
-    """Stand for whatever a pickle names: ``state`` and ``given`` hold what it is made of."""
-
-    name = ""
-
-    def __new__(cls, *given: Any, **_: Any) -> _Value:
-        value = super().__new__(cls)
-        value.given, value.state = given, _State()
-        return value
-
-    given: tuple[Any, ...]
-    state: Any
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            vars(self.state).update(state)
-        else:
-            self.given = state if isinstance(state, tuple) else (state,)
-
-    def __setitem__(self, _: Any, __: Any) -> None:
-        pass
-
-    def append(self, _: Any) -> None:
-        """Take an element of what would be a list."""
-
-    def extend(self, _: Any) -> None:
-        """Take elements of what would be a list."""
-
-
-class _State:
-    """Hold the attributes that a pickle gives a value."""
-
-
-class _Reader(pickle.Unpickler):
-    """Read a pickle as plain values and `_Value`; nothing that it names is imported or called."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if (module_name, global_name) == ("torch", "Size"):
-            return tuple
-        return type(global_name, (_Value,), {"name": f"{module_name}.{global_name}"})
-
-    def persistent_load(self, pid: Any, /) -> Any:
-        return None
-
-
 def _common(path: Path) -> Mapping[Any, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
-            content = _Reader(io.BytesIO(archive.read(name))).load()
+            content = read_pickle(archive.read(name))
     except Exception as error:  # whatever a damaged pickle leads to
         raise _damaged(path, error) from error
     if not isinstance(content, dict):
@@ -337,7 +288,7 @@ def _common(path: Path) -> Mapping[Any, Any]:
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
-    directory = vars(_Reader(io.BytesIO(path.read_bytes())).load().state)
+    directory = vars(read_pickle(path.read_bytes()).state)
     stored: dict[str, dict[tuple[int, ...], Any]] = {}
     for index, place in directory["storage_data"].items():
         entry, place = vars(index.state), vars(place.state)
@@ -354,7 +305,9 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
             place = stored.get(name, {}).get(start)
             if place is not None:
                 chunks.append(
-                    Chunk(start, size, str(place["relative_path"]), int(place["offset"]), int(place["length"]))
+                    Chunk(
+                        start, size, str(place["relative_path"]), int(place["offset"]), int(place["length"])
+                    )
                 )
         dtype = entry["properties"].given[0]
         tensors[name] = StoredTensor(tuple(entry["size"]), str(getattr(dtype, "name", dtype)), tuple(chunks))
@@ -366,13 +319,12 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the values that JSON has, and types by name; others are of no model."""
     for name, value in values.items():
-        if isinstance(value, type) and issubclass(value, _Value):
+        if isinstance(value, type) and issubclass(value, Inert):
             yield name, value.name
         elif value is None or isinstance(value, bool | int | float | str):
             yield name, value
-        elif isinstance(value, list | tuple):
-            if all(item is None or isinstance(item, bool | int | float | str) for item in value):
-                yield name, list(value)
+        elif isinstance(value, list | tuple) and all(type(item) in (bool, int, float, str) for item in value):
+            yield name, list(value)
 
 
 def _size(path: Path) -> int | None:
@@ -387,7 +339,9 @@ def _damaged(path: Path, error: Exception) -> UserError:
         "a file of the Megatron checkpoint cannot be read",
         where=str(path),
         expected="what Megatron-LM writes with --ckpt-format torch_dist",
-        got="no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"[:300],
+        got="no such file"
+        if isinstance(error, FileNotFoundError)
+        else f"{type(error).__name__}: {error}"[:300],
         fix="copy the whole folder again, or name another iteration",
     )
 

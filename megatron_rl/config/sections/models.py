@@ -23,8 +23,8 @@ class ModelConfig:
     """Name the checkpoint that every role starts from: a Hugging Face model's, or one of Megatron-LM."""
 
     path: str = required(
-        "Directory with config.json, safetensors and tokenizer files; with `megatron` it is written, in run_dir "
-        "unless stated, with config.json and tokenizer alone.",
+        "Directory with config.json, safetensors and tokenizer files; with `megatron` it is written, in "
+        "run_dir where nothing is stated, with config.json and tokenizer alone.",
         example="models/Qwen2.5-7B-Instruct",
         also_called={
             "NeMo-RL": "model_name, tokenizer.name",

@@ -20,7 +20,6 @@ from megatron_rl.shapes.layer_weights import OUTPUT, SCALAR
 from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.types import TensorBox
 
-
 Checkpoint = CheckpointFiles | MegatronFiles
 """What gives slices of a model's tensors by their Hugging Face names."""
 
