@@ -148,31 +148,14 @@ def config_of(arguments: Mapping[str, Any], where: str, vocabulary: int | None) 
     """
     get = arguments.get
     refused = list(_refusals(arguments, where))
-    size = get("vocab_size") or vocabulary
-    if size and get("tokenizer_type") == "NullTokenizer":
-        size += 1  # it ends documents with a token of its own, behind the others
+    size = _vocabulary(arguments) or vocabulary
     if size is None:
-        refused.append(
-            _refusal(
-                where,
-                "vocab_size",
-                None,
-                "a number, or a tokenizer that has one",
-                "name the model's tokenizer in model.hf_path",
-            )
-        )
+        fix = "name the model's tokenizer in model.hf_path"
+        refused.append(_refusal(where, "vocab_size", None, "a number, or a tokenizer that has one", fix))
     if refused:
         raise UserErrors(refused)
     heads, experts = get("num_attention_heads"), get("num_experts")
-    qk_norm = bool(get("qk_layernorm"))
-    family, architecture = {
-        (False, False): ("llama", "LlamaForCausalLM"),
-        (False, True): ("qwen3", "Qwen3ForCausalLM"),
-        (True, False): ("mixtral", "MixtralForCausalLM"),
-        (True, True): ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    }[bool(experts), qk_norm]
-    if get("add_qkv_bias") and not experts and not qk_norm and not get("add_bias_linear"):
-        family, architecture = "qwen2", "Qwen2ForCausalLM"
+    family, architecture = _family(arguments)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(get("rotary_base", 10000))}
     if get("use_rope_scaling"):
         rope |= {"rope_type": "llama3", "factor": get("rope_scaling_factor", 8.0), **LLAMA3}
@@ -208,6 +191,26 @@ def config_of(arguments: Mapping[str, Any], where: str, vocabulary: int | None) 
                 layer for layer, on in enumerate(_expert_layers(arguments)) if not on
             ]
     return config
+
+
+def _family(arguments: Mapping[str, Any]) -> tuple[str, str]:
+    """Return model_type and architecture of the transformers class with such layers."""
+    experts, qk_norm = bool(arguments.get("num_experts")), bool(arguments.get("qk_layernorm"))
+    if arguments.get("add_qkv_bias") and not (experts or qk_norm or arguments.get("add_bias_linear")):
+        return "qwen2", "Qwen2ForCausalLM"
+    return {
+        (False, False): ("llama", "LlamaForCausalLM"),
+        (False, True): ("qwen3", "Qwen3ForCausalLM"),
+        (True, False): ("mixtral", "MixtralForCausalLM"),
+        (True, True): ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    }[experts, qk_norm]
+
+
+def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
+    """Return the tokens of the tokenizer that the arguments state, None where they leave it to that."""
+    size = arguments.get("vocab_size")
+    # This one ends documents with a token of its own, behind those that are counted.
+    return size + 1 if size and arguments.get("tokenizer_type") == "NullTokenizer" else size
 
 
 def _refusals(arguments: Mapping[str, Any], where: str) -> Iterator[UserError]:

@@ -37,7 +37,7 @@ class ModelConfig:
         None,
         "Checkpoint of Megatron-LM (torch_dist) with the weights: the folder of --save, or one iter_* in it.",
         unset="the weights are those in `path`",
-        also_called={"Megatron-LM": "load", "slime": "load"},
+        also_called={"Megatron-LM": "load"},
     )
     hf_path: str | None = setting(
         None,
