@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests import nccl_rules
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH_SECONDS = 300.0
@@ -169,7 +172,10 @@ class Launcher:
 
 
 class RankServer:
-    """Talk to ``rank_server.py``, which starts when the first launch needs it."""
+    """Talk to ``rank_server.py``, which starts when the first launch needs it.
+
+    What its ranks tell one another is held against the rules of NCCL; see ``nccl_rules.py``.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -195,6 +201,8 @@ class RankServer:
         streams = [self._folder / f"{self._launches}_{name}" for name in ("stdout", "stderr")]
         for stream in streams:
             stream.touch()
+        calls = self._folder / f"{self._launches}_calls"
+        calls.mkdir()
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         order = {
             "script": script,
@@ -204,6 +212,7 @@ class RankServer:
             "environment": address | env,
             "stdout": str(streams[0]),
             "stderr": str(streams[1]),
+            "calls": str(calls),
         }
         server.stdin.write(json.dumps(order).encode() + b"\n")
         watcher = int(server.stdout.readline())
@@ -214,6 +223,10 @@ class RankServer:
         stdout, stderr = (stream.read_text() for stream in streams)
         if late:
             pytest.fail(f"no end after {timeout:.0f} s: {script}\n{_tail(stdout)}\n{_tail(stderr)}")
+        broken = nccl_rules.violations(nccl_rules.read(calls)) if code == 0 else []
+        shutil.rmtree(calls)
+        if broken:
+            pytest.fail("NCCL would not carry this out:\n" + "\n".join(broken))
         return Launch(code, stdout, stderr)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 IMPORTED = (
@@ -88,6 +89,7 @@ def end(ranks: set[int]) -> None:
     """Ask ranks to end, and after some patience kill them."""
     for process in ranks:
         os.kill(process, signal.SIGTERM)
+        os.kill(process, signal.SIGCONT)  # one that was stopped takes no signal else
     limit = time.monotonic() + PATIENCE
     while ranks:
         process, _ = os.waitpid(-1, os.WNOHANG)
@@ -104,6 +106,10 @@ def work(launch: dict, rank: int) -> None:
     size = str(launch["ranks"])
     names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.update(launch["environment"] | names)
+    if launch["ranks"] > 1:
+        from tests import nccl_rules
+
+        nccl_rules.record(Path(launch["calls"]))
     become([launch["script"], *launch["arguments"]], module=launch["module"])
 
 

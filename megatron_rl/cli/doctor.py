@@ -124,11 +124,11 @@ def _imports() -> list[Finding]:
 
 def _links(world: int) -> list[Finding]:
     """Measure the links between ranks. Collective over the world."""
-    from megatron_rl.parallel import device, exchange, probe
+    from megatron_rl.parallel import device, probe, watch
 
     device.initialize(60.0)
     links = probe.probe_links(socket.gethostname())
-    exchange.leave()
+    watch.leave()
     machines = len(set(links.hosts))
     rate = links.bus_bandwidth
     text = (

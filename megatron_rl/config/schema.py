@@ -257,7 +257,7 @@ class RunConfig:
     preference: PreferenceConfig | None = setting(None, "Training on preferences.", unset="none")
     rank_timeout: float = setting(
         600.0,
-        "Time after which a rank that waits for others gives up.",
+        "Time after which a job stops in which no rank gets on. A rank may wait longer for one that does.",
         unit="seconds",
         more_than=0,
         at_most=MOST_SECONDS,

@@ -19,7 +19,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import gather_objects, rank_in, sum_over_ranks
 from megatron_rl.parallel.hf.weights import source_boxes
 from megatron_rl.parallel.model import Chunked, live_parameters
-from megatron_rl.parallel.transfer import gather_layout
+from megatron_rl.parallel.transfer import connect, gather_layout
 from megatron_rl.rollout.engine import WeightStore
 from megatron_rl.types import TensorBox
 
@@ -136,6 +136,7 @@ class HybridEngine:
         model_boxes = source_boxes(self._model) if self._model is not None else None
         engine_boxes = self._engine.boxes() if self._engine is not None else None
         self._refuse_empty(engine_boxes)
+        connect(self._group)
         sources = gather_layout(model_boxes, _dtypes(held), self._group)
         destinations = gather_layout(engine_boxes, _dtypes(written), self._group)
         hosts = dict(gather_objects((self._rank, socket.gethostname()), self._group))

@@ -23,10 +23,13 @@ from torch.overrides import TorchFunctionMode
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import launch
 
+# Megatron's overlap of tensor parallelism needs it, and an accelerator reads it when it is first asked for.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 _ON_HOST = not torch.cuda.is_available()
 _installed = False
 _depth = 0
 _timeout: timedelta | None = None
+_DAYS = timedelta(days=7)
 _LOOKS = timedelta(seconds=0.5)
 """Time between two looks at whether the job has begun anew while its ranks met."""
 
@@ -57,14 +60,21 @@ def backends() -> str:
 
 
 def synchronize() -> None:
-    """Wait until everything launched on the device is done."""
-    if not _ON_HOST:
+    """Wait until everything launched on the device is done; one that nobody has used stays unused.
+
+    Asked too early, it would be the first device of the machine on every rank.
+    """
+    if _in_use():
         torch.cuda.synchronize()
+
+
+def _in_use() -> bool:
+    return not _ON_HOST and torch.cuda.is_initialized()
 
 
 def empty_cache() -> None:
     """Give cached, unused device memory back to the driver."""
-    if not _ON_HOST:
+    if _in_use():
         torch.cuda.empty_cache()
 
 
@@ -77,6 +87,8 @@ def peak_memory(reset: bool = False) -> int:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if not _in_use():
+        return 0
     peak = torch.cuda.max_memory_allocated()
     if reset:
         torch.cuda.reset_peak_memory_stats()
@@ -93,14 +105,14 @@ def world_size() -> int:
     return launch().world_size
 
 
-def initialize(timeout: float = 600.0) -> None:
+def initialize(timeout: float = 600.0, *, waits: bool = False) -> None:
     """Join the job: pick the device, start torch.distributed, prepare Megatron for the device.
 
-    ``timeout`` in seconds bounds every collective. Without a launcher the job is this one process.
-    Collective over the world.
+    ``timeout`` in seconds bounds the meeting and, unless something else ends a job that ``waits`` in vain,
+    every collective. Without a launcher the job is this one process. Collective over the world.
     """
     global _timeout
-    _timeout = timedelta(seconds=timeout)
+    _timeout = _DAYS if waits else timedelta(seconds=timeout)
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -110,26 +122,28 @@ def initialize(timeout: float = 600.0) -> None:
         os.environ.setdefault(name, value)
     if not _ON_HOST:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's overlap of TP needs it
     if not dist.is_initialized():
         try:
             dist.init_process_group(
-                backends(), timeout=_timeout, store=_store(), rank=rank(), world_size=world_size()
+                backends(),
+                timeout=_timeout,
+                store=_store(timedelta(seconds=timeout)),
+                rank=rank(),
+                world_size=world_size(),
             )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise _no_meeting(error, timeout) from error
     prepare_megatron()
 
 
-def _store() -> dist.Store:
+def _store(timeout: timedelta) -> dist.Store:
     """Return where the ranks find each other, empty but for what they write. Collective over the world."""
     if "MASTER_PORT" not in os.environ:
         return dist.HashStore()
-    assert _timeout is not None
-    store, number, size = next(rendezvous("env://", timeout=_timeout))
-    store.set_timeout(_timeout)
+    store, number, size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return dist.PrefixStore(meet(store, number, size, _timeout), store)
+        return dist.PrefixStore(meet(store, number, size, timeout), store)
     return store
 
 

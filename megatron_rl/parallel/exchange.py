@@ -91,8 +91,9 @@ class Members:
     def _sizes(self, shard: RowShard) -> list[list[int]]:
         """Return each member's numbers of rows, of tokens, and of each field's items."""
         counts = [len(shard.rows), int(shard.lengths.sum()), *map(len, shard.items.values())]
-        mine = torch.tensor(counts, dtype=torch.int64, device=device.device())
-        sizes = torch.empty((len(self.ranks), len(counts)), dtype=torch.int64, device=device.device())
+        # On the host: whoever is done first waits here, and waiting costs an accelerator all of its time.
+        mine = torch.tensor(counts, dtype=torch.int64)
+        sizes = torch.empty((len(self.ranks), len(counts)), dtype=torch.int64)
         dist.all_gather_into_tensor(sizes.view(-1), mine, group=self.group)
         return sizes.tolist()
 
@@ -179,7 +180,10 @@ def share(value: Any, ranks: tuple[int, ...]) -> Any:
 
 
 def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
-    """Return the element-wise sum over the group, in place; integers wrap. Collective over the group."""
+    """Return the element-wise sum of host tensors over the group, in place; integers wrap.
+
+    Collective over the group.
+    """
     dist.all_reduce(values, group=group)
     return values
 
@@ -192,10 +196,3 @@ def rank_in(group: Any = None) -> int:
 def barrier() -> None:
     """Wait for every rank. Collective over the world."""
     dist.barrier()
-
-
-def leave() -> None:
-    """Leave the job in an orderly way. Collective over the world."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()

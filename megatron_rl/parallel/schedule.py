@@ -24,6 +24,7 @@ from megatron_rl.parallel.experts import RoutedTokens
 from megatron_rl.parallel.log_probs import Support
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.packing import PackedRows, partition
+from megatron_rl.progress import advance
 from megatron_rl.types import token_index
 
 
@@ -314,6 +315,7 @@ def _forward_step(
     wrapped: Any,
 ) -> tuple[Tensor, Callable[..., Any]]:
     micro = next(iterator)
+    advance("micro-batches")
     routing, routed = model.routing, micro.routed
     with nullcontext() if routing is None or routed is None else routing.forward(routed):
         output = wrapped(micro.inputs, None, None, packed_seq_params=micro.packing)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.parallel.exchange import gather_objects, rank_in
 from megatron_rl.types import TensorBox
@@ -170,8 +171,8 @@ class Exchange:
         if key not in buffers:
             staged = zip(stream.lengths, storages, strict=True)
             largest = max(length for length, storage in staged if storage is None)
-            device = stream.messages[0][0].views[0].device
-            buffers[key] = torch.empty(largest, dtype=torch.uint8, device=device)
+            place = stream.messages[0][0].views[0].device
+            buffers[key] = torch.empty(largest, dtype=torch.uint8, device=place)
             self.staging_peak += largest
         return buffers[key][: stream.lengths[number]]
 
@@ -182,6 +183,15 @@ class Exchange:
                     value = segment.staged(buffers["in", peer])
                     for view in segment.views:
                         view.copy_(value)
+
+
+def connect(group: Any) -> None:
+    """Have every member of a group make its communicator, before some of them exchange messages.
+
+    An accelerator's library makes it with the first call on the group, which waits until all members have
+    entered one. ``group`` None is the world. Collective over the group.
+    """
+    dist.all_reduce(torch.zeros(1, device=device.device()), group=group)
 
 
 def slot_bytes(staging_bytes: int, streams: int) -> int:

@@ -20,6 +20,7 @@ from megatron_rl.contained.confinement import TOO_MANY_PROCESSES, TOO_MUCH_MEMOR
 from megatron_rl.contained.process import ContainedProcess, LoadFailed, kill_all
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
+from megatron_rl.progress import advance
 from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, Answer, Traits, answers_of
 
 LIMIT, DISORDER = "limit", "disorder"
@@ -144,6 +145,7 @@ class Worker:
                 break
             for row, answer in zip(call.rows, answers, strict=True):
                 outcomes[row] = answer
+                advance("rewards")
             del self.calls[number]
             if not self.traits.concurrent and self.calls:
                 next(iter(self.calls.values())).since = time.monotonic()

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_rl.data.chat_format import ChatFormat
 from megatron_rl.environments.hosts import Asks, Ended, Hosts, Restarted
 from megatron_rl.parallel.exchange import share
+from megatron_rl.progress import advance
 from megatron_rl.rewards.worker import WRONG_TYPE
 from megatron_rl.rollout.engine import Completion, Request, Sampler
 from megatron_rl.types import (
@@ -148,6 +149,7 @@ def drive(engine: Sampler, turns: Turns, limit: int | None) -> None:
             for request in commands.requests:
                 engine.submit(request)
             commands = turns.next(engine.step())
+            advance("engine steps")
 
 
 @dataclass

@@ -20,8 +20,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.durable import no_space
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError
 from megatron_rl.launcher import report_errors
-from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import barrier, gather_objects, leave
+from megatron_rl.parallel import device, watch
+from megatron_rl.parallel.exchange import barrier, gather_objects
 from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.run_lock import only_job_in
@@ -69,7 +69,9 @@ class Job:
 
         Collective over the world.
         """
-        device.initialize(self.config.rank_timeout)
+        watch.join(
+            self.config.rank_timeout, lambda: f"{self.stop.place} {self.phases.place}", self.stop.leave
+        )
         if self.main:
             for words in self._changes():
                 self.say(f"warning: this run goes on with another setting: {words}")
@@ -105,7 +107,7 @@ def job(config: RunConfig) -> Iterator[Job]:
         output_to(folder.rank_log(device.rank()), main) as console,
     ):
         yield Job(config, folder, console, phases, main, stop)
-        leave()
+        watch.leave()
 
 
 @contextmanager
@@ -130,8 +132,7 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
             _leave(EXIT_BAD_INPUT)
         place = describe_rank(config, device.rank())
         print(
-            f"\n{place} failed in phase '{phases.current}' of step {phases.step}: "
-            f"{type(error).__name__}: {error}\n{traceback.format_exc()}",
+            f"\n{place} failed {phases.place}: {type(error).__name__}: {error}\n{traceback.format_exc()}",
             file=sys.stderr,
             flush=True,
         )

@@ -269,6 +269,11 @@ class Phases:
         self._seconds: dict[str, float] = {}
         self._peaks: dict[str, int] = {}
 
+    @property
+    def place(self) -> str:
+        """Return where the process is, in words."""
+        return f"in phase '{self.current}' of step {self.step}"
+
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time the block as ``time/<name>`` and take its ``memory/<name>_peak_bytes``.

@@ -14,13 +14,12 @@ from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import checkpoint, device
+from megatron_rl.parallel import checkpoint, device, watch
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
-from megatron_rl.parallel.exchange import leave
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.roles.build import build_frozen_roles, build_policy
 from megatron_rl.trainer.evaluation import evaluate
-from megatron_rl.trainer.job import report_failure
+from megatron_rl.trainer.job import describe_rank, report_failure
 from megatron_rl.trainer.loop import Phases
 
 
@@ -34,7 +33,7 @@ def evaluate_checkpoint(config: RunConfig, path: Path, *, trusted: bool = False)
         tokenizer = load_tokenizer(config.model.path)
         with phases("data"):
             source = load_prompts(config, "data.eval", tokenizer)
-        device.initialize(config.rank_timeout)
+        watch.join(config.rank_timeout, lambda: f"{describe_rank(config, device.rank())} {phases.place}")
         with phases("build"):
             training = is_checkpoint(path)
             frozen = None if training else str(path)
@@ -48,7 +47,7 @@ def evaluate_checkpoint(config: RunConfig, path: Path, *, trusted: bool = False)
         if device.rank() == 0:
             for name, value in values.items():
                 print(f"{name:<24}{value:.4f}", flush=True)
-        leave()
+        watch.leave()
     return values
 
 
@@ -76,16 +75,17 @@ def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool 
         layout = LayoutConfig(ranks=tuple(range(world)), pipeline=world)
     else:
         layout = resolve(config, world).config.actor.layout
-    with report_failure(config, Phases()):
+    phases = Phases()
+    with report_failure(config, phases), phases("export"):
         arguments, begun = checkpoint_arguments(config.model.path) if form == "megatron" else ({}, 0)
-        device.initialize(config.rank_timeout)
+        watch.join(config.rank_timeout, lambda: f"{describe_rank(config, device.rank())} {phases.place}")
         model = build_policy(config, role_layout(layout, "layout"), trainable=False)
         meta = checkpoint.load_model(path, model, trusted=trusted)
         if form == "megatron":
             save_megatron(out, model, arguments, begun + int(meta["step"]))
         elif model is not None:
             export(model, out, config.model.path)
-        leave()
+        watch.leave()
     if device.rank() == 0:
         more = ": pretrain_gpt.py --load it with --finetune, or --no-load-optim to count iterations on"
         print(f"wrote {out}{more if form == 'megatron' else ''}", flush=True)

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron_rl.parallel.watch import last_calls
 from megatron_rl.trainer.loop import Phases
-
-_SHOWN = 4
-"""Calls of the stack that are told: the collective and who asked for it."""
-
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a job to stop: from launchers, terminals, and schedulers that will preempt it."""
@@ -33,7 +28,7 @@ class Stop:
 
     def __init__(self, place: str, phases: Phases, console: int, seconds: float) -> None:
         self.asked: int | None = None
-        self._place, self._phases, self._console, self._seconds = place, phases, console, seconds
+        self.place, self._phases, self._console, self._seconds = place, phases, console, seconds
         self._saves = False
         self._main = threading.main_thread().ident
 
@@ -52,14 +47,19 @@ class Stop:
         if not self._saves or self.asked is not None:
             self._end(number)
         self.asked = number
-        os.write(self._console, f"\n{self._place} was asked to stop ({name}): after this step\n".encode())
+        os.write(self._console, f"\n{self.place} was asked to stop ({name}): after this step\n".encode())
         timer = threading.Timer(self._seconds, self._end, args=(number,))
         timer.daemon = True
         timer.start()
 
+    def leave(self, words: str, code: int = 1) -> None:
+        """Say the words on the console and end the process at once."""
+        os.write(self._console, f"\n{words}\n".encode())
+        os._exit(code)
+
     def _end(self, number: int) -> None:
-        os.write(self._console, _words(self._place, self._phases, self._main).encode())
-        os._exit(128 + number)
+        calls = last_calls(self._main)
+        self.leave(f"{self.place} was stopped {self._phases.place}, inside {calls}", 128 + number)
 
 
 @contextmanager
@@ -95,11 +95,3 @@ def report_stop(place: str, phases: Phases, seconds: float) -> Iterator[Stop]:
         listener.join()
         os.close(woken)
         os.close(console)
-
-
-def _words(place: str, phases: Phases, main: int | None) -> str:
-    frame = sys._current_frames().get(main or 0)
-    stack = traceback.extract_stack(frame) if frame is not None else []
-    own = [entry.name for entry in stack if entry.name != "wrapper"][-_SHOWN:]
-    calls = " > ".join(own) or "an unknown call"
-    return f"\n{place} was stopped in phase '{phases.current}' of step {phases.step}, inside {calls}\n"

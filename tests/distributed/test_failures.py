@@ -72,7 +72,7 @@ def test_a_rank_that_is_gone_ends_the_job_by_name(material, tmp_path, sent):
     try:
         await_step(tmp_path, launcher)
         os.kill(rank_process(launcher.pid, 1).pid, sent)
-        # A hanging rank is noticed after rank_timeout, and torchrun gives a stopped process 30 s to end.
+        # A job that hangs is ended after rank_timeout, and torchrun gives a stopped process 30 s to end.
         assert launcher.wait(timeout=180) == 1
     except subprocess.TimeoutExpired:
         pytest.fail((tmp_path / "output").read_text()[-3000:])
@@ -80,13 +80,18 @@ def test_a_rank_that_is_gone_ends_the_job_by_name(material, tmp_path, sent):
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
     text = (tmp_path / "output").read_text()
-    place = r"rank 0 \(actor: tensor 0, pipeline 0, data 0; rollout: replica 0, tensor 0\)"
+    first, second = (
+        rf"rank {rank} \(actor: tensor 0, pipeline {rank}, data 0; rollout: replica {rank}, tensor 0\)"
+        for rank in (0, 1)
+    )
+    phase = r"in phase '\w+' of step \d+"
     if sent == signal.SIGKILL:
-        told = re.search(place + r" (was stopped|failed) in phase '\w+' of step \d+", text)
-        assert told, text[-3000:]
+        assert re.search(rf"{first} (was stopped|failed) {phase}", text), text[-3000:]
         assert "exitcode  : -9" in text
     else:
-        assert re.search(place + r" failed in phase '\w+' of step \d+: .*[Tt]imed out", text), text[-3000:]
+        silent = rf"no rank gets on for 8 s .*\n  {second} says nothing any more, and was last seen {phase} "
+        waits = rf"after .*\n  for which wait: {first} {phase} after \d+ engine steps, \d+ micro-batches, .*inside "
+        assert re.search(silent + waits, text), text[-3000:]
 
 
 def test_a_folder_has_one_job_and_ranks_leave_with_their_launcher(fork, material, tmp_path):
@@ -142,3 +147,26 @@ def test_a_job_that_is_asked_to_stop_saves_after_its_step(fork, material, tmp_pa
     assert f"{begin} steps was 100000 and is {int(told[1]) + 1}\n" in result.output
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, int(told[1]) + 2))
+
+
+WATCHED = Path(__file__).with_name("watch_ranks.py")
+
+
+def test_a_rank_may_be_waited_for_as_long_as_it_gets_on(fork):
+    assert fork(WATCHED, 4, "works").stdout.count("sum 4") == 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("hangs", r"\n  rank 2 \(none\) stands in phase 'generate' after no work, inside .*hangs > wait\n"),
+        ("is_stopped", r"\n  rank 2 \(none\) says nothing any more, and was last seen in phase '\w+' after"),
+    ],
+)
+def test_of_ranks_that_hang_the_one_is_named_that_the_others_wait_for(fork, fault, words):
+    result = fork(WATCHED, 4, fault, check=False)
+    waits = r".*  for which wait: rank 0 \(none\) in phase 'generate' after no work, inside .*all_reduce and 2 more"
+    assert result.returncode == 1
+    assert re.search(r"no rank gets on for 4 s \(rank_timeout\)" + words + waits, result.stderr, re.DOTALL), (
+        result.output
+    )

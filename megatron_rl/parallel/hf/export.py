@@ -28,7 +28,7 @@ from megatron_rl.parallel.hf.files import (
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import source_boxes, view_of
 from megatron_rl.parallel.model import live_parameters
-from megatron_rl.parallel.transfer import Exchange, gather_layout
+from megatron_rl.parallel.transfer import Exchange, connect, gather_layout
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.types import TensorBox
 
@@ -84,6 +84,7 @@ def export(
     boxes = source_boxes(model)
     sources = gather_layout(boxes, {name: value.dtype for name, value in parameters.items()}, group)
     writer = _Writer(files, shapes, dtypes, target)
+    connect(group)
     _collect(steps, sources, BoxIndex(boxes), parameters, writer, group)
     error = writer.close()
     _raise_together(error, path, group)

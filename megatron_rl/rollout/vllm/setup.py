@@ -211,7 +211,9 @@ class _Distributed:
     def new_group(self, ranks: Any, **more: Any) -> Any:
         whole = self._layout.size == self._real.get_world_size()
         if whole and not device.on_host():
-            return self._real.new_group(ranks, sort_ranks=False, **more)
+            return self._real.new_group(
+                ranks, **{**more, "sort_ranks": False, "timeout": device.collective_timeout()}
+            )
         return communicator(tuple(ranks))
 
 

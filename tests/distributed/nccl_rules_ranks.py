@@ -1,0 +1,59 @@
+"""Break one rule of NCCL that gloo does not know; the argument names it. Also imported for the names."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import barrier
+from megatron_rl.parallel.watch import leave
+
+
+def first_call_of_some() -> None:
+    """Have two of three members make the first call of a group."""
+    group = dist.new_group([0, 1, 2])
+    rank, value = dist.get_rank(), torch.ones(4)
+    if rank < 2:
+        kind = dist.irecv if rank else dist.isend
+        for work in dist.batch_isend_irecv([dist.P2POp(kind, value, 1 - rank, group)]):
+            work.wait()
+    barrier()
+    dist.all_reduce(value, group=group)
+
+
+def crossed_groups() -> None:
+    """Begin the calls of two groups in one order here, in the other there."""
+    groups = [dist.new_group([0, 1, 2]), dist.new_group([0, 1, 2])]
+    order = groups if dist.get_rank() else groups[::-1]
+    works = [dist.all_reduce(torch.ones(4), group=group, async_op=True) for group in order]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def another_order() -> None:
+    """Exchange two messages of a pair, each side beginning with what it sends."""
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    if rank < 2:
+        works = [dist.isend(torch.ones(4), peer), dist.irecv(torch.ones(4), peer)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+
+def wrong_tensors() -> None:
+    """Send numbers of a type, and from a storage, that NCCL does not take."""
+    rank, value = dist.get_rank(), torch.ones(4, dtype=torch.int16)
+    operations = [dist.P2POp(dist.irecv, torch.ones_like(value), (rank - 1) % 3)]
+    for work in dist.batch_isend_irecv([*operations, dist.P2POp(dist.isend, value, (rank + 1) % 3)]):
+        work.wait()
+    dist.broadcast(torch.ones(4, 4).t()[:, :2], 0)
+
+
+if __name__ == "__main__":
+    device.initialize(60.0)
+    {name: value for name, value in globals().items() if callable(value)}[sys.argv[1]]()
+    leave()

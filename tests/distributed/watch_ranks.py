@@ -1,0 +1,51 @@
+"""Four ranks of which the third does not come to the others' sum: it works, hangs, or is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.parallel import watch
+from megatron_rl.progress import advance
+
+LIMIT = 4.0
+
+
+def works() -> None:
+    """Sample responses for three times the limit, waiting for each at the same place."""
+    end = time.monotonic() + 3 * LIMIT
+    while time.monotonic() < end:
+        wait(LIMIT / 16)
+        advance("engine steps")
+
+
+def hangs() -> None:
+    """Wait for something else than the other ranks."""
+    wait(100 * LIMIT)
+
+
+def is_stopped() -> None:
+    """Be stopped as a whole, and its threads with it."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+if __name__ == "__main__":
+    rank, state = int(os.environ["RANK"]), {"phase": "build"}
+    watch.join(LIMIT, lambda: f"rank {rank} (none) in phase '{state['phase']}'")
+    dist.all_reduce(torch.ones(1))
+    state["phase"] = "generate"
+    if rank == 2:
+        {"works": works, "hangs": hangs, "is_stopped": is_stopped}[sys.argv[1]]()
+    values = torch.ones(1)
+    dist.all_reduce(values)
+    print(f"sum {values.item():.0f}", flush=True)
+    watch.leave()
