@@ -2,8 +2,8 @@
 
 `record` notes each rank's calls of torch.distributed in a file; `violations` reads the files of all ranks and
 plays the calls again as NCCL would carry them out: each group has one communicator, which its members make
-together with their first call; calls of a communicator follow one another; a rank that waits in one call is in
-no other. gloo has connections between pairs of ranks and looks at none of this.
+together with their first call; calls of a communicator follow one another; a rank that waits in one call is
+in no other. gloo has connections between pairs of ranks and looks at none of this.
 """
 
 from __future__ import annotations

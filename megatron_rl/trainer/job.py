@@ -69,9 +69,8 @@ class Job:
 
         Collective over the world.
         """
-        watch.join(
-            self.config.rank_timeout, lambda: f"{self.stop.place} {self.phases.place}", self.stop.leave
-        )
+        place, phases = self.stop.place, self.phases
+        watch.join(self.config.rank_timeout, lambda: f"{place} {phases.place}", self.stop.leave)
         if self.main:
             for words in self._changes():
                 self.say(f"warning: this run goes on with another setting: {words}")

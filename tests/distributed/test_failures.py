@@ -90,7 +90,7 @@ def test_a_rank_that_is_gone_ends_the_job_by_name(material, tmp_path, sent):
         assert "exitcode  : -9" in text
     else:
         silent = rf"no rank gets on for 8 s .*\n  {second} says nothing any more, and was last seen {phase} "
-        waits = rf"after .*\n  for which wait: {first} {phase} after \d+ engine steps, \d+ micro-batches, .*inside "
+        waits = rf"after .*\n  for which wait: {first} {phase} after \d+ engine steps, .*inside "
         assert re.search(silent + waits, text), text[-3000:]
 
 
@@ -165,7 +165,9 @@ def test_a_rank_may_be_waited_for_as_long_as_it_gets_on(fork):
 )
 def test_of_ranks_that_hang_the_one_is_named_that_the_others_wait_for(fork, fault, words):
     result = fork(WATCHED, 4, fault, check=False)
-    waits = r".*  for which wait: rank 0 \(none\) in phase 'generate' after no work, inside .*all_reduce and 2 more"
+    waits = (
+        r".*  for which wait: rank 0 \(none\) in phase 'generate' after .*, inside .*all_reduce and 2 more"
+    )
     assert result.returncode == 1
     assert re.search(r"no rank gets on for 4 s \(rank_timeout\)" + words + waits, result.stderr, re.DOTALL), (
         result.output
