@@ -189,16 +189,16 @@ def _trained(
     tokens = learner.tokens
     memory = training_memory(shape, layout, stages, stage, optimizer, built, tokens, learner.microbatches)
     scoring = scoring_memory(shape, layout, stages, stage, built, tokens)
-    training = ("score", "learn") if learner.offload else PHASES
+    scored, learned = (("score", "learn"), ("learn",)) if learner.offload else (PHASES, PHASES)
     count = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters"
     items = [
-        MemoryItem(f"{role} weights", int(memory.weights), training, f"{count} x {built.dtype_bytes} B"),
-        MemoryItem(named("gradients"), int(memory.gradients), training, f"{count} x 4 B (float32)"),
+        MemoryItem(f"{role} weights", int(memory.weights), scored, f"{count} x {built.dtype_bytes} B"),
+        MemoryItem(named("gradients"), int(memory.gradients), learned, f"{count} x 4 B (float32)"),
     ]
     if not optimizer.offload:
         shared = f"shared by {layout.data * layout.context}" if optimizer.distributed else "not shared"
         how = f"{states} B per parameter, {shared}"
-        items.append(MemoryItem(named("optimizer"), int(memory.optimizer), training, how))
+        items.append(MemoryItem(named("optimizer"), int(memory.optimizer), learned, how))
     part = f"{tokens // layout.context} tokens"
     how = f"{part} x {len(stages[stage])} layers x micro-batches in flight, recompute {learner.recompute}"
     items.append(MemoryItem(named("activations"), int(memory.activations), ("learn",), how, role))

@@ -168,9 +168,15 @@ def _view(storages: Mapping[str, Tensor], box: TensorBox) -> Tensor:
     return storage.as_strided(box.size, box.stride, storage.storage_offset() + box.offset)
 
 
-def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, torch.dtype], ...]:
-    """Return what tells whether compiled views still point at these storages."""
-    return tuple((name, tensor.data_ptr(), tensor.dtype) for name, tensor in storages.items())
+def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, torch.dtype], ...]:
+    """Return what tells whether compiled views, which keep their storages alive, are still of these.
+
+    A storage that is emptied and filled again elsewhere in memory is the same one, and its views follow.
+    """
+    return tuple(
+        (name, tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
+        for name, tensor in storages.items()
+    )
 
 
 # --- checksums

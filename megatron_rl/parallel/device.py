@@ -10,6 +10,7 @@ import logging
 import os
 import time
 import uuid
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 from torch.overrides import TorchFunctionMode
 
@@ -76,6 +78,19 @@ def empty_cache() -> None:
     """Give cached, unused device memory back to the driver."""
     if _in_use():
         torch.cuda.empty_cache()
+
+
+def host_buffer(size: int) -> Tensor:
+    """Return ``size`` bytes of host memory that an accelerator copies to and from by itself.
+
+    They are pinned as they are: torch's own allocator would round them up to a power of two.
+    """
+    buffer = torch.empty(size, dtype=torch.uint8)
+    if not _ON_HOST and size:
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
+        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
+    return buffer
 
 
 def peak_memory(reset: bool = False) -> int:

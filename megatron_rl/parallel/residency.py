@@ -1,10 +1,11 @@
-"""Move what a role keeps on the device into host memory while other roles work there, and back."""
+"""Move what a role keeps on the device into host memory while other roles work there, and back in parts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -17,73 +18,76 @@ from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
 
 
+class Use(IntEnum):
+    """Say what of a model must be on the device; each holds what those before it hold."""
+
+    READ = 1
+    """The weights, and nothing writes them: to score, to export, to bring them to an engine."""
+    STATE = 2
+    """Weights and optimizer states, to read or write: checkpoints."""
+    LEARN = 3
+    """Gradient buffers, too. They are zeros, as a mini-batch begins."""
+
+
 class Residency:
     """Keep a model's weights and optimizer states in host memory except inside `resident` blocks.
 
-    Storages are emptied and refilled in place, so every view of them stays valid; gradient buffers are
-    emptied and come back as zeros, as a mini-batch begins. With ``offload`` false nothing ever moves.
+    Storages are emptied and refilled in place, so every view of them stays valid; what the host still has of
+    weights that nobody wrote is not copied again. With ``offload`` false nothing ever moves.
     """
 
     def __init__(self, model: ParallelModel | None, *, offload: bool) -> None:
         self.model, self.offload = model, offload and model is not None
         self.optimizer: Optimizer | None = None
-        self._inside = 0
-        self._away: list[tuple[Any, Tensor | None, int]] = []
-        self._host: dict[int, Tensor] = {}
+        self._uses: list[Use] = []
         self._seconds = 0.0
         self._bytes = 0
+        self._parts = {
+            Use.READ: _Part(lambda: _storages(_weights(self.model))),
+            Use.STATE: _Part(self._states),
+            Use.LEARN: _Part(lambda: _storages(_gradients(self.model)), kept=False),
+        }
 
     @contextmanager
-    def resident(self) -> Iterator[None]:
-        """Have everything on the device inside the block; blocks may nest."""
-        if self.offload and not self._inside:
-            self._return()
-        self._inside += 1
+    def resident(self, use: Use) -> Iterator[None]:
+        """Have what ``use`` names on the device inside the block; blocks may nest."""
+        self._uses.append(use)
+        self._move()
         try:
             yield
         finally:
-            self._inside -= 1
-            if self.offload and not self._inside:
-                self.leave()
+            self._uses.pop()
+            self._move()
 
     def leave(self) -> None:
         """Move everything to host memory now, where the role offloads at all."""
-        if not self.offload or self._away:
+        self._move()
+
+    def _move(self) -> None:
+        """Bring what the open blocks use, and put the rest away."""
+        if not self.offload:
             return
         begun = time.perf_counter()
-        kept = _storages(_states(self.model, self.optimizer))
-        dropped = _storages(_gradients(self.model))
-        for key, storage in {**kept, **dropped}.items():
-            size = storage.nbytes()
-            host = None
-            if key not in dropped:
-                host = self._host_buffer(key, size)
-                host.copy_(_bytes_of(storage), non_blocking=True)
-                self._bytes += size
-            self._away.append((storage, host, size))
+        use = max(self._uses, default=0)
+        parts = self._parts
+        before = self._bytes
+        self._bytes += sum(part.put_away() for level, part in parts.items() if level > use)
+        if use > Use.READ:
+            parts[Use.READ].written = parts[Use.STATE].written = True
         device.synchronize()
-        for storage, _, _ in self._away:
-            storage.resize_(0)
-        device.empty_cache()
+        emptied = [part.empty() for level, part in parts.items() if level > use]
+        if any(emptied):
+            device.empty_cache()
+        self._bytes += sum(part.bring() for level, part in parts.items() if level <= use)
+        if self._bytes > before:
+            device.synchronize()
         self._seconds += time.perf_counter() - begun
 
-    def _return(self) -> None:
-        begun = time.perf_counter()
-        for storage, host, size in self._away:
-            storage.resize_(size)
-            if host is None:
-                _bytes_of(storage).zero_()
-            else:
-                _bytes_of(storage).copy_(host, non_blocking=True)
-                self._bytes += size
-        device.synchronize()
-        self._away.clear()
-        self._seconds += time.perf_counter() - begun
-
-    def _host_buffer(self, key: int, size: int) -> Tensor:
-        if key not in self._host or len(self._host[key]) != size:
-            self._host[key] = torch.empty(size, dtype=torch.uint8, pin_memory=not device.on_host())
-        return self._host[key]
+    def _states(self) -> dict[int, Any]:
+        """Return the optimizer's storages that are not the weights' own."""
+        weights = {tensor.untyped_storage()._cdata for tensor in _weights(self.model)}
+        found = _storages(_optimizer_states(self.optimizer))
+        return {key: storage for key, storage in found.items() if key not in weights}
 
     def metrics(self) -> Metrics:
         """Return the seconds and bytes that moving took on this rank since the last call."""
@@ -92,6 +96,57 @@ class Residency:
         found = Metrics({}, {"time/offload": self._seconds, "offload/bytes_max": float(self._bytes)})
         self._seconds, self._bytes = 0.0, 0
         return found
+
+
+class _Part:
+    """Storages that come and go together; those that are not ``kept`` come back as zeros.
+
+    ``written`` says that the host's copy, where there is one, is old.
+    """
+
+    def __init__(self, storages: Callable[[], dict[int, Any]], *, kept: bool = True) -> None:
+        self.written = True
+        self._storages, self._kept = storages, kept
+        self._away: dict[int, tuple[Any, int]] = {}
+        self._host: dict[int, Tensor] = {}
+
+    def put_away(self) -> int:
+        """Begin to copy what is on the device to the host; return the bytes."""
+        if self._away:
+            return 0
+        self._away = {key: (storage, storage.nbytes()) for key, storage in self._storages().items()}
+        if not self._kept:
+            return 0
+        copies, self._host, moved = self._host, {}, 0
+        for key, (storage, size) in self._away.items():
+            copy = copies.get(key)
+            new = copy is None or len(copy) != size
+            self._host[key] = copy = device.host_buffer(size) if new else copy
+            if new or self.written:
+                copy.copy_(_bytes_of(storage), non_blocking=True)
+                moved += size
+        self.written = False
+        return moved
+
+    def empty(self) -> bool:
+        """Free the device memory of what was put away; say whether there was any."""
+        full = [storage for storage, _ in self._away.values() if storage.nbytes()]
+        for storage in full:
+            storage.resize_(0)
+        return bool(full)
+
+    def bring(self) -> int:
+        """Begin to refill the storages where they are; return the bytes that are copied."""
+        moved = 0
+        for key, (storage, size) in self._away.items():
+            storage.resize_(size)
+            if self._kept:
+                _bytes_of(storage).copy_(self._host[key], non_blocking=True)
+                moved += size
+            else:
+                _bytes_of(storage).zero_()
+        self._away = {}
+        return moved
 
 
 def _bytes_of(storage: Any) -> Tensor:
@@ -108,10 +163,13 @@ def _storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
     return found
 
 
-def _states(model: Any, optimizer: Optimizer | None) -> Iterator[Tensor]:
+def _weights(model: Any) -> Iterator[Tensor]:
     for chunk in model.chunks:
         yield from (parameter.data for parameter in chunk.parameters())
         yield from chunk.buffers()
+
+
+def _optimizer_states(optimizer: Optimizer | None) -> Iterator[Tensor]:
     for part in parts_of(optimizer) if optimizer is not None else ():
         for group in part.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])

@@ -123,7 +123,8 @@ class Watch:
         self._beats = 0
         self._ended = threading.Event()
         # A connection of its own: the main thread's may be busy for as long as it waits.
-        self._store: Any = dist.distributed_c10d._get_default_store().clone()
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = store.clone()
         self._tell()
         dist.barrier()
         threading.Thread(target=self._run, name="watch", daemon=True).start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
+from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
@@ -74,7 +76,7 @@ class Roles:
         """Have the learning roles' state on the device, to save or restore it."""
         with ExitStack() as stack:
             for role in self.learners.values():
-                stack.enter_context(role.resident())
+                stack.enter_context(role.resident(Use.STATE))
             yield
 
     def close(self) -> None:
@@ -128,7 +130,7 @@ def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole) ->
         rollout.engine,
         staging_bytes=settings.staging_bytes,
         verify=settings.verify,
-        resident=actor.resident,
+        resident=partial(actor.resident, Use.READ),
     )
 
 

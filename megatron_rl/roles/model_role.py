@@ -15,7 +15,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import RowShard
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
-from megatron_rl.parallel.residency import Residency
+from megatron_rl.parallel.residency import Residency, Use
 from megatron_rl.parallel.schedule import TokenScores, learn, measure, score
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
@@ -66,9 +66,9 @@ class ModelRole:
     def optimizer(self, optimizer: Optimizer | None) -> None:
         self._optimizer = self.residency.optimizer = optimizer
 
-    def resident(self) -> AbstractContextManager[None]:
-        """Have the model on the device inside the block; a role that offloads leaves it at the end."""
-        return self.residency.resident() if self.residency.offload else nullcontext()
+    def resident(self, use: Use = Use.LEARN) -> AbstractContextManager[None]:
+        """Have what ``use`` names on the device inside the block; where the role offloads, only there."""
+        return self.residency.resident(use) if self.residency.offload else nullcontext()
 
     def infer(self, batch: Any) -> RowShard:
         """Return the head's outputs for response tokens, 0 elsewhere, for this rank's rows.
@@ -101,7 +101,7 @@ class ModelRole:
         """
         if self.model is None:
             return []
-        with self.resident():
+        with self.resident(Use.READ):
             scored = score(self.model, batch, self.tokens_per_microbatch, select, **how)
         return scored if self.answers else []
 
@@ -148,7 +148,7 @@ class ModelRole:
         """
         if self.model is None:
             return Metrics()
-        with self.resident():
+        with self.resident(Use.READ):
             metrics = measure(
                 self.model, batch, self.tokens_per_microbatch, batch.response_mask, objective, **how
             )

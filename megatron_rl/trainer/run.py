@@ -20,6 +20,7 @@ from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint_files import newest_intact, require_intact
 from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
+from megatron_rl.parallel.residency import Use
 from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadTrainer
@@ -262,7 +263,7 @@ class Run:
                 shutil.rmtree(self.folder.model, ignore_errors=True)  # of this run, before it went on
             barrier()
             if model is not None:
-                with self.phases("export"), self.roles.actor.resident():
+                with self.phases("export"), self.roles.actor.resident(Use.READ):
                     export(model, self.folder.model, config.model.path)
         barrier()
         self.roles.close()

@@ -25,6 +25,7 @@ from megatron_rl.parallel.exchange import Members, barrier, gather_metrics, gath
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.optimizer import Optimizer, wrap
+from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.build import Roles, build_learner
 from megatron_rl.roles.model_role import ModelRole, Objective
 from megatron_rl.trainer.job import Job
@@ -145,7 +146,7 @@ def _hand_on(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
         section = starts.get(role.name)
         if section is None or section.path != str(plan.model) or role.name in trained:
             continue
-        with role.resident():
+        with role.resident(Use.STATE):
             if role.model is not None:
                 load_weights(role.model, section.path)
             if role.optimizer is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,40 @@ def change(model: Any, factor: float) -> None:
                 value.mul_(factor)
 
 
+def forget(engine: VllmEngine | None) -> None:
+    """Overwrite what a sleeping engine discards on an accelerator.
+
+    That is its cache, and all that the model holds but for the registered buffers, which vLLM saves.
+    """
+    if engine is None:
+        return
+    model, worker = engine._model, engine._llm.llm_engine.model_executor.driver_worker
+    saved = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+    registers = ("_parameters", "_buffers", "_modules")
+    attributes = [
+        value for module in model.modules() for name, value in vars(module).items() if name not in registers
+    ]
+    runner = getattr(worker, "worker", worker).model_runner
+    discarded = [*engine.parameters().values(), *model.parameters(), *runner.kv_caches]
+    for tensor in [*discarded, *tensors_in(attributes)]:
+        if tensor.is_floating_point() and tensor.untyped_storage()._cdata not in saved:
+            tensor.data.fill_(math.nan)
+
+
+def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Yield tensors in containers and in the attributes of vLLM's own objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and not isinstance(value, torch.nn.Module):
+        inner = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        )
+        if type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__"):
+            inner = vars(value).values()
+        for item in inner:
+            yield from tensors_in(item, depth - 1)
+
+
 def build(case: Case, actor: Actor, root: Path) -> Any:
     """Return the trained model with the checkpoint's weights, None on ranks outside."""
     config = make_model(case.family, **case.shape).config
@@ -245,6 +281,7 @@ def check_actor(case: Case, actor: Actor, engine: VllmEngine | None, root: Path,
     shared = shared_bytes(shape, layout, case.tensor, 4, settings=actor.overrides)
     assert shared.traffic(case.ranks).received == received, "sizes alone say what vLLM's own loader needs"
     assert 0 <= synced.values()["reshard/staging_bytes_max"] <= STAGING
+    forget(engine)
     change(model, 1.25)
     hybrid.mark_updated()
     after, _ = synced_answers(case, hybrid, engine)
