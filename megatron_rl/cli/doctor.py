@@ -7,15 +7,18 @@ import json
 import socket
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_rl.cli.environment import (
     Finding,
     accelerators,
     disk,
     limits,
+    machines_packages,
     optional_packages,
     packages,
     shared_memory,
+    unfit,
 )
 from megatron_rl.launcher import launch, process_rank
 
@@ -31,11 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="do not import torch, Megatron-Core, transformers and vLLM"
     )
+    parser.add_argument(
+        "--before-install",
+        metavar="FILE",
+        help="only say which of this machine's own packages do not go with the GPU stack, and write the "
+        "others to FILE as pip's constraints",
+    )
     parser.epilog = "Under torchrun it also measures an all-reduce between the ranks and compares clocks."
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every finding; the exit code is 1 where something cannot work."""
+    if arguments.before_install:
+        return _before_install(Path(arguments.before_install))
     speaks = process_rank() == 0
     sections: dict[str, list[Finding]] = {
         "packages": packages(),
@@ -59,6 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
     elif speaks:
         _print(sections, findings)
     return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _before_install(constraints: Path) -> int:
+    """Print what does not fit, and write what must stay; the exit code is 1 where anything is wrong."""
+    versions = machines_packages()
+    findings = unfit(versions)
+    for finding in findings:
+        print(f"{finding.name}: {finding.text}\n  fix: {finding.fix}")
+    constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(versions.items())))
+    return 1 if findings else 0
 
 
 def _print(sections: dict[str, list[Finding]], findings: list[Finding]) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -14,6 +15,11 @@ from pathlib import Path
 
 TRIED = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm": "0.32.0", "transformers": "5.19.0"}
 """The versions that the tests run with."""
+BUILT_TOGETHER = (
+    "torch", "torchvision", "torchaudio", "triton", "transformer-engine", "transformer-engine-torch",
+    "transformer-engine-cu12", "transformer-engine-cu13", "apex", "flash-attn", "vllm",
+)  # fmt: skip
+"""Packages of which a container has builds for one another; another version of one breaks the others."""
 _NEEDED = {"torch": True, "megatron-core": True, "vllm": False, "transformers": True}
 SHARED_MEMORY_GIB = 1.0
 DISK_GIB = 20.0
@@ -72,7 +78,61 @@ def packages() -> list[Finding]:
             found.append(Finding("ok", label, have))
         else:
             found.append(Finding("note", label, f"{have}; tests run with {tried}"))
-    return [*found, *_conflicts()]
+    return [*found, *_conflicts(), *_shadowed()]
+
+
+def _names(inside: bool) -> dict[str, str]:
+    """Return the versions of `BUILT_TOGETHER` inside this virtual environment, or outside of it."""
+    found = {}
+    for distribution in metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+        place = Path(str(distribution.locate_file("")))
+        if name in BUILT_TOGETHER and place.is_relative_to(sys.prefix) == inside:
+            found.setdefault(name, distribution.version)
+    return found
+
+
+def machines_packages() -> dict[str, str]:
+    """Return the versions of `BUILT_TOGETHER` that the machine or its container brings."""
+    return _names(inside=False)
+
+
+def unfit(versions: Mapping[str, str]) -> list[Finding]:
+    """Return what of a machine's own packages does not go with the GPU stack that would be installed.
+
+    ``versions`` are by name. Nothing is imported or installed.
+    """
+    found, torch, vllm = [], versions.get("torch"), versions.get("vllm")
+    series = TRIED["vllm"].rpartition(".")[0]
+    if vllm is not None and vllm.split("+")[0].rpartition(".")[0] != series:
+        text = f"{vllm} is here, and parts of vLLM {series} are replaced in a rank"
+        found.append(Finding("error", "vllm", text, f"use a container with vLLM {series}, or one without"))
+    elif vllm is None and torch is not None and torch.split("+")[0] != TRIED["torch"]:
+        built = [name for name in BUILT_TOGETHER if name in versions and name != "torch"]
+        text = f"{torch} is here, and vLLM {TRIED['vllm']} would bring torch {TRIED['torch']}"
+        text += f", which {', '.join(built)} of this machine cannot load with" if built else ""
+        fix = f"use a container with torch {TRIED['torch']}, with a vLLM of its own, or without torch"
+        found.append(Finding("error", "torch", text, fix))
+    orphans = [name for name in versions if name.startswith(("transformer-engine", "apex", "flash"))]
+    if torch is None and orphans:
+        text = f"{', '.join(orphans)} without the torch that they were built for"
+        found.append(Finding("error", "torch", text, "remove them, or use a container that has all of them"))
+    return found
+
+
+def _shadowed() -> list[Finding]:
+    """Return packages of this environment that hide the machine's own, which others were built for."""
+    inside, outside = _names(inside=True), machines_packages()
+    return [
+        Finding(
+            "error",
+            name,
+            f"{version} of {sys.prefix} hides {outside[name]}, which this machine's packages are built for",
+            f"pip uninstall {name}, then launch/setup.sh",
+        )
+        for name, version in inside.items()
+        if outside.get(name, version) != version
+    ]
 
 
 def _conflicts() -> list[Finding]:

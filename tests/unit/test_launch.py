@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_rl.cli.environment import TRIED
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch", ROOT / ".ci" / "run"])
@@ -50,6 +52,14 @@ def test_lock_files_pin_every_package_once_and_hold_no_cuda_build() -> None:
     forbidden = {"torchvision", "torchaudio", "torchcodec", "triton", "vllm"}
     assert not forbidden.intersection(names)
     assert not [name for name in names if name.startswith("nvidia-")]
+
+
+@pytest.mark.parametrize("lock", sorted(LAUNCH.glob("constraints-gpu-*.txt")), ids=lambda path: path.stem)
+def test_gpu_constraints_pin_every_package_once_at_the_versions_that_are_tried(lock: Path) -> None:
+    lines = [line for line in lock.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.+!-]+", line) for line in lines)
+    versions = dict(line.split("==") for line in lines)
+    assert len(versions) == len(lines) and versions.items() >= TRIED.items()
 
 
 def test_kubernetes_job_is_consistent() -> None:

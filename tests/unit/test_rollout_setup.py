@@ -5,7 +5,7 @@ from __future__ import annotations
 import _posixshmem
 import os
 
-from megatron_rl.rollout.vllm.setup import shared_memory_name
+from megatron_rl.rollout.vllm.setup import local_rank, shared_memory_name
 
 # As vLLM names a group of two ranks that a launcher started.
 GROUP = "//-tp:0-[0-1]-cpushm"
@@ -24,3 +24,12 @@ def test_names_of_shared_memory_differ_by_job_restart_and_group(monkeypatch) -> 
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     names.add(shared_memory_name(GROUP))
     assert len(names) == 4
+
+
+def test_an_engine_counts_the_devices_that_its_process_sees(monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    with local_rank(0):
+        assert os.environ["LOCAL_RANK"] == "0"
+    with local_rank(None):
+        assert os.environ["LOCAL_RANK"] == "5"
+    assert os.environ["LOCAL_RANK"] == "5"

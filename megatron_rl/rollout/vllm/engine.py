@@ -69,7 +69,8 @@ class VllmEngine:
         self._failed: list[Completion] = []
         setup.prepare_vllm()
         arguments = self._arguments(config, layout.tensor, dtype, seed)
-        with setup.unchanged_random_state(), setup.layout_as_world(layout):
+        here = setup.local_rank(device.device().index)
+        with setup.unchanged_random_state(), setup.layout_as_world(layout), here:
             from vllm import LLM
 
             try:

@@ -241,6 +241,22 @@ def join_groups(layout: ParallelLayout) -> None:
 
 
 @contextmanager
+def local_rank(index: int | None) -> Iterator[None]:
+    """Let vLLM find the device of this ``index``: it counts by the launcher's local rank.
+
+    That is another number where a process sees its own device alone.
+    """
+    before = os.environ.get("LOCAL_RANK")
+    if index is not None:
+        os.environ["LOCAL_RANK"] = str(index)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["LOCAL_RANK"] = before
+
+
+@contextmanager
 def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
     """Let vLLM build its groups as if ``layout.ranks``, in that order, were the world.
 
