@@ -174,7 +174,7 @@ def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, to
     A storage that is emptied and filled again elsewhere in memory is the same one, and its views follow.
     """
     return tuple(
-        (name, tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
+        (name, tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.dtype)
         for name, tensor in storages.items()
     )
 

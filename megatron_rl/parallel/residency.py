@@ -121,7 +121,9 @@ class _Part:
         for key, (storage, size) in self._away.items():
             copy = copies.get(key)
             new = copy is None or len(copy) != size
-            self._host[key] = copy = device.host_buffer(size) if new else copy
+            if copy is None or new:
+                copy = device.host_buffer(size)
+            self._host[key] = copy
             if new or self.written:
                 copy.copy_(_bytes_of(storage), non_blocking=True)
                 moved += size
