@@ -180,7 +180,10 @@ def forget(engine: VllmEngine | None) -> None:
         value for module in model.modules() for name, value in vars(module).items() if name not in registers
     ]
     runner = getattr(worker, "worker", worker).model_runner
-    discarded = [*engine.parameters().values(), *model.parameters(), *runner.kv_caches]
+    for cache in runner.kv_caches:
+        cache.fill_(1e3)  # the host's attention takes what it masks times zero, which NaN would survive
+    saved |= {cache.untyped_storage()._cdata for cache in runner.kv_caches}
+    discarded = [*engine.parameters().values(), *model.parameters()]
     for tensor in [*discarded, *tensors_in(attributes)]:
         if tensor.is_floating_point() and tensor.untyped_storage()._cdata not in saved:
             tensor.data.fill_(math.nan)
