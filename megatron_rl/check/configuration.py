@@ -150,7 +150,9 @@ def check_config(
         check.refuse(check_engine_arguments(config.rollout.vllm))
     check.refuse(check_paths(config))
     files = Files(prepare=config.prepare, absent=without_files)
-    inputs = Inputs(config, files, check.fine, shipped_models)
+    # Every rank of a run checks; whether a server is there is asked once, before.
+    asks = not training and not without_files
+    inputs = Inputs(config, files, check.fine, shipped_models, asks_servers=asks)
     trial = Trial(tried if patience > 0 else [], patience)
     try:
         return _checked(check, inputs, trial, loaded.origins, training)

@@ -14,6 +14,7 @@ from megatron_rl.check.model_config import check_model_config
 from megatron_rl.check.model_tokens import check_tokenizer, has_chat_template, stop_errors
 from megatron_rl.check.model_weights import check_weights
 from megatron_rl.check.reward_function import check_reward
+from megatron_rl.check.reward_servers import check_servers, silent_servers
 from megatron_rl.config.checkpoint_meta import check_same_model, checkpoints, latest, read_meta
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.load import flatten
@@ -23,6 +24,7 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.environments.hosts import environment_errors
 from megatron_rl.errors import UserError
+from megatron_rl.rewards.code import read_tests
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, read_pretrained
 from megatron_rl.shapes.published import read_trainable
@@ -40,6 +42,7 @@ class Inputs:
     files: Files
     fine: Callable[..., bool]  # whether no value below the given paths is known to be wrong
     shipped_models: Path | None
+    asks_servers: bool = False
     errors: list[UserError] = field(default_factory=list)
     warnings: list[UserError] = field(default_factory=list)
     shape: ModelShape | None = None
@@ -89,6 +92,27 @@ def check_attention(config: RunConfig) -> list[UserError]:
     ]
 
 
+def _check_reward(check: Inputs) -> None:
+    reward, first = check.config.reward, check.preview.first if check.preview else None
+    errors = [*check_reward(reward), *check_servers(reward)]
+    if reward.code is not None and first is not None:
+        try:
+            read_tests(first.get(check.config.data.ground_truth_field))
+        except ValueError as error:
+            errors.append(
+                UserError(
+                    "the ground truth of the first record holds no tests",
+                    where="reward.code",
+                    expected="a list of {stdin, stdout}, {call, returns} or 'assert f(x) == y'",
+                    got=str(error),
+                    fix="correct the data, or name the field that holds tests in data.ground_truth_field",
+                )
+            )
+    check.errors.extend(errors)
+    if check.asks_servers and not errors:
+        check.warnings.extend(silent_servers(reward))
+
+
 def check_inputs(check: Inputs) -> None:
     """Fill in what the inputs say."""
     config, files = check.config, check.files
@@ -114,7 +138,7 @@ def check_inputs(check: Inputs) -> None:
     for plan in stage_plans(config):
         _check_stage_data(check, plan, fields)
     if config.job == TRAIN and check.fine("reward"):
-        check.errors.extend(check_reward(config.reward))
+        _check_reward(check)
     if config.job == TRAIN and config.rollout.environment is not None and check.fine("rollout.environment"):
         check.errors.extend(environment_errors(config.rollout.environment))
     if check.fine("run_dir"):

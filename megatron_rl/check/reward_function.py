@@ -4,24 +4,55 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_rl.check.installed_source import find_module
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.redaction import HIDDEN, is_hidden
+from megatron_rl.rewards.judgement import JUDGEMENT, is_function
 from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS
 
 ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")
 """What every call has, but that a group takes the place of the response."""
 ASKED_FOR = (TURNS, TOKENS, GROUP)
-_WHERE = "reward.function"
 _EXPECTED = "module:function, or path/to/file.py:function"
 
 
+class Called(NamedTuple):
+    """Say which function a configuration names at ``where``, and what it is called with.
+
+    ``further`` are arguments that the configuration gives, or that only this function has; ``grouped`` says
+    whether it may judge a group.
+    """
+
+    spec: str
+    where: str
+    further: tuple[str, ...] = ()
+    grouped: bool = True
+
+    @property
+    def what(self) -> str:
+        """Return what the function is, in words."""
+        return "reward function" if self.where == "reward.function" else self.where
+
+
 def check_reward(reward: RewardConfig) -> list[UserError]:
-    """Return what is wrong with the name, the place and the parameters of the reward function, if any."""
-    if reward.function is None:
-        return []
+    """Return what is wrong with the names, places and parameters of the functions that judge, if any."""
+    errors: list[UserError] = []
+    if reward.function is not None:
+        errors += _check_arguments(reward)
+        if not errors:
+            errors += check_function(Called(reward.function, "reward.function", tuple(reward.arguments)))
+    if reward.judge is not None:
+        where = "reward.judge"
+        errors += check_function(Called(reward.judge.parser, f"{where}.parser", (JUDGEMENT,), False))
+        if is_function(reward.judge.template):
+            errors += check_function(Called(reward.judge.template, f"{where}.template", (), False))
+    return errors
+
+
+def _check_arguments(reward: RewardConfig) -> list[UserError]:
     taken = [name for name in reward.arguments if name in (*ARGUMENTS, *ASKED_FOR)]
     if taken:
         return [
@@ -44,19 +75,24 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
                 fix="give it again, in a file of your own or on the command line",
             )
         ]
-    place, colon, name = reward.function.rpartition(":")
+    return []
+
+
+def check_function(called: Called) -> list[UserError]:
+    """Return what is wrong with the name, the place and the parameters of a function, if any."""
+    place, colon, name = called.spec.rpartition(":")
     if not colon or not place or not name.isidentifier():
-        return [_name_error(reward.function)]
+        return [_name_error(called)]
     if place.endswith(".py") or "/" in place:
         path = Path(place)
         if not path.is_file() or path.suffix != ".py":
             there = path.exists()
             return [
                 UserError(
-                    f"the file of the reward function is no Python file: {place}"
+                    f"the file of the {called.what} is no Python file: {place}"
                     if there
-                    else f"the file of the reward function does not exist: {place}",
-                    where=_WHERE,
+                    else f"the file of the {called.what} does not exist: {place}",
+                    where=called.where,
                     expected=_EXPECTED,
                     got=f"{place} is {_kind(path)}" if there else f"no file {place} below {Path.cwd()}",
                     fix="name the file that defines the function, which ends in .py"
@@ -69,21 +105,22 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
         if missing is not None:
             return [
                 UserError(
-                    f"the module of the reward function does not exist: {missing}",
-                    where=_WHERE,
+                    f"the module of the {called.what} does not exist: {missing}",
+                    where=called.where,
                     expected=_EXPECTED,
                     got=f"no module {missing!r} in the current directory or among installed packages",
                     fix="correct the name, or name the file: path/to/file.py:function",
                 )
             ]
-    return _check_source(path, name, reward) if path is not None and path.suffix == ".py" else []
+    return _check_source(path, name, called) if path is not None and path.suffix == ".py" else []
 
 
 def _kind(path: Path) -> str:
     return "a folder" if path.is_dir() else f"a file {path.suffix or 'without a suffix'}"
 
 
-def _name_error(function: str) -> UserError:
+def _name_error(called: Called) -> UserError:
+    function = called.spec
     fix = "for example megatron_rl.rewards.arithmetic:exact_match"
     if ":" not in function and "." in function and not function.endswith(".py"):
         module, _, name = function.rpartition(".")
@@ -91,22 +128,22 @@ def _name_error(function: str) -> UserError:
     elif function.endswith(".py"):
         fix = f"add the function's name: {function}:NAME"
     return UserError(
-        "the reward function is not named as module:function",
-        where=_WHERE,
+        f"the {called.what} is not named as module:function",
+        where=called.where,
         expected=_EXPECTED,
         got=repr(function),
         fix=fix,
     )
 
 
-def _check_source(path: Path, name: str, reward: RewardConfig) -> list[UserError]:
+def _check_source(path: Path, name: str, called: Called) -> list[UserError]:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except (SyntaxError, ValueError, OSError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
         return [
             UserError(
-                "the file of the reward function is not valid Python",
+                f"the file of the {called.what} is not valid Python",
                 where=f"{path}{line}",
                 expected="a Python file",
                 got=getattr(error, "msg", None) or str(error),
@@ -122,8 +159,8 @@ def _check_source(path: Path, name: str, reward: RewardConfig) -> list[UserError
         close = nearest(name, functions)
         return [
             UserError(
-                f"the reward function {name} is not in {path.name}",
-                where=_WHERE,
+                f"the {called.what} {name} is not in {path.name}",
+                where=called.where,
                 expected=f"one of the functions of {path}: {', '.join(functions) or '(none)'}",
                 got=name,
                 fix=f"did you mean {close}?"
@@ -131,7 +168,7 @@ def _check_source(path: Path, name: str, reward: RewardConfig) -> list[UserError
                 else f"define {name} in the file, or name another function",
             )
         ]
-    return _check_signature(functions[name], path, reward)
+    return _check_signature(functions[name], path, called)
 
 
 def _other_names(tree: ast.Module) -> set[str]:
@@ -155,12 +192,13 @@ class _Everything(set[str]):
 
 
 def _check_signature(
-    node: ast.FunctionDef | ast.AsyncFunctionDef, path: Path, reward: RewardConfig
+    node: ast.FunctionDef | ast.AsyncFunctionDef, path: Path, called: Called
 ) -> list[UserError]:
     spec = node.args
     accepted = {item.arg for item in (*spec.args, *spec.kwonlyargs)}
-    basic = [GROUP if name == "response" and GROUP in accepted else name for name in ARGUMENTS]
-    passed = [*basic, *reward.arguments]
+    grouped = called.grouped and GROUP in accepted
+    basic = [GROUP if name == "response" and grouped else name for name in ARGUMENTS]
+    passed = [*basic, *called.further]
     given = {*passed, TURNS, TOKENS}
     defaults = len(spec.defaults)
     positional = spec.args[: len(spec.args) - defaults]
@@ -175,12 +213,12 @@ def _check_signature(
     problem += [f"it requires {', '.join(lacking)}"] if lacking else []
     return [
         UserError(
-            f"the reward function {node.name} cannot be called as it will be",
+            f"the {called.what} {node.name} cannot be called as it will be",
             where=f"{path}:{node.lineno}",
             expected=f"parameters for the call {node.name}({', '.join(f'{name}=' for name in passed)})",
             got=" and ".join(problem),
             fix="add **kwargs for what it has no use for"
             if refused
-            else "give them in reward.arguments, or a default",
+            else f"give them {'in reward.arguments, or ' * (called.where == 'reward.function')}a default",
         )
     ]

@@ -11,6 +11,8 @@ from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 
 _LONGEST_NAME = 64
+SCORERS = ("function", "code", "http", "judge")
+"""What judges beside reward models, by the names that their components have."""
 
 
 def check_values(config: RunConfig) -> list[UserError]:
@@ -27,15 +29,17 @@ def check_values(config: RunConfig) -> list[UserError]:
 
 def _reward_models(config: RunConfig) -> list[UserError]:
     errors = []
+    # An environment's rewards are the function's, too.
+    taken = [name for name in SCORERS if name == SCORERS[0] or getattr(config.reward, name) is not None]
     for name, model in config.reward.models.items():
         where = f"reward.models.{name}"
-        if not name.isidentifier() or name == "function" or len(name) > _LONGEST_NAME:
+        if not name.isidentifier() or name in taken or len(name) > _LONGEST_NAME:
             errors.append(
                 UserError(
                     "the name of a reward model cannot name its metric",
                     where=where,
                     expected=f"letters, digits and _, {_LONGEST_NAME} at most, "
-                    "and not function: the reward function's own name",
+                    f"but not {', '.join(taken)}, which judges beside it",
                     got=repr(name[: _LONGEST_NAME + 1]),
                     fix="give it another name",
                 )
@@ -50,14 +54,16 @@ def _reward_models(config: RunConfig) -> list[UserError]:
                     fix=f"set {where}.path, or {where}.training to train one from the starting model",
                 )
             )
-    judges = config.reward.function, config.reward.models, config.rollout.environment
+    scorers = [getattr(config.reward, name) for name in SCORERS]
+    judges = *scorers, config.reward.models, config.rollout.environment
     if config.job == TRAIN and not any(judges):
         errors.append(
             UserError(
                 "nothing judges the responses",
                 where="reward",
-                expected="reward.function, reward.models, or an environment that returns rewards",
-                got="neither",
+                expected=f"one of reward.{', reward.'.join(SCORERS)}, reward.models, or an environment that "
+                "returns rewards",
+                got="none",
                 fix="for example reward.function=megatron_rl.rewards.arithmetic:exact_match",
             )
         )

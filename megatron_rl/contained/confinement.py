@@ -72,7 +72,8 @@ def isolate(limits: Mapping[str, Any]) -> list[str]:
     """Move this process, and its next child as first process, into namespaces of their own.
 
     Returns what the kernel does not allow, in words; nothing is changed there. The file system is read-only
-    but for `SCRATCH`, and there is no network, unless ``limits`` grant ``write`` and ``network``.
+    but for `SCRATCH`, which holds as much as ``limits`` allow of memory, and there is no network, unless they
+    grant ``write`` and ``network``.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     spaces = _NEW_PROCESSES | _NEW_IPC | (0 if limits["network"] else _NEW_NETWORK)
@@ -89,10 +90,10 @@ def isolate(limits: Mapping[str, Any]) -> list[str]:
         wanted += [] if limits["network"] else ["the network is reachable"]
         wanted += [] if limits["write"] else ["files can be written"]
         return [f"{what} (namespaces: {reason})" for what in wanted]
-    return [] if limits["write"] else _make_read_only(libc)
+    return [] if limits["write"] else _make_read_only(libc, limits)
 
 
-def _make_read_only(libc: Any) -> list[str]:
+def _make_read_only(libc: Any, limits: Mapping[str, Any]) -> list[str]:
     libc.mount(None, b"/", None, _MS_RECURSIVE | _MS_PRIVATE, None)
     attributes = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
     status = libc.syscall(
@@ -101,7 +102,8 @@ def _make_read_only(libc: Any) -> list[str]:
     if status != 0:
         return [f"files can be written (mount_setattr: {os.strerror(ctypes.get_errno())})"]
     if os.path.isdir(SCRATCH):
-        libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"size=50%")
+        size = f"size={int(limits['memory_gib'] * GIB)}".encode()
+        libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, size)
     return []
 
 
@@ -181,6 +183,11 @@ def _end(worker: int) -> None:
     """Kill the worker and every descendant, also those that left its session."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)  # as first process of a namespace it takes all others along
+    end_descendants()
+
+
+def end_descendants() -> None:
+    """Kill what this process started and all that came of it; it must be a subreaper for the last of them."""
     while True:
         for process in _descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):

@@ -7,7 +7,7 @@ import signal
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.config.sections.rewards import CodeConfig, RewardConfig
 from megatron_rl.contained.confinement import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
 from megatron_rl.contained.process import ContainedProcess, LoadFailed, kill_all
 from megatron_rl.errors import UserError
@@ -32,6 +32,9 @@ Sample = Mapping[str, Any]
 function asks for; ``group`` is the number of the sample's group."""
 
 
+NO_METRICS = Metrics()
+
+
 class Failure(NamedTuple):
     """Say why the reward of ``row`` is invalid; ``reason`` is one word, such as ``timeout``."""
 
@@ -45,21 +48,25 @@ class RewardResult(NamedTuple):
 
     ``rewards`` [B] float32 is NaN and ``valid`` [B] bool is false where the reward failed; ``components``
     maps a name to [B] float32, NaN where a sample has no such component; ``failures`` has one entry per
-    invalid row.
+    invalid row. ``measured`` is what judging took.
     """
 
     rewards: Tensor
     valid: Tensor
     components: Mapping[str, Tensor]
     failures: tuple[Failure, ...]
+    measured: Metrics = NO_METRICS
 
-    def metrics(self) -> Metrics:
-        """Return ``reward/invalid`` and ``reward/invalid_<reason>``: fractions of all samples."""
+    def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
+        """Return what judging took, ``reward/invalid`` and ``reward/invalid_<reason>``: shares of samples.
+
+        ``reasons`` are those that other ranks know, whose samples count too.
+        """
         counts = Counter(failure.reason for failure in self.failures)
         total = float(len(self.valid))
-        result = Metrics.mean("reward/invalid", float(len(self.failures)), total)
-        for reason, count in counts.items():
-            result += Metrics.mean(f"reward/invalid_{reason}", float(count), total)
+        result = self.measured + Metrics.mean("reward/invalid", float(len(self.failures)), total)
+        for reason in sorted({*counts, *reasons}):
+            result += Metrics.mean(f"reward/invalid_{reason}", float(counts[reason]), total)
         return result
 
 
@@ -172,13 +179,15 @@ class FunctionReward:
     ``missing`` then says in words what of the limits this machine's kernel does not enforce, and ``takes``
     what samples must have beside the usual: `TURNS`, `TOKENS`, and whether they come by `GROUP`.
 
-    ``where`` names the section of ``config`` to the user. A function that ``writes`` returns text for a
-    sample, or a list of messages, and no reward.
+    ``where`` and ``name`` are the section and the key that name the function to the user. One that ``writes``
+    returns text for a sample, or a list of messages, and no reward.
     """
 
-    def __init__(self, config: RewardConfig, where: str = "reward", *, writes: bool = False) -> None:
-        self.config, self._where, self._writes = config, where, writes
-        check_spec(config.function or "", f"{where}.function")
+    def __init__(
+        self, config: RewardConfig, where: str = "reward", name: str = "function", *, writes: bool = False
+    ) -> None:
+        self.config, self._where, self._name, self._writes = config, where, f"{where}.{name}", writes
+        check_spec(config.function or "", self._name)
         if config.timeout <= 0 or config.workers < 1:
             raise UserError(
                 "the reward settings are out of range",
@@ -199,7 +208,7 @@ class FunctionReward:
         self.takes = self._workers[0].traits.takes
 
     def _begin(self) -> Worker:
-        return Worker(self.config, f"{self._where}.function", self._writes)
+        return Worker(self.config, self._name, self._writes)
 
     def score(self, samples: Sequence[Sample], known: Mapping[int, Answer] | None = None) -> RewardResult:
         """Return rewards, validity, components and failures of B samples, in their order.
@@ -300,6 +309,19 @@ def _of_group(samples: Sequence[Sample]) -> dict[str, Any]:
     lists = {name: [sample[name] for sample in samples] for name in (TURNS, TOKENS) if name in samples[0]}
     group = {GROUP: [sample["response"] for sample in samples]}
     return {name: value for name, value in samples[0].items() if name != "response"} | lists | group
+
+
+def code_reward(config: CodeConfig) -> FunctionReward:
+    """Return what judges programs by tests, see `run_tests`."""
+    arguments = {name: getattr(config, name) for name in ("scoring", "test_timeout", "timeout")}
+    settings = RewardConfig(
+        "megatron_rl.rewards.code:run_tests",
+        arguments,
+        timeout=config.timeout + config.test_timeout,
+        workers=config.workers,
+        limits=config.limits,
+    )
+    return FunctionReward(settings, "reward.code")
 
 
 def check_spec(spec: str, where: str = "reward.function") -> None:

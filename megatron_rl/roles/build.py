@@ -62,6 +62,11 @@ class Roles:
         return [role for role in (self.actor, self.critic, self.reference) if role is not None]
 
     @property
+    def one_judge(self) -> bool:
+        """Say whether the reward of a row is what one scorer says of it."""
+        return not self.reward_models and self.reward.scorers == 1
+
+    @property
     def learners(self) -> dict[str, ModelRole]:
         """Return the roles whose weights and optimizers are the state of a run, by name."""
         return {role.name: role for role in (self.actor, self.critic) if role is not None}

@@ -5,21 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import Members, RowShard
-from megatron_rl.rewards.function import FunctionReward, RewardResult, Sample, result_of
+from megatron_rl.rewards.function import (
+    Failure,
+    FunctionReward,
+    RewardResult,
+    Sample,
+    code_reward,
+    result_of,
+)
+from megatron_rl.rewards.network import HttpReward, JudgeReward
 from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS, Answer
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts, split_rows
 
 COMPONENT = "component/"
 NO_REWARD = "no_reward"
-_SILENT = "the environment returned no reward, and there is no reward.function and no reward model"
+FUNCTION = "function"
+_SILENT = "the environment returned no reward, and nothing else judges"
 
 
 class Scorer(Protocol):
@@ -41,60 +51,112 @@ class Scorer(Protocol):
         ...
 
 
+class Silent:
+    """Say of every sample the same: of those that no other scorer judges."""
+
+    takes: frozenset[str] = frozenset()
+    missing: tuple[str, ...] = ()
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    def score(self, samples: Sequence[Sample], known: Mapping[int, Answer]) -> RewardResult:
+        """See `Scorer.score`."""
+        return result_of([known.get(place, self._answer) for place in range(len(samples))])
+
+    def close(self) -> None:
+        """See `Scorer.close`."""
+
+
+class Judgement(NamedTuple):
+    """Hold what the scorer ``name`` says of this rank's share of the rows, and ``weight`` of its rewards."""
+
+    name: str
+    weight: float
+    shard: RowShard
+    metrics: Metrics
+    failures: tuple[Failure, ...]
+
+
 class RewardRole:
-    """Score each rank's share of the rows outside the training process."""
+    """Score rows outside the training process, by every scorer that the configuration has.
+
+    Functions and tests judge each rank's share of the rows, in processes of the rank. Servers are asked by
+    the first rank alone: so limits of requests, what is kept of answers and what is known of a server's
+    health hold for the whole job. ``leading`` is the name of the first of ``scorers`` scorers.
+    """
 
     def __init__(self, config: RewardConfig, tokenizer: Any) -> None:
-        self.weight = config.weight
-        self._scorer: Scorer | None = None if config.function is None else FunctionReward(config)
-        self._otherwise = Answer(None, "", 0.0) if config.models else Answer(NO_REWARD, _SILENT)
         self._tokenizer = tokenizer
+        self._scorers: dict[str, tuple[float, Scorer]] = {}
+        try:
+            if config.function is not None:
+                self._scorers[FUNCTION] = config.weight, FunctionReward(config)
+            if config.code is not None:
+                self._scorers["code"] = config.code.weight, code_reward(config.code)
+            if config.http is not None:
+                self._scorers["http"] = config.http.weight, HttpReward(config.http)
+            if config.judge is not None:
+                self._scorers["judge"] = config.judge.weight, JudgeReward(config.judge)
+        except BaseException:
+            self.close()
+            raise
+        if not self._scorers:
+            otherwise = Answer(None, "", 0.0) if config.models else Answer(NO_REWARD, _SILENT)
+            self._scorers[FUNCTION] = config.weight, Silent(otherwise)
+        self.leading, self.scorers = next(iter(self._scorers)), len(self._scorers)
 
-    def infer(
-        self, prompts: PromptBatch, rollouts: Rollouts, members: Members
-    ) -> tuple[RowShard, RewardResult]:
-        """Return ``rewards`` (NaN where failed) and ``valid`` of this rank's share of the rows.
+    def infer(self, prompts: PromptBatch, rollouts: Rollouts, members: Members) -> list[Judgement]:
+        """Return what each scorer says of its share of the rows on this rank: ``rewards``, NaN where failed.
 
         A named component stands beside them as ``component/NAME``, NaN where a row has none, so that no name
         that a function chooses is taken for another field. ``prompts`` has one entry per row. What an
-        environment rewarded, the function is not asked about. Rows that engine or environment failed on are
-        invalid without being scored; the result holds what was said of the others. Collective over the
-        members.
+        environment rewarded, no scorer is asked about: it counts as the first one's, and for nothing with
+        the others. Rows that engine or environment failed on are invalid without being scored. Collective
+        over the members.
         """
-        rows = self._share(rollouts, members)
         known = environments_answers(rollouts)
+        judgements = []
+        for name, (weight, scorer) in self._scorers.items():
+            rows = _share(rollouts, members, scorer)
+            judgements.append(
+                Judgement(name, weight, *self._judged(prompts, rollouts, rows, scorer, known, members))
+            )
+            known = {
+                row: Answer(None, "", 0.0) if answer.reason is None else answer
+                for row, answer in known.items()
+            }
+        return judgements
+
+    def _judged(
+        self,
+        prompts: PromptBatch,
+        rollouts: Rollouts,
+        rows: list[int],
+        scorer: Scorer,
+        known: Mapping[int, Answer],
+        members: Members,
+    ) -> tuple[RowShard, Metrics, tuple[Failure, ...]]:
         failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
         judged = [row for row in rows if row in known or not failed[row]]
-        result = self._score(prompts, rollouts, judged, known)
+        told = {place: known[row] for place, row in enumerate(judged) if row in known}
+        result = scorer.score(self._samples(prompts, rollouts, judged, scorer.takes), told)
         places = {row: place for place, row in enumerate(rows)}
         index = torch.tensor([places[row] for row in judged], dtype=torch.long)
         rewards = torch.full((len(rows),), float("nan"))
-        valid = torch.zeros(len(rows), dtype=torch.bool)
-        rewards[index], valid[index] = result.rewards, result.valid
-        values = {"rewards": rewards, "valid": valid}
+        rewards[index] = result.rewards
+        values = {"rewards": rewards}
+        reasons = {failure.reason for failure in result.failures}
         # Every rank must name the same fields, whatever its own samples returned.
-        for name in sorted(set().union(*members.gather_objects(list(result.components)))):
+        names, others = zip(*members.gather_objects((set(result.components), reasons)), strict=True)
+        for name in sorted(set().union(*names)):
             component = torch.full((len(rows),), float("nan"))
             if name in result.components:
                 component[index] = result.components[name]
             values[COMPONENT + name] = component
         no_tokens = torch.zeros(len(rows), dtype=torch.long)
-        return RowShard(torch.tensor(rows, dtype=torch.long), no_tokens, {}, values), result
-
-    def _share(self, rollouts: Rollouts, members: Members) -> list[int]:
-        """Return the rows that this rank judges: whole groups where they are judged together."""
-        place, count = members.ranks.index(members.rank), len(members.ranks)
-        if self._scorer is None or GROUP not in self._scorer.takes:
-            return list(range(place, len(rollouts), count))
-        return [row for row, group in enumerate(rollouts.group.tolist()) if group % count == place]
-
-    def _score(
-        self, prompts: PromptBatch, rollouts: Rollouts, rows: list[int], known: Mapping[int, Answer]
-    ) -> RewardResult:
-        told = {place: known[row] for place, row in enumerate(rows) if row in known}
-        if self._scorer is None:
-            return result_of([told.get(place, self._otherwise) for place in range(len(rows))])
-        return self._scorer.score(self._samples(prompts, rollouts, rows, self._scorer.takes), told)
+        shard = RowShard(torch.tensor(rows, dtype=torch.long), no_tokens, {}, values)
+        return shard, result.metrics(set().union(*others)), result.failures
 
     def _samples(
         self, prompts: PromptBatch, rollouts: Rollouts, rows: list[int], takes: frozenset[str]
@@ -140,13 +202,23 @@ class RewardRole:
 
     @property
     def not_enforced(self) -> tuple[str, ...]:
-        """Return in words what of the reward function's limits this machine does not enforce."""
-        return () if self._scorer is None else self._scorer.missing
+        """Return in words what of the scorers' limits this machine does not enforce."""
+        return tuple(dict.fromkeys(words for _, scorer in self._scorers.values() for words in scorer.missing))
 
     def close(self) -> None:
         """End the worker processes."""
-        if self._scorer is not None:
-            self._scorer.close()
+        for _, scorer in self._scorers.values():
+            scorer.close()
+
+
+def _share(rollouts: Rollouts, members: Members, scorer: Scorer) -> list[int]:
+    """Return the rows that this rank judges: whole groups where they are judged together."""
+    place, count = members.ranks.index(members.rank), len(members.ranks)
+    if isinstance(scorer, HttpReward | JudgeReward):
+        return [] if place else list(range(len(rollouts)))
+    if GROUP not in scorer.takes:
+        return list(range(place, len(rollouts), count))
+    return [row for row, group in enumerate(rollouts.group.tolist()) if group % count == place]
 
 
 def tokens_of(rollouts: Rollouts) -> list[dict[str, list]]:

@@ -10,7 +10,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import Members
 from megatron_rl.roles.build import Roles
-from megatron_rl.trainer.sample import FUNCTION, Pending, gathered, judge, whole
+from megatron_rl.trainer.sample import Pending, gathered, judge, whole
 from megatron_rl.types import PromptBatch, Rollouts
 
 FULL_MARKS = 1.0
@@ -34,8 +34,8 @@ class EvaluationResult:
 def evaluate(roles: Roles, prompts: PromptBatch, config: RunConfig) -> EvaluationResult:
     """Sample ``evaluation.samples`` answers per prompt and grade them as training does.
 
-    ``eval/accuracy`` is the share of answers with a reward of 1 or more among all answers: the function's
-    own reward where reward models judge beside it; an answer whose reward failed is not right.
+    ``eval/accuracy`` is the share of answers with a reward of 1 or more among all answers: the first
+    scorer's own where several judge; an answer whose reward failed is not right.
     ``eval/reward`` is the mean over valid answers, ``eval/pass_at_k`` the share of prompts with at least one
     right answer. Collective over the world.
     """
@@ -47,7 +47,7 @@ def evaluate(roles: Roles, prompts: PromptBatch, config: RunConfig) -> Evaluatio
     rows = prompts.repeat(samples)
     scores, _, _ = judge(roles, rows, rollouts, everyone)
     rewards, valid = scores.rewards, scores.valid
-    marks = scores.components[FUNCTION] if roles.reward_models else rewards
+    marks = rewards if roles.one_judge else scores.components[roles.reward.leading]
     right = valid & (marks >= FULL_MARKS)
     metrics = Metrics.mean("eval/accuracy", float(right.sum()), len(rows))
     metrics += Metrics.mean("eval/reward", float(rewards[valid].sum()), float(valid.sum()))

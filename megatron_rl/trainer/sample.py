@@ -30,8 +30,6 @@ from megatron_rl.types import (
 
 ROUND_CEILING = 4
 """One round of dynamic sampling draws at most this many times the prompts of a step."""
-FUNCTION = "function"
-"""The component that holds the function's own reward where reward models judge beside it."""
 
 
 class StalenessError(RuntimeError):
@@ -276,28 +274,32 @@ def grade(roles: Roles, sampled: SampledBatch, members: Members) -> ScoredBatch:
 def judge(
     roles: Roles, prompts: PromptBatch, rollouts: Rollouts, members: Members
 ) -> tuple[Scores, Metrics, tuple[Failure, ...]]:
-    """Put what function and reward models say of each row together into one reward.
+    """Put what scorers and reward models say of each row together into one reward.
 
-    A row is valid where every judge gave a finite score. With reward models the function's own reward is
-    the component ``function``, what it names ``function/NAME``, and each model's score one of the model's
-    name. ``prompts`` has one entry per row. Metrics and failures are of this rank's share of the rows.
-    Collective over the members.
+    A row is valid where every judge gave a finite score. Of several it is the sum, each times its weight;
+    what a scorer says is the component of its name, what it names ``SCORER/NAME``, and a model's score one
+    of the model's. ``prompts`` has one entry per row. Metrics and failures are this rank's. Collective.
     """
     # All judges are asked before any answer is gathered: those on ranks of their own work at the same time.
     answers = [model.infer(rollouts) for model in roles.reward_models]
-    shard, result = roles.reward.infer(prompts, rollouts, members)
-    values = dict(members.gather_rows(shard).values)
-    rewards, valid = values.pop("rewards"), values.pop("valid")
-    components = {name.removeprefix(COMPONENT): value for name, value in values.items()}
-    if answers:
-        components = {FUNCTION: rewards} | {f"{FUNCTION}/{name}": v for name, v in components.items()}
-        rewards = roles.reward.weight * rewards
-        for model, answer in zip(roles.reward_models, answers, strict=True):
-            components[model.name] = members.gather_rows(answer).values[model.name]
-            rewards = rewards + model.weight * components[model.name]
-        valid = valid & rewards.isfinite() & (rollouts.finish_reason != FINISH_FAILED)
-        rewards = rewards.masked_fill(~valid, float("nan"))
-    return Scores(rewards, valid, components), result.metrics(), result.failures
+    judgements = roles.reward.infer(prompts, rollouts, members)
+    parts: list[torch.Tensor] = []
+    components: dict[str, torch.Tensor] = {}
+    for name, weight, shard, *_ in judgements:
+        values = dict(members.gather_rows(shard).values)
+        own, prefix = values.pop("rewards"), "" if roles.one_judge else f"{name}/"
+        parts.append(own if roles.one_judge else weight * own)
+        components |= {} if roles.one_judge else {name: own}
+        components |= {prefix + key.removeprefix(COMPONENT): value for key, value in values.items()}
+    for model, answer in zip(roles.reward_models, answers, strict=True):
+        components[model.name] = members.gather_rows(answer).values[model.name]
+        parts.append(model.weight * components[model.name])
+    rewards = sum(parts[1:], parts[0])
+    valid = rewards.isfinite() & (rollouts.finish_reason != FINISH_FAILED)
+    rewards = rewards.masked_fill(~valid, float("nan"))
+    metrics = merge(judgement.metrics for judgement in judgements)
+    failures = tuple(failure for judgement in judgements for failure in judgement.failures)
+    return Scores(rewards, valid, components), metrics, failures
 
 
 def prompts_wanted(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> int:

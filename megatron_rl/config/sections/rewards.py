@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.sections.bounds import LARGE, MOST_ROWS, MOST_SECONDS, MOST_STEPS
+from megatron_rl.config.sections.bounds import LARGE, MOST_ROWS, MOST_SECONDS, MOST_STEPS, MOST_TOKENS
 from megatron_rl.config.sections.limits import LimitsConfig
 from megatron_rl.config.sections.models import LIKE_ACTOR, OWN_MEGATRON, LayoutConfig
 from megatron_rl.config.sections.stages import PairsConfig
-from megatron_rl.config.setting import setting
+from megatron_rl.config.setting import required, setting
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,180 @@ class RewardLimitsConfig(LimitsConfig):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RewardServerConfig:
+    """Say where a server is and how patient the run is with it.
+
+    The first rank of the job speaks with it: numbers of requests are those of the whole job.
+    """
+
+    url: str = required(
+        "Address that samples are posted to; secrets belong in headers.", example="http://host:8000/score"
+    )
+    headers: dict[str, str] = setting(
+        {},
+        "Headers of a request: for each the name of the environment variable that holds its value, such as "
+        "SCORER_TOKEN. No process of your code gets such a variable, and nothing writes its value down.",
+    )
+    concurrency: int = setting(16, "Requests open at once.", unit="requests", at_least=1, at_most=MOST_ROWS)
+    rate: float | None = setting(
+        None, "Most requests per second.", unit="1/second", unset="no limit", more_than=0, at_most=LARGE
+    )
+    timeout: float = setting(
+        30.0, "Time after which a request has failed.", unit="seconds", more_than=0, at_most=MOST_SECONDS
+    )
+    retries: int = setting(
+        3,
+        "Further tries of a request where the server is not reached, is too slow, has an error of its own or "
+        "asks for a pause.",
+        unit="tries",
+        at_least=0,
+        at_most=1000,
+    )
+    backoff: float = setting(
+        0.5,
+        "Wait before the first further try; it doubles with each.",
+        unit="seconds",
+        more_than=0,
+        at_most=MOST_SECONDS,
+    )
+    longest_wait: float = setting(
+        60.0,
+        "Longest wait before a further try, whatever the server asks for.",
+        unit="seconds",
+        more_than=0,
+        at_most=MOST_SECONDS,
+    )
+    open_after: int = setting(
+        8,
+        "Requests running that fail with all their tries, after which nothing is sent for a while: the "
+        "circuit is open, and samples are invalid at once.",
+        unit="requests",
+        at_least=1,
+        at_most=MOST_ROWS,
+    )
+    open_seconds: float = setting(
+        30.0,
+        "Time after which an open circuit lets one request try.",
+        unit="seconds",
+        more_than=0,
+        at_most=MOST_SECONDS,
+    )
+    weight: float = setting(1.0, "Factor of its reward in the sum.", at_least=-LARGE, at_most=LARGE)
+
+
+SENDS = ("prompt", "response", "ground_truth", "metadata", "turns", "tokens", "group")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpRewardConfig(RewardServerConfig):
+    """Have a server of your own judge: it is posted samples and answers with their rewards.
+
+    A request is ``{"samples": [{"prompt": ..., "response": ..., ...}, ...]}``, its answer
+    ``{"rewards": [...]}`` with a number for each sample, a mapping of named numbers that holds ``reward``, or
+    ``{"error": "why there is none"}``.
+    """
+
+    sends: tuple[str, ...] = setting(
+        SENDS[:4],
+        f"What a sample holds, of {', '.join(SENDS[:6])}; with group, a request has all samples of a prompt.",
+    )
+    samples_per_request: int = setting(
+        1, "Samples of a request.", unit="samples", at_least=1, at_most=MOST_ROWS
+    )
+
+
+TEMPLATE = """Problem:
+{prompt}
+
+Reference answer:
+{ground_truth}
+
+Answer to be judged:
+{response}
+
+Is the answer right? Say why in a few words, and end with a line "Score: N", where N is a number from 0 \
+(wrong) to 1 (right)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig(RewardServerConfig):
+    """Have a language model judge, behind any server with OpenAI's chat completions.
+
+    What it says is read by a parser, which runs contained as reward functions do.
+    """
+
+    url: str = required(
+        "Address of the server's API, to which /chat/completions is added.", example="http://host:8000/v1"
+    )
+    model: str = required("Name of the model at the server.", example="Qwen/Qwen2.5-72B-Instruct")
+    key_from: str | None = setting(
+        None,
+        "Name of the environment variable that holds the API key, such as JUDGE_API_KEY.",
+        unset="no key",
+    )
+    template: str = setting(
+        TEMPLATE,
+        "What the judge is asked: text in which {prompt}, {response} and {ground_truth} are replaced, or "
+        "path/to/file.py:function, called as a reward function and returning text or chat messages.",
+    )
+    parser: str = setting(
+        "megatron_rl.rewards.judgement:score_line",
+        "Function that reads the judge's answer: a reward function with a further parameter `judgement`, "
+        "which returns None where there is no verdict. The default reads the last line `Score: N`.",
+    )
+    temperature: float = setting(0.0, "Temperature of the judge.", at_least=0, at_most=LARGE)
+    max_tokens: int = setting(512, "Longest answer.", unit="tokens", at_least=1, at_most=MOST_TOKENS)
+    parameters: dict[str, Any] = setting({}, "Further parameters of the request.")
+    cache: int = setting(
+        100_000,
+        "Answers that are kept: what was asked before, or twice in a step, is not asked again; 0 keeps none.",
+        unit="answers",
+        at_least=0,
+        at_most=MOST_ROWS,
+    )
+    limits: RewardLimitsConfig = setting(RewardLimitsConfig(), "What a call of template or parser may use.")
+
+
+@dataclass(frozen=True)
+class CodeConfig:
+    """Judge programs by tests: the response, or its last fenced block, is run against the ground truth.
+
+    The ground truth is a list of tests, or JSON text of one: ``{"stdin": "2 3", "stdout": "5"}`` for what the
+    program prints, ``{"call": "add(2, 3)", "returns": 5}`` or ``"assert add(2, 3) == 5"`` for what a function
+    of it returns. The program is told no expected value, and runs in a process below the contained worker
+    that compares. One that fails, is too slow or goes over a limit has not passed the test; where tests
+    cannot be read, or the worker does not survive the program, the sample is invalid.
+    """
+
+    language: str = setting("python", "Language of the programs.", choices=("python",))
+    scoring: str = setting(
+        "all",
+        "`all`: 1 for a program that passes every test, else 0; `share`: the share of tests passed.",
+        choices=("all", "share"),
+    )
+    test_timeout: float = setting(
+        5.0, "Time of a program in one test.", unit="seconds", more_than=0, at_most=MOST_SECONDS
+    )
+    timeout: float = setting(
+        60.0,
+        "Time of a program in all its tests; it has not passed those that are left then.",
+        unit="seconds",
+        more_than=0,
+        at_most=MOST_SECONDS,
+    )
+    workers: int = setting(
+        1, "Processes per rank that test programs.", unit="processes", at_least=1, at_most=1024
+    )
+    limits: RewardLimitsConfig = setting(
+        RewardLimitsConfig(memory_gib=1.0, processes=16), "What a program may use."
+    )
+    weight: float = setting(1.0, "Factor of its reward in the sum.", at_least=-LARGE, at_most=LARGE)
+
+
 @dataclass(frozen=True)
 class RewardConfig:
-    """Say what judges a response: a function, reward models, or a weighted sum of both.
+    """Say what judges a response: a function, tests, a server, a judge, reward models, or a weighted sum.
 
     The function is called in worker processes as ``function(prompt=, response=, ground_truth=, metadata=,
     **arguments)`` and returns a number, or a mapping of named components that holds ``reward``. Where it has
@@ -55,15 +226,15 @@ class RewardConfig:
     the roles policy and environment; where it has ``tokens``, a mapping of ``prompt``, ``response``, ``mask``
     and ``log_probs``. One with a parameter ``group`` is called once for all responses to a prompt, whose
     texts ``group`` lists instead of ``response``; ``turns`` and ``tokens`` are then lists too, and it returns
-    a reward for each, an exception or None where there is none. It may be ``async def``. The reward of a row
-    is ``weight`` times the function's plus the sum over ``models`` of their weights times their scores; where
-    one of them fails the row is invalid.
+    a reward for each, an exception or None where there is none. It may be ``async def``. Where several
+    judge, the reward of a row is the sum of what they say, each times its weight; where one of them fails the
+    row is invalid.
     """
 
     function: str | None = setting(
         None,
         "module:function, or path/to/file.py:function.",
-        unset="reward models alone",
+        unset="what else there is",
         also_called={
             "verl": "custom_reward_function.path, custom_reward_function.name",
             "slime": "custom_rm_path",
@@ -113,6 +284,9 @@ class RewardConfig:
     weight: float = setting(
         1.0, "Factor of the function's reward in the sum.", at_least=-LARGE, at_most=LARGE
     )
+    code: CodeConfig | None = setting(None, "Tests of the programs in responses.", unset="none")
+    http: HttpRewardConfig | None = setting(None, "A server that judges.", unset="none")
+    judge: JudgeConfig | None = setting(None, "A language model that judges.", unset="none")
     models: dict[str, RewardModelConfig] = setting(
         {},
         "Reward models by name.",
