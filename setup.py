@@ -21,6 +21,7 @@ def read_version() -> str:
 CORE = ["numpy", "PyYAML>=6", "rich>=13"]
 
 TRAINING = [
+    "aiohttp>=3.9",  # rewards over HTTP, many requests at once; vLLM brings it along
     "datasets>=3",
     "matplotlib>=3.8",
     "psutil",

@@ -13,6 +13,7 @@ WRITTEN_BY = {
     "throughput/ padding/ reshard/ time/generate time/reward time/score time/learn time/reshard "
     "time/evaluate",
     "a run whose rewards fail": "reward/invalid_",
+    "a run with an environment and servers": "environment/ reward/http/ reward/judge/",
     "a run with a critic": "critic/ reward/component/",
     "a run of a mixture": "router/",
     "a run that offloads": "offload/ time/offload",

@@ -58,13 +58,13 @@ class RewardResult(NamedTuple):
     measured: Metrics = NO_METRICS
 
     def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
-        """Return what judging took, ``reward/invalid`` and ``reward/invalid_<reason>``: shares of samples.
+        """Return what judging took, and ``reward/invalid_<reason>``: the shares of samples that failed so.
 
         ``reasons`` are those that other ranks know, whose samples count too.
         """
         counts = Counter(failure.reason for failure in self.failures)
         total = float(len(self.valid))
-        result = self.measured + Metrics.mean("reward/invalid", float(len(self.failures)), total)
+        result = self.measured
         for reason in sorted({*counts, *reasons}):
             result += Metrics.mean(f"reward/invalid_{reason}", float(counts[reason]), total)
         return result

@@ -276,9 +276,9 @@ def judge(
 ) -> tuple[Scores, Metrics, tuple[Failure, ...]]:
     """Put what scorers and reward models say of each row together into one reward.
 
-    A row is valid where every judge gave a finite score. Of several it is the sum, each times its weight;
-    what a scorer says is the component of its name, what it names ``SCORER/NAME``, and a model's score one
-    of the model's. ``prompts`` has one entry per row. Metrics and failures are this rank's. Collective.
+    A row is valid where every judge gave a finite score. Several are summed, each times its weight, and are
+    components of their names, beside ``SCORER/NAME`` for what a scorer names. ``prompts`` has one entry per
+    row. Metrics and failures are this rank's. Collective over the members.
     """
     # All judges are asked before any answer is gathered: those on ranks of their own work at the same time.
     answers = [model.infer(rollouts) for model in roles.reward_models]
@@ -297,9 +297,9 @@ def judge(
     rewards = sum(parts[1:], parts[0])
     valid = rewards.isfinite() & (rollouts.finish_reason != FINISH_FAILED)
     rewards = rewards.masked_fill(~valid, float("nan"))
-    metrics = merge(judgement.metrics for judgement in judgements)
-    failures = tuple(failure for judgement in judgements for failure in judgement.failures)
-    return Scores(rewards, valid, components), metrics, failures
+    metrics = Metrics.mean("reward/invalid", float((~valid).sum()), float(len(valid)))
+    metrics += merge(judgement.metrics for judgement in judgements)
+    return Scores(rewards, valid, components), metrics, sum((one.failures for one in judgements), ())
 
 
 def prompts_wanted(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -146,18 +147,46 @@ def test_failed_rewards_are_counted_and_never_zero(fork, material, tmp_path):
 
 
 def test_a_run_whose_rewards_all_fail_stops_and_says_why(fork, material, tmp_path):
-    reward = tmp_path / "reward.py"
-    reward.write_text("def judge(**sample):\n    raise KeyError('no key named answer')\n")
+    environment = tmp_path / "talk.py"
+    environment.write_text(
+        "from megatron_rl import Environment\n"
+        "class Talk(Environment):\n"
+        "    async def run(self, episode):\n"
+        "        await episode.generate(limit=2)\n"
+        "        if episode.seed % 4 == 0: raise KeyError('no such tool')\n"
+        "        episode.observe('1+')\n"
+        "        await episode.generate()\n"
+    )
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        dead = {"url": f"http://127.0.0.1:{nobody.getsockname()[1]}", "retries": 1, "backoff": 0.01}
+        _fails_entirely(fork, material, tmp_path, f"{environment}:Talk", dead)
+
+
+def _fails_entirely(fork, material, tmp_path, environment, dead):
     changes = {
-        "reward": {"function": f"{reward}:judge", "invalid_steps": 2},
-        "rollout": {"tensor": 1, "engine": "torch", "max_response_tokens": 6},
+        "reward": {"function": None, "http": dead, "judge": {**dead, "model": "m"}, "invalid_steps": 2},
+        "rollout": {
+            "tensor": 1,
+            "engine": "torch",
+            "max_response_tokens": 8,
+            "environment": {"name": environment},
+        },
     }
     config = _config(tmp_path, material, sft=None, evaluation={"at_start": False}, **changes)
     result = fork("megatron_rl", 2, "train", config, module=True, check=False)
     assert result.returncode != 0
     assert "rewards fail in 100% of the samples, in 2 steps running" in result.output
-    assert "most often: exception" in result.output and "no key named answer" in result.output
-    assert sorted(_lines(tmp_path / "run")) == [1, 2]
+    assert (
+        "most often: circuit_open" in result.output and "nothing is sent to it for a while" in result.output
+    )
+    lines = _lines(tmp_path / "run")
+    assert sorted(lines) == [1, 2] and all(line["reward/valid_fraction"] == 0 for line in lines.values())
+    assert unwritten("a run with an environment and servers", lines.values()) == []
+    assert lines[1]["environment/turns"] > 1 and 0 < lines[1]["environment/failed_exception"] < 0.6
+    assert lines[1]["reward/http/requests"] * 32 == pytest.approx(16), (
+        "8 requests of two tries open the circuit"
+    )
 
 
 def test_a_failure_names_rank_role_and_phase_and_ends_the_job(torchrun, material, tmp_path):
