@@ -87,15 +87,9 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(1.5)
         if word == "busy":
             time.sleep(0.1)
-        if word == "garbage":
-            self.wfile.write(b"\x00\x01 this is no HTTP\r\n\r\n")
-            self.close_connection = True
-            return
-        if word == "cut":
-            self.send_response(200)
-            self.send_header("Content-Length", "1000")
-            self.end_headers()
-            self.wfile.write(b"{")
+        if word in ("garbage", "cut"):
+            said = b"\x00\x01 is no HTTP" if word == "garbage" else b"HTTP/1.1 200 OK\r\nContent-Length: 9"
+            self.wfile.write(said + b"\r\n\r\n")
             self.close_connection = True
             return
         if word == "drip":  # a byte now and then, which no time-out of a single read would notice
@@ -128,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
             )
         else:
             rewards = [self.reward(sample) for sample in body["samples"]]
-            self.answer(200, json.dumps({"rewards": rewards[1:] if word == "few" else rewards}).encode())
+            self.answer(200, json.dumps({"rewards": rewards[word == "few" :]}).encode())
 
     def reward(self, sample: dict[str, Any]) -> Any:
         special = {
@@ -220,7 +214,6 @@ def test_retries_pauses_and_bounds_of_requests(server: Scorer) -> None:
     begun = time.monotonic()
     assert reward.score(samples(*(f"limit {number}" for number in range(3)), "4")).valid.all()
     assert time.monotonic() - begun > 0.35, "the server's pause holds for all"
-    assert reward.server.counts["rate_limited"] >= 1
     server.times.clear()
     assert HttpReward(config(server, rate=20.0)).score(samples(*["4"] * 6)).valid.all()
     gaps = [later - sooner for sooner, later in zip(server.times, server.times[1:], strict=False)]
@@ -263,14 +256,13 @@ def test_the_circuit_opens_and_closes(server: Scorer) -> None:
 def test_a_dead_server_costs_seconds_and_one_that_comes_back_is_used(server: Scorer) -> None:
     reward = HttpReward(config(server, open_after=2, open_seconds=0.1))
     assert reward.score(samples("4")).valid.all()
-    port = server.server_address[1]
     server.stop()
     begun = time.monotonic()
     result = reward.score(samples(*["4"] * 200))
     assert time.monotonic() - begun < 5 and not result.valid.any()
     assert set(reasons(["4"] * 200, result).values()) <= {"unreachable", "circuit_open"}
     time.sleep(0.15)
-    again = Scorer(port)
+    again = Scorer(server.server_address[1])
     try:
         assert reward.score(samples("4")).valid.all()
     finally:
@@ -335,7 +327,7 @@ def test_a_judge_is_asked_once_and_its_words_are_read_contained(
     assert server.headers[0]["Authorization"] == f"Bearer {SECRET}"
 
 
-def test_a_judge_without_a_cache_is_asked_every_time(server: Scorer) -> None:
+def test_a_judge_without_a_cache_is_asked_every_time_and_of_no_group(server: Scorer, tmp_path: Path) -> None:
     reward = JudgeReward(JudgeConfig(url=server.url, model="m", template="{response}", cache=0))
     try:
         result = reward.score(samples("{prompt}", "{prompt}"))
@@ -343,6 +335,9 @@ def test_a_judge_without_a_cache_is_asked_every_time(server: Scorer) -> None:
         reward.close()
     assert result.rewards.tolist() == [0.5, 0.5]
     assert server.tries["{prompt}"] == 2, "what a response says is not filled in"
+    (tmp_path / "parts.py").write_text("def read(group, judgement, **rest):\n    return [0.0]\n")
+    with pytest.raises(UserError, match="single responses"):
+        JudgeReward(JudgeConfig(url=server.url, model="m", parser=f"{tmp_path}/parts.py:read"))
 
 
 def test_settings_of_servers_are_checked_and_no_secret_is_shown(monkeypatch) -> None:
@@ -391,23 +386,10 @@ def test_check_says_whether_a_server_answers(server: Scorer) -> None:
     assert "refused" in str(warnings[0])
 
 
-def test_a_judge_of_groups_is_refused(server: Scorer, tmp_path: Path) -> None:
-    (tmp_path / "parts.py").write_text("def read(group, judgement, **rest):\n    return [0.0]\n")
-    with pytest.raises(UserError, match="single responses"):
-        JudgeReward(JudgeConfig(url=server.url, model="m", parser=f"{tmp_path}/parts.py:read"))
-
-
 def test_the_settings_come_back_from_the_file_of_a_run(server: Scorer) -> None:
-    text = f"""
-model: {{path: m}}
-data: {{train: d.jsonl}}
-reward:
-  http: {{url: "{server.url}", headers: {{Authorization: SCORER_TOKEN}}, sends: [response, turns]}}
-  judge: {{url: "{server.url}/v1", model: m, key_from: JUDGE_API_KEY}}
-  code: {{scoring: share}}
-run_dir: r
-steps: 1
-"""
+    text = f"""{{model: {{path: m}}, data: {{train: d.jsonl}}, run_dir: r, steps: 1, reward: {{
+  http: {{url: "{server.url}", headers: {{Authorization: SCORER_TOKEN}}, sends: [response, turns]}},
+  judge: {{url: "{server.url}/v1", model: m, key_from: JUDGE_API_KEY}}, code: {{scoring: share}}}}}}"""
     loaded = load_text(text).valid()
     assert load_text(dump(without_secrets(loaded))).valid() == loaded
     assert loaded.reward.code is not None and loaded.reward.code.limits.memory_gib == 1.0
