@@ -18,7 +18,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.source import Origin
 from megatron_rl.errors import UserError, UserErrors, each
-from megatron_rl.shapes.megatron_arguments import contradictions, derived
+from megatron_rl.shapes.megatron_arguments import arguments_of, contradictions, derived
 from megatron_rl.shapes.megatron_checkpoint import (
     POINTER,
     MegatronCheckpoint,
@@ -60,7 +60,36 @@ def with_megatron_models(
             continue
         folders[section] = folder
         origins[f"{section}.path"] = Origin("derived", f"written for {checkpoint.path}")
+    problem = _target_error(config, folders)
+    if problem is not None:
+        refused["checkpoint.megatron"] = [problem]
     return _with_paths(config, folders), origins, refused
+
+
+def _target_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError | None:
+    """Return the error of a folder that is to take what the run writes for Megatron-LM."""
+    target = config.checkpoint.megatron
+    if target is None:
+        return None
+    begun = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
+    if is_megatron(target) and not begun:
+        return UserError(
+            "checkpoint.megatron holds checkpoints of another run",
+            where="checkpoint.megatron",
+            expected="a folder that is new, or that this run has written to",
+            got=target,
+            fix="choose another folder: older iterations in it are removed, as checkpoint.keep says",
+        )
+    file = folders.get("model", Path(config.model.path)) / "config.json"
+    try:
+        model = describe(read_json(file), str(file))
+    except UserError:
+        return None  # the model's own check says so
+    try:
+        arguments_of(model)
+    except UserError as error:
+        return replace(error, where="checkpoint.megatron", fix="remove checkpoint.megatron")
+    return None
 
 
 def _megatron_paths(config: RunConfig) -> dict[str, str]:

@@ -155,6 +155,12 @@ class CheckpointConfig:
         at_most=MOST_SECONDS,
     )
     export: bool = setting(True, "Write a Hugging Face checkpoint at the end of the run.")
+    megatron: str | None = setting(
+        None,
+        "Folder that also takes the actor's weights at each checkpoint, for Megatron-LM; `keep` of them stay.",
+        unset="none",
+        also_called={"Megatron-LM": "save"},
+    )
 
 
 @dataclass(frozen=True)

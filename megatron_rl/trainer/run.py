@@ -18,6 +18,7 @@ from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint_files import newest_intact, require_intact
+from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.residency import Use
@@ -200,8 +201,19 @@ class Run:
         path = checkpoint_path(self.folder.checkpoints, self.state.step)
         if self.saved != self.state.step:
             self.state.save(path, self.roles, self.config.checkpoint.keep)
+            self._save_for_megatron()
             self.saved = self.state.step
         return path
+
+    def _save_for_megatron(self) -> None:
+        """Write the actor's weights for Megatron-LM, where that is asked for. Collective over the world."""
+        settings, actor = self.config.checkpoint, self.roles.actor
+        if settings.megatron is not None:
+            arguments, begun = checkpoint_arguments(self.config.model.path)
+            with actor.resident():
+                save_megatron(
+                    settings.megatron, actor.model, arguments, begun + self.state.step, settings.keep
+                )
 
     def _take(self, step: int) -> StepResult | None:
         """Take one step; None on a rank that only samples, ahead of the others."""

@@ -215,6 +215,14 @@ def test_arguments_of_no_model_here_are_refused_by_name(argument, value, tmp_pat
     assert errors and all(f"another `{argument}`" in error.message for error in errors), errors
 
 
+def test_checkpoints_of_another_run_are_not_written_over(checkpoint, tmp_path):
+    target = {"checkpoint": {"megatron": str(checkpoint)}}
+    _, errors = opened(checkpoint, tmp_path / "tokenizer", tmp_path / "run", **target)
+    assert [error.where for error in errors] == ["checkpoint.megatron"]
+    (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
+    assert not opened(checkpoint, tmp_path / "tokenizer", tmp_path / "run", **target)[1]
+
+
 class _Runs:
     """Leave a file behind where a pickle that holds it is loaded."""
 
