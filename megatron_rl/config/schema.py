@@ -157,7 +157,7 @@ class CheckpointConfig:
     export: bool = setting(True, "Write a Hugging Face checkpoint at the end of the run.")
     megatron: str | None = setting(
         None,
-        "Folder that also takes the actor's weights at each checkpoint, for Megatron-LM; `keep` of them stay.",
+        "Folder that takes the actor's weights at each checkpoint, for Megatron-LM; `keep` of these stay.",
         unset="none",
         also_called={"Megatron-LM": "save"},
     )
