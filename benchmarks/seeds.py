@@ -81,7 +81,7 @@ def main() -> int:
     parser.add_argument("--prepare", default="", metavar="COMMAND", help="what makes a seed's data and model")
     parser.add_argument("--at-least", type=float, default=None, help="accuracy that every seed must reach")
     parser.add_argument("--gain", type=float, default=None, help="rise that every seed must reach")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     warn_if_busy("seeds")
     report = Report("seeds")
     overrides = [word for word in options.words if "=" in word]
