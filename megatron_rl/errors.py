@@ -76,13 +76,13 @@ def each(error: UserError) -> tuple[UserError, ...]:
 
 def numbered(errors: Iterable[UserError], kind: str) -> list[str]:
     """Return the errors as blocks of lines, numbered ``error 1: …`` where there are several."""
-    found = tuple(errors)
+    listed = tuple(errors)
     result: list[str] = []
-    for index, error in enumerate(found, start=1):
+    for index, error in enumerate(listed, start=1):
         first, *rest = error.lines()
-        label = f"{kind} {index}" if len(found) > 1 else kind
+        label = f"{kind} {index}" if len(listed) > 1 else kind
         result.extend([f"{label}: {first}", *rest])
-        if index < len(found):
+        if index < len(listed):
             result.append("")
     return result
 

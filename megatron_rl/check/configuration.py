@@ -318,12 +318,12 @@ def _layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
     if not check.fine("placement"):
         return layouts
     for role, layout in role_layouts(check.config, world).items():
-        own = role == "rollout" or sections[where_of(role)] is not None
-        where = where_of(role) if own else "actor.layout"
+        has_layout = role == "rollout" or sections[where_of(role)] is not None
+        where = where_of(role) if has_layout else "actor.layout"
         paths = ("rollout.tensor", "rollout.ranks") if role == "rollout" else (where,)
         if check.fine("world_size", *paths):
             layouts[role] = layout
-            if own:
+            if has_layout:
                 check.add(check_layout(role, layout, world, check.config))
     return layouts
 
@@ -338,8 +338,8 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
         return
     check.add(check_routing(check.config, shape))
     for role, layout in layouts.items():
-        own = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
-        known = role in inputs.shapes or (own and role not in inputs.shapeless)
+        has_layout = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
+        known = role in inputs.shapes or (has_layout and role not in inputs.shapeless)
         if known and check.fine(*megatron_sections(check.config)):
             model = inputs.shapes.get(role, shape)
             _, settings = megatron_settings(check.config, layout)

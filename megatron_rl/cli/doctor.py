@@ -130,17 +130,17 @@ def _imports() -> list[Finding]:
         ("transformers", tokenizers, "remove torchvision, torchaudio and torchcodec of another build"),
         ("vLLM", engine, "install the vLLM that fits this torch, or train with rollout.engine=torch"),
     ]
-    found = []
+    findings = []
     for name, check, fix in checks:
         try:
-            found.append(Finding("ok", name, check()))
+            findings.append(Finding("ok", name, check()))
         except Exception as error:  # anything may go wrong inside a foreign package's import
             last = traceback.extract_tb(error.__traceback__)[-1]
             first = (str(error).splitlines() or [""])[0]
             text = f"{type(error).__name__}: {first} ({last.filename}:{last.lineno})"
             level = "warning" if name == "vLLM" else "error"
-            found.append(Finding(level, name, text, fix))
-    return found
+            findings.append(Finding(level, name, text, fix))
+    return findings
 
 
 def _links(world: int) -> list[Finding]:
@@ -156,18 +156,18 @@ def _links(world: int) -> list[Finding]:
         f"{world} ranks on {machines} machine{'s' if machines > 1 else ''}: {links.bytes / 2**20:.0f} MiB in "
         f"{links.seconds * 1e3:.1f} ms, {rate / 1e9:.2f} GB/s per rank"
     )
-    found = []
+    findings = []
     if not links.correct:
-        found.append(
+        findings.append(
             Finding("error", "all-reduce", f"wrong sum; {text}", "check the network's driver and firmware")
         )
     elif rate < SLOW_BYTES_PER_SECOND[device.on_host()]:
         fix = "check that ranks use the fast network interface, and that nothing else runs on the machines"
-        found.append(Finding("warning", "all-reduce", f"slow: {text}", fix))
+        findings.append(Finding("warning", "all-reduce", f"slow: {text}", fix))
     else:
-        found.append(Finding("ok", "all-reduce", text))
+        findings.append(Finding("ok", "all-reduce", text))
     spread = f"clocks differ by at most {links.clock_spread * 1e3:.0f} ms"
     late = links.clock_spread > MAX_CLOCK_SPREAD
     fix = "run a time daemon (chrony, ntpd) on every machine" if late else None
-    found.append(Finding("warning" if late else "ok", "clocks", spread, fix))
-    return found
+    findings.append(Finding("warning" if late else "ok", "clocks", spread, fix))
+    return findings

@@ -60,7 +60,7 @@ def packages() -> list[Finding]:
     """Return versions of what training needs, and what of it does not fit together."""
     version = ".".join(map(str, sys.version_info[:3]))
     fine = sys.version_info >= (3, 11)
-    found = [
+    findings = [
         Finding(
             "ok" if fine else "error", "python", version, None if fine else "install Python 3.11 or later"
         )
@@ -73,23 +73,25 @@ def packages() -> list[Finding]:
         if have is None:
             level = "error" if _NEEDED[name] else "warning"
             without = "" if _NEEDED[name] else ": only rollout.engine=torch can generate"
-            found.append(Finding(level, label, f"not installed{without}", "install as launch/setup.sh does"))
+            findings.append(
+                Finding(level, label, f"not installed{without}", "install as launch/setup.sh does")
+            )
         elif have.split("+")[0] == tried:
-            found.append(Finding("ok", label, have))
+            findings.append(Finding("ok", label, have))
         else:
-            found.append(Finding("note", label, f"{have}; tests run with {tried}"))
-    return [*found, *_conflicts(), *_shadowed()]
+            findings.append(Finding("note", label, f"{have}; tests run with {tried}"))
+    return [*findings, *_conflicts(), *_shadowed()]
 
 
 def _names(inside: bool) -> dict[str, str]:
     """Return the versions of `BUILT_TOGETHER` inside this virtual environment, or outside of it."""
-    found = {}
+    versions = {}
     for distribution in metadata.distributions():
         name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
         place = Path(str(distribution.locate_file("")))
         if name in BUILT_TOGETHER and place.is_relative_to(sys.prefix) == inside:
-            found.setdefault(name, distribution.version)
-    return found
+            versions.setdefault(name, distribution.version)
+    return versions
 
 
 def machines_packages() -> dict[str, str]:
@@ -102,22 +104,24 @@ def unfit(versions: Mapping[str, str]) -> list[Finding]:
 
     ``versions`` are by name. Nothing is imported or installed.
     """
-    found, torch, vllm = [], versions.get("torch"), versions.get("vllm")
+    findings, torch, vllm = [], versions.get("torch"), versions.get("vllm")
     series = TRIED["vllm"].rpartition(".")[0]
     if vllm is not None and vllm.split("+")[0].rpartition(".")[0] != series:
         text = f"{vllm} is here, and parts of vLLM {series} are replaced in a rank"
-        found.append(Finding("error", "vllm", text, f"use a container with vLLM {series}, or one without"))
+        findings.append(Finding("error", "vllm", text, f"use a container with vLLM {series}, or one without"))
     elif vllm is None and torch is not None and torch.split("+")[0] != TRIED["torch"]:
         built = [name for name in BUILT_TOGETHER if name in versions and name != "torch"]
         text = f"{torch} is here, and vLLM {TRIED['vllm']} would bring torch {TRIED['torch']}"
         text += f", which {', '.join(built)} of this machine cannot load with" if built else ""
         fix = f"use a container with torch {TRIED['torch']}, with a vLLM of its own, or without torch"
-        found.append(Finding("error", "torch", text, fix))
+        findings.append(Finding("error", "torch", text, fix))
     orphans = [name for name in versions if name.startswith(("transformer-engine", "apex", "flash"))]
     if torch is None and orphans:
         text = f"{', '.join(orphans)} without the torch that they were built for"
-        found.append(Finding("error", "torch", text, "remove them, or use a container that has all of them"))
-    return found
+        findings.append(
+            Finding("error", "torch", text, "remove them, or use a container that has all of them")
+        )
+    return findings
 
 
 def _shadowed() -> list[Finding]:
@@ -164,14 +168,14 @@ def _conflicts() -> list[Finding]:
 def optional_packages() -> list[Finding]:
     """Return what is not installed and what its absence costs."""
     gpus = bool(_nvidia_smi())
-    found = []
+    findings = []
     for name, cost in WITHOUT.items():
         if find_spec(name) is not None:
-            found.append(Finding("ok", name, installed(name.replace("_", "-")) or "installed"))
+            findings.append(Finding("ok", name, installed(name.replace("_", "-")) or "installed"))
         else:
             level = "note" if name in _GPU_ONLY and not gpus else "warning"
-            found.append(Finding(level, name, f"not installed: {cost}"))
-    return found
+            findings.append(Finding(level, name, f"not installed: {cost}"))
+    return findings
 
 
 def _nvidia_smi() -> list[list[str]]:
@@ -192,22 +196,24 @@ def accelerators() -> list[Finding]:
     torch = installed("torch") or ""
     host_build = torch.endswith("+cpu")
     if not gpus:
-        found = [Finding("note", "GPU", "none is visible: everything runs on the host's processors")]
+        findings = [Finding("note", "GPU", "none is visible: everything runs on the host's processors")]
         if torch and not host_build:
-            found.append(Finding("note", "torch", f"{torch} may need a driver that is not here"))
-        return found
+            findings.append(Finding("note", "torch", f"{torch} may need a driver that is not here"))
+        return findings
     name, memory, driver = gpus[0][:3]
-    found = [Finding("ok", "GPU", f"{len(gpus)} x {name}, {float(memory) / 1024:.0f} GiB, driver {driver}")]
+    findings = [
+        Finding("ok", "GPU", f"{len(gpus)} x {name}, {float(memory) / 1024:.0f} GiB, driver {driver}")
+    ]
     if len({tuple(gpu[:2]) for gpu in gpus}) > 1:
-        found.append(Finding("warning", "GPU", "of different kinds: the slowest sets the pace"))
+        findings.append(Finding("warning", "GPU", "of different kinds: the slowest sets the pace"))
     if host_build:
         fix = "install the package with its extra [gpu], which brings torch for GPUs"
-        found.append(Finding("error", "torch", f"{torch} cannot use the GPUs", fix))
+        findings.append(Finding("error", "torch", f"{torch} cannot use the GPUs", fix))
     library = [(item, installed(item)) for item in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")]
     have = [f"{item} {version}" for item, version in library if version]
     text = ", ".join(have) or "no package; torch may carry its own"
-    found.append(Finding("ok" if have else "note", "NCCL library", text))
-    return found
+    findings.append(Finding("ok" if have else "note", "NCCL library", text))
+    return findings
 
 
 def shared_memory() -> list[Finding]:
@@ -226,32 +232,32 @@ def shared_memory() -> list[Finding]:
 
 def disk() -> list[Finding]:
     """Return the free disk space here and where temporary files go."""
-    found = []
+    findings = []
     for label, place in (("disk", Path.cwd()), ("temporary files", Path(os.environ.get("TMPDIR", "/tmp")))):
         if not place.is_dir():
-            found.append(Finding("error", label, f"{place} is no directory", "set TMPDIR to a directory"))
+            findings.append(Finding("error", label, f"{place} is no directory", "set TMPDIR to a directory"))
             continue
         free = shutil.disk_usage(place).free / 2**30
         low = label == "disk" and free < DISK_GIB
         fix = "checkpoints take 14 bytes per parameter and are kept checkpoint.keep times" if low else None
-        found.append(Finding("warning" if low else "ok", label, f"{free:.1f} GiB free in {place}", fix))
-    return found
+        findings.append(Finding("warning" if low else "ok", label, f"{free:.1f} GiB free in {place}", fix))
+    return findings
 
 
 def limits() -> list[Finding]:
     """Return processors, memory and the limit of open files."""
-    found = []
+    findings = []
     try:
         import resource
 
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         low = files < OPEN_FILES
         fix = f"ulimit -n {OPEN_FILES * 16}" if low else None
-        found.append(Finding("warning" if low else "ok", "open files", f"{files} at most", fix))
+        findings.append(Finding("warning" if low else "ok", "open files", f"{files} at most", fix))
     except (ImportError, ValueError):
-        found.append(Finding("note", "open files", "the limit cannot be read here"))
+        findings.append(Finding("note", "open files", "the limit cannot be read here"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found.append(Finding("ok", "processors", f"{cores} cores"))
+    findings.append(Finding("ok", "processors", f"{cores} cores"))
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    found.append(Finding("ok", "host memory", f"{pages:.0f} GiB"))
-    return found
+    findings.append(Finding("ok", "host memory", f"{pages:.0f} GiB"))
+    return findings

@@ -51,14 +51,14 @@ class ShuffledOrder:
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
         """Go on from ``state``; raise a UserError when it belongs to other data, seed or shuffling."""
-        own = self.state_dict()
+        current = self.state_dict()
         for name in ("fingerprint", "seed", "shuffle"):
-            if state[name] != own[name]:
+            if state[name] != current[name]:
                 raise UserError(
                     f"the checkpoint was made with another {'data set' if name == 'fingerprint' else name}",
                     where="data",
                     expected=f"{name} {state[name]}",
-                    got=f"{name} {own[name]}",
+                    got=f"{name} {current[name]}",
                     fix="resume with the data, seed and shuffling of the checkpoint, or start a new run",
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])

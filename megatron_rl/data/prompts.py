@@ -111,8 +111,8 @@ class PromptSource:
         )
 
     def _metadata(self, record: Record) -> Mapping[str, Any]:
-        own = {self._data.prompt_field, self._data.ground_truth_field, self._data.task_field}
-        return {name: value for name, value in record.values.items() if name not in own}
+        reserved = {self._data.prompt_field, self._data.ground_truth_field, self._data.task_field}
+        return {name: value for name, value in record.values.items() if name not in reserved}
 
 
 def load_prompts(config: RunConfig, setting: str, tokenizer: PreTrainedTokenizerBase) -> PromptSource:

@@ -228,10 +228,10 @@ class BoxIndex:
 
     def containing(self, region: Region) -> list[TensorBox]:
         """Return the part of each box that is the region: same start and size, offset in its storage."""
-        found = []
+        pieces = []
         for box in self._by_name.get(region.name, ()):
             if intersect((box.start, box.size), (region.start, region.size)) == (region.start, region.size):
                 shift = zip(region.start, box.start, box.stride, strict=True)
                 offset = box.offset + sum((inner - outer) * stride for inner, outer, stride in shift)
-                found.append(replace(box, start=region.start, size=region.size, offset=offset))
-        return found
+                pieces.append(replace(box, start=region.start, size=region.size, offset=offset))
+        return pieces

@@ -141,8 +141,8 @@ def load(
         for name, part in parts.items()
     }
     if all(layouts[name] == meta["roles"][name]["layout"] for name in parts):
-        own = folder / "rng" / f"rank_{device.rank()}.pt"
-        _set_generator_states(_read(own))
+        generators = folder / "rng" / f"rank_{device.rank()}.pt"
+        _set_generator_states(_read(generators))
     else:
         seed_generators(int(meta["seed"]), int(meta["step"]), next(iter(parts.values())).model)
     return content["state"]

@@ -77,9 +77,9 @@ def _whole_latent(
         if sequence_parallel:
             return mappings.scatter_to_sequence_parallel_region(projected, group), bias
     if shared and not sequence_parallel:
-        own, key = projected.split((latent, shared), dim=-1)
+        compressed, key = projected.split((latent, shared), dim=-1)
         key = mappings.copy_to_tensor_model_parallel_region(key, group)
-        projected = torch.cat((own, key), dim=-1)
+        projected = torch.cat((compressed, key), dim=-1)
     return projected, bias
 
 

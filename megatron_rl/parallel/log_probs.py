@@ -221,14 +221,14 @@ def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
     here, shard = device.device(), VocabularyShard(0, 690, None)
     rest = (targets.to(here), temperature.to(here))
     states, words = hidden.to(here, dtype), weight.to(here, dtype)
-    found = _combine(kernel_statistics(states, words, *rest, shard)[None])
+    statistics = _combine(kernel_statistics(states, words, *rest, shard)[None])
 
     dense = (words[:690].double().cpu()).requires_grad_()
     logits = states.double().cpu() @ dense.t() / temperature.double()[:, None]
     log_p = logits.log_softmax(1)
     chosen = log_p.gather(1, targets[:, None])[:, 0]
     wanted = (logits.logsumexp(1), chosen, -(log_p.exp() * log_p).sum(1))
-    pairs = zip(found, wanted, strict=True)
+    pairs = zip(statistics, wanted, strict=True)
     values = max(float((one.double().cpu() - other.detach()).abs().max()) for one, other in pairs)
     probability = chosen.detach().exp()
     kinds = {"certain": probability > 0.99, "rare": probability < 0.01}
@@ -237,7 +237,7 @@ def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
     for name, kind in kinds.items():
         (truth,) = torch.autograd.grad(chosen[kind].sum(), dense, retain_graph=True)
         slopes = (kind.to(here, torch.float32), torch.zeros(150, device=here))
-        _, gradient = _gradients(states, words, *rest, found[0], found[2], *slopes, shard, 64)
+        _, gradient = _gradients(states, words, *rest, statistics[0], statistics[2], *slopes, shard, 64)
         errors[name] = float((gradient[:690].double().cpu() - truth).norm() / truth.norm())
     return values, errors
 

@@ -86,16 +86,16 @@ class Residency:
     def _states(self) -> dict[int, Any]:
         """Return the optimizer's storages that are not the weights' own."""
         weights = {tensor.untyped_storage()._cdata for tensor in _weights(self.model)}
-        found = _storages(_optimizer_states(self.optimizer))
-        return {key: storage for key, storage in found.items() if key not in weights}
+        storages = _storages(_optimizer_states(self.optimizer))
+        return {key: storage for key, storage in storages.items() if key not in weights}
 
     def metrics(self) -> Metrics:
         """Return the seconds and bytes that moving took on this rank since the last call."""
         if not self.offload:
             return Metrics()
-        found = Metrics({}, {"time/offload": self._seconds, "offload/bytes_max": float(self._bytes)})
+        metrics = Metrics({}, {"time/offload": self._seconds, "offload/bytes_max": float(self._bytes)})
         self._seconds, self._bytes = 0.0, 0
-        return found
+        return metrics
 
 
 class _Part:
@@ -182,6 +182,6 @@ def _optimizer_states(optimizer: Optimizer | None) -> Iterator[Tensor]:
 def _gradients(model: Any) -> Iterator[Tensor]:
     for wrapped in model.wrapped:
         for name in ("buffers", "expert_parallel_buffers"):
-            found = getattr(wrapped, name, [])
-            for buffer in found if isinstance(found, list) else ():
+            buffers = getattr(wrapped, name, [])
+            for buffer in buffers if isinstance(buffers, list) else ():
                 yield buffer.grad_data

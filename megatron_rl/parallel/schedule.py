@@ -86,9 +86,9 @@ def microbatches(
     padded = sum(micro.inputs.shape[1] for micro in result) * layout.context
     tokens = sum(micro.tokens for micro in result)
     padding = Metrics.mean("padding/fraction", padded - tokens, padded)
-    own = [micro.packing.places for micro in result if isinstance(micro.packing, PackedRows)]
-    if own:
-        padding += Metrics.mean("padding/attention_fraction", sum(own) - tokens, sum(own))
+    packed = [micro.packing.places for micro in result if isinstance(micro.packing, PackedRows)]
+    if packed:
+        padding += Metrics.mean("padding/attention_fraction", sum(packed) - tokens, sum(packed))
     return result, padding
 
 

@@ -34,8 +34,8 @@ def last_calls(thread: int | None) -> str:
     """Return the innermost calls of a thread in words."""
     frame = sys._current_frames().get(thread or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
-    own = [entry.name for entry in stack if entry.name != "wrapper"][-_SHOWN_CALLS:]
-    return " > ".join(own) or "an unknown call"
+    frames = [entry.name for entry in stack if entry.name != "wrapper"][-_SHOWN_CALLS:]
+    return " > ".join(frames) or "an unknown call"
 
 
 @dataclass(frozen=True)

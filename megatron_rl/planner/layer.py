@@ -181,8 +181,8 @@ def layer_seconds(
     moved /= gpu.hbm * efficiency.hbm
     if not fused:
         kind = LayerKind(linear=False, experts=model.moe_layers > 0)
-        own, engine = (Layers(fused=built).kept(model, layout, kind, "none") for built in (False, True))
-        moved *= own / engine
+        backend, engine = (Layers(fused=built).kept(model, layout, kind, "none") for built in (False, True))
+        moved *= backend / engine
     exposed = _exposed_communication(model, layout, machine, tokens, fused)
     launch = efficiency.launch_seconds_layer
     # Without padding the host must read how many tokens each expert got before it launches the products.

@@ -36,6 +36,6 @@ def score_line(*, judgement: str, **_: Any) -> float | None:
         >>> score_line(judgement="Right but for the unit.\\n**Score: 0.5**")
         0.5
     """
-    found = _SCORE.findall(judgement)
-    score = float(found[-1]) if found else None
+    scores = _SCORE.findall(judgement)
+    score = float(scores[-1]) if scores else None
     return score if score is not None and score <= 1 else None

@@ -214,8 +214,8 @@ def _draw_panel(axis: Axes, lines: Sequence[Mapping[str, Any]], panel: Panel) ->
 def _stacked(lines: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, list[float]]]:
     """Return the phases that follow one another in a step, in order, with their seconds per step."""
     order = ("time/generate", "time/score", "time/estimate", "time/learn")
-    found = {name: [float(line.get(name) or 0.0) for line in lines if line["step"] > 0] for name in order}
-    return [name for name in order if any(found[name])], {n: v for n, v in found.items() if any(v)}
+    series = {name: [float(line.get(name) or 0.0) for line in lines if line["step"] > 0] for name in order}
+    return [name for name in order if any(series[name])], {n: v for n, v in series.items() if any(v)}
 
 
 def _draw_times(axis: Axes, lines: Sequence[Mapping[str, Any]]) -> None:

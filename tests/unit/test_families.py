@@ -39,8 +39,9 @@ def parameters(model) -> int:
 def refusals(checkpoint: Path) -> list[str]:
     """Return what `check` has against a run of a checkpoint, in a workspace beside it."""
     overrides = (f"model.path={checkpoint}", "rollout.tensor=2", "rollout.engine=vllm")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (checkpoint / name).write_text('{"model": {"vocab": {}}}')
+    words = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    (checkpoint / "tokenizer.json").write_text(json.dumps(words))
+    (checkpoint / "tokenizer_config.json").write_text("{}")
     report = check_config(load("config.yaml", overrides), 4, patience=0)
     return [str(error) for error in report.errors]
 

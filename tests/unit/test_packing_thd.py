@@ -169,6 +169,7 @@ def test_padding_of_ranks_is_a_share_of_all_their_tokens():
         ),
         transformer_config=SimpleNamespace(hidden_size=8),
         token_multiple=4,
+        routing=None,
         pack=lambda lengths: pack_for_transformer_engine(lengths, torch.device("cpu")),
     )
     few, many = batch_of([1]), batch_of([31, 31])

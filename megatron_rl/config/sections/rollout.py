@@ -194,8 +194,8 @@ class RolloutConfig:
     @property
     def truncates(self) -> bool:
         """Say whether some task is sampled from some of the tokens only."""
-        own = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        settings = [own | profile for profile in ({}, *self.sampling_profiles.values())]
+        common = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        settings = [common | profile for profile in ({}, *self.sampling_profiles.values())]
         return any(leaves_out(s["top_p"], s["top_k"], s["min_p"]) for s in settings)
 
 

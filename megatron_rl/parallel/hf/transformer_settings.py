@@ -148,7 +148,7 @@ def role_settings(
 
 def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
     """Return the fields of Megatron's OptimizerConfig that say of what kind the optimizer is."""
-    own = {
+    stated = {
         name: getattr(torch, value) if name.endswith("_dtype") and isinstance(value, str) else value
         for name, value in config.megatron.items()
     }
@@ -157,5 +157,5 @@ def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
         "use_distributed_optimizer": config.distributed,
         "optimizer_cpu_offload": config.offload,
         "optimizer_offload_fraction": float(config.offload),
-        **own,
+        **stated,
     }

@@ -89,11 +89,11 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
     """Compare a checkpoint's tensors with what the model asks for; raise UserError on a difference."""
     described = pretrained(model.hf_config)
     expected = described.tensor_shapes()
-    found = files.names()
-    if SCALAR not in found:
+    stored = files.names()
+    if SCALAR not in stored:
         expected.pop(SCALAR, None)
-    missing = sorted(set(expected) - found)
-    extra = found - set(expected)
+    missing = sorted(set(expected) - stored)
+    extra = stored - set(expected)
     unexpected = sorted(name for name in extra if not described.is_ignorable(name))
     if missing or unexpected:
         hint = None
