@@ -218,13 +218,13 @@ def run_alone(job: Job) -> None:
     job.join()
     pending = gather_objects(pending_stages(config))[0]
     with job.phases("data"):
-        data = {plan: load_stage_data(config, plan, tokenizer) for plan in pending}
+        data = {plan.where: load_stage_data(config, plan, tokenizer) for plan in pending}
     for plan in stage_plans(config):
-        if plan in data:
+        if plan.where in data:
             with job.phases("build"):
                 role = build_learner(config, plan)
             at_end = role.freeze
-            run_stage(stage_of(plan, role, data[plan], at_end), job)
+            run_stage(stage_of(plan, role, data[plan.where], at_end), job)
         else:
             job.say(f"{plan.where}: has ended before")
             drop_checkpoints(plan, job)
