@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from test_layout_invariance import sparse
 
 from megatron_rl.cli.main import main
 from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import barrier
-from megatron_rl.trainer import job, offline
 
 
 def command(*words: str | Path) -> None:
@@ -37,7 +36,7 @@ def journey(folder: Path, experts: bool) -> None:
 
 if __name__ == "__main__":
     # The commands share one process here: its communicators stay for the next.
-    job.leave = offline.leave = barrier
+    setattr(dist, "destroy_process_group", lambda *_: None)
     for family in sys.argv[2:]:
         journey(Path(sys.argv[1]) / family, sparse(family))
         if device.rank() == 0:
