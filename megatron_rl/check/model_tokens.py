@@ -49,6 +49,9 @@ def check_tokenizer(path: Path, where: str, files: Files, vocabulary: int | None
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors of stop strings that are not one token of the tokenizer, where it can be read."""
+    stops = stop_strings(rollout)
+    if not any(stops.values()):
+        return
     try:
         tokenizer = _load(path)
     except Exception:  # said of the tokenizer itself
@@ -56,7 +59,7 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     if tokenizer is None:
         return
     unknown = getattr(tokenizer.model, "unk_token", None)
-    for setting, texts in stop_strings(rollout).items():
+    for setting, texts in stops.items():
         for text in texts:
             tokens = tokenizer.encode(text, add_special_tokens=False).tokens
             if len(tokens) != 1 or tokens[0] == unknown:

@@ -234,10 +234,10 @@ class FunctionReward:
     def _calls(self, samples: Sequence[Sample], asked: Sequence[int]) -> list[Call]:
         if GROUP not in self.takes:
             return [Call({k: v for k, v in samples[row].items() if k != GROUP}, (row,)) for row in asked]
-        groups: dict[Any, list[int]] = {}
-        for row in asked:
-            groups.setdefault(samples[row].get(GROUP, row), []).append(row)
-        return [Call(_of_group([samples[row] for row in rows]), tuple(rows)) for rows in groups.values()]
+        return [
+            Call(_of_group([samples[row] for row in rows]), tuple(rows))
+            for rows in rows_by_group(samples, asked)
+        ]
 
     def _serve(self, waiting: deque[Call], outcomes: list[Answer | None]) -> None:
         share = max(1, min(CHUNK, -(-len(waiting) // (2 * len(self._workers)))))
@@ -302,6 +302,14 @@ class FunctionReward:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def rows_by_group(samples: Sequence[Sample], rows: Iterable[int]) -> list[list[int]]:
+    """Return the ``rows`` of each group of samples; one that names no group is a group of its own."""
+    groups: dict[Any, list[int]] = {}
+    for row in rows:
+        groups.setdefault(samples[row].get(GROUP, row), []).append(row)
+    return list(groups.values())
 
 
 def _of_group(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from megatron_rl.rewards.client import (
     Server,
     secret_headers,
 )
-from megatron_rl.rewards.function import FunctionReward, RewardResult, Sample, result_of
+from megatron_rl.rewards.function import FunctionReward, RewardResult, Sample, result_of, rows_by_group
 from megatron_rl.rewards.judgement import JUDGEMENT, filled, is_function
 from megatron_rl.rewards.worker import (
     GROUP,
@@ -65,10 +65,7 @@ class HttpReward:
         size = self.config.samples_per_request
         if GROUP not in self.takes:
             return [rows[start : start + size] for start in range(0, len(rows), size)]
-        groups: dict[Any, list[int]] = {}
-        for row in rows:
-            groups.setdefault(samples[row][GROUP], []).append(row)
-        return list(groups.values())
+        return rows_by_group(samples, rows)
 
     def close(self) -> None:
         """Do nothing: no connection outlives a step."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
+from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, describe
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -40,6 +41,17 @@ _ABSENT: Mapping[str, str] = {
 """Arguments that none of the models here sets: what they would stand for."""
 _TRAINED_OTHERWISE = ("max_position_embeddings", "vocab_size", "init_method_std")
 """Arguments of a model that do not change what its weights compute."""
+
+
+def latent_sizes(shape: ModelShape) -> dict[str, Any]:
+    """Return the sizes of latent attention by Megatron's names for them."""
+    return {
+        "q_lora_rank": shape.q_lora or None,
+        "kv_lora_rank": shape.kv_lora,
+        "qk_head_dim": shape.qk_nope,
+        "qk_pos_emb_head_dim": shape.qk_rope,
+        "v_head_dim": shape.v_head_dim,
+    }
 
 
 def arguments_of(model: PretrainedModel) -> dict[str, Any]:
@@ -85,11 +97,7 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
     if shape.mla:
         yarn = rope.get("rope_type") == "yarn"
         arguments |= {
-            "q_lora_rank": shape.q_lora or None,
-            "kv_lora_rank": shape.kv_lora,
-            "qk_head_dim": shape.qk_nope,
-            "qk_pos_emb_head_dim": shape.qk_rope,
-            "v_head_dim": shape.v_head_dim,
+            **latent_sizes(shape),
             "rope_type": "yarn" if yarn else "rope",
             "rotary_scaling_factor": rope["factor"] if yarn else 1.0,
             "mscale": rope.get("mscale", 1.0),

@@ -33,7 +33,7 @@ def evaluate_checkpoint(config: RunConfig, path: Path, *, trusted: bool = False)
         tokenizer = load_tokenizer(config.model.path)
         with phases("data"):
             source = load_prompts(config, "data.eval", tokenizer)
-        watch.join(config.rank_timeout, lambda: f"{describe_rank(config, device.rank())} {phases.place}")
+        _join(config, phases)
         with phases("build"):
             training = is_checkpoint(path)
             frozen = None if training else str(path)
@@ -78,7 +78,7 @@ def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool 
     phases = Phases()
     with report_failure(config, phases), phases("export"):
         arguments, begun = checkpoint_arguments(config.model.path) if form == "megatron" else ({}, 0)
-        watch.join(config.rank_timeout, lambda: f"{describe_rank(config, device.rank())} {phases.place}")
+        _join(config, phases)
         model = build_policy(config, role_layout(layout, "layout"), trainable=False)
         meta = checkpoint.load_model(path, model, trusted=trusted)
         if form == "megatron":
@@ -89,3 +89,8 @@ def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool 
     if device.rank() == 0:
         more = ": pretrain_gpt.py --load it with --finetune, or --no-load-optim to count iterations on"
         print(f"wrote {out}{more if form == 'megatron' else ''}", flush=True)
+
+
+def _join(config: RunConfig, phases: Phases) -> None:
+    """Join a job that has nothing to save when it is stopped. Collective over the world."""
+    watch.join(config.rank_timeout, lambda: f"{describe_rank(config, device.rank())} {phases.place}")

@@ -210,7 +210,7 @@ class Run:
         settings, actor = self.config.checkpoint, self.roles.actor
         if settings.megatron is not None:
             arguments, begun = checkpoint_arguments(self.config.model.path)
-            with actor.resident():
+            with actor.resident(Use.READ):
                 save_megatron(
                     settings.megatron, actor.model, arguments, begun + self.state.step, settings.keep
                 )

@@ -287,9 +287,9 @@ def judge(
     components: dict[str, torch.Tensor] = {}
     for name, weight, shard, *_ in judgements:
         values = dict(members.gather_rows(shard).values)
-        own, prefix = values.pop("rewards"), "" if roles.one_judge else f"{name}/"
-        parts.append(own if roles.one_judge else weight * own)
-        components |= {} if roles.one_judge else {name: own}
+        score, prefix = values.pop("rewards"), "" if roles.one_judge else f"{name}/"
+        parts.append(score if roles.one_judge else weight * score)
+        components |= {} if roles.one_judge else {name: score}
         components |= {prefix + key.removeprefix(COMPONENT): value for key, value in values.items()}
     for model, answer in zip(roles.reward_models, answers, strict=True):
         components[model.name] = members.gather_rows(answer).values[model.name]

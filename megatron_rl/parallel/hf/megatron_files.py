@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
+from megatron_rl.parallel.boxes import Span, intersect
 from megatron_rl.parallel.hf.importer import Shard, trace_import
 from megatron_rl.shapes.megatron_checkpoint import Chunk, Place, pointer, read_checkpoint
 from megatron_rl.shapes.pretrained import read_pretrained
@@ -71,18 +72,13 @@ class MegatronFiles:
         """Return the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
         values: Tensor | None = None
         for box in self._boxes[name]:
-            begin = [max(a, b) for a, b in zip(start, box.start, strict=True)]
-            ends = zip(start, size, box.start, box.size, strict=True)
-            extent = [min(a + n, b + m) - low for low, (a, n, b, m) in zip(begin, ends, strict=True)]
-            if min(extent) <= 0:
+            shared = intersect((tuple(start), tuple(size)), (box.start, box.size))
+            if shared is None:
                 continue
-            inside = [low - first for low, first in zip(begin, box.start, strict=True)]
-            stored = self._stored(box, inside, extent)
+            inside = [low - first for low, first in zip(shared[0], box.start, strict=True)]
+            stored = self._stored(box, inside, shared[1])
             values = torch.empty(tuple(size), dtype=stored.dtype) if values is None else values
-            target = values
-            for dim, (low, first, count) in enumerate(zip(begin, start, extent, strict=True)):
-                target = target.narrow(dim, low - first, count)
-            target.copy_(stored)
+            _within(values, start, shared).copy_(stored)
         assert values is not None, name
         return values
 
@@ -92,24 +88,16 @@ class MegatronFiles:
         for extent in _strides(self._shape(place)):
             position, offset = divmod(offset, extent)
             origin.append(position)
-        begin = [*place.index, *(low + first for low, first in zip(origin, start, strict=True))]
-        counts = [1] * len(place.index) + list(size)
+        begin = (*place.index, *(low + first for low, first in zip(origin, start, strict=True)))
+        counts = (1,) * len(place.index) + tuple(size)
         result: Tensor | None = None
         for chunk in self._of(place.key, begin[0]):
-            low = [max(a, b) for a, b in zip(begin, chunk.start, strict=True)]
-            ends = zip(begin, counts, chunk.start, chunk.size, strict=True)
-            extent = [min(a + n, b + m) - at for at, (a, n, b, m) in zip(low, ends, strict=True)]
-            if min(extent) <= 0:
+            shared = intersect((begin, counts), (chunk.start, chunk.size))
+            if shared is None:
                 continue
-            part = self._load(chunk)
-            result = torch.empty(counts, dtype=part.dtype) if result is None else result
-            target = result
-            for dim, (at, first, chunk_first, count) in enumerate(
-                zip(low, begin, chunk.start, extent, strict=True)
-            ):
-                part = part.narrow(dim, at - chunk_first, count)
-                target = target.narrow(dim, at - first, count)
-            target.copy_(part)
+            values = self._load(chunk)
+            result = torch.empty(counts, dtype=values.dtype) if result is None else result
+            _within(result, begin, shared).copy_(_within(values, chunk.start, shared))
         assert result is not None, place
         return result.view(tuple(size))
 
@@ -126,6 +114,13 @@ class MegatronFiles:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(chunk)
         return self._kept[chunk]
+
+
+def _within(values: Tensor, start: Sequence[int], box: Span) -> Tensor:
+    """Return the view of a ``box`` in values whose first element lies at ``start``."""
+    for dim, (low, first, count) in enumerate(zip(box[0], start, box[1], strict=True)):
+        values = values.narrow(dim, low - first, count)
+    return values
 
 
 def _tensor(content: bytes, chunk: Chunk, path: Path) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.shapes.family import ACTIVATIONS
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.megatron_arguments import latent_sizes
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
 
@@ -71,13 +72,7 @@ def transformer_settings(
 def _attention_settings(shape: ModelShape) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if shape.mla:
-        settings |= {
-            "q_lora_rank": shape.q_lora or None,
-            "kv_lora_rank": shape.kv_lora,
-            "qk_head_dim": shape.qk_nope,
-            "qk_pos_emb_head_dim": shape.qk_rope,
-            "v_head_dim": shape.v_head_dim,
-        }
+        settings |= latent_sizes(shape)
     if shape.sliding_layers:
         # A token sees ``sliding_window`` tokens, itself among them.
         settings["window_size"] = (shape.sliding_window - 1, 0)
