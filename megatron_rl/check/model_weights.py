@@ -12,9 +12,8 @@ from megatron_rl.check.files import Files
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layer_weights import OUTPUT, SCALAR
 from megatron_rl.shapes.megatron_checkpoint import POINTER
-from megatron_rl.shapes.pretrained import PretrainedModel
+from megatron_rl.shapes.pretrained import INDEX, PretrainedModel
 
-_INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _LARGEST_HEADER = 100_000_000
 """Bytes; safetensors refuses longer ones."""
@@ -50,7 +49,7 @@ def check_weights(path: Path, where: str, files: Files, model: PretrainedModel |
                 shard,
                 f"a weight file is missing: {shard.name}",
                 where,
-                f"every file that {_INDEX} names",
+                f"every file that {INDEX} names",
                 "download the checkpoint again",
             )
     if errors != (len(files.errors), len(files.missing), len(files.to_be_made)):
@@ -66,7 +65,7 @@ def check_weights(path: Path, where: str, files: Files, model: PretrainedModel |
 
 def _index(path: Path, files: Files) -> dict[str, str] | None:
     """Return the file of each tensor as the index says, empty without an index, None for a broken one."""
-    index = path / _INDEX
+    index = path / INDEX
     if not index.is_file():
         return {}
     try:
@@ -144,7 +143,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 def _misplaced(path: Path, place: Mapping[str, str], names: list[str]) -> UserError:
     return UserError(
         "the model's list of weight files names tensors that the files do not hold",
-        where=str(path / _INDEX),
+        where=str(path / INDEX),
         expected=_some([f"{name} in {place[name]}" for name in names]),
         got=f"{len(names)} of {len(place)} tensors that are not where it says",
         fix="download the checkpoint again, index and weight files together",

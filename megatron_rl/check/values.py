@@ -6,13 +6,12 @@ from megatron_rl.check.stages import check_stages
 from megatron_rl.config.sampling_profiles import profile_errors
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.sections.rewards import FUNCTION
 from megatron_rl.config.setting import sections_of, value_errors
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 
 _LONGEST_NAME = 64
-SCORERS = ("function", "code", "http", "judge")
-"""What judges beside reward models, by the names that their components have."""
 
 
 def check_values(config: RunConfig) -> list[UserError]:
@@ -29,8 +28,8 @@ def check_values(config: RunConfig) -> list[UserError]:
 
 def _reward_models(config: RunConfig) -> list[UserError]:
     errors = []
-    # An environment's rewards are the function's, too.
-    taken = [name for name in SCORERS if name == SCORERS[0] or getattr(config.reward, name) is not None]
+    # An environment's rewards have the function's name, too.
+    taken = list(dict.fromkeys([FUNCTION, *config.reward.scorers]))
     for name, model in config.reward.models.items():
         where = f"reward.models.{name}"
         if not name.isidentifier() or name in taken or len(name) > _LONGEST_NAME:
@@ -54,15 +53,14 @@ def _reward_models(config: RunConfig) -> list[UserError]:
                     fix=f"set {where}.path, or {where}.training to train one from the starting model",
                 )
             )
-    scorers = [getattr(config.reward, name) for name in SCORERS]
-    judges = *scorers, config.reward.models, config.rollout.environment
+    judges = config.reward.scorers, config.reward.models, config.rollout.environment
     if config.job == TRAIN and not any(judges):
         errors.append(
             UserError(
                 "nothing judges the responses",
                 where="reward",
-                expected=f"one of reward.{', reward.'.join(SCORERS)}, reward.models, or an environment that "
-                "returns rewards",
+                expected="reward.function, reward.code, reward.http, reward.judge, reward.models, or an "
+                "environment that returns rewards",
                 got="none",
                 fix="for example reward.function=megatron_rl.rewards.arithmetic:exact_match",
             )

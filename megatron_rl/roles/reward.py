@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.config.sections.rewards import FUNCTION, RewardConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import Members, RowShard
 from megatron_rl.rewards.function import (
@@ -28,7 +28,6 @@ from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts, 
 
 COMPONENT = "component/"
 NO_REWARD = "no_reward"
-FUNCTION = "function"
 _SILENT = "the environment returned no reward, and nothing else judges"
 
 
@@ -90,14 +89,8 @@ class RewardRole:
         self._tokenizer = tokenizer
         self._scorers: dict[str, tuple[float, Scorer]] = {}
         try:
-            if config.function is not None:
-                self._scorers[FUNCTION] = config.weight, FunctionReward(config)
-            if config.code is not None:
-                self._scorers["code"] = config.code.weight, code_reward(config.code)
-            if config.http is not None:
-                self._scorers["http"] = config.http.weight, HttpReward(config.http)
-            if config.judge is not None:
-                self._scorers["judge"] = config.judge.weight, JudgeReward(config.judge)
+            for name, weight in config.scorers.items():
+                self._scorers[name] = weight, _scorer(name, config)
         except BaseException:
             self.close()
             raise
@@ -209,6 +202,14 @@ class RewardRole:
         """End the worker processes."""
         for _, scorer in self._scorers.values():
             scorer.close()
+
+
+def _scorer(name: str, config: RewardConfig) -> Scorer:
+    """Start what judges by the setting ``name``."""
+    if name == FUNCTION:
+        return FunctionReward(config)
+    section = getattr(config, name)
+    return {"code": code_reward, "http": HttpReward, "judge": JudgeReward}[name](section)
 
 
 def _share(rollouts: Rollouts, members: Members, scorer: Scorer) -> list[int]:

@@ -17,6 +17,8 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.refused import REFUSED
 
 LAYER = "model.layers.{layer}."
+INDEX = "model.safetensors.index.json"
+"""Which file of a Hugging Face checkpoint holds which tensor, where there are several."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from megatron_rl.errors import UserError
 from megatron_rl.rollout.vllm.weights import (
     CoverageError,
     check_coverage,
-    checkpoint_shapes,
     clear_padding,
 )
 from megatron_rl.types import TensorBox
@@ -60,11 +55,3 @@ def test_padding_may_stay_unwritten_and_is_cleared():
     assert weights["w"].sum(1).tolist() == [6, 6, 6, 0]
     with pytest.raises(CoverageError):
         check_coverage(rows, PARAMETERS, {"w": 19})
-
-
-def test_shapes_come_from_the_headers(tmp_path: Path):
-    save_file({"a": torch.zeros(2, 3), "b": torch.zeros(5)}, tmp_path / "one.safetensors")
-    save_file({"c": torch.zeros(7, 1)}, tmp_path / "two.safetensors", metadata={"format": "pt"})
-    assert checkpoint_shapes(tmp_path) == {"a": (2, 3), "b": (5,), "c": (7, 1)}
-    with pytest.raises(UserError, match="no weights"):
-        checkpoint_shapes(tmp_path / "nowhere")

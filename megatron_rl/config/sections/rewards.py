@@ -11,6 +11,8 @@ from megatron_rl.config.sections.models import LIKE_ACTOR, OWN_MEGATRON, LayoutC
 from megatron_rl.config.sections.stages import PairsConfig
 from megatron_rl.config.setting import required, setting
 
+FUNCTION = "function"
+
 
 @dataclass(frozen=True)
 class RewardModelConfig:
@@ -293,3 +295,10 @@ class RewardConfig:
         also_called={"verl": "reward_model.model.path"},
         conversion="ours has a name for each: NAME.path",
     )
+
+    @property
+    def scorers(self) -> dict[str, float]:
+        """Return the weights of what judges besides reward models, by the name of its setting."""
+        sections = {"code": self.code, "http": self.http, "judge": self.judge}
+        weights = {name: section.weight for name, section in sections.items() if section is not None}
+        return weights if self.function is None else {FUNCTION: self.weight, **weights}

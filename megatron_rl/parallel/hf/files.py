@@ -13,9 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.pretrained import TOKENIZER_FILES
+from megatron_rl.shapes.pretrained import INDEX, TOKENIZER_FILES
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -82,6 +81,10 @@ class CheckpointFiles:
     def names(self) -> set[str]:
         """Return the names of all tensors."""
         return set(self._file_of)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors by name."""
+        return {name: self.shape(name) for name in self._file_of}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.errors import UserError
 from megatron_rl.parallel.trace import merge_boxes, meta_sources, trace_copies
 from megatron_rl.types import TensorBox
 
@@ -21,28 +18,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 class CoverageError(RuntimeError):
     """Report engine parameters whose elements are not each written exactly once."""
-
-
-def checkpoint_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor in a directory's safetensors files, reading only their headers.
-
-    Raises UserError when there is none.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        header.pop("__metadata__", None)
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
-    if not shapes:
-        raise UserError(
-            "the model has no weights",
-            where=str(path),
-            expected="*.safetensors files",
-            got="none",
-            fix="name the directory of a Hugging Face checkpoint",
-        )
-    return shapes
 
 
 @dataclass(frozen=True)
