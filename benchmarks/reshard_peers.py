@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.parallel.hf.weights import _global_name
+from megatron_rl.parallel.hf.weights import global_name
 from megatron_rl.parallel.model import live_parameters
 
 Named = tuple[str, Tensor]
@@ -28,7 +28,7 @@ class Gatherer:
         layout, groups = model.groups.layout, model.groups
         self._pipeline, self._tensor = groups.pipeline, groups.tensor
         self._stage, self._tensor_size = groups.coordinates.pipeline, layout.tensor
-        self._own = {_global_name(model, name): value for name, value in live_parameters(model).items()}
+        self._own = {global_name(model, name): value for name, value in live_parameters(model).items()}
         told: list[Any] = [None] * layout.pipeline
         shapes = {name: (tuple(value.shape), value.dtype) for name, value in self._own.items()}
         dist.all_gather_object(told, shapes, group=self._pipeline)

@@ -40,8 +40,10 @@ def scoring_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
         return f"a batch is learned from in {updates} optimizer steps, and only the first has the old policy"
     if algorithm.needs_scoring_pass:
         return " and ".join(f"algorithm.{name}" for name in algorithm.needs_scoring_pass) + " asks for it"
-    noise = [name for name in NOISE if config.actor.megatron.get(name)]
-    return f"actor.megatron.{noise[0]} makes the learn pass random" if noise else None
+    noise = [f"megatron.{name}" for name in NOISE if config.actor.megatron.get(name)]
+    if config.actor.lora is not None and config.actor.lora.dropout:
+        noise.append("lora.dropout")
+    return f"actor.{noise[0]} makes the learn pass random" if noise else None
 
 
 def get_algorithm(

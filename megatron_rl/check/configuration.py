@@ -12,6 +12,7 @@ from megatron_rl.check.algorithm import check_algorithm
 from megatron_rl.check.engine_arguments import check_engine_arguments
 from megatron_rl.check.files import Files
 from megatron_rl.check.inputs import Inputs, check_attention, check_inputs, check_paths
+from megatron_rl.check.lora import check_adapted_model, check_lora
 from megatron_rl.check.megatron_model import with_megatron_models
 from megatron_rl.check.model_settings import (
     PATIENCE,
@@ -56,6 +57,7 @@ from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.fit import engine_problems, learning_problems, trainer_problems
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import WeightTraffic
 
 
@@ -334,9 +336,14 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
     if lengths and check.fine("batch.tokens_per_microbatch"):
         check.add(check_budget(check.config))
         check.add(check_row_lengths(check.config, shape))
+    lora = check.config.actor.lora
+    if lora is not None:
+        check.refuse(check_lora(lora))
     if shape is None:
         return
     check.add(check_routing(check.config, shape))
+    if lora is not None and "actor" in inputs.models and check.fine("actor.lora"):
+        check.add(check_adapted_model(lora, read_pretrained(inputs.models["actor"])))
     for role, layout in layouts.items():
         has_layout = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
         known = role in inputs.shapes or (has_layout and role not in inputs.shapeless)

@@ -18,10 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", required=True, help="where the model is written")
     parser.add_argument(
         "--format",
-        choices=("hf", "megatron"),
+        choices=("hf", "megatron", "peft"),
         default="hf",
         help="hf (default): safetensors with config.json and tokenizer; megatron: what Megatron-LM's "
-        "pretrain_gpt.py takes as --load",
+        "pretrain_gpt.py takes as --load; peft: the adapters alone",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_rl.config.adapters import reference_is_base
 from megatron_rl.config.derive import BatchPlan, spread
 from megatron_rl.config.placement import megatron_settings, role_of
 from megatron_rl.config.schema import RunConfig
@@ -12,6 +13,7 @@ from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import adapted_parameters, adapter_parameters, default_targets
 from megatron_rl.shapes.memory import (
     RUNTIME_BYTES,
     Layers,
@@ -187,14 +189,25 @@ def _trained(
         state_bytes=states,
     )
     tokens = learner.tokens
-    memory = training_memory(shape, layout, stages, stage, optimizer, built, tokens, learner.microbatches)
+    adapters, merged = None, 0
+    if role == "actor" and config.actor.lora is not None:
+        targets = config.actor.lora.targets or default_targets(shape)
+        adapters = adapter_parameters(shape, layout, stages[stage], config.actor.lora.rank, targets)
+        merged = built.dtype_bytes * adapted_parameters(shape, layout, stages[stage], targets)
+    memory = training_memory(
+        shape, layout, stages, stage, optimizer, built, tokens, learner.microbatches, adapters
+    )
     scoring = scoring_memory(shape, layout, stages, stage, built, tokens)
     scored, learned = (("score", "learn"), ("learn",)) if learner.offload else (PHASES, PHASES)
     count = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters"
+    learning = count if adapters is None else f"{adapters / 1e6:,.1f}M parameters of adapters"
     items = [
         MemoryItem(f"{role} weights", int(memory.weights), scored, f"{count} x {built.dtype_bytes} B"),
-        MemoryItem(named("gradients"), int(memory.gradients), learned, f"{count} x 4 B (float32)"),
+        MemoryItem(named("gradients"), int(memory.gradients), learned, f"{learning} x 4 B (float32)"),
     ]
+    if merged and not learner.alone:
+        how = "with the adapters added in, while weights move"
+        items.append(MemoryItem("merged weights", merged, ("generate",), how))
     if not optimizer.offload:
         shared = f"shared by {layout.data * layout.context}" if optimizer.distributed else "not shared"
         how = f"{states} B per parameter, {shared}"
@@ -240,6 +253,8 @@ def _frozen(
     memory = scoring_memory(shape, layout, stages, stage, built, tokens)
     how = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters x {built.dtype_bytes} B"
     weights = MemoryItem(f"{role} weights", int(memory.weights), ("score",) if offload else PHASES, how)
+    if role == "reference" and reference_is_base(config):
+        weights = MemoryItem("reference weights", 0, PHASES, "the actor's own, its adapters off")
     part = f"{tokens // layout.context} tokens"
     return [weights, *_forward(role, lambda item: f"{role} {item}", memory, ("score",), part, layout)]
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.adapters import with_targets
 from megatron_rl.config.placement import APART, layout_sections, placed, role_layout, with_best_rank_order
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import CriticConfig, LayoutConfig, ReferenceConfig
@@ -190,7 +191,7 @@ def resolve(
     config = _place(config, world_size, shape, reasons)
     config = _start(config, reasons)
     optimizer = _optimizer(config.actor.optimizer, "actor.optimizer", reasons)
-    actor = replace(config.actor, optimizer=optimizer)
+    actor = replace(config.actor, optimizer=optimizer, lora=with_targets(config.actor.lora, shape, reasons))
     critic = config.critic
     if critic is not None:
         optimizer = _optimizer(critic.optimizer, "critic.optimizer", reasons)

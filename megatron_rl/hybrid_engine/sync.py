@@ -18,7 +18,8 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import gather_objects, rank_in, sum_over_ranks
 from megatron_rl.parallel.hf.weights import source_boxes
-from megatron_rl.parallel.model import Chunked, live_parameters
+from megatron_rl.parallel.lora import policy_weights
+from megatron_rl.parallel.model import Chunked
 from megatron_rl.parallel.transfer import connect, gather_layout
 from megatron_rl.rollout.engine import WeightStore
 from megatron_rl.types import TensorBox
@@ -91,6 +92,8 @@ class HybridEngine:
             self._engine.finish_update(self.version)
         self._acknowledge()
         self._synced_version = self.version
+        if getattr(self._model, "adapters", None) is not None:
+            self._execution = None  # it holds weights that were made for this sync
         # Bytes are those of the busiest rank, which need not be among the ranks that gather metrics.
         return Metrics.of({"time/reshard": moved - begin, "time/reshard_verify": verified - moved}) + Metrics(
             {},
@@ -158,7 +161,7 @@ class HybridEngine:
             )
 
     def _storages(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        held = live_parameters(self._model) if self._model is not None else {}
+        held = policy_weights(self._model) if self._model is not None else {}
         written = self._engine.parameters() if self._engine is not None else {}
         return held, written
 

@@ -40,6 +40,7 @@ from megatron_rl.parallel.checkpoint_origin import refuse_code
 from megatron_rl.parallel.checkpoint_tensors import load_tensors, save_tensors
 from megatron_rl.parallel.exchange import gather_objects
 from megatron_rl.parallel.hf.model_spec import pretrained
+from megatron_rl.parallel.lora import adapter_parameters
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
 
@@ -221,6 +222,7 @@ def _describe(model: ParallelModel | None, optimizer: Optimizer | None) -> dict[
         "dtype": _dtype(model),
         "layers": _layer_kind(model),
         "optimizer": _optimizer_kind(optimizer),
+        "adapters": _adapters(model),
         "layout": _layout(model),
     }
 
@@ -252,6 +254,13 @@ def _optimizer_kind(optimizer: Optimizer | None) -> str | None:
     return kind if optimizer.config.name == "adam" else f"{kind} {optimizer.config.name}"
 
 
+def _adapters(model: ParallelModel) -> str | None:
+    if model.adapters is None:
+        return None
+    rank, alpha, targets = model.adapters.rank, model.adapters.alpha, model.adapters.targets
+    return f"rank {rank}, alpha {alpha:g} on {', '.join(targets)}"
+
+
 def _check_roles(folder: Path, meta: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
     missing = sorted(set(parts) - set(meta["roles"]))
     if missing:
@@ -269,7 +278,8 @@ def _check(
 ) -> None:
     check_same_model(folder, meta, pretrained(model.hf_config))
     facts: list[tuple[str, str | None, str]] = [
-        ("layers", _layer_kind(model), "set model.attention to the value it was trained with")
+        ("layers", _layer_kind(model), "set model.attention to the value it was trained with"),
+        ("adapters", _adapters(model), f"set {role}.lora's rank, alpha and targets as they were"),
     ]
     if optimizer is not None:
         facts.append(
@@ -281,9 +291,10 @@ def _check(
         )
         facts.append(("dtype", _dtype(model), "set model.dtype as it was"))
     for name, value, fix in facts:
-        if meta[name] != value:
+        saved, other = meta.get(name), "other" if name.endswith("s") else "another"
+        if saved != value:
             raise UserError(
-                f"the checkpoint was saved with another {name}", str(folder), str(value), str(meta[name]), fix
+                f"the checkpoint was saved with {other} {name}", str(folder), str(value), str(saved), fix
             )
 
 
@@ -319,10 +330,12 @@ def _bytes(part: Part) -> int:
     places = part.model.groups.coordinates
     first = places.data == 0 and places.context == 0
     weights = [parameter for chunk in part.model.chunks for parameter in chunk.parameters()]
+    if part.model.adapters is not None:
+        weights = list(adapter_parameters(part.model).values())
     total = sum(weight.numel() * weight.element_size() for weight in weights) if first else 0
     if part.optimizer is None:
         return total
-    trained = sum(weight.numel() for weight in weights if weight.requires_grad) if first else 0
+    trained = sum(weight.numel() for weight in weights) if first else 0
     return total + 12 * trained  # a float32 copy and two moments
 
 

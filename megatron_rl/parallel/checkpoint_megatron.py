@@ -16,6 +16,7 @@ from megatron_rl import durable
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_files import disk_or, everywhere
 from megatron_rl.parallel.checkpoint_tensors import sharded_state, write
+from megatron_rl.parallel.lora import without_adapters
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.shapes.megatron_arguments import arguments_of
 from megatron_rl.shapes.megatron_checkpoint import TRACKER, pointer
@@ -62,9 +63,9 @@ def save_megatron(
 ) -> Path:
     """Write ``iter_N`` and the tracker into a folder for pretrain_gpt.py --load; return its place.
 
-    ``arguments`` are those of `checkpoint_arguments`, the same on every rank. There is no optimizer and no
-    random generator in it, and its arguments say so. Older iterations beyond ``keep`` are removed. Collective
-    over the world; the folder is on a file system that all ranks share.
+    ``arguments`` are those of `checkpoint_arguments`, the same on every rank. Adapters are added in. There is
+    no optimizer and no random generator in it, and its arguments say so. Older iterations beyond ``keep`` are
+    removed. Collective over the world; the folder is on a file system that all ranks share.
     """
     final = Path(folder) / f"iter_{iteration:07d}"
     partial = final.with_name(final.name + ".partial")
@@ -83,7 +84,7 @@ def save_megatron(
 
     everywhere(prepare, "prepare the folder of the Megatron checkpoint", final)
     try:
-        with device.megatron_mode():
+        with device.megatron_mode(), without_adapters(model):
             write(partial, model, _state(model, arguments, iteration), _CONTENT)
     except Exception as error:
         raise disk_or(error, final) from error

@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.validation import determine_global_metadat
 from torch import Tensor
 
 from megatron_rl.parallel import device
+from megatron_rl.parallel.lora import load_adapters, sharded_adapters
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
 
@@ -81,7 +82,10 @@ def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer
         strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), model.groups.data_context)
         loaded: Any = dist_checkpointing.load(sharded, str(folder), strategy)
         for index, chunk in enumerate(model.chunks):
-            chunk.load_state_dict(loaded[f"chunk{index}"])
+            if model.adapters is not None:
+                load_adapters(model, chunk, loaded[f"chunk{index}"])
+            else:
+                chunk.load_state_dict(loaded[f"chunk{index}"])
         _clear_padding(model)
         if optimizer is not None:
             state = merge(loaded["optimizer_common"], local)
@@ -91,12 +95,17 @@ def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer
 def sharded_state(
     model: ParallelModel, optimizer: Optimizer | None, is_loading: bool
 ) -> tuple[dict[str, Any], Any]:
-    """Return what is stored of a model, and the part of the optimizer's state that stays on this rank."""
+    """Return what is stored of a model, and the part of the optimizer's state that stays on this rank.
+
+    Of a model with adapters these alone are stored: its base is the checkpoint that it started from.
+    """
     groups = model.groups
     metadata = {**_OPTIMIZER_METADATA, "dp_cp_group": groups.data_context}
     with _tied_replicas(model):
         chunks = {
             f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
+            if model.adapters is None
+            else sharded_adapters(model, chunk)
             for index, chunk in enumerate(model.chunks)
         }
     if optimizer is None:

@@ -12,7 +12,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -245,6 +245,14 @@ def set_generator_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["host"])
     tracker: Any = get_cuda_rng_tracker()
     tracker.set_states(states["megatron"])
+
+
+def tensor_parallel_generator() -> AbstractContextManager[None]:
+    """Return a context in which random numbers are another sequence on each tensor-parallel rank."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    tracker: Any = get_cuda_rng_tracker()
+    return tracker.fork()
 
 
 def seed_tensor_parallel(seed: int, tensor_rank: int) -> None:

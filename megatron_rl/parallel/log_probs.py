@@ -77,7 +77,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         given: Any = (*ctx.saved_tensors, *gradients)
         hidden_gradient, weight_gradient = _gradients(
-            *given, shard=ctx.shard, chunk=ctx.chunk, support=ctx.support
+            *given, shard=ctx.shard, chunk=ctx.chunk, support=ctx.support, frozen=not ctx.needs_input_grad[1]
         )
         if ctx.reduce and ctx.shard.group.size() > 1:
             dist.all_reduce(hidden_gradient, group=ctx.shard.group)
@@ -87,11 +87,11 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 def _gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, log_normaliser: Tensor,
     entropy: Tensor, log_prob_gradient: Tensor, entropy_gradient: Tensor,
-    shard: VocabularyShard, chunk: int, support: Support | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of hidden states and weight, this shard's alone."""
+    shard: VocabularyShard, chunk: int, support: Support | None = None, frozen: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the gradients of hidden states and weight, this shard's alone; None of a frozen weight."""
     hidden_gradient = torch.empty_like(hidden)
-    weight_gradient = torch.zeros_like(weight)
+    weight_gradient = None if frozen else torch.zeros_like(weight)
     for begin in range(0, len(hidden), chunk):
         part = slice(begin, begin + chunk)
         logits = _logits(hidden[part], weight, temperature[part], shard, support, part)
@@ -108,7 +108,7 @@ def _add_gradients(
     logits: Tensor, hidden: Tensor, targets: Tensor, temperature: Tensor,
     log_normaliser: Tensor, entropy: Tensor,
     log_prob_gradient: Tensor, entropy_gradient: Tensor, weight: Tensor, shard: VocabularyShard,
-    hidden_gradient: Tensor, weight_gradient: Tensor,
+    hidden_gradient: Tensor, weight_gradient: Tensor | None,
 ) -> None:  # fmt: skip
     """Add the gradients of one chunk of tokens; overwrites its logits, and holds one more [chunk, V / tp]."""
     # What a change of the projection changes of a capped logit: 1 - (logit / cap)^2.
@@ -124,7 +124,8 @@ def _add_gradients(
         slope = slope.mul_(slack.clamp_(min=0.0))  # where a token takes no part both are 0
     slope = slope.div_(temperature[:, None]).to(weight.dtype)
     torch.mm(slope, weight, out=hidden_gradient)
-    weight_gradient.addmm_(slope.t(), hidden)
+    if weight_gradient is not None:
+        weight_gradient.addmm_(slope.t(), hidden)
 
 
 def chunked_statistics(
@@ -238,6 +239,7 @@ def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
         (truth,) = torch.autograd.grad(chosen[kind].sum(), dense, retain_graph=True)
         slopes = (kind.to(here, torch.float32), torch.zeros(150, device=here))
         _, gradient = _gradients(states, words, *rest, statistics[0], statistics[2], *slopes, shard, 64)
+        assert gradient is not None
         errors[name] = float((gradient[:690].double().cpu() - truth).norm() / truth.norm())
     return values, errors
 

@@ -23,6 +23,7 @@ from megatron_rl.parallel.latent import in_group
 from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, require_transformer_engine
 from megatron_rl.parallel.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
+from megatron_rl.shapes.lora import ADAPTER, AdaptedModel
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
 
@@ -37,13 +38,14 @@ class Chunked(Protocol):
 
 
 def live_parameters(model: Chunked) -> dict[str, Tensor]:
-    """Return this rank's weights by storage name, ``<chunk>.<parameter name>``.
+    """Return this rank's weights by storage name, ``<chunk>.<parameter name>``, without those of adapters.
 
     Biases that balance experts are buffers in Megatron, but weights of the checkpoint.
     """
     found: dict[str, Tensor] = {}
     for index, chunk in enumerate(model.chunks):
-        found |= {f"{index}.{name}": parameter.data for name, parameter in chunk.named_parameters()}
+        parameters = chunk.named_parameters()
+        found |= {f"{index}.{name}": value.data for name, value in parameters if f".{ADAPTER}." not in name}
         buffers = chunk.named_buffers()
         found |= {f"{index}.{name}": buffer for name, buffer in buffers if name.endswith(".expert_bias")}
     return found
@@ -54,7 +56,8 @@ class ParallelModel:
     """Hold this rank's chunks of a model, one per virtual pipeline stage.
 
     ``wrapped`` are the chunks as the schedule runs them: Megatron's DDP wrappers where the model trains,
-    else the chunks themselves. ``routing`` is None where nobody asks which experts tokens go to.
+    else the chunks themselves. ``routing`` is None where nobody asks which experts tokens go to, ``adapters``
+    where every weight is the model's own.
     """
 
     chunks: list[GPTModel]
@@ -63,6 +66,7 @@ class ParallelModel:
     spec: ModelSpec
     uses_transformer_engine: bool
     routing: Routing | None = None
+    adapters: AdaptedModel | None = None
 
     @property
     def transformer_config(self) -> Any:

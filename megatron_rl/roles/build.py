@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
+from megatron_rl.config.adapters import reference_is_base
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.placement import megatron_settings, role_layout, rollout_layout
 from megatron_rl.config.schema import RunConfig
@@ -24,6 +25,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups, communicator
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import load_weights
+from megatron_rl.parallel.lora import add_adapters
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.residency import Use
@@ -100,7 +102,7 @@ def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any, *, temp
     rollout = _build_rollout(config, tokenizer, templated, records=_records(config, "rollout"))
     actor = build_actor(config, updates=_updates(config))
     critic = build_critic(config) if algorithm.needs_critic else None
-    reference = _build_reference(config) if algorithm.needs_reference else None
+    reference = _build_reference(config, actor) if algorithm.needs_reference else None
     models = tuple(_build_reward_model(config, name) for name in config.reward.models)
     engine = _hybrid_engine(config, actor, rollout)
     scoring_pass = scoring_reason(config, algorithm) is not None
@@ -115,12 +117,14 @@ def build_frozen_roles(
 ) -> Roles:
     """Build what evaluation needs: the policy at ``path`` without an optimizer, engine and reward.
 
-    Collective over the world.
+    Without a path it is built to hold a checkpoint of the run. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
     rollout = _build_rollout(config, tokenizer, templated)
     layout = role_layout(config.actor.layout, "actor.layout")
-    model = build_policy(config, layout, path=path, trainable=False)
+    model = build_policy(config, layout, path=path or present_model(config), trainable=False)
+    if path is None:
+        add_lora(config, model, trainable=False)
     actor = ModelRole(
         "actor", layout, model, tokens_per_microbatch=_token_budget(config), outputs=POLICY_OUTPUTS
     )
@@ -188,6 +192,7 @@ def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
     layout = role_layout(config.actor.layout, "actor.layout")
     recompute = config.actor.recompute
     model = build_policy(config, layout, path=present_model(config), recompute=recompute, trainable=True)
+    add_lora(config, model, trainable=True)
     if model is not None:
         model.watch_routing()
         if config.actor.freeze_router:
@@ -262,10 +267,13 @@ def _updates(config: RunConfig) -> int:
     return config.steps * config.batch.optimizer_steps * config.batch.epochs
 
 
-def _build_reference(config: RunConfig) -> ModelRole:
+def _build_reference(config: RunConfig, actor: ModelRole) -> ModelRole:
     assert config.reference is not None and config.reference.layout is not None
-    layout = role_layout(config.reference.layout, "reference.layout")
-    model = build_policy(config, layout, path=config.reference.path, trainable=False)
+    layout, base = role_layout(config.reference.layout, "reference.layout"), None
+    if reference_is_base(config):
+        model, base = actor.model, actor
+    else:
+        model = build_policy(config, layout, path=config.reference.path, trainable=False)
     return ModelRole(
         "reference",
         layout,
@@ -273,7 +281,19 @@ def _build_reference(config: RunConfig) -> ModelRole:
         tokens_per_microbatch=_token_budget(config),
         outputs=REFERENCE_OUTPUTS,
         offload=config.reference.offload,
+        base_of=base,
     )
+
+
+def add_lora(config: RunConfig, model: ParallelModel | None, *, trainable: bool) -> None:
+    """Give the actor's model the adapters that the configuration asks for.
+
+    A file to start from is for the model at ``model.path``: a stage that has ended has added it in.
+    """
+    lora = config.actor.lora
+    if lora is not None and model is not None:
+        ended = present_model(config) != config.model.path
+        add_adapters(model, replace(lora, path=None) if ended else lora, config.seed, trainable=trainable)
 
 
 def build_policy(

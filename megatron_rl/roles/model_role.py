@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import RowShard
+from megatron_rl.parallel.lora import initial_policy
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.parallel.residency import Residency, Use
@@ -31,6 +32,8 @@ class ModelRole:
     None on ranks outside the role's ``layout``. With ``offload`` the model is in host memory except while
     the role works. ``answers`` says whether this rank holds the outputs of its data-parallel replica.
     ``records`` are the layers, and experts per token, of a model whose routing `infer` is to tell.
+    A role that is the ``base_of`` another has that one's model, and scores as it was before its adapters
+    learned.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class ModelRole:
         prefix: str = "",
         offload: bool = False,
         records: tuple[int, int] | None = None,
+        base_of: ModelRole | None = None,
     ) -> None:
         self.name = name
         self.records = records
@@ -53,7 +57,8 @@ class ModelRole:
         self.model = model
         self.tokens_per_microbatch = tokens_per_microbatch
         self.outputs = outputs
-        self.residency = Residency(model, offload=offload)
+        self.base_of = base_of
+        self.residency = Residency(model, offload=offload) if base_of is None else base_of.residency
         self.optimizer = optimizer
         self.prefix = prefix or name
 
@@ -64,7 +69,9 @@ class ModelRole:
 
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer | None) -> None:
-        self._optimizer = self.residency.optimizer = optimizer
+        self._optimizer = optimizer
+        if self.base_of is None:
+            self.residency.optimizer = optimizer
 
     def resident(self, use: Use = Use.LEARN) -> AbstractContextManager[None]:
         """Have what ``use`` names on the device inside the block; where the role offloads, only there."""
@@ -101,7 +108,11 @@ class ModelRole:
         """
         if self.model is None:
             return []
-        with self.resident(Use.READ):
+        policy = nullcontext()
+        if self.base_of is not None:
+            # The experts that a batch gives are the actor's; a model of its own would choose.
+            policy, batch = initial_policy(self.model), replace(batch, experts=None)
+        with self.resident(Use.READ), policy:
             scored = score(self.model, batch, self.tokens_per_microbatch, select, **how)
         return scored if self.answers else []
 

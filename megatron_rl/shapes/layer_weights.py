@@ -18,11 +18,12 @@ OUTPUT = "lm_head.weight"
 SCALAR = "score.weight"
 """The head of a model that gives one number per token instead of a distribution."""
 
-Cut = Literal["whole", "rows", "columns", "gate_up", "query_key_value", "latent", "vocabulary"]
+Cut = Literal["whole", "rows", "columns", "gate_up", "query_key_value", "latent", "vocabulary", "stacked"]
 """How Megatron cuts a parameter over tensor ranks.
 
 ``gate_up`` cuts each half's rows, ``query_key_value`` interleaves by key-value group. ``latent`` is cut by
 rows in Megatron's own layers and whole in Transformer Engine's; ``vocabulary`` by rows, the last ones padded.
+``stacked`` is whole on every rank, one source below the other.
 """
 EngineCut = Literal["whole", "rows", "columns", "heads", "vocabulary"]
 """How vLLM cuts a checkpoint tensor.
@@ -71,7 +72,7 @@ class Weight:
     def local_shape(self, parts: int) -> tuple[int, ...]:
         """Return the shape of one of ``parts`` equal parts, in Megatron's own layers."""
         rows, rest = sum(source.shape[0] for source in self.sources), self.sources[0].shape[1:]
-        if self.cut == "whole":
+        if self.cut in ("whole", "stacked"):
             return (rows, *rest)
         if self.cut == "vocabulary":
             return (-(-rows // parts), *rest)

@@ -279,20 +279,25 @@ def training_memory(
     built: Layers,
     tokens: float,
     microbatches: int,
+    adapters: int | None = None,
 ) -> TrainingMemory:
     """Return the bytes on a rank of one pipeline stage while it trains micro-batches of ``tokens`` tokens.
 
-    ``stages`` are the layers of each, as `stages.stage_layers` deals them out.
+    ``stages`` are the layers of each, as `stages.stage_layers` deals them out. ``adapters`` are the
+    parameters on the rank that learn in the place of its weights, None where these learn.
     """
     last = stage == len(stages) - 1
     dense, experts = stage_parameters(shape, layout, stages[stage], stage == 0, last)
     state = dense + experts
-    if optimizer.distributed:
+    learning = state if adapters is None else adapters
+    if adapters is not None:
+        state = adapters / (layout.data * layout.context if optimizer.distributed else 1)
+    elif optimizer.distributed:
         state = dense / (layout.data * layout.context) + experts / layout.expert_data
     flight = in_flight(layout, stage, microbatches)
     return TrainingMemory(
-        weights=built.dtype_bytes * (dense + experts),
-        gradients=optimizer.gradient_bytes * (dense + experts),
+        weights=built.dtype_bytes * (dense + experts + (adapters or 0)),
+        gradients=optimizer.gradient_bytes * learning,
         optimizer=0.0 if optimizer.offload else optimizer.state_bytes * state,
         activations=activation_bytes(shape, layout, stages[stage], tokens, flight, built),
         logits=logits_bytes(shape, layout, tokens) if last else 0.0,

@@ -10,14 +10,15 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.placement import role_layout
 from megatron_rl.config.run_folder import folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.models import LayoutConfig
+from megatron_rl.config.sections.models import LayoutConfig, LoraConfig
+from megatron_rl.config.stage_plan import present_model
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint, device, watch
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
-from megatron_rl.parallel.hf.export import export
-from megatron_rl.roles.build import build_frozen_roles, build_policy
+from megatron_rl.parallel.hf.export import export, export_adapters
+from megatron_rl.roles.build import add_lora, build_frozen_roles, build_policy
 from megatron_rl.trainer.evaluation import evaluate
 from megatron_rl.trainer.job import describe_rank, report_failure
 from megatron_rl.trainer.loop import Phases
@@ -54,7 +55,8 @@ def evaluate_checkpoint(config: RunConfig, path: Path, *, trusted: bool = False)
 def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool = False) -> None:
     """Write a run's checkpoint for others, with the processes that the launcher gives.
 
-    ``form`` is ``hf`` for a Hugging Face model, ``megatron`` for a checkpoint that Megatron-LM loads.
+    ``form`` is ``hf`` for a Hugging Face model, ``megatron`` for a checkpoint that Megatron-LM loads,
+    ``peft`` for the adapters alone.
 
     Under torchrun with as many processes as the run had the run's own layout is used; else the layers are
     cut over the processes. Collective over the world.
@@ -75,14 +77,28 @@ def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool 
         layout = LayoutConfig(ranks=tuple(range(world)), pipeline=world)
     else:
         layout = resolve(config, world).config.actor.layout
+    lora = config.actor.lora or LoraConfig()
+    if form == "peft" and config.actor.lora is None:
+        raise UserError(
+            "the run trained weights, not adapters",
+            where="--format",
+            expected="a checkpoint of a run with actor.lora",
+            got="peft",
+            fix="leave --format out: the whole model is written",
+        )
     phases = Phases()
     with report_failure(config, phases), phases("export"):
         arguments, begun = checkpoint_arguments(config.model.path) if form == "megatron" else ({}, 0)
         _join(config, phases)
-        model = build_policy(config, role_layout(layout, "layout"), trainable=False)
+        model = build_policy(
+            config, role_layout(layout, "layout"), path=present_model(config), trainable=False
+        )
+        add_lora(config, model, trainable=False)
         meta = checkpoint.load_model(path, model, trusted=trusted)
         if form == "megatron":
             save_megatron(out, model, arguments, begun + int(meta["step"]))
+        elif model is not None and form == "peft":
+            export_adapters(model, out, present_model(config), dropout=lora.dropout)
         elif model is not None:
             export(model, out, config.model.path)
         watch.leave()

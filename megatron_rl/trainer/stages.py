@@ -13,7 +13,7 @@ from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_mod
 from megatron_rl.config.checkpoint_meta import checkpoint_path
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
-from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
+from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans, starting_model
 from megatron_rl.data.records import load_records
 from megatron_rl.data.responses import ResponseSource
 from megatron_rl.data.tokenizing import load_tokenizer
@@ -24,6 +24,7 @@ from megatron_rl.parallel.checkpoint_files import newest_intact
 from megatron_rl.parallel.exchange import Members, barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.weights import load_weights
+from megatron_rl.parallel.lora import merge_adapters
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.build import Roles, build_learner
@@ -146,6 +147,8 @@ def _hand_on(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
         section = starts.get(role.name)
         if section is None or section.path != str(plan.model) or role.name in trained:
             continue
+        if role.base_of is not None:
+            continue  # the actor has added what it learned to its weights
         with role.resident(Use.STATE):
             if role.model is not None:
                 load_weights(role.model, section.path)
@@ -156,12 +159,14 @@ def _hand_on(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
 def require_stages(config: RunConfig) -> None:
     """Raise UserError where a run that resumes lacks a model that one of its stages leaves.
 
-    A checkpoint holds the actor and the critic; the reference and trained reward models lie beside it.
+    A checkpoint holds the actor and the critic; the reference, trained reward models and the base of an
+    actor's adapters lie beside it.
     """
     for plan in stage_plans(config):
         where = "reference.path" if plan.role == "actor" else f"{plan.role}.path"
         reference = config.reference is not None and config.reference.path == str(plan.model)
-        if plan.ended or (plan.role == "actor" and not reference):
+        base = config.actor.lora is not None and starting_model(config) == str(plan.model)
+        if plan.ended or (plan.role == "actor" and not (reference or base)):
             continue
         raise UserError(
             f"the model that {plan.where} has left in the run that is resumed is not in the run folder",
@@ -197,6 +202,10 @@ def run_stage(stage: Stage, job: Job) -> None:
         with job.phases("export"):
             if role.model is not None:
                 export(role.model, plan.model, job.config.model.path)
+                if role.model.adapters is not None:  # the next stage starts from what this one leaves
+                    merge_adapters(role.model, job.config.seed)
+                    if own_optimizer is not None:
+                        own_optimizer.reload_parameters()
             barrier()
         stage.at_end()
     drop_checkpoints(plan, job)

@@ -113,7 +113,7 @@ def test_the_step_of_every_tensor_is_that_of_one_rank_in_every_layout(folder: Pa
 def differences(folder: Path, entry: Mapping[str, Any]) -> list[str]:
     """Return what a case's numbers differ in from those of one rank by more than rounding."""
     cut = torch.load(folder / f"{entry['name']}.pt", weights_only=False)
-    alone = torch.load(folder / f"{case(entry['model'])['name']}.pt", weights_only=False)
+    alone = torch.load(folder / f"{entry['model']}-alone.pt", weights_only=False)
     found: dict[tuple[str, str], float] = {}
     for name in ("log_probs", "entropy"):
         found[name, ""] = float((cut[name] - alone[name]).nan_to_num(nan=torch.inf).abs().max())

@@ -8,10 +8,12 @@ import pytest
 from config_workspace import CONFIG
 
 from megatron_rl.config.budget import memory_plan, state_bytes
-from megatron_rl.config.derive import batch_plan
+from megatron_rl.config.derive import batch_plan, resolve
 from megatron_rl.config.load import load_text
-from megatron_rl.config.sections.models import CriticConfig, OptimizerConfig, ReferenceConfig
+from megatron_rl.config.placement import role_layouts
+from megatron_rl.config.sections.models import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import TARGETS
 from megatron_rl.shapes.model import ModelShape
 
 SHAPE = ModelShape("Qwen2ForCausalLM", 128, 8, 8, 4, 32, 384, 21, 1 << 20, qkv_bias=True)
@@ -74,3 +76,19 @@ def test_optimizer_state_is_counted_as_it_is_kept(
     optimizer: OptimizerConfig, weight_bytes: int, expected: int
 ) -> None:
     assert state_bytes(optimizer, weight_bytes) == expected
+
+
+def test_adapters_alone_have_gradients_and_the_reference_is_their_base() -> None:
+    config = load_text(CONFIG).valid()
+    actor = replace(config.actor, lora=LoraConfig(rank=4))
+    config = resolve(replace(config, actor=actor, reference=ReferenceConfig()), 4, shape=SHAPE).config
+    assert config.actor.lora is not None and config.actor.lora.targets == TARGETS
+    layouts = role_layouts(config, 4)
+    ranks = memory_plan(config, layouts, {"actor": SHAPE}, batch_plan(config, layouts))
+    size = {item.name: item.bytes for item in ranks[0].items}
+    # Of each tensor A has rank x inputs, B outputs x rank; one of them is cut over two tensor ranks.
+    attention = 3 * 128 + (256 + 2 * 128) // 2 + 256 // 2 + 128
+    mlp = 2 * (128 + 384 // 2) + 384 // 2 + 128
+    assert size["gradients"] == 4 * 4 * (SHAPE.layers // 2) * (attention + mlp)
+    assert size["optimizer"] == 2 * size["gradients"]
+    assert size["reference weights"] == 0 < size["merged weights"] < size["actor weights"]

@@ -88,7 +88,7 @@ def test_origins() -> None:
     assert str(origins["steps"]) == "override steps=3"
     assert str(origins["seed"]) == "default"
     absent = ("sft", "preference", "reference", "critic", "rollout.environment")
-    absent += ("reward.http", "reward.judge", "reward.code")
+    absent += ("actor.lora", "reward.http", "reward.judge", "reward.code")
     below = tuple(f"{section}." for section in absent)
     present = {path for path in known_paths(RunConfig) if not path.startswith(below)}
     assert origins.keys() == present | set(absent)

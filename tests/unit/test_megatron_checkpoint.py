@@ -16,15 +16,18 @@ from safetensors.torch import load_file
 
 from megatron_rl.check.megatron_model import with_megatron_models
 from megatron_rl.config.load import load_text
+from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.model import build_model
+from megatron_rl.parallel.lora import adapter_parameters, add_adapters
+from megatron_rl.parallel.model import build_model, live_parameters
 from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import save_model
 
@@ -103,6 +106,31 @@ def test_a_written_checkpoint_is_read_again(family, tmp_path):
         start, size = [length // 3 for length in shape], [length - length // 3 for length in shape]
         for box in (([0] * len(shape), shape), (start, size)):
             assert torch.equal(after.read(name, *box), before.read(name, *box)), name
+
+
+def test_adapters_are_added_into_what_is_written(tmp_path):
+    save_model("qwen2-tied", tmp_path / "hf")
+    model = model_at(tmp_path / "hf")
+    add_adapters(model, LoraConfig(rank=3), seed=7, trainable=True)
+    for value in adapter_parameters(model).values():
+        value.normal_(std=0.1)
+    export(model, tmp_path / "merged")
+    trained = live_parameters(model) | adapter_parameters(model)
+    before = {name: value.clone() for name, value in trained.items()}
+    arguments, _ = checkpoint_arguments(tmp_path / "hf")
+    save_megatron(tmp_path / "saved", model, arguments, 1)
+    after = live_parameters(model) | adapter_parameters(model)
+    assert model.adapters is not None and after.keys() == before.keys()
+    for name, value in after.items():  # what trains on is what was there
+        assert value.data_ptr() == trained[name].data_ptr() and torch.equal(value, before[name]), name
+    config, errors = opened(tmp_path / "saved", tmp_path / "none", tmp_path / "run")
+    written, merged = MegatronFiles(config.model.path), CheckpointFiles(tmp_path / "merged")
+    assert not errors and written.names() == merged.names()
+    for name in merged.names():
+        shape = merged.shape(name)
+        assert torch.equal(
+            written.read(name, [0] * len(shape), shape), merged.read(name, [0] * len(shape), shape)
+        )
 
 
 def test_roles_start_from_checkpoints_of_their_own(checkpoint, tmp_path):

@@ -13,7 +13,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.layout_boxes import dense_shapes, expert_shapes, megatron_layout
 from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.hf.weights import _global_name
+from megatron_rl.parallel.hf.weights import global_name
 from megatron_rl.parallel.model import build_model, live_parameters
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pipeline_stages import FIRST, stage_layers
@@ -26,7 +26,7 @@ def test_predicted_parameters_are_those_of_the_built_model(family):
     device.initialize()
     layout = ParallelLayout((0,))
     model = build_model(config_of(family), ParallelGroups(layout), dtype=torch.float32)
-    built = {_global_name(model, name): tuple(value.shape) for name, value in live_parameters(model).items()}
+    built = {global_name(model, name): tuple(value.shape) for name, value in live_parameters(model).items()}
     layers = stage_layers(model.spec.model.shape.layers, layout)[0]
     predicted = dense_shapes(model.spec.model.shape, layout, layers, True, True)
     if model.spec.model.shape.experts:

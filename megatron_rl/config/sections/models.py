@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.sections.bounds import LARGE, MAX_WORLD, MOST_STEPS
+from megatron_rl.config.sections.bounds import LARGE, MAX_WORLD, MOST_ROWS, MOST_STEPS
 from megatron_rl.config.setting import required, setting
 
 OWN_MEGATRON = "Fields of Megatron-Core's TransformerConfig for this model."
@@ -231,6 +231,51 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Train low-rank adapters of the linear layers (arXiv 2106.09685) over weights that stay as they are."""
+
+    rank: int = setting(
+        32,
+        "Rank of every adapter.",
+        at_least=1,
+        at_most=MOST_ROWS,
+        advice="8 to 128 are usual",
+        also_called={"verl": "lora_rank", "PEFT": "lora_r"},
+    )
+    alpha: float | None = setting(
+        None,
+        "An adapter adds alpha / rank times the product of its matrices.",
+        unset="rank: a factor of 1",
+        more_than=0,
+        at_most=LARGE,
+        also_called={"common": "lora_alpha"},
+    )
+    dropout: float = setting(
+        0.0,
+        "Share of an adapter's inputs that training drops.",
+        at_least=0,
+        less_than=1,
+        also_called={"common": "lora_dropout"},
+    )
+    targets: tuple[str, ...] | None = setting(
+        None,
+        "Megatron's linear layers with adapters, of linear_qkv, linear_proj, linear_fc1 and linear_fc2.",
+        unset="those that the model has, without experts",
+        also_called={"NeMo-RL": "lora_target_modules", "PEFT": "target_modules"},
+        conversion="linear_qkv is q_proj, k_proj and v_proj, linear_proj o_proj, linear_fc1 gate_proj and "
+        "up_proj, linear_fc2 down_proj",
+    )
+    path: str | None = setting(
+        None, "Adapter in PEFT's format to start from.", unset="new adapters, which change nothing"
+    )
+    sync: str = setting(
+        "merged",
+        "What reaches the rollout engine: weights with the adapters added in.",
+        choices=("merged",),
+    )
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     """Describe the trained policy: its layout, optimizer and recompute of activations."""
 
@@ -241,6 +286,9 @@ class ActorConfig:
         conversion={"dp": _DATA_PARALLEL, "data_parallel_size": _DATA_PARALLEL},
     )
     optimizer: OptimizerConfig = setting(OptimizerConfig(), "Optimizer of the actor.")
+    lora: LoraConfig | None = setting(
+        None, "Adapters to train in the place of the weights.", unset="every weight is trained"
+    )
     recompute: str = setting(
         "none",
         "Activations that the backward pass computes again: none, attention (selective), or every layer.",

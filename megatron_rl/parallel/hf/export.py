@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ from megatron_rl.parallel.hf.files import (
 )
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import source_boxes, view_of
-from megatron_rl.parallel.model import live_parameters
+from megatron_rl.parallel.lora import adapter_parameters, peft_boxes, policy_weights
 from megatron_rl.parallel.transfer import Exchange, connect, gather_layout
+from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.types import TensorBox
 
@@ -58,7 +61,7 @@ def export(
     file_bytes: int = FILE_BYTES,
     piece_bytes: int = PIECE_BYTES,
 ) -> None:
-    """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files.
+    """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files, adapters added in.
 
     ``source`` is the checkpoint that the model was made from: its tokenizer files, and its layers that
     predict further tokens, are copied as they are. ``dtype`` None keeps the parameters'; biases that balance
@@ -67,30 +70,63 @@ def export(
     and lie on a file system that all ranks share. Raises UserError on all ranks when it cannot be written.
     Collective over the model's ranks.
     """
-    path = Path(path)
-    group, ranks = model.groups.all, model.groups.layout.ranks
-    parameters = live_parameters(model)
-    own_dtype = next(iter(parameters.values())).dtype
-    dtype = dtype or own_dtype
-    described = pretrained(model.hf_config)
+    parameters, described = policy_weights(model), pretrained(model.hf_config)
+    dtype = dtype or next(iter(parameters.values())).dtype
     shapes = described.tensor_shapes()
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
     files = shard_files(shapes, dtypes, file_bytes)
     further = _further_layers(described, source)
-    steps = _steps(files, shapes, ranks, dtypes, piece_bytes)
+    content = _Content(files, shapes, dtypes, parameters, source_boxes(model))
+    finish = partial(_finish, model.hf_config, content, dtype, source, further)
+    _write(model, Path(path), content, piece_bytes, finish)
+
+
+def export_adapters(model: Any, path: str | Path, source: str | Path, *, dropout: float = 0.0) -> None:
+    """Write the adapters of a `ParallelModel` as PEFT does, for the model at ``source``.
+
+    ``dropout`` is what they were trained with. As `export` otherwise. Collective over the model's ranks.
+    """
+    parameters = adapter_parameters(model)
+    shapes = {PEFT_PREFIX + name: shape for name, shape in model.adapters.tensor_shapes().items()}
+    dtypes = dict.fromkeys(shapes, next(iter(parameters.values())).dtype)
+    content = _Content({PEFT_WEIGHTS: list(shapes)}, shapes, dtypes, parameters, peft_boxes(model))
+    config = model.adapters.peft_config() | {"base_model_name_or_path": str(source), "lora_dropout": dropout}
+
+    def finish(target: Path) -> None:
+        (target / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    _write(model, Path(path), content, PIECE_BYTES, finish)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """Hold what files are to be written of a model, and where this rank has its part of it."""
+
+    files: Mapping[str, Sequence[str]]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    parameters: Mapping[str, Tensor]
+    boxes: Sequence[TensorBox]
+
+
+def _write(
+    model: Any, path: Path, content: _Content, piece_bytes: int, finish: Callable[[Path], None]
+) -> None:
+    """Write tensors into a folder that gets its name when ``finish`` has completed it."""
+    group, ranks = model.groups.all, model.groups.layout.ranks
+    shapes, dtypes, parameters = content.shapes, content.dtypes, content.parameters
+    steps = _steps(content.files, shapes, ranks, dtypes, piece_bytes)
     target = path.with_name(path.name + ".incomplete")
     error = _prepare(path, target) if device.rank() == ranks[0] else None
     _raise_together(error, path, group)
-    boxes = source_boxes(model)
-    sources = gather_layout(boxes, {name: value.dtype for name, value in parameters.items()}, group)
-    writer = _Writer(files, shapes, dtypes, target)
+    sources = gather_layout(content.boxes, {name: value.dtype for name, value in parameters.items()}, group)
+    writer = _Writer(content.files, shapes, dtypes, target)
     connect(group)
-    _collect(steps, sources, BoxIndex(boxes), parameters, writer, group)
+    _collect(steps, sources, BoxIndex(content.boxes), parameters, writer, group)
     error = writer.close()
     _raise_together(error, path, group)
     if device.rank() == ranks[0]:
-        total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items())
-        error = _finish(model.hf_config, files, total, dtype, target, path, source, further)
+        error = _publish(target, path, finish)
     _raise_together(error, path, group)
 
 
@@ -246,38 +282,43 @@ def _prepare(path: Path, target: Path) -> OSError | None:
     return None
 
 
-def _finish(
-    hf_config: Any,
-    files: Mapping[str, Sequence[str]],
-    total_bytes: int,
-    dtype: torch.dtype,
-    target: Path,
-    path: Path,
-    source: str | Path | None,
-    further: Sequence[str],
-) -> OSError | None:
-    config = copy.deepcopy(hf_config)
-    config.dtype = dtype
-    family = pretrained(config).family
-    if not config.architectures:
-        config.architectures = [family.architecture]
-    for key, value in family.engine_keys.items():
-        setattr(config, key, value)
+def _publish(target: Path, path: Path, finish: Callable[[Path], None]) -> OSError | None:
     try:
-        config.save_pretrained(target)
-        if source is not None and further:
-            total_bytes += copy_tensors(source, target / FURTHER, further)
-            files = {**files, FURTHER: further}
-        if len(files) > 1:
-            write_index(target, files, total_bytes)
-        if source is not None:
-            copy_tokenizer(source, target)
+        finish(target)
         if path.is_dir():
             path.rmdir()
         os.replace(target, path)
     except OSError as error:
         return error
     return None
+
+
+def _finish(
+    hf_config: Any,
+    content: _Content,
+    dtype: torch.dtype,
+    source: str | Path | None,
+    further: Sequence[str],
+    target: Path,
+) -> None:
+    """Write everything of a Hugging Face checkpoint but its weights."""
+    config, files = copy.deepcopy(hf_config), content.files
+    config.dtype = dtype
+    family = pretrained(config).family
+    if not config.architectures:
+        config.architectures = [family.architecture]
+    for key, value in family.engine_keys.items():
+        setattr(config, key, value)
+    config.save_pretrained(target)
+    sizes = content.shapes.items()
+    total_bytes = sum(torch.Size(shape).numel() * content.dtypes[name].itemsize for name, shape in sizes)
+    if source is not None and further:
+        total_bytes += copy_tensors(source, target / FURTHER, further)
+        files = {**files, FURTHER: further}
+    if len(files) > 1:
+        write_index(target, files, total_bytes)
+    if source is not None:
+        copy_tokenizer(source, target)
 
 
 def _raise_together(error: OSError | None, path: Path, group: Any) -> None:

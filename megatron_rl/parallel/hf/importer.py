@@ -86,6 +86,11 @@ def _query_key_value(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> No
             position += size
 
 
+def _stacked(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
+    for part, source in zip(target.chunk(len(sources)), sources, strict=True):
+        part.copy_(source)
+
+
 def _vocabulary(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
     """Fill the rows that exist; the rest pads the vocabulary to equal parts."""
     (source,) = sources
@@ -103,6 +108,7 @@ _PLACES: Mapping[str, Place] = {
     "gate_up": _gate_up,
     "query_key_value": _query_key_value,
     "vocabulary": _vocabulary,
+    "stacked": _stacked,
 }
 _EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 """One module per expert, or one grouped module with one weight per expert."""

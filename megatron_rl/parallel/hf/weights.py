@@ -36,7 +36,7 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
     padding of the vocabulary is filled exactly once.
     """
     parameters = live_parameters(model)
-    canonical = {_global_name(model, storage): storage for storage in parameters}
+    canonical = {global_name(model, storage): storage for storage in parameters}
     stand_ins = {storage: torch.empty_like(value, device="meta") for storage, value in parameters.items()}
     shard = shard_of(model)
     return trace_import(
@@ -133,7 +133,7 @@ def shard_of(model: Chunked) -> Shard:
     return Shard(*place("tp"), *place("ep"), *place("expt_tp"))
 
 
-def _global_name(model: Chunked, storage: str) -> str:
+def global_name(model: Chunked, storage: str) -> str:
     """Count layers over the whole model instead of inside their chunk."""
     index, name = storage.split(".", 1)
     match = re.match(r"decoder\.layers\.(\d+)\.", name)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.parallel import device
+from megatron_rl.parallel.lora import initial_policy
 
 sys.path.insert(0, str(Path(__file__).parent))
 import training
@@ -28,8 +29,12 @@ def main(folder: Path, plan: str) -> None:
         for _ in range(case.get("updates", 1)):
             result = training.train_step(model, optimizer, batch, case["budget"])
         after = training.gathered_weights(model)
+        initial = None
+        if model.adapters is not None:
+            with initial_policy(model):
+                initial, _ = training.scores(model, batch, case["budget"])
         if device.rank() == 0:
-            values = {"log_probs": log_probs, "entropy": entropy, "values": result}
+            values = {"log_probs": log_probs, "entropy": entropy, "values": result, "initial": initial}
             values["steps"] = {name: after[name] - weight for name, weight in before.items()}
             torch.save(values, folder / f"{case['name']}.pt")
     dist.destroy_process_group()

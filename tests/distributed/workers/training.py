@@ -13,11 +13,12 @@ from transformers import AutoConfig
 from megatron_rl.algorithms import get_algorithm
 from megatron_rl.algorithms.aggregation import weighted
 from megatron_rl.algorithms.objectives import policy_objective
-from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.weights import load_weights, source_boxes, view_of
-from megatron_rl.parallel.model import ParallelModel, build_model, live_parameters
+from megatron_rl.parallel.lora import adapter_boxes, adapter_parameters, add_adapters, policy_weights
+from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.schedule import learn, score
 from megatron_rl.shapes.layout import ParallelLayout
@@ -52,6 +53,8 @@ def build(
         trainable=trainable,
     )
     load_weights(model, path)
+    if "lora" in case:
+        add_adapters(model, LoraConfig(**case["lora"]), seed=1, trainable=trainable)
     return model
 
 
@@ -108,9 +111,10 @@ def train_step(
 
 
 def gathered_weights(model: ParallelModel) -> dict[str, torch.Tensor]:
-    """Return the whole model's weights under their HF names, on every rank."""
-    parameters = live_parameters(model)
-    mine = [(box, view_of(parameters[box.storage], box).clone()) for box in source_boxes(model)]
+    """Return the whole model's weights, and its adapters, under their HF names, on every rank."""
+    parameters, boxes = policy_weights(model) | adapter_parameters(model), source_boxes(model)
+    boxes += adapter_boxes(model) if model.adapters else []
+    mine = [(box, view_of(parameters[box.storage], box).clone()) for box in boxes]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     boxes = [item for part in found for item in part]

@@ -1,0 +1,106 @@
+"""Rules of the actor's adapters: layers that can have one, and the file that they start from."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.errors import UserError, nearest
+from megatron_rl.shapes.lora import PEFT_CONFIG, TARGETS, adapted, default_targets, target_problems
+from megatron_rl.shapes.pretrained import PretrainedModel
+
+_WHERE = "actor.lora"
+_PLAIN = {
+    "bias": "none", "use_dora": False, "use_rslora": False, "modules_to_save": None, "fan_in_fan_out": False,
+    "rank_pattern": {}, "alpha_pattern": {},
+}  # fmt: skip
+"""Settings of PEFT that make something else of an adapter than two matrices -> their value without it."""
+
+
+def check_lora(lora: LoraConfig) -> list[UserError]:
+    """Return the errors of adapters that no model can have."""
+    unknown = [name for name in lora.targets or () if name not in TARGETS]
+    errors = [
+        UserError(
+            f"there is no linear layer {name!r}",
+            where=f"{_WHERE}.targets",
+            expected="some of " + ", ".join(TARGETS),
+            got=repr(name),
+            fix=f"write {nearest(name, TARGETS) or TARGETS[0]}",
+        )
+        for name in unknown
+    ]
+    if lora.targets is not None and (not lora.targets or len(set(lora.targets)) < len(lora.targets)):
+        errors.append(
+            UserError(
+                "the layers with adapters are none, or one of them twice",
+                where=f"{_WHERE}.targets",
+                expected="some of " + ", ".join(TARGETS) + ", each once",
+                got=f"[{', '.join(lora.targets)}]",
+                fix=f"remove {_WHERE}.targets to have all",
+            )
+        )
+    return errors
+
+
+def check_adapted_model(lora: LoraConfig, model: PretrainedModel) -> list[UserError]:
+    """Return what is wrong between adapters and the actor's model, and with the file they start from."""
+    targets = lora.targets or default_targets(model.shape)
+    errors = target_problems(model.shape, targets, f"{_WHERE}.targets")
+    if errors or lora.path is None:
+        return errors
+    path = Path(lora.path) / PEFT_CONFIG
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return list(_file_problems(lora, model, targets, stored))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        return [
+            UserError(
+                "the adapter to start from cannot be read",
+                where=f"{_WHERE}.path",
+                expected=f"a directory with {PEFT_CONFIG} and adapter_model.safetensors, as PEFT writes them",
+                got=f"{path}: {error}",
+                fix=f"correct {_WHERE}.path, or remove it to start from new adapters",
+            )
+        ]
+
+
+def _file_problems(
+    lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], stored: dict[str, Any]
+) -> Iterator[UserError]:
+    place = f"{lora.path}/{PEFT_CONFIG}"
+    for name, stated, value in (
+        ("rank", lora.rank, stored.get("r")),
+        ("alpha", lora.alpha or float(lora.rank), stored.get("lora_alpha")),
+    ):
+        if not isinstance(value, int | float) or not math.isclose(value, stated):
+            yield UserError(
+                f"the adapter to start from has another {name}",
+                where=f"{_WHERE}.{name}",
+                expected=f"{value}, of {place}",
+                got=f"{stated:g}",
+                fix=f"set {_WHERE}.{name} to {value}",
+            )
+    modules, named = adapted(model, lora.rank, lora.alpha, targets).modules(), stored.get("target_modules")
+    missing = sorted(set(named) - set(modules)) if isinstance(named, list) else [str(named)]
+    if missing:
+        yield UserError(
+            "the adapter to start from is of other layers too",
+            where=f"{_WHERE}.targets",
+            expected="layers that hold " + ", ".join(missing),
+            got=", ".join(targets) + ": " + ", ".join(modules),
+            fix=f"name the layer in {_WHERE}.targets, or train an adapter without it",
+        )
+    for name, plain in _PLAIN.items():
+        if stored.get(name, plain) not in (plain, None, [], {}):
+            yield UserError(
+                f"the adapter to start from uses PEFT's {name}",
+                where=f"{_WHERE}.path",
+                expected=f"{name}: {json.dumps(plain)} in {place}",
+                got=json.dumps(stored[name]),
+                fix="start from an adapter of two plain matrices",
+            )

@@ -1,0 +1,37 @@
+"""What follows from an actor with adapters: which layers have them, and what its reference is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.config.stage_plan import starting_model
+from megatron_rl.shapes.lora import default_targets
+from megatron_rl.shapes.model import ModelShape
+
+
+def with_targets(
+    lora: LoraConfig | None, shape: ModelShape | None, reasons: dict[str, str]
+) -> LoraConfig | None:
+    """Return the adapters' settings with their layers and their factor filled in, where they can be known."""
+    if lora is None:
+        return None
+    if lora.alpha is None:
+        reasons["actor.lora.alpha"] = "rank: an adapter adds the product of its matrices as it is"
+        lora = replace(lora, alpha=float(lora.rank))
+    if lora.targets is None and shape is not None:
+        reasons["actor.lora.targets"] = "the linear layers of the model that can have adapters"
+        lora = replace(lora, targets=default_targets(shape))
+    return lora
+
+
+def reference_is_base(config: RunConfig) -> bool:
+    """Say whether the reference is the actor's own model before its adapters learned, in a resolved run.
+
+    So it is where the actor has adapters and the reference states neither another model nor another layout.
+    """
+    actor, reference = config.actor, config.reference
+    if actor.lora is None or reference is None or reference.megatron is not None:
+        return False
+    return (reference.path, reference.layout) == (starting_model(config), actor.layout)

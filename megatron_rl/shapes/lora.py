@@ -1,0 +1,159 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): which linear layers have one, and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.layer_weights import Cut, Source, Weight
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.pretrained import LAYER, PretrainedModel
+
+ATTENTION, MLP = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
+TARGETS = (*ATTENTION, *MLP)
+"""Megatron's linear layers that can have an adapter."""
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+"""What stands before a checkpoint's own names in PEFT's files."""
+ADAPTER = "adapter"
+"""The module below a linear layer that is its adapter; its parameters are A and B."""
+_PLACES = {f"self_attention.{name}.weight": name for name in ATTENTION} | {
+    f"mlp.{name}.weight": name for name in MLP
+}
+
+
+@dataclass(frozen=True)
+class AdaptedModel(PretrainedModel):
+    """Describe the adapters of a model as its own tensors are described, by their names in PEFT's files.
+
+    Each checkpoint tensor of a linear layer has an A [rank, in] and a B [out, rank] of its own. Megatron's
+    adapter of a layer that holds several has their As one below the other, and their Bs where their rows are.
+    """
+
+    rank: int = 1
+    alpha: float = 1.0
+    targets: tuple[str, ...] = ()
+
+    def weights(self, layer: int) -> tuple[Weight, ...]:
+        """Return the parameters of a layer's adapters."""
+        return tuple(
+            part
+            for weight in super().weights(layer)
+            if _PLACES.get(weight.name) in self.targets
+            for part in _factors(weight, self.rank)
+        )
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor of the adapters by name."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in range(self.shape.layers):
+            for weight in self.weights(layer):
+                for source in weight.sources:
+                    name = LAYER.format(layer=layer) + source.name
+                    shapes[name] = (source.first + source.shape[0], *source.shape[1:])
+        return shapes
+
+    def modules(self) -> list[str]:
+        """Return the last names of the checkpoint's layers that have adapters, as PEFT lists them."""
+        return sorted({name.split(".")[-3] for name in self.tensor_shapes()})
+
+    def peft_config(self) -> dict[str, Any]:
+        """Return what PEFT's configuration file says of the adapters."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self.rank,
+            "lora_alpha": int(self.alpha) if self.alpha.is_integer() else self.alpha,
+            "target_modules": self.modules(),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+        }
+
+
+def adapted(
+    model: PretrainedModel, rank: int, alpha: float | None, targets: Sequence[str] | None
+) -> AdaptedModel:
+    """Return the description of a model's adapters; ``alpha`` None is the rank."""
+    chosen = default_targets(model.shape) if targets is None else tuple(targets)
+    return AdaptedModel(model.family, model.shape, model.config, rank, alpha or float(rank), chosen)
+
+
+def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
+    """Return A and B of a linear layer: of one cut by columns A is cut, of any other B, by the same rows."""
+    module = weight.name.removesuffix(".weight")
+    column = weight.cut == "columns"
+    downs: dict[str, Source] = {}
+    for source in weight.sources:
+        name = source.name.removesuffix(".weight") + ".lora_A.weight"
+        downs[name] = Source(name, (rank, source.shape[1]))
+    ups = tuple(
+        replace(
+            source,
+            name=source.name.removesuffix(".weight") + ".lora_B.weight",
+            shape=(source.shape[0], rank),
+        )
+        for source in weight.sources
+    )
+    cuts: tuple[Cut, Cut] = ("columns", "whole") if column else ("stacked", weight.cut)
+    return (
+        Weight(f"{module}.{ADAPTER}.A", cuts[0], tuple(downs.values())),
+        Weight(f"{module}.{ADAPTER}.B", cuts[1], ups),
+    )
+
+
+def default_targets(shape: ModelShape) -> tuple[str, ...]:
+    """Return the linear layers of a model that can have adapters."""
+    return tuple(name for name in TARGETS if _refusal(shape, name) is None)
+
+
+def _refusal(shape: ModelShape, target: str) -> str | None:
+    """Return why a layer of this model can have no adapter."""
+    if target in MLP and shape.experts:
+        return "adapters of models with routed experts are built for attention alone"
+    if target == "linear_qkv" and shape.mla:
+        return "latent attention has no such layer: it projects through latents"
+    return None
+
+
+def target_problems(shape: ModelShape, targets: Sequence[str], where: str) -> list[UserError]:
+    """Return the errors of ``targets``, which stand at the configuration path ``where``, for a model."""
+    reasons = [(target, _refusal(shape, target)) for target in targets]
+    return [
+        UserError(
+            f"{target} of {shape.name} can have no adapter: {reason}",
+            where=where,
+            expected="some of " + ", ".join(default_targets(shape)),
+            got=target,
+            fix=f"remove {target}",
+        )
+        for target, reason in reasons
+        if reason is not None
+    ]
+
+
+def adapted_parameters(
+    shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], targets: Sequence[str]
+) -> int:
+    """Return the parameters of the layers' weights that have adapters, on one rank of a pipeline stage."""
+    weights = [weight for layer in layers for weight in shape.weights(layer)]
+    return sum(w.elements // layout.tensor for w in weights if _PLACES.get(w.name) in targets)
+
+
+def adapter_parameters(
+    shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], rank: int, targets: Sequence[str]
+) -> int:
+    """Return the parameters of the adapters on one rank of a pipeline stage that has these layers."""
+    total = 0
+    for layer in layers:
+        for weight in shape.weights(layer):
+            if _PLACES.get(weight.name) in targets:
+                down, up = _factors(weight, rank)
+                sizes = (down.elements, up.elements)
+                cut = 0 if weight.cut == "columns" else 1
+                total += sizes[cut] // layout.tensor + sizes[1 - cut]
+    return total

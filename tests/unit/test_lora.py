@@ -1,0 +1,119 @@
+"""Adapters of a model in one process: files of PEFT out and in, what check refuses, and their checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from megatron_rl.check.lora import check_adapted_model
+from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.parallel import checkpoint, device
+from megatron_rl.parallel.checkpoint import Part
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.export import export, export_adapters
+from megatron_rl.parallel.hf.model_spec import pretrained
+from megatron_rl.parallel.hf.weights import load_weights
+from megatron_rl.parallel.lora import adapter_parameters, add_adapters, merge_adapters
+from megatron_rl.parallel.model import ParallelModel, build_model
+from megatron_rl.shapes.layout import ParallelLayout
+from tests.hf_models import config_of, save_model
+
+LORA = LoraConfig(rank=3, alpha=6.0, targets=("linear_qkv", "linear_fc2"))
+
+
+def build(path: Path, lora: LoraConfig) -> ParallelModel:
+    device.initialize()
+    config = AutoConfig.from_pretrained(path)
+    model = build_model(config, ParallelGroups(ParallelLayout((0,))), dtype=torch.float32)
+    load_weights(model, path)
+    add_adapters(model, lora, seed=7, trainable=True)
+    return model
+
+
+def learn(model: ParallelModel) -> None:
+    torch.manual_seed(2)
+    for value in adapter_parameters(model).values():
+        value.normal_(std=0.1)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+def test_what_peft_is_given_is_what_comes_back(family: str, tmp_path: Path) -> None:
+    save_model(family, tmp_path / "base", num_hidden_layers=2)
+    model = build(tmp_path / "base", LORA)
+    learn(model)
+    export_adapters(model, tmp_path / "peft", tmp_path / "base", dropout=0.1)
+    told = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "peft/adapter_model.safetensors")
+    modules = ["down_proj", *(["qkv_proj"] if family == "phi3" else ["k_proj", "q_proj", "v_proj"])]
+    assert told["target_modules"] == modules
+    assert (told["r"], told["lora_alpha"], told["lora_dropout"], told["bias"]) == (3, 6, 0.1, "none")
+    place = {"down_proj": "mlp", **dict.fromkeys(modules[1:], "self_attn")}
+    names = {
+        f"base_model.model.model.layers.{layer}.{place[module]}.{module}.lora_{factor}.weight"
+        for layer in range(2)
+        for module in modules
+        for factor in "AB"
+    }
+    assert tensors.keys() == names
+    described = pretrained(model.hf_config)
+    back = LoraConfig(rank=3, alpha=6.0, targets=LORA.targets, path=str(tmp_path / "peft"))
+    assert check_adapted_model(back, described) == []
+    again = adapter_parameters(build(tmp_path / "base", back))
+    assert all(torch.equal(value, again[name]) for name, value in adapter_parameters(model).items())
+    # The whole model that is exported has them added in, as has one whose base takes them over.
+    export(model, tmp_path / "merged")
+    base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+    for name, value in merged.items():
+        up = tensors.get(f"base_model.model.{name.removesuffix('weight')}lora_B.weight")
+        down = tensors.get(f"base_model.model.{name.removesuffix('weight')}lora_A.weight")
+        change = torch.zeros(()) if up is None or down is None else 2.0 * up @ down
+        torch.testing.assert_close(value, base[name] + change, rtol=0, atol=1e-6)
+    merge_adapters(model, seed=7)
+    export(model, tmp_path / "folded")
+    folded = load_file(tmp_path / "folded/model.safetensors")
+    assert all(torch.equal(folded[name], value) for name, value in merged.items())
+
+
+def test_a_checkpoint_holds_the_adapters_alone(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "base", num_hidden_layers=2)
+    model = build(tmp_path / "base", LORA)
+    learn(model)
+    state = {"step": 1, "seed": 1}
+    checkpoint.save(tmp_path / "step_1", {"actor": Part(model, None)}, state)
+    other = build(tmp_path / "base", LORA)
+    checkpoint.load_model(tmp_path / "step_1", other)
+    loaded = adapter_parameters(other)
+    assert all(torch.equal(value, loaded[name]) for name, value in adapter_parameters(model).items())
+    stored = sum(file.stat().st_size for file in (tmp_path / "step_1/actor").iterdir())
+    assert stored < (tmp_path / "base/model.safetensors").stat().st_size / 4
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "stored", "message"),
+    [
+        ("qwen2", {"rank": 8}, {"r": 4, "lora_alpha": 8}, "has another rank"),
+        ("qwen2", {"rank": 4}, {"r": 4, "lora_alpha": 8}, "has another alpha"),
+        ("qwen2", {"targets": ("linear_qkv",)}, {"target_modules": ["o_proj"]}, "is of other layers too"),
+        ("qwen2", {}, {"use_dora": True}, "uses PEFT's use_dora"),
+        ("qwen2", {}, {"alpha_pattern": {"q_proj": 4}}, "uses PEFT's alpha_pattern"),
+        ("qwen3-moe", {"targets": ("linear_fc1",)}, {}, "linear_fc1 of .* can have no adapter: .*experts"),
+        ("deepseek-v3", {"targets": ("linear_qkv",)}, {}, "latent attention has no such layer"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(
+    family: str, lora: dict[str, Any], stored: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    rank = lora.get("rank", 32)
+    good = {"r": rank, "lora_alpha": rank, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(good | stored))
+    described = pretrained(config_of(family))
+    (error,) = check_adapted_model(LoraConfig(**lora, path=str(tmp_path)), described)
+    assert all((error.where, error.expected, error.got, error.fix))
+    with pytest.raises(type(error), match=message):
+        raise error
