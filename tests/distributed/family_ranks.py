@@ -18,10 +18,11 @@ def command(*words: str | Path) -> None:
     assert code == 0, f"{' '.join(map(str, words))}: exit code {code}"
 
 
-def journey(folder: Path, experts: bool) -> None:
+def journey(folder: Path, experts: bool, adapters: bool) -> None:
     """Check, train with vLLM, resume on another layout, export, and check the export.
 
-    Mixtures repeat the engine's experts, and then those of their own scoring pass.
+    Mixtures repeat the engine's experts, and then those of their own scoring pass. Adapters are exported by
+    themselves too, and a run starts from them.
     """
     config, out = folder / "config.yaml", folder / "out"
     before, after = ("expert", "tensor") if experts else ("tensor", "pipeline")
@@ -32,12 +33,18 @@ def journey(folder: Path, experts: bool) -> None:
     command("train", config, second, "steps=3", *replays[1:])
     command("export", folder / "run/checkpoints/step_3", "--out", out)
     command("check", config, second, f"model.path={out}", f"run_dir={folder / 'again'}", "--world-size", "2")
+    if adapters:
+        command("export", folder / "run/checkpoints/step_3", "--out", folder / "peft", "--format", "peft")
+        base = f"model.path={folder / 'run/stages/sft/hf'}"
+        words = (base, f"actor.lora.path={folder / 'peft'}", f"run_dir={folder / 'next'}", "sft=null")
+        command("train", config, first, *words, "steps=1")
 
 
 if __name__ == "__main__":
     # The commands share one process here: its communicators stay for the next.
     setattr(dist, "destroy_process_group", lambda *_: None)
     for family in sys.argv[2:]:
-        journey(Path(sys.argv[1]) / family, sparse(family))
+        adapters = family.endswith("-lora")
+        journey(Path(sys.argv[1]) / family, sparse(family.removesuffix("-lora")), adapters)
         if device.rank() == 0:
             print("family", family, "ok", flush=True)

@@ -28,6 +28,7 @@ QWEN = {"model": "qwen2"}
 LLAMA = {"model": "llama"}
 BF16 = {"dtype": "bfloat16"}
 PLAIN = {"distributed": False}
+LORA = {"lora": {"rank": 4}}
 
 FOUR = [
     {"name": "straight", "action": "save", "to": "run/checkpoints/step_3", **QWEN, **TP2PP2},
@@ -50,6 +51,19 @@ FOUR = [
     {"name": "zero-tp2", "action": "load", "from": "zero", **LLAMA, **TP2DP2},
     {"name": "plain-straight", "action": "save", "to": "plain", **LLAMA, **TP2DP2, **PLAIN},
     {"name": "plain-same", "action": "load", "from": "plain", **LLAMA, **TP2DP2, **PLAIN},
+    {"name": "lora-straight", "action": "save", "to": "lora", **LLAMA, **TP2PP2, **LORA},
+    {
+        "name": "lora-same",
+        "action": "load",
+        "from": "lora",
+        "same": "lora-straight",
+        **LLAMA,
+        **TP2PP2,
+        **LORA,
+    },
+    {"name": "lora-vpp", "action": "load", "from": "lora", **LLAMA, **VPP, **LORA},
+    {"name": "lora-dp4", "action": "load", "from": "lora", **LLAMA, **LORA},
+    {"name": "wrong-rank", "action": "wrong", "from": "lora", **LLAMA, **DP4, "lora": {"rank": 8}},
     {"name": "broken", "action": "broken", "to": "other/checkpoints/step_9", **LLAMA, **TP2DP2},
     {"name": "wrong-model", "action": "wrong", "from": "run/checkpoints/step_3", **LLAMA, **DP4},
     {"name": "wrong-size", "action": "wrong", "from": "run/checkpoints/step_3", "model": "wide/qwen2", **DP4},
@@ -120,12 +134,14 @@ def test_resume(folder: Path, fork: Any) -> None:
     assert len({tuple(draw) for draw in same["draws"]}) == 4
     assert same["state"]["position"] == {"epoch": 1, "row": 5}
     assert torch.equal(same["state"]["buffer"], torch.arange(5))
-    for pair in ("vpp", "zero", "plain"):
+    for pair in ("vpp", "zero", "plain", "lora"):
         assert_same_bits(result(folder, f"{pair}-same"), result(folder, f"{pair}-straight"))
 
     # Sums in another order: float32 rounding, grown over three steps.
     worst = {name: largest_difference(result(folder, name), straight) for name in LAYOUTS}
     worst["zero-tp2"] = largest_difference(result(folder, "zero-tp2"), result(folder, "zero-straight"))
+    for name in ("lora-vpp", "lora-dp4"):
+        worst[name] = largest_difference(result(folder, name), result(folder, "lora-straight"))
     print("largest difference after resuming in another layout:", {k: f"{v:.1e}" for k, v in worst.items()})
     assert max(worst.values()) < 5e-5
 
@@ -151,6 +167,7 @@ LAYOUTS = ("dp4", "pp2dp2", "tp2dp2", "vpp", "alone")
         ("wrong-model", ["of another model", "model_type = llama", "model_type = qwen2", "step_3", "fix:"]),
         ("wrong-size", ["of another model", "mlp_width = 64", "mlp_width = 48", "fix:"]),
         ("wrong-optimizer", ["another optimizer", "distributed", "replicated", "fix:"]),
+        ("wrong-rank", ["other adapters", "rank 8, alpha 8 on", "rank 4, alpha 4 on", "fix:"]),
     ],
 )
 def test_another_models_checkpoint_is_refused(folder: Path, name: str, words: list[str]) -> None:

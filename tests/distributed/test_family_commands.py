@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from safetensors.torch import load_file
 from test_layout_invariance import sparse
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.shapes.families import FAMILIES as TABLE
+from megatron_rl.shapes.lora import PEFT_PREFIX
 from tests.hf_models import FAMILIES, config_of, save_model
 from tests.readme_metrics import unwritten
 
@@ -29,7 +32,7 @@ def sizes(family: str) -> dict[str, Any]:
     return {"hidden_size": 128} if family in ("phi3", "qwen2") else {"head_dim": 32}
 
 
-def workspace(folder: Path, family: str, material: Path) -> None:
+def workspace(folder: Path, family: str, material: Path, **changes: Any) -> None:
     """Write a tiny checkpoint with the quickstart's tokenizer, and a run of it."""
     save_model(family, folder / "model", **COMMON, **sizes(family))
     for file in (material / "model").glob("*token*"):
@@ -46,7 +49,7 @@ def workspace(folder: Path, family: str, material: Path) -> None:
         "rollout": {"tensor": 2, "max_response_tokens": 12},
         "checkpoint": {"every": 1, "export": False},
         "algorithm": {"name": "grpo", "kl": "none"},
-    }
+    } | changes
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
 
 
@@ -56,7 +59,14 @@ def test_every_family_goes_through_every_command(fork: Any, material: Path, tmp_
     families = list(tiny.values())
     for family in families:
         workspace(tmp_path / family, family, material)
-    fork(SCRIPT, 2, tmp_path, *families, timeout=550)
+    adapted = {
+        "actor": {"lora": {"rank": 8, "alpha": 16}, "optimizer": {"learning_rate": 1e-2}},
+        "sft": {"data": str(material / "sft.jsonl"), "steps": 2, "optimizer": {"learning_rate": 1e-2}},
+        "algorithm": {"name": "grpo", "kl": {"name": "loss", "coef": 0.1}},
+    }
+    workspace(tmp_path / "qwen3-lora", "qwen3", material, **adapted)
+    fork(SCRIPT, 2, tmp_path, *families, "qwen3-lora", timeout=580)
+    check_adapters(tmp_path / "qwen3-lora")
     for family in families:
         lines = [json.loads(line) for line in (tmp_path / family / "run/metrics.jsonl").open()]
         assert [line["step"] for line in lines] == [1, 2, 3]
@@ -69,3 +79,31 @@ def test_every_family_goes_through_every_command(fork: Any, material: Path, tmp_
             assert all(0.7 < line["router/agreement"] <= 1 for line in lines), family
         _, told = AutoModelForCausalLM.from_pretrained(tmp_path / family / "out", output_loading_info=True)
         assert not any(told.values()), (family, told)
+
+
+def check_adapters(folder: Path) -> None:
+    """The engine samples from base and adapters, the reference is the base; each export has its part."""
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").open()]
+    assert max(line["mismatch/abs_diff"] for line in lines) < 1e-5
+    assert abs(lines[0]["kl/ref"]) < 1e-6 < lines[2]["kl/ref"]
+    start, base, merged = (
+        load_file(folder / path / "model.safetensors") for path in ("model", "run/stages/sft/hf", "out")
+    )
+    adapters = load_file(folder / "peft" / "adapter_model.safetensors")
+    learned = {name.removeprefix(PEFT_PREFIX).replace("lora_A.", "") for name in adapters if "lora_A" in name}
+    assert len(adapters) == 2 * len(learned) == 2 * 7 * 4
+    for name, value in merged.items():
+        assert torch.equal(start[name], base[name]) == (name not in learned), name
+        if name in learned:
+            module = PEFT_PREFIX + name.removesuffix("weight")
+            change = adapters[f"{module}lora_B.weight"] @ adapters[f"{module}lora_A.weight"]
+            torch.testing.assert_close(value, base[name] + 16 / 8 * change, rtol=0, atol=1e-6)
+            assert change.abs().max() > 1e-4
+        else:
+            assert torch.equal(value, base[name]), name
+    config = json.loads((folder / "peft" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 8, 16)
+    assert config["base_model_name_or_path"] == str(folder / "run/stages/sft/hf")
+    # A run that starts from the adapters has them as its reference too.
+    (line,) = [json.loads(line) for line in (folder / "next/metrics.jsonl").open()]
+    assert abs(line["kl/ref"]) < 1e-6 and line["mismatch/abs_diff"] < 1e-5

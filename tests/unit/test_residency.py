@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.weights import load_weights
+from megatron_rl.parallel.lora import adapter_parameters, add_adapters, policy_weights
 from megatron_rl.parallel.model import ParallelModel, build_model, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.residency import Residency, Use
@@ -21,13 +22,14 @@ from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import save_model
 
 
-@pytest.fixture
-def learner(tmp_path: Path) -> Residency:
+def trained(path: Path, lora: LoraConfig | None = None) -> Residency:
     """Return a model's residency after its first step."""
     device.initialize()
-    config = save_model("llama", tmp_path).config
+    config = save_model("llama", path).config
     model = build_model(config, ParallelGroups(ParallelLayout((0,))), dtype=torch.bfloat16)
-    load_weights(model, tmp_path)
+    load_weights(model, path)
+    if lora is not None:
+        add_adapters(model, lora, seed=1, trainable=True)
     wrap(model, True)
     residency = Residency(model, offload=True)
     residency.optimizer = Optimizer(model, OptimizerConfig(), steps=2)
@@ -35,6 +37,11 @@ def learner(tmp_path: Path) -> Residency:
         buffer.fill_(0.5)
     residency.optimizer.step()
     return residency
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Residency:
+    return trained(tmp_path)
 
 
 def gradients(model: ParallelModel) -> list[torch.Tensor]:
@@ -105,3 +112,32 @@ def test_a_plan_stays_compiled_while_weights_come_and_go(learner: Residency, tmp
     with hybrid.generation_mode() as synced:
         assert synced.values() and hybrid._execution is first is not None
     assert held.numel()
+
+
+def test_adapters_reach_the_engine_from_host_memory(tmp_path: Path) -> None:
+    learner = trained(tmp_path, LoraConfig(rank=2))
+    assert learner.model is not None
+    (chunk,) = learner.model.chunks
+    base, adapters = live_parameters(learner.model), adapter_parameters(learner.model)
+    size = sum(tensor.nbytes for tensor in (*chunk.parameters(), *chunk.buffers()))
+    states = 6 * sum(tensor.nbytes for tensor in adapters.values())
+    for value in adapters.values():
+        value.normal_(std=0.1)
+    engine = TorchEngine.from_hf(tmp_path, dtype=torch.bfloat16)
+    learner.leave()
+    assert moved(learner) == pytest.approx(size + states, rel=0.01)
+    hybrid = HybridEngine(learner.model, engine, resident=partial(learner.resident, Use.READ))
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    for _ in range(2):
+        with hybrid.generation_mode() as synced:
+            assert synced.values()
+        assert on_device([*base.values(), *adapters.values()]) == {False}
+        assert moved(learner) == pytest.approx(size, rel=0.01), "base and adapters were only read"
+        with learner.resident(Use.STATE), torch.no_grad():
+            written = engine.parameters()["model.layers.1.mlp.down_proj.weight"]
+            assert torch.equal(written, policy_weights(learner.model)[f"0.{name}"])
+            assert not torch.equal(written, base[f"0.{name}"])
+            for value in adapters.values():
+                value.mul_(2.0)
+        learner.metrics()
+        hybrid.mark_updated()

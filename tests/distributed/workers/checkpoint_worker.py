@@ -82,7 +82,8 @@ def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     model = training.build(folder / case["model"], case, dtype=getattr(torch, case["dtype"]))
     for chunk in model.chunks:
         for parameter in chunk.parameters():
-            parameter.data.normal_()
+            if parameter.requires_grad:  # the base of adapters is not in the checkpoint
+                parameter.data.normal_()
     if case.get("weights_only"):
         meta = load_model(folder / case["from"], model)
         log_probs, _ = training.scores(model, batch, case["budget"])
