@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only say which of this machine's own packages do not go with the GPU stack, and write the "
         "others to FILE as pip's constraints",
     )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="prove the machines: rates of devices and links, numbers of the kernel, and small jobs on one "
+        "rank and on all, with vLLM, checkpoints and a restart; it stops at the first failure",
+    )
+    parser.add_argument("--out", default="runs/doctor", metavar="DIR", help="where --gpu works (%(default)s)")
     parser.epilog = "Under torchrun it also measures an all-reduce between the ranks and compares clocks."
 
 
@@ -62,14 +70,33 @@ def run(arguments: argparse.Namespace) -> int:
     elif not arguments.quick:
         text = "not measured: start with torchrun --nproc-per-node N -m megatron_rl doctor"
         sections["links between ranks"] = [Finding("note", "all-reduce", text)]
-    findings = [finding for section in sections.values() for finding in section]
+    if arguments.gpu and not _failed(sections):
+        sections["proof"] = _proof(Path(arguments.out), world, shown=speaks and not arguments.json)
     if speaks and arguments.json:
         print(
             json.dumps({name: [vars(item) for item in found] for name, found in sections.items()}, indent=2)
         )
     elif speaks:
-        _print(sections, findings)
-    return 1 if any(finding.level == "error" for finding in findings) else 0
+        _print(sections)
+    return 1 if _failed(sections) else 0
+
+
+def _failed(sections: dict[str, list[Finding]]) -> bool:
+    return any(finding.level == "error" for section in sections.values() for finding in section)
+
+
+def _proof(folder: Path, world: int, *, shown: bool) -> list[Finding]:
+    """Prove the machines, with a line as each step ends. Collective over the world."""
+    from megatron_rl.cli.proof import prove
+
+    findings = []
+    for finding in prove(folder, world):
+        findings.append(finding)
+        if shown:
+            print(f"{_MARKS[finding.level]}  {finding.name}", flush=True)
+        elif finding.level == "error":  # the launcher ends the others, and rank 0 may not come to its own
+            print(f"rank {process_rank()}: {finding.name}: {finding.text}", file=sys.stderr, flush=True)
+    return findings
 
 
 def _before_install(constraints: Path) -> int:
@@ -82,7 +109,8 @@ def _before_install(constraints: Path) -> int:
     return 1 if findings else 0
 
 
-def _print(sections: dict[str, list[Finding]], findings: list[Finding]) -> None:
+def _print(sections: dict[str, list[Finding]]) -> None:
+    findings = [finding for section in sections.values() for finding in section]
     for name, found in sections.items():
         print(f"{name.upper()}")
         for finding in found:

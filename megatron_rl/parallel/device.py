@@ -41,6 +41,11 @@ def device() -> torch.device:
     return torch.device("cpu") if _ON_HOST else torch.device("cuda", torch.cuda.current_device())
 
 
+def name() -> str:
+    """Return what the device that this rank computes on is called."""
+    return "host" if _ON_HOST else torch.cuda.get_device_name()
+
+
 def host() -> torch.device:
     """Return the host as a device, whatever else there is."""
     return torch.device("cpu")

@@ -1,9 +1,11 @@
-"""Short measurements of the links between ranks, for checking an environment."""
+"""Short measurements of a rank's device and of the links between ranks, for checking an environment."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +13,10 @@ import torch.distributed as dist
 
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import barrier, gather_objects
+from megatron_rl.parallel.log_probs import kernel_errors, kernel_works
+
+REPEATS = 5
+WITHIN, ACROSS = "within a machine", "across machines"
 
 
 @dataclass(frozen=True)
@@ -35,18 +41,15 @@ class LinkProbe:
         return 2 * (ranks - 1) / ranks * self.bytes / self.seconds
 
 
-def probe_links(host: str, mebibytes: int = 16, repeats: int = 5) -> LinkProbe:
+def probe_links(host: str, mebibytes: int = 16) -> LinkProbe:
     """Time all-reduces over the whole world and compare clocks. Collective over the world."""
     elements = mebibytes * 2**20 // 4
+    total = device.world_size() * (device.world_size() + 1) / 2
     times, correct = [], True
-    for _ in range(repeats + 1):
+    for _ in range(REPEATS + 1):
         values = torch.full((elements,), float(device.rank() + 1), device=device.device())
         barrier()
-        start = time.perf_counter()
-        dist.all_reduce(values)
-        device.synchronize()
-        times.append(time.perf_counter() - start)
-        total = device.world_size() * (device.world_size() + 1) / 2
+        times.append(_seconds(lambda values=values: dist.all_reduce(values)))
         correct = correct and bool((values == total).all())
     barrier()
     clocks = gather_objects((time.time(), host, correct, statistics.median(times[1:])))
@@ -58,3 +61,108 @@ def probe_links(host: str, mebibytes: int = 16, repeats: int = 5) -> LinkProbe:
         clock_spread=max(wall) - min(wall),
         hosts=tuple(name for _, name, _, _ in clocks),
     )
+
+
+def neighbours(hosts: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
+    """Return pairs of ranks that talk at once: those ``within a machine``, and those ``across machines``.
+
+    Within a machine its ranks are paired in their order, and across, ranks of the same place on two machines;
+    who has no partner is left out.
+    """
+    machines: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, host in enumerate(hosts):
+        machines[host].append(rank)
+    ranks = list(machines.values())
+    within = [pair for machine in ranks for pair in zip(machine[::2], machine[1::2], strict=False)]
+    across = [
+        pair
+        for left, right in zip(ranks[::2], ranks[1::2], strict=False)
+        for pair in zip(left, right, strict=False)
+    ]
+    return {name: pairs for name, pairs in ((WITHIN, within), (ACROSS, across)) if pairs}
+
+
+@dataclass(frozen=True)
+class PairProbe:
+    """Hold bytes per second in one direction of the ``slowest`` pair, while all pairs send."""
+
+    rate: float
+    slowest: tuple[int, int]
+    correct: bool
+
+
+def probe_pairs(pairs: Sequence[tuple[int, int]], mebibytes: int = 16) -> PairProbe:
+    """Let the ranks of each pair send to one another at once. Collective over the world.
+
+    The world's communicator must have been used before, as `probe_links` does.
+    """
+    elements, rank = mebibytes * 2**20 // 4, device.rank()
+    other = next((sum(pair) - rank for pair in pairs if rank in pair), None)
+    times, correct = [], True
+    sent = torch.full((elements,), float(rank), device=device.device())
+    received = torch.empty_like(sent)
+
+    def exchange(other: int) -> None:
+        calls = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+        for request in dist.batch_isend_irecv(calls):
+            request.wait()
+
+    for _ in range(REPEATS + 1):
+        barrier()
+        if other is not None:
+            times.append(_seconds(lambda: exchange(other)))
+            correct = correct and bool((received == other).all())
+    answers = gather_objects((statistics.median(times[1:]) if times else 0.0, correct))
+    slowest = max(pairs, key=lambda pair: max(answers[rank][0] for rank in pair))
+    seconds = max(answers[rank][0] for rank in slowest)
+    return PairProbe(elements * 4 / seconds, slowest, all(right for _, right in answers))
+
+
+@dataclass(frozen=True)
+class DeviceProbe:
+    """Hold one rank's rates: bfloat16 FLOP/s of a large product, bytes/s of its memory and to its host.
+
+    ``host`` is None where the device is the host; ``name`` is the device's own.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    host: float | None
+
+
+def probe_devices() -> list[DeviceProbe]:
+    """Return the rates of all devices, measured while all work. Collective over the world."""
+    size, here = (512 if device.on_host() else 8192), device.device()
+    left, right = (torch.ones(size, size, dtype=torch.bfloat16, device=here) for _ in range(2))
+    block = torch.zeros((32 if device.on_host() else 1024) * 2**20, dtype=torch.uint8, device=here)
+    copy = torch.empty_like(block)
+    barrier()
+    flops = 2 * size**3 / _median(lambda: left @ right)
+    memory = 2 * len(block) / _median(lambda: copy.copy_(block))
+    host = None
+    if not device.on_host():
+        buffer = device.host_buffer(len(block) // 4)
+        host = len(buffer) / _median(lambda: buffer.copy_(block[: len(buffer)], non_blocking=True))
+    return gather_objects(DeviceProbe(device.name(), flops, memory, host))
+
+
+def probe_kernel() -> tuple[bool, str]:
+    """Say whether the kernel of log-probs is right on this rank's device, and how far off it is."""
+    if device.on_host():
+        return True, "no accelerator: log-probs are computed by torch"
+    values, gradients = kernel_errors(torch.bfloat16)
+    worst = ", ".join(f"{kind} tokens {error:.2%}" for kind, error in gradients.items())
+    return kernel_works(torch.bfloat16), f"log-probs within {values:.2g} of float64; gradients: {worst}"
+
+
+def _median(call: Callable[[], object]) -> float:
+    return statistics.median([_seconds(call) for _ in range(REPEATS + 1)][1:])
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    device.synchronize()
+    start = time.perf_counter()
+    call()
+    device.synchronize()
+    return time.perf_counter() - start

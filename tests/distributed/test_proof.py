@@ -1,0 +1,24 @@
+"""The first command on machines of one's own: every step of it, as a person starts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rl.metrics import read_metrics
+
+
+def test_ranks_prove_the_machine_that_they_are_on(torchrun, tmp_path: Path):
+    folder = tmp_path / "proof"
+    output = torchrun("megatron_rl", 2, "doctor", "--gpu", "--out", folder, timeout=550.0, module=True).output
+    assert "HEALTHY" in output and "NOT HEALTHY" not in output
+    for words in (
+        "GB/s within a machine, ranks 0 and 1 the slowest",
+        "TFLOP/s bfloat16 on rank",
+        "loss and gradient norm as on one rank",
+        "MiB a rank in",
+        "log-probs differ by",
+        "resume from the checkpoint",
+    ):
+        assert words in output
+    assert [line["step"] for line in read_metrics(folder / "train/metrics.jsonl")] == [1, 2, 3]
+    assert "step_2 at step 2" in (folder / "logs/train_0.log").read_text()
