@@ -22,6 +22,23 @@ DIGESTS = "checksums.json"
 _READ_BYTES = 2**24
 _HEADROOM = 1.05
 """Space asked for per byte to be written: file systems round up and keep books."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FIXES = {
+    errno.EACCES: "have its owner allow it, or name a place of your own",
+    errno.EPERM: "have its owner allow it, or name a place of your own",
+    errno.EROFS: "name a place that can be written",
+    errno.ENOENT: "create the folder first, or correct the path",
+    errno.ENOTDIR: "correct the path: something on it is no folder",
+    errno.EISDIR: "name a file: this is a folder",
+    errno.EEXIST: "remove what has the name, or choose another",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "correct the link, which leads back to itself",
+    errno.EIO: "check the disk, or the connection to the file system",
+    errno.ESTALE: "check the disk, or the connection to the file system",
+}
+"""What to do about each error of a file system that a user can mend."""
+_SHOWN = 200
+"""Characters of a path that are shown."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -140,6 +157,23 @@ def require_space(folder: Path, needed: float, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed * _HEADROOM:
         raise no_space(folder, what, f"{free / 2**30:.2f} GiB are free", needed)
+
+
+def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
+    """Return what to tell the user of an error with a file below ``folder``; None where it is no such."""
+    place = error.filename if folder is None or error.filename is not None else str(folder)
+    if error.errno in _FULL:
+        return no_space(folder or Path(str(place)), "what is written", str(error))
+    if error.errno not in _FIXES or place is None:
+        return None
+    shown = str(place)
+    return UserError(
+        "a file or folder cannot be used",
+        where=shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}… ({len(shown)} characters)",
+        expected="a path that can be read or written",
+        got=error.strerror,
+        fix=_FIXES[error.errno],
+    )
 
 
 def no_space(folder: Path, what: str, got: str, needed: float | None = None) -> UserError:

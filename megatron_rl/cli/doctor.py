@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if not arguments.quick:
         sections["imports"] = _imports()
-    world = launch().world_size
+    world = launch(joins=True).world_size
     if world > 1:
         sections["links between ranks"] = _links(world)
     elif not arguments.quick:

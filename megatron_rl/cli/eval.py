@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.cli.common import add_config_arguments, checked
+from megatron_rl.config.checkpoint_meta import META, checkpoints, is_checkpoint
 from megatron_rl.config.schema import TRAIN
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import launch
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = checked(arguments, launch(joins=True).world_size, job=TRAIN, training=True)
     config = report.valid()
     checkpoint = Path(arguments.checkpoint)
-    require_directory(checkpoint, "--checkpoint")
+    _require_checkpoint(checkpoint)
     if config.data.eval is None:
         raise UserError(
             "there is nothing to evaluate",
@@ -43,6 +44,23 @@ def run(arguments: argparse.Namespace) -> int:
 
     evaluate_checkpoint(config, checkpoint, trusted=arguments.trust)
     return 0
+
+
+def _require_checkpoint(path: Path) -> None:
+    """Raise a UserError unless the path is a directory that has what one kind of checkpoint has."""
+    require_directory(path, "--checkpoint")
+    if is_checkpoint(path) or (path / "config.json").is_file():
+        return
+    inside = checkpoints(path / "checkpoints") or checkpoints(path)
+    hugging_face = path / "hf"
+    inside += [hugging_face] if (hugging_face / "config.json").is_file() else []
+    raise UserError(
+        "this is no checkpoint",
+        where=str(path),
+        expected=f"a Hugging Face directory with config.json, or a run's checkpoints/step_N with {META}",
+        got="neither file",
+        fix=f"checkpoints in it: {', '.join(map(str, inside[-4:]))}" if inside else "correct the path",
+    )
 
 
 def require_directory(path: Path, where: str) -> None:

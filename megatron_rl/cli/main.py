@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from megatron_rl.durable import file_error
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError
 from megatron_rl.launcher import report_errors
 
@@ -62,6 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output went away, as in `check ... | head`
         return 1
+    except OSError as error:
+        told = file_error(error)
+        if told is None:
+            raise
+        report_errors(told)
+        return EXIT_BAD_INPUT
 
 
 def _take_overrides(parser: argparse.ArgumentParser, known: argparse.Namespace, rest: list[str]) -> None:

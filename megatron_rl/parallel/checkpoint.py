@@ -123,10 +123,11 @@ def load(
     """
     folder = Path(directory)
     meta = read_meta(folder)
-    _check_roles(folder, meta, parts)
-    for name, part in parts.items():
-        if part.model is not None:
-            _check(folder, meta["roles"][name], name, part.model, part.optimizer)
+    with written_by_this_version(folder):
+        _check_roles(folder, meta, parts)
+        for name, part in parts.items():
+            if part.model is not None:
+                _check(folder, meta["roles"][name], name, part.model, part.optimizer)
     for name in parts:
         refuse_code(folder / name, trusted=trusted)
     content = _read(folder / "state.pt", types)
@@ -198,7 +199,8 @@ def load_model(
     meta = read_meta(folder)
     refuse_code(folder / "actor", trusted=trusted)
     if model is not None:
-        _check(folder, meta, "actor", model, None)
+        with written_by_this_version(folder):
+            _check(folder, meta, "actor", model, None)
     load_tensors(folder / "actor", model, None)
     return meta
 

@@ -45,12 +45,14 @@ def everywhere(action: Callable[[], None], words: str, folder: Path) -> None:
 
 
 def disk_or(error: Exception, folder: Path) -> Exception:
-    """Return the error, or that the disk is full, which writers of tensors do not say."""
+    """Return the error as users are told it, or that the disk is full, which no writer of tensors says."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if isinstance(error, UserError) or not (full or shutil.disk_usage(existing).free < _FULL_BYTES):
+    if isinstance(error, UserError):
         return error
-    return durable.no_space(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
+    if full or shutil.disk_usage(existing).free < _FULL_BYTES:
+        return durable.no_space(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
+    return (durable.file_error(error, folder) if isinstance(error, OSError) else None) or error
 
 
 def digests_of_all(folder: Path) -> dict[str, str]:

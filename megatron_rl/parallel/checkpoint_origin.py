@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import io
 import pickle
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.inert_pickle import names_in
@@ -46,6 +48,7 @@ HARMLESS = frozenset(
     }
 )
 """Names in the pickles of Megatron's format that build values and do nothing else."""
+_ARCHIVE = b"PK\x03\x04"
 
 
 def refuse_code(folder: Path, *, trusted: bool) -> None:
@@ -70,40 +73,47 @@ def refuse_code(folder: Path, *, trusted: bool) -> None:
 def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
     """Yield each file with pickles and the names in them: the directory first, then what it leads to."""
     directory = folder / ".metadata"
-    if directory.exists():
+    try:
         content = directory.read_bytes()
-        yield directory, _names(content, directory)
-        # Its names are harmless, or the caller has stopped here; now it may be read for what it says.
-        for path, offset, length in _stored_values(folder, pickle.loads(content)):
-            with open(path, "rb") as file:
-                file.seek(offset)
-                yield path, _names_in_archive(file.read(length), path)
-    for path in sorted(folder.glob("*.pt")):
-        yield path, _names_in_archive(path.read_bytes(), path)
+        names = names_in(content)
+    except Exception as error:  # whatever a damaged pickle leads to
+        raise _unreadable(directory, error) from error
+    yield directory, names
+    # Its names are harmless, or the caller has stopped here; now it may be read for what it says.
+    try:
+        values = list(_stored_values(folder, pickle.loads(content)))
+    except Exception as error:
+        raise _unreadable(directory, error) from error
+    for path, offset, length in values:
+        yield path, _names_in_archive(path, offset, length)
+    for path in sorted({folder / "common.pt", *folder.glob("*.pt")}):
+        yield path, _names_in_archive(path, 0, -1)
 
 
 def _stored_values(folder: Path, directory: Any) -> Iterator[tuple[Path, int, int]]:
     """Yield file, offset and length of what is stored as a pickle; tensors are read as tensors alone."""
-    values = {name for name, entry in directory.state_dict_metadata.items() if not hasattr(entry, "chunks")}
+    entries = directory.state_dict_metadata.items()
+    values = {name for name, entry in entries if not isinstance(entry, TensorStorageMetadata)}
     for index, info in (directory.storage_data or {}).items():
         if index.fqn in values:
             yield folder / info.relative_path, info.offset, info.length
 
 
-def _names(content: bytes, place: Path) -> set[tuple[str, str]]:
+def _names_in_archive(path: Path, offset: int, length: int) -> set[tuple[str, str]]:
+    """Return the names in what `torch.save` wrote at a place, which `torch.load` is to read."""
     try:
-        return names_in(content)
-    except Exception as error:
-        raise _unreadable(place, error) from error
-
-
-def _names_in_archive(content: bytes, place: Path) -> set[tuple[str, str]]:
-    try:
-        archive = zipfile.ZipFile(io.BytesIO(content))
-        pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise _unreadable(place, error) from error
-    return set().union(*(_names(item, place) for item in pickles))
+        with open(path, "rb") as file:
+            file.seek(offset)
+            content = file.read(length)
+        if not content.startswith(_ARCHIVE):  # torch would take it for its older format, a bare pickle
+            raise ValueError("no archive begins there")
+        # torch's own reader: of entries of one name, and of two tables of entries, others may take another.
+        reader = torch._C.PyTorchFileReader(io.BytesIO(content))
+        if "constants.pkl" in reader.get_all_records():
+            raise ValueError("it is a program of TorchScript")
+        return names_in(reader.get_record("data.pkl"))
+    except Exception as error:  # whatever damaged bytes lead to
+        raise _unreadable(path, error) from error
 
 
 def _unreadable(place: Path, error: Exception) -> UserError:

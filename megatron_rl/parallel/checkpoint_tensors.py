@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import extract_nonpersistent, extract_sharded_base
@@ -29,7 +30,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.validation import determine_global_metadata
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.lora import load_adapters, sharded_adapters
 from megatron_rl.parallel.model import ParallelModel
@@ -70,9 +73,9 @@ def write(
 def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> None:
     """Read what `save_tensors` wrote, in place; without ``optimizer`` the weights alone.
 
-    Collective over the world.
+    Raises UserError where Megatron finds no checkpoint that it can read. Collective over the world.
     """
-    with device.megatron_mode():
+    with _readable(folder), device.megatron_mode():
         if model is None:
             dist_checkpointing.load({}, str(folder), TorchDistLoadShardedStrategy())
             return
@@ -90,6 +93,20 @@ def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer
         if optimizer is not None:
             state = merge(loaded["optimizer_common"], local)
             _load_optimizer(optimizer, merge(state, loaded["optimizer"]))
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointingException, CheckpointException, OSError) as error:
+        raise UserError(
+            "Megatron cannot read the weights and optimizer states of the checkpoint",
+            where=str(folder),
+            expected="a distributed checkpoint of this model",
+            got=(str(error).strip().splitlines() or [type(error).__name__])[-1],
+            fix="use another checkpoint: this one is damaged, or of another version",
+        ) from error
 
 
 def sharded_state(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from megatron_rl.config.load import changes, dump, without_secrets
 from megatron_rl.config.placement import role_layouts
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.durable import no_space
+from megatron_rl.durable import file_error
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError
 from megatron_rl.launcher import report_errors
 from megatron_rl.parallel import device, watch
@@ -126,9 +125,12 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
         report_errors(error)
         _leave(EXIT_BAD_INPUT)
     except BaseException as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            report_errors(no_space(Path(config.run_dir), "what the run writes", str(error)))
-            _leave(EXIT_BAD_INPUT)
+        # A file that is missing is most likely a mistake of ours.
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            told = file_error(error, Path(config.run_dir))
+            if told is not None:
+                report_errors(told)
+                _leave(EXIT_BAD_INPUT)
         place = describe_rank(config, device.rank())
         print(
             f"\n{place} failed {phases.place}: {type(error).__name__}: {error}\n{traceback.format_exc()}",

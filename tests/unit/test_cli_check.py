@@ -17,6 +17,7 @@ from megatron_rl.config.load import flatten, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = ("world_size=null", "actor.layout={}", "rollout.tensor=1")
+LONG = "x" * 5000
 HEAVY = ("torch", "transformers", "megatron", "vllm", "numpy", "pyarrow")
 
 
@@ -160,16 +161,27 @@ def test_one_rank_speaks(workspace: Path) -> None:
     ("words", "message"),
     [
         (("eval", "config.yaml", *ALONE, "--checkpoint", "gone"), "no directory gone"),
+        (("eval", "config.yaml", *ALONE, "--checkpoint", "runs"), "this is no checkpoint"),
+        (("eval", "config.yaml", *ALONE, "--checkpoint", LONG), "choose a shorter name"),
+        (("export", LONG, "--out", "x"), "… (5000 characters)"),
+        (("export", "loop", "--out", "x"), "no directory loop"),
         (("export", "gone", "--out", "x"), "no directory gone"),
         (("export", "folder", "--out", "model"), "would overwrite something"),
         (("report", "gone"), "no directory gone"),
+        (("report", LONG), "choose a shorter name"),
+        (("plan-reshard", LONG, "--from", "tp2", "--to", "tp2"), "choose a shorter name"),
+        (("plan", "qwen2-7b", "--gpus", "8", "--out", "gone/plan.yaml"), "create the folder first"),
+        (("doctor", "--before-install", "runs"), "name a file: this is a folder"),
     ],
 )  # fmt: skip
 def test_other_commands_refuse_bad_input(
     words: tuple[str, ...], message: str, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("runs").mkdir()
+    Path("loop").symlink_to("loop")
     assert main(words) == 2
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert message in told and all(name in told for name in ("where:", "expected:", "got:", "fix:"))
 
 
 def test_help_names_every_command() -> None:

@@ -330,4 +330,5 @@ def _raise_together(error: OSError | None, path: Path, group: Any) -> None:
             where=str(path),
             expected="a new or empty directory on a writable file system that all ranks share",
             got=told[0],
+            fix="name another directory, or free space and allow writing there",
         )

@@ -73,6 +73,7 @@ class CheckpointFiles:
                 raise UserError(
                     "A checkpoint file cannot be read.",
                     where=str(file),
+                    expected="a file of safetensors, whole",
                     got=str(error),
                     fix="download the file again",
                 ) from error
