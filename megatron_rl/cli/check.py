@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from megatron_rl.cli.check_json import report_json
+from megatron_rl.cli.check_picture import picture
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.cli.common import add_config_arguments, checked
 from megatron_rl.config.schema import JOBS
-from megatron_rl.errors import EXIT_BAD_INPUT, UserErrors
+from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors
 from megatron_rl.launcher import launch, process_rank
 
 
@@ -24,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object for machines")
     parser.add_argument(
         "--without-files", action="store_true", help="missing model and data files are warnings"
+    )
+    parser.add_argument(
+        "--picture", metavar="FILE", type=Path, help="write an SVG of ranks, roles and weights as well"
     )
 
 
@@ -42,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(failed, indent=2))
         return EXIT_BAD_INPUT
     if process_rank() == 0:
+        if arguments.picture is not None and report.layouts is not None:
+            _write_picture(arguments.picture, picture(report, arguments.config))
         if arguments.json:
             print(json.dumps(report_json(report), indent=2))
         else:
@@ -49,3 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
             if report.errors:
                 print(f"\n{len(report.errors)} error(s)", file=sys.stderr)
     return EXIT_BAD_INPUT if report.errors else 0
+
+
+def _write_picture(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            "the picture cannot be written",
+            where="--picture",
+            expected="a file in a folder that is there and can be written to",
+            got=f"{path}: {error.strerror}",
+            fix="name another file",
+        ) from error

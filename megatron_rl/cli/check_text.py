@@ -194,12 +194,12 @@ def _roles(report: CheckReport) -> list[str]:
     layouts = report.layouts or {}
     world, node = report.world_size, min(report.config.gpus_per_node, _RANKS_IN_A_ROW)
     names = max(len(role) for role in layouts)
-    lines = [f"{role:<{names}} {_words(role, layout)}" for role, layout in layouts.items()]
+    lines = [f"{role:<{names}} {role_words(role, layout)}" for role, layout in layouts.items()]
     starts = list(range(0, world, node))
     shown = starts if len(starts) <= _MAX_BLOCKS else [*starts[:3], starts[-1]]
     cells = {
         role: {
-            rank: _cell(role, layout, rank)
+            rank: cell_label(role, layout, rank)
             for start in shown
             for rank in range(start, min(start + node, world))
         }
@@ -219,7 +219,8 @@ def _roles(report: CheckReport) -> list[str]:
     return lines
 
 
-def _words(role: str, layout: ParallelLayout) -> str:
+def role_words(role: str, layout: ParallelLayout) -> str:
+    """Return the parallel sizes of a role in words."""
     notes = []
     if layout.virtual_pipeline > 1:
         notes.append(f"{layout.virtual_pipeline} virtual stages per rank")
@@ -233,7 +234,8 @@ def _words(role: str, layout: ParallelLayout) -> str:
     )
 
 
-def _cell(role: str, layout: ParallelLayout, rank: int) -> str:
+def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
+    """Return a rank's coordinates in a role's layout, a dot where it has none."""
     if rank not in layout.ranks:
         return "."
     tensor, context, data, pipeline = layout.coordinates(rank)

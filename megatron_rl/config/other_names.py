@@ -53,7 +53,7 @@ class OtherName:
 def foreign_names() -> Mapping[str, OtherName]:
     """Return every name of other projects with ours; a key of a section means the section's first place."""
     names: dict[str, OtherName] = {}
-    for path, name in _stated(RunConfig, ""):
+    for path, name in stated_names():
         names.setdefault(name.name, OtherName(name.project, path, name.conversion))
     return names
 
@@ -67,6 +67,11 @@ def other_name(path: str) -> OtherName | None:
     names = path.split(".")
     suffixes = (".".join(names[start:]) for start in range(len(names)))
     return next((foreign_names()[name] for name in suffixes if name in foreign_names()), None)
+
+
+def stated_names() -> Iterator[tuple[str, ForeignName]]:
+    """Yield our key and another project's name of it, for each name that stands on a field."""
+    yield from _stated(RunConfig, "")
 
 
 def _stated(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:

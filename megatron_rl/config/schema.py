@@ -84,6 +84,7 @@ class BatchConfig:
             "slime": "global_batch_size, num_steps_per_rollout",
             "NeMo-RL": "train_global_batch_size",
             "verl": "ppo_mini_batch_size",
+            "TRL": "steps_per_generation",
         },
         conversion=_OPTIMIZER_STEPS,
     )
@@ -105,6 +106,7 @@ class BatchConfig:
             "verl": "ppo_micro_batch_size, ppo_micro_batch_size_per_gpu, log_prob_micro_batch_size_per_gpu, "
             "ppo_max_token_len_per_gpu, use_dynamic_bsz",
             "slime": "max_tokens_per_gpu",
+            "OpenRLHF": "train_max_tokens_per_gpu",
             "NeMo-RL": "train_micro_batch_size, logprob_batch_size",
             "Megatron-LM": "micro_batch_size",
             "TRL": "per_device_train_batch_size",
@@ -177,6 +179,7 @@ class RunConfig:
             "verl": "default_local_dir",
             "NeMo-RL": "checkpoint_dir, log_dir",
             "TRL": "output_dir",
+            "OpenRLHF": "save_path, ckpt_path",
         },
     )
     steps: int = required(
@@ -190,9 +193,12 @@ class RunConfig:
             "verl": "total_training_steps, total_epochs",
             "slime": "num_rollout",
             "NeMo-RL": "max_num_steps, max_num_epochs",
-            "TRL": "max_steps",
+            "TRL": "max_steps, num_train_epochs",
+            "OpenRLHF": "num_episodes",
         },
-        conversion={"total_epochs": _EPOCHS, "max_num_epochs": _EPOCHS},
+        conversion=dict.fromkeys(
+            ("total_epochs", "max_num_epochs", "num_train_epochs", "num_episodes"), _EPOCHS
+        ),
     )
     job: str = setting(
         TRAIN,
@@ -245,6 +251,8 @@ class RunConfig:
         "Ranks of layouts that name none: every rank to every role (colocate), the second half to the "
         "rollout alone (standalone), or the second half to the critic and the reward models (split).",
         choices=("colocate", "standalone", "split"),
+        also_called={"OpenRLHF": "colocate_all_models"},
+        conversion="true is `placement: colocate` here",
     )
     algorithm: AlgorithmConfig = setting(AlgorithmConfig(), "How the actor learns from rewards.")
     batch: BatchConfig = setting(BatchConfig(), "Sizes of a step's batches.")

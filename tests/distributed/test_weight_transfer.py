@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "launch/examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "launch/examples/hybrid_engine"
 WRAPPER = """
 import runpy, sys
 from megatron.core import parallel_state

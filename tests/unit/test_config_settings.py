@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from config_workspace import CONFIG
 
-from megatron_rl.cli.reference import reference
+from megatron_rl.cli.reference import PAGES
 from megatron_rl.config.field_types import convert, entry_class, hints, options, section_class
 from megatron_rl.config.load import load_text
 from megatron_rl.config.placement import APART
@@ -139,9 +139,13 @@ def test_plain_values_are_converted(hint: Any, raw: Any, typed: Any) -> None:
     assert accepted and value == typed and type(value) is type(typed)
 
 
-def test_the_reference_is_what_the_fields_say() -> None:
-    """Write it with ``python -m megatron_rl.cli.reference > docs/configuration.md``."""
-    page = reference()
-    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == page
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_made_from_the_code_are_what_it_says(name: str) -> None:
+    """Write one with ``python -m megatron_rl.cli.reference NAME > docs/NAME.md``."""
+    assert (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") == PAGES[name]()
+
+
+def test_the_reference_has_every_key() -> None:
+    page = PAGES["configuration"]()
     for name, _, said, _ in keys():
         assert f"`{name.partition('.')[2]}`" in page and said.meaning in page

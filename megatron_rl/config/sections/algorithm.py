@@ -32,20 +32,21 @@ class AlgorithmConfig:
         unset=_ITS_OWN,
         also_called_below={
             "gamma": {"verl": "gamma"},
-            "lam": {"verl": "lam"},
-            "scale_by_std": {"verl": "norm_adv_by_std_in_grpo"},
+            "lam": {"verl": "lam", "OpenRLHF": "lambd"},
+            "scale_by_std": {"verl": "norm_adv_by_std_in_grpo", "TRL": "scale_rewards"},
         },
     )
     policy_loss: PieceChoice = setting(
         None,
         "What each token costs the policy.",
         unset=_ITS_OWN,
-        also_called={"verl": "policy_loss.loss_mode"},
+        also_called={"verl": "policy_loss.loss_mode", "TRL": "importance_sampling_level"},
         also_called_below={
             "clip_high": {
                 "verl": "clip_ratio_high",
                 "NeMo-RL": "ratio_clip_max",
                 "slime": "eps_clip_high",
+                "TRL": "epsilon_high",
             },
             "clip_low": {
                 "verl": "clip_ratio, clip_ratio_low",
@@ -55,13 +56,17 @@ class AlgorithmConfig:
             "dual_clip": {"verl": "clip_ratio_c", "slime": "eps_clip_c"},
             "entropy_coef": {"verl": "entropy_coeff", "slime": "entropy_coef"},
         },
-        conversion={"clip_ratio": "and clip_high", "eps_clip": "and clip_high"},
+        conversion={
+            "clip_ratio": "and clip_high",
+            "eps_clip": "and clip_high",
+            "importance_sampling_level": "sequence is `policy_loss: gspo` here",
+        },
     )
     aggregation: PieceChoice = setting(
         None,
         "How the tokens' losses become one number.",
         unset=_ITS_OWN,
-        also_called={"verl": "loss_agg_mode"},
+        also_called={"verl": "loss_agg_mode", "TRL": "loss_type"},
     )
     value_loss: PieceChoice = setting(None, "What each token costs the critic.", unset=_ITS_OWN)
     value_aggregation: PieceChoice = setting(
@@ -77,6 +82,7 @@ class AlgorithmConfig:
                 "verl": "kl_loss_coef, kl_coef",
                 "NeMo-RL": "reference_policy_kl_penalty",
                 "TRL": "beta",
+                "OpenRLHF": "init_kl_coef",
             },
             "estimator": {"verl": "kl_loss_type", "NeMo-RL": "reference_policy_kl_type"},
         },
@@ -86,13 +92,18 @@ class AlgorithmConfig:
         None,
         "Correction of the mismatch between rollout and trainer.",
         unset=_ITS_OWN,
-        also_called={"slime": "use_tis"},
+        also_called={"slime": "use_tis", "OpenRLHF": "enable_vllm_is_correction"},
+        conversion={"enable_vllm_is_correction": "true is `correction: token_tis` here"},
     )
     reward_shaping: PieceChoice = setting(None, "What is done to rewards before advantages.", unset=_ITS_OWN)
     overlong: PieceChoice = setting(None, "What happens to responses near the length limit.", unset=_ITS_OWN)
     imitation: PieceChoice = setting(None, "Imitation of good responses.", unset=_ITS_OWN)
     dynamic_sampling: PieceChoice = setting(
-        None, "Whether groups that teach nothing are replaced: none or refill.", unset=_ITS_OWN
+        None,
+        "Whether groups that teach nothing are replaced: none or refill.",
+        unset=_ITS_OWN,
+        also_called={"OpenRLHF": "dynamic_filtering"},
+        conversion="true is `dynamic_sampling: refill` here",
     )
 
 

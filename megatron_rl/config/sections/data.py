@@ -60,6 +60,7 @@ class DataConfig:
             "verl": "max_prompt_length",
             "NeMo-RL": "max_input_seq_length",
             "slime": "rollout_max_prompt_len",
+            "OpenRLHF": "prompt_max_len",
             "common": "max_prompt_tokens",
         },
     )
@@ -84,7 +85,12 @@ class EvaluationConfig:
         at_least=1,
         at_most=MOST_STEPS,
         advice=_NEVER,
-        also_called={"verl": "test_freq", "NeMo-RL": "val_period", "slime": "eval_interval"},
+        also_called={
+            "verl": "test_freq",
+            "NeMo-RL": "val_period",
+            "slime": "eval_interval",
+            "TRL": "eval_steps",
+        },
     )
     at_start: bool = setting(
         True,

@@ -29,6 +29,7 @@ class ModelConfig:
         also_called={
             "NeMo-RL": "model_name, tokenizer.name",
             "TRL": "model_name_or_path",
+            "OpenRLHF": "pretrain",
             "slime": "hf_checkpoint",
         },
         conversion={"tokenizer.name": "the tokenizer is the model's own"},
@@ -109,7 +110,7 @@ class LayoutConfig:
         at_least=1,
         at_most=MAX_WORLD,
         advice="1 switches it off",
-        also_called={"Megatron-LM": "context_parallel_size", "common": "cp"},
+        also_called={"Megatron-LM": "context_parallel_size", "OpenRLHF": "ring_attn_size", "common": "cp"},
     )
     expert: int = setting(
         1,
@@ -156,7 +157,7 @@ class OptimizerConfig:
         more_than=0,
         at_most=1,
         advice="1e-6 is a usual start for RL, 1e-5 for supervised training",
-        also_called={"verl": "lr"},
+        also_called={"verl": "lr", "OpenRLHF": "actor_learning_rate"},
     )
     minimum_learning_rate: float | None = setting(
         None,
@@ -361,14 +362,18 @@ class CriticConfig:
         "A policy, whose output layer gives way to a new head, or a `*ForSequenceClassification` checkpoint "
         "with one label.",
         unset="model.path, after `sft` and `preference` where they are",
-        also_called={"verl": "critic.model.path", "slime": "critic_load"},
+        also_called={"verl": "critic.model.path", "slime": "critic_load", "OpenRLHF": "critic_pretrain"},
     )
     layout: LayoutConfig | None = setting(None, "Ranks and parallelism of the critic.", unset="the actor's")
     optimizer: OptimizerConfig = setting(
         OptimizerConfig(learning_rate=1e-5),
         "Optimizer of the critic.",
         also_called_below={
-            "learning_rate": {"verl": "critic.optim.lr", "slime": "critic_lr"},
+            "learning_rate": {
+                "verl": "critic.optim.lr",
+                "slime": "critic_lr",
+                "OpenRLHF": "critic_learning_rate",
+            },
             "offload": {"verl": "critic.megatron.optimizer_offload"},
         },
     )
@@ -383,7 +388,11 @@ class CriticConfig:
         unit="steps",
         at_least=0,
         at_most=MOST_STEPS,
-        also_called={"verl": "critic_warmup", "slime": "num_critic_only_steps"},
+        also_called={
+            "verl": "critic_warmup",
+            "slime": "num_critic_only_steps",
+            "OpenRLHF": "freezing_actor_steps",
+        },
     )
     offload: bool = setting(
         False,

@@ -240,11 +240,14 @@ class RewardConfig:
         also_called={
             "verl": "custom_reward_function.path, custom_reward_function.name",
             "slime": "custom_rm_path",
+            "TRL": "reward_funcs",
+            "OpenRLHF": "remote_rm_url",
         },
         conversion={
             "custom_reward_function.path": "path/to/file.py:function",
             "custom_reward_function.name": "path/to/file.py:function",
             "custom_rm_path": "module:function",
+            "remote_rm_url": "path/to/file.py:function; a server is `reward.http`",
         },
     )
     arguments: dict[str, Any] = setting(
@@ -292,7 +295,7 @@ class RewardConfig:
     models: dict[str, RewardModelConfig] = setting(
         {},
         "Reward models by name.",
-        also_called={"verl": "reward_model.model.path"},
+        also_called={"verl": "reward_model.model.path", "OpenRLHF": "reward_pretrain"},
         conversion="ours has a name for each: NAME.path",
     )
 

@@ -69,7 +69,7 @@ class RolloutConfig:
         None,
         'Ranks of the engine: a list, or ranges such as "0-31,40".',
         unset="what `placement` gives the rollout",
-        also_called={"slime": "rollout_num_gpus, colocate"},
+        also_called={"slime": "rollout_num_gpus, colocate", "OpenRLHF": "vllm_num_engines"},
         conversion={
             "rollout_num_gpus": _RANKS_LISTED,
             "colocate": "roles share ranks unless their ranks are set apart",
@@ -85,6 +85,7 @@ class RolloutConfig:
         also_called={
             "verl": "rollout.tensor_model_parallel_size",
             "slime": "rollout_num_gpus_per_engine",
+            "OpenRLHF": "vllm_tensor_parallel_size",
             "NeMo-RL": "generation.vllm_cfg.tensor_parallel_size",
         },
     )
@@ -136,6 +137,7 @@ class RolloutConfig:
             "slime": "rollout_max_response_len, rollout_max_context_len",
             "NeMo-RL": "max_new_tokens, max_total_sequence_length",
             "TRL": "max_completion_length",
+            "OpenRLHF": "generate_max_len",
             "vLLM": "max_tokens, max_model_len",
             "common": "max_response_tokens",
         },
@@ -180,6 +182,7 @@ class RolloutConfig:
         also_called={
             "vLLM": "gpu_memory_utilization",
             "slime": "sglang_mem_fraction_static",
+            "OpenRLHF": "vllm_gpu_memory_utilization",
             "SGLang": "mem_fraction_static",
         },
     )

@@ -1,6 +1,6 @@
 """Keep a vLLM engine equal to your own Megatron model in the same processes, without this project's trainer.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 launch/examples/colocated.py [CHECKPOINT]
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 launch/examples/hybrid_engine/colocated.py [CHECKPOINT]
 
 The model is an ordinary GPTModel in Megatron's own process groups (tensor parallel 2), the engine an ordinary
 ``vllm.LLM`` (two replicas), and the weights go through vLLM's weight-transfer calls. CHECKPOINT is a

@@ -1,6 +1,6 @@
 """Send your Megatron model's weights to vLLM workers of another job, each byte where it is needed.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 3 launch/examples/separate.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 3 launch/examples/hybrid_engine/separate.py
 
 Ranks 0 and 1 train with tensor parallelism 2 in a world of their own; the last rank stands for a vLLM server,
 which knows nothing of that world. Here it answers over a pipe; for a real one start

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Keep vLLM equal to your own Megatron model, without this project's trainer: in one job, then in two.
+#
+#   launch/examples/hybrid_engine/run.sh [CHECKPOINT]      a Hugging Face directory of a Qwen3 model
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+bash launch/setup.sh
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+for example in "2 colocated" "3 separate"; do
+    read -r processes name <<<"$example"
+    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$processes" \
+        "launch/examples/hybrid_engine/$name.py" "$@"
+done

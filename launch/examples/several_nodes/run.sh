@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Two nodes, played by two torchruns on this machine that meet at a port; 2 processes each.
+#
+#   launch/examples/several_nodes/run.sh [key=value …]      overrides of run.yaml
+#
+# On a cluster: sbatch --nodes 8 launch/slurm.sbatch CONFIG, or kubectl apply -f launch/kubernetes.yaml.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+bash launch/setup.sh
+if [ ! -f runs/quickstart-data/train.jsonl ]; then
+    .venv/bin/python -m megatron_rl.data.quickstart runs/quickstart-data
+fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+port="${PORT:-29577}"
+node() { # its number among the two
+    .venv/bin/python -m torch.distributed.run --nnodes 2 --node-rank "$1" --nproc-per-node 2 \
+        --rdzv-backend c10d --rdzv-id several_nodes --rdzv-endpoint "127.0.0.1:$port" \
+        -m megatron_rl train launch/examples/several_nodes/run.yaml "${@:2}"
+}
+node 1 "$@" &
+other=$!
+trap 'kill "$other" 2>/dev/null || true' EXIT
+node 0 "$@"
+wait "$other"
