@@ -39,7 +39,15 @@ EXTRAS = {
     # vllm decides the torch version; parts of it are replaced, so each series has to be looked at first.
     # Transformer Engine and Apex are used where they are installed.
     "gpu": ["torch", "megatron-core>=0.16.1", "vllm>=0.32,<0.33", *TRAINING],
-    "dev": ["hypothesis", "import-linter>=2", "pyright[nodejs]", "pytest>=8", "pytest-timeout", "ruff"],
+    "dev": [
+        "hypothesis",
+        "import-linter>=2",
+        "mkdocs-material>=9.5",
+        "pyright[nodejs]",
+        "pytest>=8",
+        "pytest-timeout",
+        "ruff",
+    ],
 }
 
 readme = ROOT / "README.md"

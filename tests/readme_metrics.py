@@ -1,4 +1,4 @@
-"""The metrics that the README names, and which run of the tests writes which of them."""
+"""The metrics that the documentation names, and which run of the tests writes which of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs/metrics.md"
 WRITTEN_BY = {
     "a run with a warm-up": "eval/ reward/mean reward/valid group/ policy/ kl/ mismatch/ response/ memory/ "
     "throughput/ padding/ reshard/ time/generate time/reward time/score time/learn time/reshard "
@@ -25,8 +25,8 @@ WRITTEN_BY = {
 
 
 def documented() -> list[str]:
-    """Return the metrics in the README's table as patterns: capitals or a star stand for a word."""
-    table = re.search(r"\| metric \| meaning \|\n\|[-|]+\n((?:\|.*\n)+)", README.read_text())
+    """Return the metrics in the page's table as patterns: capitals or a star stand for a word."""
+    table = re.search(r"\| metric \| meaning \|\n\|[-|]+\n((?:\|.*\n)+)", PAGE.read_text())
     assert table is not None
     names: list[str] = []
     for row in table[1].splitlines():
@@ -37,7 +37,7 @@ def documented() -> list[str]:
 
 
 def unwritten(run: str, lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the metrics of the README that a run has to write and that none of its lines has."""
+    """Return the metrics of the page that a run has to write and that none of its lines has."""
     written = {name for line in lines for name in line}
     beginnings = tuple(WRITTEN_BY[run].split())
     wanted = [name for name in documented() if name.startswith(beginnings)]

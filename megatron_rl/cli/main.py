@@ -32,9 +32,8 @@ COMMANDS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for bad input, 1 for any other failure."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the command and its arguments; words that are none end the process with 2, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="megatron_rl",
         description="Reinforcement learning of language models on Megatron-Core and vLLM.",
@@ -49,9 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if name == chosen:
             import_module(module).add_arguments(command)
+    known, rest = parser.parse_known_args(words)
+    _take_overrides(parser, known, rest)
+    return known
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 2 for bad input, 1 for any other failure."""
     try:
-        known, rest = parser.parse_known_args(words)
-        _take_overrides(parser, known, rest)
+        known = parse(list(sys.argv[1:] if arguments is None else arguments))
         result = import_module(COMMANDS[known.command][0]).run(known)
         return 0 if result is None else int(result)
     except UserError as error:

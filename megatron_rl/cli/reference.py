@@ -248,7 +248,7 @@ def python() -> str:
     for name, home in PUBLIC.items():
         value = getattr(import_module(home), name)
         call = f"class {name}" if inspect.isclass(value) else f"def {name}{_signature(value)}"
-        parts.append(f"## {name}\n\n`{home}`\n\n```python\n{call}\n```\n\n{_doc(value)}\n")
+        parts.append(f"## {name}\n\n`{home}`\n\n```python\n{call}: ...\n```\n\n{_doc(value)}\n")
         methods = vars(value).items() if inspect.isclass(value) else ()
         rows = [
             f"| `{method}{_cell(_signature(item))}` | {_cell(_doc(item).partition(chr(10))[0])} |"

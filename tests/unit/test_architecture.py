@@ -219,40 +219,13 @@ def test_shipped_config_loads_and_passes_check(name: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-# `megatron_rl/parallel/device.py`, `configs/quickstart.yaml`, `launch/test.sh` …
-README_PATH = re.compile(r"(?<![\w/.-])(?:megatron_rl|configs|launch|tests|benchmarks|docs)/[\w./-]*\w/?")
-# `megatron_rl.parallel.device` …
-README_MODULE = re.compile(r"(?<![\w/.])megatron_rl(?:\.[a-z_]\w*)+")
-
-
-def is_module_or_member(dotted: str) -> bool:
-    """Return whether a dotted name is a module of the package, or a name that such a module defines."""
-    parts = dotted.split(".")
-    for length in range(len(parts), 0, -1):
-        base = ROOT.joinpath(*parts[:length])
-        if base.is_dir() or base.with_suffix(".py").is_file():
-            rest = parts[length:]
-            source = base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py"
-            return not rest or re.search(rf"\b{rest[0]}\b", source.read_text(encoding="utf-8")) is not None
-    return False
-
-
-def test_readme_names_what_exists() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    paths = sorted({match.group() for match in README_PATH.finditer(text)})
-    modules = sorted({match.group() for match in README_MODULE.finditer(text)})
-    missing = [path for path in paths if not (ROOT / path).exists()]
-    missing += [module for module in modules if not is_module_or_member(module)]
-    assert not missing, f"README.md names what does not exist: {missing}"
-
-
-def test_every_metric_of_the_readme_is_looked_up_in_a_run() -> None:
+def test_every_metric_of_the_documentation_is_looked_up_in_a_run() -> None:
     groups = [tuple(words.split()) for words in WRITTEN_BY.values()]
     names = documented()
     assert len(names) > 40
     lost = [name for name in names if not any(name.startswith(group) for group in groups)]
     assert not lost, f"no run of the tests has to write {lost}"
     dead = [word for group in groups for word in group if not any(name.startswith(word) for name in names)]
-    assert not dead, f"README.md names no metric that begins with {dead}"
+    assert not dead, f"docs/metrics.md names no metric that begins with {dead}"
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/distributed").glob("*.py"))
     assert all(f'unwritten("{run}"' in tests for run in WRITTEN_BY)

@@ -26,7 +26,7 @@ from megatron_rl.shapes.published import load_shape
 from megatron_rl.shapes.refused import REFUSED
 from tests.hf_models import FAMILIES, config_of, save_model
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/models.md"
 ROUTER_BIAS = "e_score_correction_bias"  # a weight of the checkpoint that transformers keeps as a buffer
 
 
@@ -119,8 +119,8 @@ def test_a_model_that_can_only_be_planned_says_what_it_needs(workspace: Path) ->
     assert "LayerNorm" in error and "two matrices" in error
 
 
-def test_the_readme_lists_the_table() -> None:
-    section = README.read_text(encoding="utf-8").split("## Models\n", 1)[1].split("\n## ", 1)[0]
+def test_the_page_of_models_lists_the_table() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("# Models\n")[2]
     listed = re.sub(r"\s*\([^)]*\)", "", " ".join(section.split()).split(", from", 1)[0])
     assert set(re.split(", | and ", listed)) == {family.title for family in TABLE.values()}
     refused = re.findall(r"^\* \*\*([^*]+)\*\*: (.*(?:\n  .*)*)", section, re.MULTILINE)

@@ -44,8 +44,8 @@ def test_the_command_adds_a_plan_up(capsys):
     assert found["seconds"]["H100-80GB"] > 0
 
 
-def test_the_readme_says_what_the_command_says(capsys):
-    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+def test_the_page_of_benchmarks_says_what_the_command_says(capsys):
+    page = " ".join((Path(__file__).parents[2] / "benchmarks/README.md").read_text().split())
     assert main(["plan-reshard", "llama-3-70b", "--from", "tp8pp8dp2", "--to", "tp8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     gigabytes = {name: received / 1e9 for name, received in plan["peers"].items()}
@@ -53,7 +53,7 @@ def test_the_readme_says_what_the_command_says(capsys):
         f"with {plan['received_mean'] / 1e9:.1f} GB received per rank where HybridFlow's formula says "
         f"{gigabytes['HybridFlow']:.2f} and gathering peers receive {gigabytes['HybridFlow-V']:.0f} GB"
     )
-    assert "70B from TP8×PP8×DP2 to TP8 in" in readme and words in readme
+    assert "70B from TP8×PP8×DP2 to TP8 in" in page and words in page
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.published import load_shape
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks/planner"
-README = " ".join((FOLDER.parents[1] / "README.md").read_text().split())
+NUMBERS = " ".join((FOLDER.parent / "README.md").read_text().split())
 POINTS = json.loads((FOLDER / "points.json").read_text())
 
 
@@ -209,7 +209,7 @@ def test_published_points_outside_the_calibration_file() -> None:
     ratios = [abs(log(value)) for outcome in graded for value in outcome.ratio.values() if value]
     assert median(ratios) < log(1.15)
     inside_tolerance = sum(outcome.inside_tolerance for outcome in graded)
-    assert f"within 25 % of {inside_tolerance} of {len(graded)} further ones" in README
+    assert f"within 25 % of {inside_tolerance} of {len(graded)} further ones" in NUMBERS
 
 
 def test_uneven_routing_slows_wide_expert_parallelism_only() -> None:

@@ -1,4 +1,4 @@
-"""Write records as a data set of another project has them: other field names, two kinds of problems.
+"""Write records as another project has them: other field names, and two kinds of problems.
 
 python launch/examples/own_data/make.py DIRECTORY
 """
@@ -10,11 +10,11 @@ import random
 import sys
 from pathlib import Path
 
-HELD_OUT = 100
+HELD_OUT, SHOWN = 100, 400
 
 
 def records() -> list[dict[str, object]]:
-    """Return sums of two and of one digit, in an order that is always the same."""
+    """Return sums of two-digit and of one-digit numbers, in an order that is always the same."""
     problems = [(left, right, "long") for left in range(10, 50) for right in range(10, 50)]
     problems += [(left, right, "short") for left in range(1, 10) for right in range(1, 10)]
     random.Random(0).shuffle(problems)
@@ -33,5 +33,6 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     made = records()
-    for name, rows in (("eval", made[:HELD_OUT]), ("train", made[HELD_OUT:])):
+    shown = [{"question": row["question"], "response": row["answer"]} for row in made[-SHOWN:]]
+    for name, rows in (("eval", made[:HELD_OUT]), ("train", made[HELD_OUT:]), ("sft", shown)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

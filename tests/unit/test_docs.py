@@ -1,0 +1,239 @@
+"""The documentation: it builds, and what it names, shows and commands is there."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from megatron_rl.check.configuration import check_config
+from megatron_rl.cli.main import main, parse
+from megatron_rl.config.load import load
+from megatron_rl.config.schema import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "launch/examples"
+OUTSIDE = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+    *EXAMPLES.rglob("README.md"),
+]
+"""Pages that are read where they lie."""
+PAGES = sorted([*OUTSIDE, *(ROOT / "docs").rglob("*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+CHECKED = sorted([*EXAMPLES.glob("*/*.yaml"), *(ROOT / "configs/translated").glob("*.yaml")])
+
+# `megatron_rl/parallel/device.py`, `configs/quickstart.yaml`, `launch/test.sh` …
+PATH = re.compile(r"(?<![\w/.-])(?:megatron_rl|configs|launch|tests|benchmarks|docs)/[\w./-]*\w/?")
+# `megatron_rl.parallel.device` …
+MODULE = re.compile(r"(?<![\w/.])megatron_rl(?:\.[a-z_]\w*)+")
+# `actor.layout.tensor`, `rollout.oversample: 0.5`, `actor.layout.tensor=2`
+KEY = re.compile(rf"((?:{'|'.join(RunConfig.__dataclass_fields__)})(?:\.[A-Za-z_]\w*)+)(?:[:=] ?.*)?")
+FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+COMMAND = re.compile(r"(?:python|torchrun) .*(?:-m megatron_rl [a-z]|\S/)|launch/\S+\.(?:sh|sbatch)\b")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+ELSEWHERE = {"sbatch", "kubectl", "tensorboard"}
+"""Programs of a cluster."""
+
+
+class Block(NamedTuple):
+    """Hold a fenced block: its language, its title and its text."""
+
+    language: str
+    title: str
+    text: str
+
+
+def blocks(name: str, *languages: str) -> list[Block]:
+    found = [Block(*match) for match in FENCE.findall((ROOT / name).read_text(encoding="utf-8"))]
+    return [block for block in found if block.language in languages]
+
+
+def prose(name: str) -> str:
+    return FENCE.sub("", (ROOT / name).read_text(encoding="utf-8"))
+
+
+def lines_of(name: str) -> Iterator[str]:
+    """Yield a page's commands: of shell blocks, of indented lines, and in the text."""
+    for block in blocks(name, "sh"):
+        yield from filter(None, (line.partition(" #")[0].strip() for line in block.text.splitlines()))
+    text = prose(name)
+    yield from re.findall(r"^    (launch/\S+.*|python .*|torchrun .*)$", text, re.MULTILINE)
+    yield from (code for code in CODE.findall(text) if COMMAND.match(code))
+
+
+def test_the_documentation_builds_strictly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    monkeypatch.chdir(ROOT)
+    logging.getLogger("mkdocs").setLevel(logging.WARNING)
+    build(load_config("mkdocs.yml", site_dir=str(tmp_path / "site"), strict=True))
+    page = (tmp_path / "site/concepts/index.html").read_text(encoding="utf-8")
+    assert "One world" in page and "--8&lt;--" not in page
+    assert "tokens/s" in (tmp_path / "site/benchmarks/index.html").read_text(encoding="utf-8")
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", OUTSIDE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_pages_outside_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not link.startswith("https://"):
+            there = target.is_file() and (not anchor or anchor in anchors(target))
+            dead += [] if there else [link]
+    assert not dead
+
+
+@cache
+def is_module_or_member(dotted: str) -> bool:
+    """Return whether a dotted name is a module of the package, or a name that such a module defines."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        base = ROOT.joinpath(*parts[:length])
+        if base.is_dir() or base.with_suffix(".py").is_file():
+            rest = parts[length:]
+            source = base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py"
+            return not rest or re.search(rf"\b{rest[0]}\b", source.read_text(encoding="utf-8")) is not None
+    return False
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_names_what_exists(name: str) -> None:
+    text = re.sub(r"https?://\S+", "", (ROOT / name).read_text(encoding="utf-8"))
+    missing = {path for path in PATH.findall(text) if not (ROOT / path).exists()}
+    missing |= {module for module in MODULE.findall(text) if not is_module_or_member(module)}
+    assert not missing
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_excerpts_are_what_stands_in_the_files(name: str) -> None:
+    for block in blocks(name, "python", "yaml"):
+        if "/" in block.title:
+            source = (ROOT / block.title).read_text(encoding="utf-8")
+            indented = (textwrap.indent(block.text, " " * spaces) for spaces in (0, 4))
+            assert any(text in source for text in indented), f"{block.title} has no such lines:\n{block.text}"
+        elif block.language == "python":
+            compile(block.text, name, "exec")
+
+
+def test_the_first_page_shows_the_training_step() -> None:
+    (block,) = blocks("README.md", "python")
+    source = (ROOT / "megatron_rl/trainer/loop.py").read_text(encoding="utf-8")
+    step = source.split("def train_step(", 1)[1].split('"""', 2)[2].split("\n\n\n", 1)[0]
+    assert block.text.strip() == textwrap.dedent(step).strip()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_configurations_of_a_page_have_known_keys(name: str, tmp_path: Path) -> None:
+    for block in blocks(name, "yaml"):
+        if "/" not in block.title:
+            path = tmp_path / "page.yaml"
+            path.write_text(f"base: {ROOT / 'configs/minimal.yaml'}\n{block.text}")
+            loaded = load(path)
+            assert not loaded.errors, loaded.errors[0]
+
+
+NO_NAME = re.compile(r"not a known name|is called `")
+
+
+@cache
+def key_error(key: str, config: str = "configs/minimal.yaml") -> str:
+    """Return what is wrong with the name of a key in a configuration, nothing for a good one."""
+    loaded = load(ROOT / config, [f"{key}=1"])
+    errors = loaded.errors
+    if key.startswith("algorithm."):  # the names below a piece are known once it is made
+        errors = check_config(loaded, 1, without_files=True, patience=0).errors
+    named = [error for error in errors if error.where and error.where.split()[0] == key]
+    return next((str(error) for error in named if NO_NAME.search(error.message)), "")
+
+
+# These name the keys of other projects, and are compared with the code themselves.
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"docs/configuration.md", "docs/other_names.md"}))
+def test_keys_in_the_text_are_known(name: str) -> None:
+    keys = {match[1] for code in CODE.findall(prose(name)) if (match := KEY.fullmatch(code))}
+    wrong = {key: key_error(key) for key in keys if not key.endswith((".py", ".yaml", ".jsonl"))}
+    assert not any(wrong.values())
+
+
+def test_an_unknown_key_is_found() -> None:
+    assert key_error("rollout.tenser") and key_error("algorithm.policy_loss.clipp")
+    assert not key_error("reward.models.NAME.training.steps") and not key_error("actor.megatron.any")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_parse(name: str) -> None:
+    for line in lines_of(name):
+        words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z]+=\S+|\[.*|.*\]", word)]
+        if "megatron_rl" in words:
+            parse([re.sub(r"^(N|…)$", "1", word) for word in words[words.index("megatron_rl") + 1 :]])
+        elif words[0] not in ELSEWHERE and "-m" not in words:
+            script = next(word for word in words if "/" in word)
+            assert list(ROOT.glob(script)), line
+        files = [word.replace("run.sh", "run.yaml") for word in words]
+        config = next((file for file in files if file.endswith("yaml") and (ROOT / file).is_file()), None)
+        for key in (word.partition("=")[0] for word in words if KEY.fullmatch(word) and "=" in word):
+            assert not key_error(key, config or "configs/minimal.yaml"), line
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "```console" in (ROOT / name).read_text()])
+def test_commands_answer_what_a_page_shows(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for block in blocks(name, "console"):
+        command, *answer = block.text.strip().splitlines()
+        main(shlex.split(command)[4:])
+        shown = capsys.readouterr()
+        missing = [line for line in answer if line not in (shown.out + shown.err).splitlines()]
+        assert not missing, command
+
+
+@pytest.mark.parametrize("path", CHECKED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_examples_and_translated_recipes_pass_check(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["check", str(path.relative_to(ROOT)), "--without-files"]) == 0, capsys.readouterr().out
+
+
+def test_the_picture_is_what_check_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    example = "launch/examples/ppo_reward_model/run.yaml"
+    assert main(["check", example, "--picture", str(tmp_path / "roles.svg")]) == 0
+    drawn = (tmp_path / "roles.svg").read_text(encoding="utf-8")
+    assert drawn == (ROOT / "docs/images/ppo_reward_model.svg").read_text(encoding="utf-8")
+    assert main(["check", example, "--picture", str(tmp_path / "no/roles.svg")]) == 2
+    assert "--picture" in capsys.readouterr().err
+
+
+def test_every_example_has_a_readme_and_one_command() -> None:
+    folders = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__")
+    listed = re.findall(r"^\| \[(\w+)\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == folders
+    for folder in folders:
+        text = (EXAMPLES / folder / "README.md").read_text()
+        assert f"    launch/examples/{folder}/run.sh" in text and len(text.splitlines()) <= 20, folder
+        assert (EXAMPLES / folder / "run.sh").stat().st_mode & 0o111, folder
+
+
+def test_the_public_workflow_runs_what_ci_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert ".ci/run" in [step.get("run") for step in workflow["jobs"]["test"]["steps"]]
