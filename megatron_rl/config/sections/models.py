@@ -388,11 +388,7 @@ class CriticConfig:
         unit="steps",
         at_least=0,
         at_most=MOST_STEPS,
-        also_called={
-            "verl": "critic_warmup",
-            "slime": "num_critic_only_steps",
-            "OpenRLHF": "freezing_actor_steps",
-        },
+        also_called={"verl": "critic_warmup", "slime": "num_critic_only_steps"},
     )
     offload: bool = setting(
         False,
