@@ -30,6 +30,7 @@ _FIXES = {
     errno.ENOENT: "create the folder first, or correct the path",
     errno.ENOTDIR: "correct the path: something on it is no folder",
     errno.EISDIR: "name a file: this is a folder",
+    errno.EINVAL: "name a file with content of its own",
     errno.EEXIST: "remove what has the name, or choose another",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "correct the link, which leads back to itself",
@@ -81,7 +82,7 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 def _digest(path: Path) -> str:
     state, size = hashlib.sha256(), 0
-    _require_file(path)
+    require_file(path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         while block := file.read(_READ_BYTES):
@@ -90,11 +91,11 @@ def _digest(path: Path) -> str:
     return f"{size}:{state.hexdigest()}"
 
 
-def _require_file(path: Path) -> int:
+def require_file(path: Path) -> int:
     """Return the size of a file; raise OSError for what is none, which could be opened and never end."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no file")
+        raise OSError(errno.EINVAL, "it is no file", str(path))
     return status.st_size
 
 
@@ -108,7 +109,7 @@ def write_digests(folder: Path, known: Mapping[str, str]) -> None:
 def read_digests(folder: Path) -> dict[str, str] | None:
     """Return the digests that a folder keeps, None where they are missing or damaged themselves."""
     try:
-        _require_file(folder / DIGESTS)
+        require_file(folder / DIGESTS)
         known = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
@@ -123,7 +124,7 @@ def damages(folder: Path, known: Mapping[str, str], names: Sequence[str]) -> lis
 
 def _damage(path: Path, digest: str) -> str | None:
     try:
-        size, written = _require_file(path), digest.partition(":")[0]
+        size, written = require_file(path), digest.partition(":")[0]
         if str(size) != written:
             return f"has {size} bytes instead of {written}"
         return None if _digest(path) == digest else "has other content than was written"

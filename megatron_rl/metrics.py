@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.durable import require_file
+
 
 @dataclass(frozen=True)
 class Metrics:
@@ -77,9 +79,12 @@ def _is_finite(value: Any) -> bool:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Return the lines of a metrics file, and whether others than the last are damaged."""
+    """Return the lines of a metrics file, and whether others than the last are damaged; raises OSError."""
     lines: list[dict[str, Any]] = []
-    texts = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    texts: list[str] = []
+    if path.exists():
+        require_file(path)
+        texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for text in texts:
         try:
             line = json.loads(text)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron_rl.launcher import launch
 from megatron_rl.parallel.watch import last_calls
 from megatron_rl.trainer.loop import Phases
 
@@ -74,7 +75,10 @@ def report_stop(place: str, phases: Phases, seconds: float) -> Iterator[Stop]:
     console = os.dup(2)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
-    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    # What nohup started outlives its terminal. torchrun ends a rank that does not answer what it passes on.
+    nohup = launch().alone and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    answered = [number for number in SIGNALS if not (nohup and number is signal.SIGHUP)]
+    before = {number: signal.signal(number, lambda *_: None) for number in answered}
     descriptor = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     stop = Stop(place, phases, console, seconds)
 

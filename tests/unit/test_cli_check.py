@@ -169,6 +169,7 @@ def test_one_rank_speaks(workspace: Path) -> None:
         (("export", "folder", "--out", "model"), "would overwrite something"),
         (("report", "gone"), "no directory gone"),
         (("report", LONG), "choose a shorter name"),
+        (("report", "runs"), "it is no file"),
         (("plan-reshard", LONG, "--from", "tp2", "--to", "tp2"), "choose a shorter name"),
         (("plan", "qwen2-7b", "--gpus", "8", "--out", "gone/plan.yaml"), "create the folder first"),
         (("doctor", "--before-install", "runs"), "name a file: this is a folder"),
@@ -178,6 +179,7 @@ def test_other_commands_refuse_bad_input(
     words: tuple[str, ...], message: str, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("runs").mkdir()
+    os.mkfifo("runs/metrics.jsonl")
     Path("loop").symlink_to("loop")
     assert main(words) == 2
     told = capsys.readouterr().err

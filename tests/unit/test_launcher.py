@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import Launch, read_launch
+from megatron_rl.trainer.loop import Phases
+from megatron_rl.trainer.stop import report_stop
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {
@@ -92,3 +95,21 @@ def test_ranks_that_do_not_meet_say_where_they_waited(material: Path) -> None:
         port = str(probe.getsockname()[1])
     alone = train(material, LOCAL_RANK="0", MASTER_PORT=port)
     assert alone.returncode == 2 and "within 5 s" in alone.stderr and "Traceback" not in alone.stderr
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_what_nohup_started_outlives_its_terminal(monkeypatch: pytest.MonkeyPatch, torchrun: bool) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        if torchrun:
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with report_stop("rank 0", Phases(), 60.0):
+            ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ignored is not torchrun

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_rl.durable import require_file
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.pretrained import INDEX, TOKENIZER_FILES
 
@@ -68,6 +69,7 @@ class CheckpointFiles:
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
             try:
+                require_file(file)
                 self._open[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise UserError(
