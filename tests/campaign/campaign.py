@@ -1,6 +1,6 @@
-"""Hold the promises of a run against many cases: kills, damages, inputs, rewards, leaks, layouts.
+"""Hold the promises of a run against many cases: kills, damages, inputs, rewards, leaks, layouts, examples.
 
-    launch/campaign.sh [kills|damages|inputs|rewards|leaks|layouts|all] [--count N] [--seed S] [--out DIR]
+    launch/campaign.sh [KIND|all] [--count N] [--seed S] [--out DIR]
 
 Each kind is a module beside this one with ``cases(seed, count)``, whose first cases are the same for every
 greater count, and ``try_case(case, work)``, which returns a `Result`. A finished case is a line of
@@ -25,14 +25,15 @@ from typing import Any, Protocol
 
 KINDS: Mapping[str, int] = {
     "damages": 200, "inputs": 1000, "rewards": 120, "leaks": 2000, "layouts": 2000, "kills": 200,
+    "examples": 100,
 }  # fmt: skip
 """What can be tried, in the order of ``all``, and how much of it without ``--count``."""
 
 HELD = "held"
-OUTCOMES = (HELD, "lost", "unclear", "hang", "left over", "accepted", "broken")
+OUTCOMES = (HELD, "lost", "unclear", "hang", "left over", "accepted", "failed", "broken")
 """How a case can end: the promise held; a number, sample or file was lost or came twice; an error was a
 traceback, or did not name what is wrong; no end in time; processes, files or shared memory stayed behind;
-what is wrong was taken without a word; the campaign's own code failed."""
+what is wrong was taken without a word; an example's command failed; the campaign's own code did."""
 
 
 @dataclass(frozen=True)
