@@ -29,8 +29,9 @@ PATIENCE = 600.0
 """Seconds without a sign of life after which a run hangs."""
 LEAVING = 60.0
 """Seconds that the ranks have to end in, on a busy machine, when torchrun is gone."""
-KEPT_BY_TORCH = ("torchelastic_", "torchinductor_")
-"""Folders that torch itself leaves in the temporary one: logs of torchrun, and a cache of each user."""
+KEPT_BY_OTHERS = re.compile(r"torchelastic_.*|torchinductor_.*|tmp.*wandb-artifacts")
+"""Folders that others leave in the temporary one: logs of torchrun, torch's cache, and one that wandb, which
+Megatron-Core imports where it is installed, makes at its import and cannot remove when it is killed."""
 STEP_PHASES = ("generate", "reward", "score", "estimate", "learn", "evaluate", "checkpoint", "")
 SIGNALS = {
     "rank": (["SIGKILL", "SIGUSR1"], [9, 1]),
@@ -157,7 +158,7 @@ def try_case(case: Case, work: Path) -> Result:
     if differences:
         return Result("lost", "\n".join([*chain.landed, *differences[:20]]), counts)
     left += [str(path) for path in (folder / "run").rglob("*") if path.suffix in runs.INCOMPLETE]
-    left += [str(path) for path in (folder / "tmp").iterdir() if not path.name.startswith(KEPT_BY_TORCH)]
+    left += [str(path) for path in (folder / "tmp").iterdir() if not KEPT_BY_OTHERS.fullmatch(path.name)]
     left += [name for name in os.listdir("/dev/shm") for pid in chain.launchers if f"-{pid}-" in name]
     if left:
         return Result("left over", "\n".join(left), counts)
