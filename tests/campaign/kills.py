@@ -29,8 +29,8 @@ PATIENCE = 600.0
 """Seconds without a sign of life after which a run hangs."""
 LEAVING = 60.0
 """Seconds that the ranks have to end in, on a busy machine, when torchrun is gone."""
-KEPT_BY_OTHERS = re.compile(r"torchelastic_.*|torchinductor_.*|tmp.*wandb-artifacts")
-"""Folders that others leave in the temporary one: logs of torchrun, torch's cache, and one that wandb, which
+KEPT_BY_OTHERS = re.compile(r"torchelastic_.*|torchinductor_.*|tmp.*wandb-\w+")
+"""Folders that others leave in the temporary one: logs of torchrun, torch's cache, and those that wandb, which
 Megatron-Core imports where it is installed, makes at its import and cannot remove when it is killed."""
 STEP_PHASES = ("generate", "reward", "score", "estimate", "learn", "evaluate", "checkpoint", "")
 SIGNALS = {
