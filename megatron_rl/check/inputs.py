@@ -13,7 +13,7 @@ from megatron_rl.check.files import Files
 from megatron_rl.check.model_config import check_model_config
 from megatron_rl.check.model_tokens import check_tokenizer, has_chat_template, stop_errors
 from megatron_rl.check.model_weights import check_weights
-from megatron_rl.check.reward_function import check_reward
+from megatron_rl.check.reward_function import check_not_hidden, check_reward
 from megatron_rl.check.reward_servers import check_servers, silent_servers
 from megatron_rl.config.checkpoint_meta import check_same_model, checkpoints, latest, read_meta
 from megatron_rl.config.derive import has_transformer_engine
@@ -140,7 +140,9 @@ def check_inputs(check: Inputs) -> None:
     if config.job == TRAIN and check.fine("reward"):
         _check_reward(check)
     if config.job == TRAIN and config.rollout.environment is not None and check.fine("rollout.environment"):
-        check.errors.extend(environment_errors(config.rollout.environment))
+        hidden = check_not_hidden("rollout.environment", config.rollout.environment.settings)
+        check.errors.extend(hidden or environment_errors(config.rollout.environment))
+    check.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))
     if check.fine("run_dir"):
         check.errors.extend(_run_dir(Path(config.run_dir)))
     if config.job == TRAIN and check.fine("checkpoint.resume", "run_dir", "model.path"):
@@ -357,13 +359,14 @@ def _check_prompts(check: Inputs) -> None:
 
 def _run_dir(path: Path) -> list[UserError]:
     """Return the error of a run folder that cannot be made or written in: a folder is made in its place."""
-    place, folder = path, RunFolder(path)
+    place, folder, first = path, RunFolder(path), path.parts[0] if path.parts else ""
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     below = (place, *folder.directories(), folder.stages, folder.reward_models)
     problems = [f"{item} is no folder" for item in below if os.path.lexists(item) and not item.is_dir()]
     files = (folder.config, folder.metrics)
     problems += [f"{item} is no file" for item in files if os.path.lexists(item) and not item.is_file()]
+    problems += [f"{first}: only a shell replaces it by a home"] if first.startswith("~") else []
     problem = problems[0] if problems else None
     if problem is None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_rl.check.installed_source import find_module
 from megatron_rl.config.sections.rewards import RewardConfig
@@ -65,17 +65,22 @@ def _check_arguments(reward: RewardConfig) -> list[UserError]:
             )
             for name in taken
         ]
-    if is_hidden(reward.arguments):
-        return [
-            UserError(
-                "an argument of the reward function is hidden, as a run writes secrets down",
-                where="reward.arguments",
-                expected="the value itself",
-                got=HIDDEN,
-                fix="give it again, in a file of your own or on the command line",
-            )
-        ]
-    return []
+    return check_not_hidden("reward.arguments", reward.arguments)
+
+
+def check_not_hidden(where: str, value: Any) -> list[UserError]:
+    """Return the error of settings that come from the configuration that a run has written down."""
+    if not is_hidden(value):
+        return []
+    return [
+        UserError(
+            f"a value in `{where}` is hidden, as a run writes secrets down",
+            where=where,
+            expected="the value itself",
+            got=HIDDEN,
+            fix="give it again, in a file of your own or on the command line",
+        )
+    ]
 
 
 def check_function(called: Called) -> list[UserError]:

@@ -139,8 +139,17 @@ def _entries(section: Any) -> list[tuple[str, Any]]:
 
 
 def without_secrets(config: RunConfig) -> RunConfig:
-    """Return the configuration as it may be written down: values under names of secrets are hidden."""
-    return replace(config, reward=replace(config.reward, arguments=redacted(config.reward.arguments)))
+    """Return the configuration as it may be written down: values under names of secrets are hidden.
+
+    They are among what is handed to the user's own code and to other programs.
+    """
+    rollout, environment = config.rollout, config.rollout.environment
+    if environment is not None:
+        environment = replace(environment, settings=redacted(environment.settings))
+    texts = {name: value for name, value in rollout.vllm.items() if isinstance(value, str)}
+    rollout = replace(rollout, environment=environment, vllm=rollout.vllm | redacted(texts))
+    reward = replace(config.reward, arguments=redacted(config.reward.arguments))
+    return replace(config, reward=reward, rollout=rollout)
 
 
 def dump(config: RunConfig, origins: Mapping[str, Origin] | None = None) -> str:

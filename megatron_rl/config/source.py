@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,8 @@ class Section:
                 yield path, node
 
 
-LARGEST_TEXT, MOST_VALUES = 1 << 20, 100_000
-"""Characters of a configuration, and its values after aliases are written out."""
+LARGEST_TEXT, MOST_VALUES, DEEPEST = 1 << 18, 100_000, 1000
+"""Characters of a configuration, its values after aliases are written out, and brackets open in it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -74,6 +75,12 @@ class _Loader(yaml.SafeLoader):
         if node is not None and _values(node, {}) > MOST_VALUES:
             raise ValueError(f"more than {MOST_VALUES:,} values, with those that *aliases repeat")
         return node
+
+
+def _deepest(text: str) -> int:
+    """Return how many brackets are open at most, those in texts and comments, too."""
+    steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[][{}]", text))
+    return max(accumulate(steps, initial=0))
 
 
 def _values(node: yaml.Node, counted: dict[int, int]) -> int:
@@ -126,6 +133,8 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
                 got=f"{len(text):,} characters",
                 fix="remove what is no configuration, such as long comments",
             )
+        if _deepest(text) > DEEPEST:  # the reader takes longer and longer with each
+            raise RecursionError(f"more than {DEEPEST:,} brackets are open in one place")
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:

@@ -142,7 +142,8 @@ def bomb(twice: str) -> str:
         ("a: &x [*x]\n", "not"),
         (bomb("{{b: *a{0}, c: *a{0}}}"), "more than 100,000"),
         (bomb("[*a{0}, *a{0}]"), "more than 100,000"),
-        ("# " + "x" * 1_100_000, "too long to be one"),
+        ("# " + "x" * 300_000, "too long to be one"),
+        ("a: " + "[" * 50_000, "more than 1,000 brackets are open"),
         ("a: " + "{b: " * 5000 + "}" * 5000, "a value that cannot be read"),
     ],
 )  # fmt: skip
