@@ -225,6 +225,7 @@ def _describe(model: ParallelModel | None, optimizer: Optimizer | None) -> dict[
         "layers": _layer_kind(model),
         "optimizer": _optimizer_kind(optimizer),
         "adapters": _adapters(model),
+        "base": None if model.adapters is None else model.adapters.base,
         "layout": _layout(model),
     }
 
@@ -282,6 +283,11 @@ def _check(
     facts: list[tuple[str, str | None, str]] = [
         ("layers", _layer_kind(model), "set model.attention to the value it was trained with"),
         ("adapters", _adapters(model), f"set {role}.lora's rank, alpha and targets as they were"),
+        (
+            "base",
+            None if model.adapters is None else model.adapters.base,
+            "set model.path to the weights that these adapters were trained on",
+        ),
     ]
     if optimizer is not None:
         facts.append(

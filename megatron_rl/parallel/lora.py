@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.importer import import_parameters
 from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.hf.weights import global_name, shard_of, trace_import, view_of
+from megatron_rl.parallel.hf.weights import fingerprint, global_name, shard_of, trace_import, view_of
 from megatron_rl.parallel.model import Chunked, ParallelModel, live_parameters
 from megatron_rl.shapes.lora import ADAPTER, PEFT_PREFIX, adapted
 from megatron_rl.shapes.pretrained import LAYER
@@ -241,6 +242,13 @@ def policy_weights(model: Chunked) -> dict[str, Tensor]:
     for layer, adapter in _adapters(model):
         weights[f"{layer}.weight"] = adapter.merged(weights[f"{layer}.weight"])
     return weights
+
+
+def note_base(model: ParallelModel, path: str | Path) -> None:
+    """Note which weights, those of a checkpoint's folder, lie beneath a model's adapters."""
+    assert model.adapters is not None
+    checksum = fingerprint(path, model.transformer_config.params_dtype)
+    model.adapters = replace(model.adapters, base=checksum)
 
 
 @torch.no_grad()

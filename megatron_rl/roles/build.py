@@ -25,7 +25,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups, communicator
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.lora import add_adapters
+from megatron_rl.parallel.lora import add_adapters, note_base
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.residency import Use
@@ -294,6 +294,14 @@ def add_lora(config: RunConfig, model: ParallelModel | None, *, trainable: bool)
     if lora is not None and model is not None:
         ended = present_model(config) != config.model.path
         add_adapters(model, replace(lora, path=None) if ended else lora, config.seed, trainable=trainable)
+        note_base(model, _stored(config, present_model(config)))
+
+
+def _stored(config: RunConfig, path: str | None) -> str:
+    """Return where the weights of a role lie: the model's own folder until the actor's stages have ended."""
+    if path is None or (path == starting_model(config) and not Path(path).is_dir()):
+        return config.model.path
+    return path
 
 
 def build_policy(
@@ -309,8 +317,7 @@ def build_policy(
 
     ``head`` is ``lm`` for a policy, ``value`` for a critic or a reward model. Collective over the world.
     """
-    if path is None or (path == starting_model(config) and not Path(path).is_dir()):
-        path = config.model.path  # and the trained weights when the actor's stages have ended
+    path = _stored(config, path)
     groups = ParallelGroups(layout)
     if not groups.member:
         return None

@@ -31,11 +31,13 @@ class AdaptedModel(PretrainedModel):
 
     Each checkpoint tensor of a linear layer has an A [rank, in] and a B [out, rank] of its own. Megatron's
     adapter of a layer that holds several has their As one below the other, and their Bs where their rows are.
+    ``base`` is a checksum of the weights beneath them, where these are known.
     """
 
     rank: int = 1
     alpha: float = 1.0
     targets: tuple[str, ...] = ()
+    base: str | None = None
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
         """Return the parameters of a layer's adapters."""

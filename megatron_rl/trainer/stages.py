@@ -24,7 +24,7 @@ from megatron_rl.parallel.checkpoint_files import newest_intact
 from megatron_rl.parallel.exchange import Members, barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.lora import merge_adapters
+from megatron_rl.parallel.lora import merge_adapters, note_base
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.build import Roles, build_learner
@@ -204,6 +204,7 @@ def run_stage(stage: Stage, job: Job) -> None:
                 export(role.model, plan.model, job.config.model.path)
                 if role.model.adapters is not None:  # the next stage starts from what this one leaves
                     merge_adapters(role.model, job.config.seed)
+                    note_base(role.model, plan.model)
                     if own_optimizer is not None:
                         own_optimizer.reload_parameters()
             barrier()

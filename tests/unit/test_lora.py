@@ -13,13 +13,14 @@ from transformers import AutoConfig
 
 from megatron_rl.check.lora import check_adapted_model
 from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint import Part
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export, export_adapters
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.lora import adapter_parameters, add_adapters, merge_adapters
+from megatron_rl.parallel.lora import adapter_parameters, add_adapters, merge_adapters, note_base
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import config_of, save_model
@@ -92,6 +93,21 @@ def test_a_checkpoint_holds_the_adapters_alone(tmp_path: Path) -> None:
     assert all(torch.equal(value, loaded[name]) for name, value in adapter_parameters(model).items())
     stored = sum(file.stat().st_size for file in (tmp_path / "step_1/actor").iterdir())
     assert stored < (tmp_path / "base/model.safetensors").stat().st_size / 4
+
+
+def test_adapters_stay_with_the_weights_they_were_trained_on(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "base", num_hidden_layers=2)
+    save_model("llama", tmp_path / "other", seed=1, num_hidden_layers=2)
+    model, other = (build(tmp_path / name, LORA) for name in ("base", "other"))
+    export(model, tmp_path / "split", file_bytes=100_000)
+    note_base(model, tmp_path / "base")
+    checkpoint.save(tmp_path / "step_1", {"actor": Part(model, None)}, {"step": 1, "seed": 1})
+    note_base(model, tmp_path / "split")
+    checkpoint.load_model(tmp_path / "step_1", model)
+    note_base(other, tmp_path / "other")
+    with pytest.raises(UserError, match="another base") as caught:
+        checkpoint.load_model(tmp_path / "step_1", other)
+    assert "model.path" in (caught.value.fix or "")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,12 +15,13 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.importer import Shard, trace_import, vocabulary_names
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles
-from megatron_rl.parallel.hf.model_spec import pretrained
+from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
 from megatron_rl.parallel.model import Chunked, live_parameters
 from megatron_rl.shapes.layer_weights import OUTPUT, SCALAR
 from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.types import TensorBox
 
+SAMPLED = 64
 Checkpoint = CheckpointFiles | MegatronFiles
 """What gives slices of a model's tensors by their Hugging Face names."""
 
@@ -70,6 +72,21 @@ def load_weights(model: Chunked, path: str | Path) -> None:
             values = files.read(box.name, box.start, box.size)
             require_finite(values, box.name, files)
             view_of(parameters[box.storage], box).copy_(values)
+
+
+def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
+    """Return a checksum of a model's weights in ``dtype``: of a row of each of up to `SAMPLED` tensors.
+
+    It is the same in whatever files, and of whatever kind, the weights are stored.
+    """
+    files = open_checkpoint(path)
+    names = sorted(files.names() & pretrained(read_hf_config(path)).tensor_shapes().keys())
+    checksum = 0
+    for name in names[:: -(-len(names) // SAMPLED)]:
+        shape = files.shape(name)
+        row = files.read(name, [0] * len(shape), [*(1 for _ in shape[1:]), *shape[-1:]]).to(dtype)
+        checksum = zlib.crc32(row.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+    return f"{checksum:08x}"
 
 
 def require_finite(values: Tensor, name: str, files: Checkpoint) -> None:
