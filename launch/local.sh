@@ -24,6 +24,9 @@ if ! report="$(.venv/bin/python -m megatron_rl check "$config" --world-size "$pr
     printf '%s\n' "$report" >&2
     exit 2
 fi
-exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$processes" \
+# The ranks meet in a file, and in a store of rank 0 on this host alone: torchrun's own listens on every interface.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+exec .venv/bin/python -m torch.distributed.run --rdzv-backend c10d --rdzv-conf store_type=file \
+    --local-addr localhost --nproc-per-node "$processes" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     -m megatron_rl train "$config" "$@"

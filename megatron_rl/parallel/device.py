@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 import uuid
 import weakref
@@ -160,11 +161,24 @@ def _store(timeout: timedelta) -> dist.Store:
     """Return where the ranks find each other, empty but for what they write. Collective over the world."""
     if "MASTER_PORT" not in os.environ:
         return dist.HashStore()
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shared and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        return _store_of_one_host(int(os.environ["MASTER_PORT"]), timeout)
     store, number, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if shared:
         return dist.PrefixStore(meet(store, number, size, timeout), store)
     return store
+
+
+def _store_of_one_host(port: int, timeout: timedelta) -> dist.Store:
+    """Return a store that other hosts cannot reach; torch's own listens on every interface."""
+    address, first = "127.0.0.1", rank() == 0
+    try:
+        listener = socket.create_server((address, port)).detach() if first else None
+    except OSError as error:
+        raise dist.DistNetworkError(f"port {port}: {error.strerror}") from error
+    return dist.TCPStore(address, port, world_size(), first, timeout, master_listen_fd=listener)
 
 
 def meet(store: dist.Store, number: int, size: int, timeout: timedelta) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.parallel.device import meet
+from megatron_rl.parallel.device import _store_of_one_host, meet
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
 
@@ -36,3 +38,17 @@ def test_a_rank_whose_first_rank_is_gone_waits_no_longer_than_it_may() -> None:
     store.add("attempt", 1)
     with pytest.raises(dist.DistStoreError):
         meet(store, 1, 2, SHORT)
+
+
+def test_ranks_of_one_host_meet_where_no_other_host_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+        with pytest.raises(dist.DistNetworkError, match=str(port)):
+            _store_of_one_host(port, SHORT)
+    store = _store_of_one_host(port, LONG)
+    store.set("a", "b")
+    assert store.get("a") == b"b"
+    listening = [item.laddr for item in psutil.Process().net_connections("tcp") if item.status == "LISTEN"]
+    assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
