@@ -17,6 +17,7 @@ from megatron_rl.hybrid_engine.offline import (
     find_config,
     plan_offline,
     read_layout,
+    require_ranks,
     summarise,
 )
 from megatron_rl.planner.constants import load_constants
@@ -56,7 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             option = "--" + name.replace("_", "-")
-            raise UserError(f"{option} must be 1 or more", where=option, expected="1 or more", got=str(value))
+            raise UserError(
+                f"{option} must be 1 or more",
+                where=option,
+                expected="1 or more",
+                got=str(value),
+                fix=f"set {option} to 1 or more",
+            )
     constants = load_constants(arguments.constants)
     clusters = arguments.cluster or CLUSTERS
     for name in clusters:
@@ -66,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     tensor, whole_experts = _engine(arguments.target)
     ranks = actor.ranks
     if arguments.rollout_ranks:
+        require_ranks(arguments.rollout_ranks, "--rollout-ranks")
         ranks = tuple(range(actor.size, actor.size + arguments.rollout_ranks))
     if len(ranks) % tensor:
         raise UserError(

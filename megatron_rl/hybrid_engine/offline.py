@@ -26,6 +26,7 @@ from megatron_rl.shapes.traffic import Slice, engine_experts, engine_slice, shar
 from megatron_rl.types import TensorBox
 
 _SIZES = {short: name for name, short in SHORT_NAMES.items()}
+MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Summary:
 
 def read_layout(words: str, where: str = "--from") -> dict[str, int]:
     """Read ``tp8pp8dp2`` as sizes by name; raises UserError for anything else."""
-    parts = re.findall(r"([a-z]+)(\d+)", words)
+    parts = re.findall(r"([a-z]+)(\d{1,6})", words)
     names = [name for name, _ in parts]
     whole = "".join(name + count for name, count in parts) == words and parts
     if not whole or not set(names) <= set(_SIZES) or len(set(names)) < len(names):
@@ -61,6 +62,7 @@ def read_layout(words: str, where: str = "--from") -> dict[str, int]:
             where=where,
             expected="sizes like tp8pp8dp2, each at most once, of " + ", ".join(_SIZES),
             got=words,
+            fix="write letters and a number of at most six digits for each size",
         )
     return {_SIZES[name]: int(count) for name, count in parts}
 
@@ -82,7 +84,20 @@ def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
     count = sizes.get("data", 1)
     for name in ("tensor", "context", "pipeline"):
         count *= sizes.get(name, 1)
+    require_ranks(count, "--from")
     return ParallelLayout(tuple(range(count)), path="--from", **rest).checked()
+
+
+def require_ranks(count: int, where: str) -> None:
+    """Raise a UserError for more ranks than a plan is made for."""
+    if count > MOST_RANKS:
+        raise UserError(
+            "there are too many ranks to plan for",
+            where=where,
+            expected=f"at most {MOST_RANKS:,} ranks",
+            got=f"{count:,}",
+            fix="plan fewer data-parallel copies: each has the same traffic",
+        )
 
 
 def plan_offline(
@@ -160,7 +175,11 @@ def summarise(
         when = schedule(plan, staging)
     except ValueError as error:
         raise UserError(
-            "the staging memory is too small", where="--staging-bytes", got=str(error), fix="give more"
+            "the staging memory is too small",
+            where="--staging-bytes",
+            expected="room for a row of the largest tensor in every stream",
+            got=str(error),
+            fix="give more",
         ) from error
     parts = {(part.name, part.start): part.bytes for bundle in plan.bundles for part in bundle.regions}
     machines = {
