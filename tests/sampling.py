@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from megatron_rl.rollout.engine import Sampler
-from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, begin, extended, rows_of, settle
+from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, begin, extended, settle
+from megatron_rl.rollout.replica import Dealt
 from megatron_rl.rollout.sampling import row_seeds
 from megatron_rl.rollout.turns import SingleTurns, drive
 from megatron_rl.types import PromptBatch, Rollouts
@@ -45,8 +46,6 @@ def advanced(
     engine: Sampler, flight: Episodes, tokens: int | None, records: tuple[int, int] | None = None
 ) -> Added:
     """Return up to ``tokens`` tokens for every row that goes on."""
-    numbers = flight.open_rows()
-    prompts = flight.prompts.rows([row // flight.samples for row in numbers])
-    rows = rows_of(flight, numbers, prompts, engine.max_model_len)
-    drive(engine, SingleTurns(rows), tokens)
-    return added_rows(list(range(len(numbers))), rows, [1] * len(numbers), records)
+    dealt = Dealt(flight, len(flight.rollouts), engine.max_model_len)
+    drive(engine, SingleTurns(dealt), tokens)
+    return added_rows(dealt.numbers, dealt.rows, [1] * len(dealt.rows), records)

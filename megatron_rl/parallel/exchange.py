@@ -179,6 +179,12 @@ def share(value: Any, ranks: tuple[int, ...]) -> Any:
     return values[0]
 
 
+def ticket(name: str) -> int:
+    """Return how many tickets of this ``name`` were drawn before, by all ranks of the job."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.add(f"ticket {name}", 1) - 1
+
+
 def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
     """Return the element-wise sum of host tensors over the group, in place; integers wrap.
 

@@ -159,8 +159,8 @@ def _build_rollout(
     chat = None
     if environment is not None:
         chat = chat_format(tokenizer, templated)
-        for ranks in layout.groups("tensor"):
-            communicator(ranks)
+    for ranks in layout.groups("tensor"):
+        communicator(ranks)
     engine = make_engine(
         config.model.path,
         config.rollout,
@@ -173,7 +173,8 @@ def _build_rollout(
     )
     if engine is not None:
         engine.sleep()
-    return RolloutRole(layout, engine, device.rank(), environment, chat, records)
+    most = config.rollout.max_in_flight
+    return RolloutRole(layout, engine, device.rank(), environment, chat, records, most)
 
 
 def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormat
 from megatron_rl.environments.hosts import Hosts
-from megatron_rl.parallel.exchange import Members
+from megatron_rl.parallel.exchange import Members, share, ticket
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.episodes import Added, Sweep, added_rows, sample
-from megatron_rl.rollout.turns import Conversations, Led, Row, SingleTurns, Turns
+from megatron_rl.rollout.episodes import Added, Sweep, added_rows
+from megatron_rl.rollout.replica import sample
+from megatron_rl.rollout.turns import Conversations, Groups, Led, SingleTurns, Turns
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.types import PromptBatch
 
 
 class RolloutRole:
@@ -20,6 +18,7 @@ class RolloutRole:
 
     ``layout.tensor`` is the engine's tensor parallelism and ``layout.data`` the number of replicas. With an
     ``environment`` the first rank of each replica runs its processes, and ``chat`` says how it is spoken to.
+    ``most`` episodes are in flight on a replica, as many as its engine works on unless given.
     ``records`` are the layers, and experts per token, of an engine that says which these were.
     """
 
@@ -31,10 +30,11 @@ class RolloutRole:
         environment: EnvironmentConfig | None = None,
         chat: ChatFormat | None = None,
         records: tuple[int, int] | None = None,
+        most: int | None = None,
     ) -> None:
         self.layout, self.engine, self.rank = layout, engine, rank
         self.environment, self._chat = environment, chat
-        self._records = records
+        self._records, self._most, self._queue = records, most, 0
         self._hosts: Hosts | None = None
         if environment is not None and engine is not None and layout.coordinates(rank).tensor == 0:
             self._hosts = Hosts(environment)
@@ -43,7 +43,19 @@ class RolloutRole:
         """Continue what is in flight; see `sample`. Collective over the role's ranks."""
         if self.engine is None:
             return added_rows([], [], [], self._records)
-        return sample(self.engine, self.layout, self.rank, sweep, self._turns, self._records)
+        first = self.rank == self.layout.ranks[0]
+        self._queue = share(ticket("sweeps") if first else 0, self.layout.ranks)
+        return sample(
+            self.engine, self.layout, self.rank, sweep, self._take, self._turns, self._records, self._most
+        )
+
+    def _take(self) -> int:
+        """Return the sweep's next ticket, drawn by the first rank of a replica."""
+        replica = self.layout.coordinates(self.rank)
+        number = ticket(f"of sweep {self._queue}") if replica.tensor == 0 else 0
+        if self.environment is not None:  # the first rank alone leads the rows
+            return number
+        return share(number, self.layout.groups("tensor")[replica.data])
 
     def gather(self, added: Added, members: Members) -> Added:
         """Return what all replicas added, the same value on every member. Collective over the members."""
@@ -54,13 +66,13 @@ class RolloutRole:
         experts = None if added.experts is None else members.gather_rows(added.experts)
         return Added(shard, outcomes, experts)
 
-    def _turns(self, rows: Sequence[Row], prompts: PromptBatch) -> Turns:
+    def _turns(self, groups: Groups) -> Turns:
         if self.environment is None:
-            return SingleTurns(rows)
+            return SingleTurns(groups)
         leader = None
         if self._hosts is not None:
             assert self._chat is not None
-            leader = Conversations(self._hosts, self._chat, rows, prompts)
+            leader = Conversations(self._hosts, self._chat, groups)
         replica = self.layout.coordinates(self.rank).data
         return Led(leader, self.layout.groups("tensor")[replica])
 

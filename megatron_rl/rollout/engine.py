@@ -71,6 +71,11 @@ class Sampler(Protocol):
         """Return the most tokens of a request and its answer together, None for no bound."""
         ...
 
+    @property
+    def most_rows(self) -> int:
+        """Return how many requests are worked on at once; others wait in the engine."""
+        ...
+
     def sampling(self) -> AbstractContextManager[None]:
         """Return a context for `submit` and `step` that leaves the process's random generators untouched.
 

@@ -1,14 +1,14 @@
 """Episodes in flight: begin them, add tokens of newer weights in rounds, choose whole groups.
 
 An episode is one sample of one prompt, and becomes one row for the learner. A step makes a `Sweep` of what is
-in flight, has `sample` add tokens on the rollout's ranks, and calls `settle` with what they answered.
+in flight, has the rollout's ranks add tokens to it (`replica.sample`), and calls `settle` with their answers.
 Letters: P prompts, G samples of each, B = P*G rows; a prompt's G rows are a *group*, complete when all ended.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,20 +16,16 @@ import torch
 from torch import Tensor
 
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.exchange import Members, RowShard
-from megatron_rl.rollout.engine import Sampler
+from megatron_rl.parallel.exchange import RowShard
 from megatron_rl.rollout.sampling import log_prob_temperature, row_seeds
-from megatron_rl.rollout.turns import Row, Turns, drive
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.rollout.turns import Row
 from megatron_rl.types import (
-    FINISH_FAILED,
     UNFINISHED,
     Outcome,
     PromptBatch,
     Rollouts,
     observed_counts,
     row_index,
-    split_rows,
     token_index,
     turn_starts,
 )
@@ -231,83 +227,6 @@ def choose(rounds: Sequence[int | None], must: Sequence[bool], wanted: int) -> l
     """
     ended = [(not must[group], turn, group) for group, turn in enumerate(rounds) if turn is not None]
     return sorted(group for _, _, group in sorted(ended)[: max(wanted, sum(must))])
-
-
-def rows_of(
-    flight: Episodes, rows: Sequence[int], prompts: PromptBatch, max_model_len: int | None
-) -> list[Row]:
-    """Return the episodes ``rows`` of ``prompts`` to be continued; one without room has failed."""
-    chosen = flight.rollouts.rows(rows)
-    texts = [row.tolist() for row in split_rows(prompts.tokens, prompts.lengths)]
-    result = []
-    for text, sampling, seed, tokens, mask, log_probs in zip(
-        texts,
-        prompts.sampling,
-        flight.seeds[list(rows)].tolist(),
-        split_rows(chosen.tokens, chosen.lengths),
-        split_rows(chosen.response_mask, chosen.lengths),
-        split_rows(chosen.rollout_log_probs, chosen.lengths),
-        strict=True,
-    ):
-        room = sampling.max_response_tokens if text else 0
-        if max_model_len is not None:
-            room = min(room, max_model_len - len(text))
-        old, by_policy, values = (part[len(text) :].tolist() for part in (tokens, mask, log_probs))
-        row = Row(text, sampling, seed, room, old, by_policy, values, [()] * len(old), len(old))
-        row.finish_reason = UNFINISHED if room > row.before else FINISH_FAILED
-        result.append(row)
-    return result
-
-
-def sample(
-    engine: Sampler,
-    layout: ParallelLayout,
-    rank: int,
-    sweep: Sweep,
-    turns_of: Callable[[Sequence[Row], PromptBatch], Turns],
-    records: tuple[int, int] | None = None,
-) -> Added:
-    """Continue open rows, in rounds of ``sweep.tokens`` tokens each, until the sweep's groups have ended.
-
-    Row i of the answer is what was added to ``flight.open_rows()[i]``. Which groups end in a round depends on
-    how long their responses are, not on time, ranks or replicas; the groups are dealt out to the replicas of
-    ``layout``. ``turns_of`` leads the rows, whose prompts it is given; ``records`` as in `added_rows`.
-    Collective over the layout's ranks, whose communicator must exist.
-    """
-    flight, members = sweep.flight, Members(layout.ranks)
-    replica, samples = layout.coordinates(rank), flight.samples
-    rows = flight.open_rows()
-    groups = sorted({row // samples for row in rows})
-    dealt = set(groups[replica.data :: layout.data])
-    mine = [index for index, row in enumerate(rows) if row // samples in dealt]
-    prompts = flight.prompts.rows([rows[index] // samples for index in mine])
-    work = rows_of(flight, [rows[index] for index in mine], prompts, engine.max_model_len)
-    turns = turns_of(work, prompts)
-    rounds: dict[int, int] = {}
-    number = 0
-    while not is_enough(_ended(flight, rows, rounds), sweep.must, sweep.wanted):
-        number += 1
-        going = [place for place, index in enumerate(mine) if index not in rounds]
-        drive(engine, turns, sweep.tokens)
-        if sweep.tokens is None:
-            rounds = dict.fromkeys(range(len(rows)), number)
-            continue
-        ended = [mine[place] for place in going if work[place].finish_reason != UNFINISHED]
-        for indices in members.gather_objects(ended if replica.tensor == 0 else []):
-            rounds |= dict.fromkeys(indices, number)
-    turns.close()
-    if replica.tensor:
-        return added_rows([], [], [], records)
-    return added_rows(mine, work, [rounds.get(index, 0) for index in mine], records)
-
-
-def _ended(flight: Episodes, rows: list[int], turns: dict[int, int]) -> list[bool]:
-    """Say of each group whether all its rows ended; ``turns`` knows those of ``rows`` that did."""
-    ended = [True] * len(flight.prompts)
-    for index, row in enumerate(rows):
-        if index not in turns:
-            ended[row // flight.samples] = False
-    return ended
 
 
 class Added(NamedTuple):

@@ -133,7 +133,7 @@ class TorchEngine:
         self._tensor_name = tensor_name
         self.max_model_len = max_model_len
         self._open: dict[int, Request] = {}
-        self._batch_rows = batch_rows
+        self.most_rows = batch_rows
         self._rank = rank
 
     @classmethod
@@ -182,7 +182,7 @@ class TorchEngine:
         """Answer up to ``batch_rows`` requests, in the order they came."""
         possible: list[Request] = []
         answers: list[Completion] = []
-        for request in list(self._open.values())[: self._batch_rows]:
+        for request in list(self._open.values())[: self.most_rows]:
             del self._open[request.number]
             if request.tokens and request.limit > 0:
                 possible.append(request)

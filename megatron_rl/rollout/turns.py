@@ -8,7 +8,7 @@ same turns again and must observe the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -39,14 +39,16 @@ IDLE_SECONDS = 1.0
 class Row:
     """Hold one episode while a replica samples it.
 
-    ``tokens``, ``mask`` (sampled by the policy), ``log_probs`` and ``support`` (see `Completion`) are of what
-    follows the prompt, of which ``before`` were there when the sweep began; there is ``room`` for so many in
-    all. ``experts`` are those of the row's last `Completion`, from its first token on.
+    ``group`` is the place of its prompt among the sweep's. ``tokens``, ``mask`` (sampled by the policy),
+    ``log_probs`` and ``support`` (see `Completion`) are of what follows the prompt, of which ``before`` were
+    there when the sweep began; there is ``room`` for so many in all. ``experts`` are those of the row's last
+    `Completion`, from its first token on.
     """
 
     prompt: list[int]
     sampling: SamplingParameters
     seed: int
+    group: int
     room: int
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -93,14 +95,25 @@ class Commands(NamedTuple):
     aborts: tuple[int, ...] = ()
 
 
+class Groups(Protocol):
+    """Deal rows out to a replica, group by group; a request's number is its row's place in ``rows``."""
+
+    prompts: PromptBatch
+    rows: list[Row]
+
+    def more(self, busy: int) -> list[int]:
+        """Begin further groups while there is room beside ``busy`` rows; return the places of their rows."""
+        ...
+
+
 class Turns(Protocol):
-    """Decide what the engine is asked for the rows of one replica; a request's number is its row's place.
+    """Decide what the engine is asked for the rows of one replica; see `Groups` for their numbers.
 
     Collective over the tensor-parallel ranks of the replica, on all of which the answers are equal.
     """
 
     def begin(self, limit: int | None) -> Commands | None:
-        """Begin a round in which every row that goes on gets up to ``limit`` tokens."""
+        """Begin a round in which every row that goes on, and every new one, gets up to ``limit`` tokens."""
         ...
 
     def next(self, completions: Sequence[Completion]) -> Commands | None:
@@ -115,25 +128,36 @@ class Turns(Protocol):
 class SingleTurns:
     """Ask once a round for each row: an episode is one response. The same on all ranks; see `Turns`."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._limit: int | None = None
         self._waiting = 0
 
     def begin(self, limit: int | None) -> Commands | None:
         """See `Turns.begin`."""
-        going = [number for number, row in enumerate(self._rows) if row.finish_reason == UNFINISHED]
-        self._waiting = len(going)
-        return Commands(tuple(self._rows[number].request(number, limit) for number in going))
+        self._limit = limit
+        return self._requests(range(len(self._groups.rows)))
 
     def next(self, completions: Sequence[Completion]) -> Commands | None:
         """See `Turns.next`."""
         self._waiting -= len(completions)
         for completion in completions:
-            row = self._rows[completion.number]
+            row = self._groups.rows[completion.number]
             row.sampled(completion)
             if completion.finish_reason != FINISH_LENGTH or row.full:
                 row.finish_reason = completion.finish_reason
-        return Commands() if self._waiting else None
+        return self._requests(()) if completions else Commands()
+
+    def _requests(self, places: Iterable[int]) -> Commands | None:
+        """Ask for the rows at ``places`` that go on, and for those that there is room for beside them."""
+        rows = self._groups.rows
+        going = [place for place in places if rows[place].finish_reason == UNFINISHED]
+        new = self._groups.more(self._waiting + len(going))
+        going += [place for place in new if rows[place].finish_reason == UNFINISHED]
+        self._waiting += len(going)
+        if not self._waiting:
+            return None
+        return Commands(tuple(rows[place].request(place, self._limit) for place in going))
 
     def close(self) -> None:
         """See `Turns.close`."""
@@ -176,37 +200,47 @@ class _Conversation:
 
 
 class Conversations:
-    """Lead the episodes of one replica; see `Turns`. ``prompts`` has one entry per row."""
+    """Lead the episodes of one replica; see `Turns`."""
 
-    def __init__(self, hosts: Hosts, chat: ChatFormat, rows: Sequence[Row], prompts: PromptBatch) -> None:
-        self._hosts, self._chat = hosts, chat
+    def __init__(self, hosts: Hosts, chat: ChatFormat, groups: Groups) -> None:
+        self._hosts, self._chat, self._groups = hosts, chat, groups
         self._aborts: list[int] = []
-        first = hosts.reserve(len(rows))
-        self._all = [_Conversation(row, first + place) for place, row in enumerate(rows)]
-        for place, talk in enumerate(self._all):
-            if talk.row.finish_reason == UNFINISHED:
-                values = {
-                    "prompt": prompts.prompts[place],
-                    "ground_truth": prompts.ground_truths[place],
-                    "metadata": dict(prompts.metadata[place]),
-                    "seed": talk.row.seed,
-                }
-                hosts.start(talk.number, values)
+        self._limit: int | None = None
+        self._all: list[_Conversation] = []
+        self._by_number: dict[int, _Conversation] = {}
 
     def begin(self, limit: int | None) -> Commands | None:
         """Let every row that goes on have ``limit`` more tokens."""
+        self._limit = limit
         for talk in self._all:
             talk.granted = limit
         return self._commands()
+
+    def _begin_more(self) -> None:
+        """Start the environments of the rows that there is room for beside those that do not rest."""
+        prompts = self._groups.prompts
+        busy = sum(not talk.rests for talk in self._all)
+        for place in self._groups.more(busy):
+            row = self._groups.rows[place]
+            talk = _Conversation(row, self._hosts.reserve(1), granted=self._limit)
+            self._all.append(talk)
+            self._by_number[talk.number] = talk
+            if row.finish_reason == UNFINISHED:
+                values = {
+                    "prompt": prompts.prompts[row.group],
+                    "ground_truth": prompts.ground_truths[row.group],
+                    "metadata": dict(prompts.metadata[row.group]),
+                    "seed": row.seed,
+                }
+                self._hosts.start(talk.number, values)
 
     def next(self, completions: Sequence[Completion]) -> Commands | None:
         """Take what the engine answered, and what environments said meanwhile; see `Turns.next`."""
         for completion in completions:
             self._completed(self._all[completion.number], completion)
         idle = not any(talk.in_engine for talk in self._all)
-        first = self._all[0].number if self._all else 0
         for event in self._hosts.poll(IDLE_SECONDS if idle else 0.0):
-            talk = self._all[event.number - first]
+            talk = self._by_number[event.number]
             if isinstance(event, Asks):
                 self._asked(talk, event)
             elif isinstance(event, Restarted):
@@ -233,6 +267,7 @@ class Conversations:
                 limits = [limit for limit in (talk.granted, talk.turn_left) if limit is not None]
                 requests.append(talk.row.request(place, min(limits, default=None)))
                 talk.in_engine = True
+        self._begin_more()
         aborts, self._aborts = self._aborts, []
         if not requests and not aborts and all(talk.rests for talk in self._all):
             return None

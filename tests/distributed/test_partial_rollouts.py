@@ -63,22 +63,48 @@ def test_delays_and_a_resume_change_nothing_and_the_bound_holds(fork, material, 
     assert numbers(tmp_path / "parted") == numbers(tmp_path / "whole")
 
 
-def test_replicas_change_nothing_and_discarded_prompts_come_again(fork, material, tmp_path):
-    frozen = {"optimizer": {"learning_rate": 1e-30}}
-    for name, ranks in (("one", 1), ("two", 2)):
-        file = run(tmp_path / name, material, actor=frozen, rollout=ROLLOUT | {"top_p": 0.9, "min_p": 0.01})
-        fork("megatron_rl", ranks, "train", file, "placement=colocate", "steps=3", module=True)
-    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
-    assert unwritten("a run that discards responses", one) == []
-    for mine, truth in zip(two, one, strict=True):
-        for name in ("reward/mean", "rollout/rounds", "response/length", "rollout/discarded_tokens"):
-            assert mine[name] == pytest.approx(truth[name], rel=1e-6), (truth["step"], name)
-        assert truth["rollout/discarded_prompts"] == 6 and "staleness/max" not in truth
-        assert mine["mismatch/abs_diff"] < 1e-4, "log-probs are not over the tokens that were sampled from"
-    tables = [pandas.read_parquet(tmp_path / f"one/run/rollouts/step_{step}.parquet") for step in (1, 2, 3)]
-    assert [len(table) for table in tables] == [16, 16, 16]
+TALK = """
+import asyncio, random
+from megatron_rl import Environment
+
+class Talk(Environment):
+    async def run(self, episode):
+        await asyncio.sleep(random.random() * 0.05)  # which episode ends first differs from run to run
+        await episode.generate(limit=1 + episode.seed % 7)
+        episode.observe("1+")
+        await episode.generate()
+"""
+
+
+def test_replicas_that_draw_groups_change_nothing_and_discarded_prompts_come_again(fork, material, tmp_path):
+    (tmp_path / "talk.py").write_text(TALK)
+    rollout = ROLLOUT | {"top_p": 0.9, "min_p": 0.01, "environment": {"name": f"{tmp_path / 'talk.py'}:Talk"}}
+    found, tables = {}, {}
+    for ranks in (1, 2, 4):
+        folder = tmp_path / str(ranks)
+        # One group at a time: all but the first of each replica come from the queue.
+        queue = {} if ranks == 1 else {"max_in_flight": 2}
+        frozen = {"optimizer": {"learning_rate": 1e-30}}
+        file = run(folder, material, actor=frozen, rollout=rollout | queue)
+        fork("megatron_rl", ranks, "train", file, "placement=colocate", "steps=2", module=True)
+        found[ranks] = metrics(folder)
+        tables[ranks] = [pandas.read_parquet(folder / f"run/rollouts/step_{step}.parquet") for step in (1, 2)]
+    assert unwritten("a run that discards responses", found[1]) == []
+    for ranks in (2, 4):
+        for mine, truth in zip(found[ranks], found[1], strict=True):
+            for name in ("reward/mean", "rollout/rounds", "response/length", "rollout/discarded_tokens"):
+                assert mine[name] == pytest.approx(truth[name], rel=1e-6), (truth["step"], name)
+            assert truth["rollout/discarded_prompts"] == 6 and "staleness/max" not in truth
+            assert mine["mismatch/abs_diff"] < 1e-4, (
+                "log-probs are not over the tokens that were sampled from"
+            )
+        for mine, truth in zip(tables[ranks], tables[1], strict=True):
+            assert len(truth) == 16
+            assert mine[["prompt", "response", "conversation"]].equals(
+                truth[["prompt", "response", "conversation"]]
+            )
     source = [json.loads(line)["prompt"] for line in (material / "train.jsonl").read_text().splitlines()]
-    assert all(prompt in source for table in tables for prompt in table["prompt"])
+    assert all(prompt in source for table in tables[1] for prompt in table["prompt"])
 
 
 def test_dynamic_sampling_ahead_of_the_learner_samples_as_many_prompts_as_teach_enough(

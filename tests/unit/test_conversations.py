@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,9 +14,10 @@ from megatron_rl.data.chat_format import ChatTemplate, PlainText
 from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended, rows_of
+from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended
+from megatron_rl.rollout.replica import Dealt
 from megatron_rl.rollout.torch import TorchEngine
-from megatron_rl.rollout.turns import Conversations, drive
+from megatron_rl.rollout.turns import Conversations, Row, drive
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_LENGTH,
@@ -86,14 +88,12 @@ def prompts(texts: list[str], turns: list[int], most: int = 60) -> PromptBatch:
 def sweep(hosts: Hosts, flight: Episodes, *limits: int | None) -> Episodes:
     """Continue open rows in rounds of so many tokens, with environments made for this sweep alone."""
     engine = TorchEngine.from_logits(logits, max_model_len=200)
-    numbers = flight.open_rows()
-    batch = flight.prompts.rows([row // flight.samples for row in numbers])
-    rows = rows_of(flight, numbers, batch, 200)
-    talks = Conversations(hosts, PlainText(TOKENIZER), rows, batch)
+    dealt = Dealt(flight, len(flight.rollouts), 200)
+    talks = Conversations(hosts, PlainText(TOKENIZER), dealt)
     for limit in limits:
         drive(engine, talks, limit)
     talks.close()
-    return extended(flight, added_rows(list(range(len(rows))), rows, [1] * len(rows)), version=3)
+    return extended(flight, added_rows(dealt.numbers, dealt.rows, [1] * len(dealt.rows)), version=3)
 
 
 def same(left: Rollouts, right: Rollouts) -> None:
@@ -166,6 +166,26 @@ def test_interruptions_and_environments_made_anew_change_nothing(hosts: Hosts):
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize("order", [(0,), (1, 0), (2, 0, 3, 1)])
+def test_groups_from_a_queue_are_the_same_whichever_replica_has_them(hosts: Hosts, order: tuple[int, ...]):
+    """Replicas that come one after the other: the first takes all that no other begins with."""
+    flight = begin(prompts(["go"] * 5, [1, 2, 3, 2, 1]), 2, seed=9, version=3)
+    tickets = itertools.count()
+    numbers: list[int] = []
+    rows: list[Row] = []
+    for place in order:
+        dealt = Dealt(flight, 2, 200, lambda: next(tickets), place, len(order))
+        drive(TorchEngine.from_logits(logits, max_model_len=200),
+              Conversations(hosts, PlainText(TOKENIZER), dealt), None)  # fmt: skip
+        numbers += dealt.numbers
+        rows += dealt.rows
+        assert len(dealt.rows) == (2 * (6 - len(order)) if place == order[0] else 2)
+    assert sorted(numbers) == list(range(10))
+    by_number = dict(zip(numbers, rows, strict=True))
+    added = added_rows(list(range(10)), [by_number[number] for number in range(10)], [1] * 10)
+    same(extended(flight, added, version=3).rollouts, sweep(hosts, flight, None).rollouts)
 
 
 def test_no_room_and_no_turn_left_truncate_and_are_no_failure(hosts: Hosts):

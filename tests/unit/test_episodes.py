@@ -12,6 +12,7 @@ from test_torch_engine import prompts
 
 from megatron_rl.rollout import episodes
 from megatron_rl.rollout.episodes import Added, Episodes, choose, is_enough
+from megatron_rl.rollout.replica import rows_of
 from megatron_rl.rollout.turns import Row
 from megatron_rl.types import FINISH_STOP, UNFINISHED, PromptBatch, SamplingParameters, row_counts, split_rows
 
@@ -33,7 +34,7 @@ def row(tokens: list[int], mask: list[bool] | None = None, reason: int = UNFINIS
     support = [
         [token, 1] if sampled and token % 4 == 0 else [] for token, sampled in zip(tokens, mask, strict=True)
     ]
-    return Row([], SamplingParameters(), 0, 99, tokens, mask, values, support, finish_reason=reason)
+    return Row([], SamplingParameters(), 0, 0, 99, tokens, mask, values, support, finish_reason=reason)
 
 
 def test_added_tokens_keep_their_versions_and_the_oldest_counts():
@@ -61,7 +62,7 @@ def test_added_tokens_keep_their_versions_and_the_oldest_counts():
     assert not rollouts.rollout_log_probs[~rollouts.response_mask].any()
     assert rollouts.policy_version.tolist() == [4, 6, 4, 4]
     assert rollouts.group.tolist() == [0, 0, 1, 1]
-    again = episodes.rows_of(flight, [0, 1], flight.prompts.rows([0, 0]), max_model_len=8)
+    again = rows_of(flight, [0, 1], max_model_len=8)
     assert [(r.tokens, r.mask, r.room, r.before) for r in again] == [
         ([10, 11, 12], [True] * 3, 5, 3), ([40, 50, 41], [True, False, True], 5, 3)
     ]  # fmt: skip

@@ -168,6 +168,15 @@ class RolloutConfig:
         at_least=1,
         at_most=MOST_TOKENS,
     )
+    max_in_flight: int | None = setting(
+        None,
+        "Most episodes that a replica samples at once; it draws further groups of a step as others end.",
+        unit="episodes",
+        unset="what the engine works on at once: `rollout.vllm.max_num_seqs`",
+        at_least=1,
+        at_most=MOST_STEPS,
+        also_called={"prime-rl": "max_inflight_rollouts"},
+    )
     environment: EnvironmentConfig | None = setting(
         None,
         "What the policy talks to: `{name: my_env.py:Calculator, max_turns: 8}`.",

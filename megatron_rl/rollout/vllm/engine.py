@@ -79,6 +79,7 @@ class VllmEngine:
                 raise _refusal(self._path, config, error) from error
         setup.count_engine(1)
         self._model: Any = live_model(self._llm)
+        self.most_rows: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         if records is not None and device.on_host():
             routing.listen(model_runner(self._llm))
         self._vocabulary: int = self._llm.llm_engine.model_config.get_vocab_size()

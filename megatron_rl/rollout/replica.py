@@ -1,0 +1,145 @@
+"""One engine replica's work in a sweep: draw groups, have them sampled, answer what was added.
+
+A replica begins with its share of as many groups as all replicas have room for, and draws each further one
+from the job's queue as another ends. So none waits for work that a slower one holds, and a sweep that has
+room at once is dealt out alike in every run. Which replica samples a group changes none of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megatron_rl.parallel.exchange import Members
+from megatron_rl.rollout.engine import Sampler
+from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, is_enough
+from megatron_rl.rollout.turns import Row, Turns, drive
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.types import FINISH_FAILED, UNFINISHED, split_rows
+
+
+class Dealt:
+    """Hold the rows of ``flight`` that a replica has begun, and begin more of them.
+
+    The replica is the ``place``-th of ``replicas``; it has up to ``most`` rows in flight, or one group.
+    ``take`` gives the next ticket of the job, 0 at first, to one replica each. ``numbers`` says which of
+    ``flight.open_rows()`` each of ``rows`` is.
+    """
+
+    def __init__(
+        self,
+        flight: Episodes,
+        most: int,
+        max_model_len: int | None,
+        take: Callable[[], int] = lambda: 0,
+        place: int = 0,
+        replicas: int = 1,
+    ) -> None:
+        self.prompts = flight.prompts
+        self.rows: list[Row] = []
+        self.numbers: list[int] = []
+        self._flight, self._most, self._max_model_len, self._take = flight, most, max_model_len, take
+        self._groups: dict[int, list[int]] = {}
+        self._open = flight.open_rows()
+        for number, row in enumerate(self._open):
+            self._groups.setdefault(row // flight.samples, []).append(number)
+        waiting = list(self._groups)
+        filled = max(1, most // max(flight.samples, 1)) * replicas
+        self._first, self._queue = waiting[:filled][place::replicas], waiting[filled:]
+
+    def more(self, busy: int) -> list[int]:
+        """Begin further groups while there is room beside ``busy`` rows; return the places of their rows."""
+        begun = len(self.rows)
+        while busy == 0 or busy + self._flight.samples <= self._most:
+            group = self._next()
+            if group is None:
+                break
+            numbers = self._groups[group]
+            rows = rows_of(self._flight, [self._open[number] for number in numbers], self._max_model_len)
+            self.numbers += numbers
+            self.rows += rows
+            busy += sum(row.finish_reason == UNFINISHED for row in rows)
+        return list(range(begun, len(self.rows)))
+
+    def _next(self) -> int | None:
+        if self._first:
+            return self._first.pop(0)
+        number = self._take() if self._queue else 0
+        if number >= len(self._queue):
+            self._queue = []
+            return None
+        return self._queue[number]
+
+
+def rows_of(flight: Episodes, numbers: Sequence[int], max_model_len: int | None) -> list[Row]:
+    """Return the episodes ``numbers`` of one group to be continued; one without room has failed."""
+    group = numbers[0] // flight.samples
+    chosen, prompt = flight.rollouts.rows(numbers), flight.prompts.rows([group])
+    text, sampling = prompt.tokens.tolist(), prompt.sampling[0]
+    room = sampling.max_response_tokens if text else 0
+    if max_model_len is not None:
+        room = min(room, max_model_len - len(text))
+    result = []
+    for seed, tokens, mask, log_probs in zip(
+        flight.seeds[list(numbers)].tolist(),
+        split_rows(chosen.tokens, chosen.lengths),
+        split_rows(chosen.response_mask, chosen.lengths),
+        split_rows(chosen.rollout_log_probs, chosen.lengths),
+        strict=True,
+    ):
+        old, by_policy, values = (part[len(text) :].tolist() for part in (tokens, mask, log_probs))
+        row = Row(text, sampling, seed, group, room, old, by_policy, values, [()] * len(old), len(old))
+        row.finish_reason = UNFINISHED if room > row.before else FINISH_FAILED
+        result.append(row)
+    return result
+
+
+def sample(
+    engine: Sampler,
+    layout: ParallelLayout,
+    rank: int,
+    sweep: Sweep,
+    take: Callable[[], int],
+    turns_of: Callable[[Dealt], Turns],
+    records: tuple[int, int] | None = None,
+    most: int | None = None,
+) -> Added:
+    """Continue open rows, in rounds of ``sweep.tokens`` tokens each, until the sweep's groups have ended.
+
+    Row i of the answer is what was added to ``flight.open_rows()[i]``. Which groups end in a round depends on
+    how long their responses are, not on time, ranks or replicas. ``take`` gives the sweep's tickets, see
+    `Dealt`, and ``turns_of`` leads the rows; ``records`` as in `added_rows`; ``most`` rows are in flight on a
+    replica, as many as the engine works on unless given. Collective over the layout's ranks, whose
+    communicator must exist.
+    """
+    members, replica = Members(layout.ranks), layout.coordinates(rank)
+    most = engine.most_rows if most is None else most
+    dealt = Dealt(sweep.flight, most, engine.max_model_len, take, replica.data, layout.data)
+    turns, rows = turns_of(dealt), sweep.flight.open_rows()
+    rounds: dict[int, int] = {}
+    number = 0
+    while not is_enough(_ended(sweep.flight, rows, rounds), sweep.must, sweep.wanted):
+        number += 1
+        drive(engine, turns, sweep.tokens)
+        if sweep.tokens is None:
+            rounds = dict.fromkeys(range(len(rows)), number)
+            continue
+        ended = [
+            index
+            for index, row in zip(dealt.numbers, dealt.rows, strict=True)
+            if index not in rounds and row.finish_reason != UNFINISHED
+        ]
+        for indices in members.gather_objects(ended if replica.tensor == 0 else []):
+            rounds |= dict.fromkeys(indices, number)
+    turns.close()
+    if replica.tensor:
+        return added_rows([], [], [], records)
+    return added_rows(dealt.numbers, dealt.rows, [rounds.get(index, 0) for index in dealt.numbers], records)
+
+
+def _ended(flight: Episodes, rows: Sequence[int], turns: dict[int, int]) -> list[bool]:
+    """Say of each group whether all its rows ended; ``turns`` knows those of ``rows`` that did."""
+    ended = [True] * len(flight.prompts)
+    for index, row in enumerate(rows):
+        if index not in turns:
+            ended[row // flight.samples] = False
+    return ended
