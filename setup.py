@@ -43,6 +43,7 @@ EXTRAS = {
         "hypothesis",
         "import-linter>=2",
         "mkdocs-material>=9.5",
+        "openai>=3",
         "pyright[nodejs]",
         "pytest>=8",
         "pytest-timeout",

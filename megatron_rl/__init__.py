@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_rl.check.configuration import check_config as check_config
     from megatron_rl.config.load import load_config as load_config
     from megatron_rl.config.schema import RunConfig as RunConfig
+    from megatron_rl.environments.agent import AgentEnvironment as AgentEnvironment
     from megatron_rl.environments.environment import Environment as Environment
     from megatron_rl.environments.environment import Episode as Episode
     from megatron_rl.environments.environment import StepEnvironment as StepEnvironment
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 # Each public name and the module that defines it; tests/unit/test_architecture.py keeps both lists equal.
 PUBLIC = {
+    "AgentEnvironment": "megatron_rl.environments.agent",
     "Algorithm": "megatron_rl.algorithms",
     "Environment": "megatron_rl.environments.environment",
     "Episode": "megatron_rl.environments.environment",

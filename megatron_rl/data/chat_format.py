@@ -25,6 +25,10 @@ _WHERE = "the chat template of model.path"
 class ChatFormat(Protocol):
     """Say which tokens follow a turn of the policy."""
 
+    def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
+        """Return the tokens of a prompt of ``messages``, with ``tools``; raises UserError."""
+        ...
+
     def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
         """Return the tokens between a turn and the next, in which ``messages`` are observed.
 
@@ -33,8 +37,8 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return what the policy wrote, without special tokens."""
+    def text(self, tokens: Sequence[int], special: bool = False) -> str:
+        """Return what the policy wrote, with special tokens or without."""
         ...
 
 
@@ -44,14 +48,20 @@ class PlainText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
 
+    def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
+        """See `ChatFormat.start`."""
+        if tools:
+            raise _refused("it has no place for tools", ["prompts without a chat template"])
+        return self._tokenizer.encode("".join(message["content"] for message in messages))
+
     def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
         """See `ChatFormat.extend`."""
         text = "".join(message["content"] for message in messages)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def text(self, tokens: Sequence[int], special: bool = False) -> str:
         """See `ChatFormat.text`."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
 
 
 class ChatTemplate(PlainText):
@@ -79,6 +89,11 @@ class ChatTemplate(PlainText):
         if len(tails) > 1:
             raise _refused("what follows a turn depends on what was said before", sorted(tails))
 
+    def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
+        """See `ChatFormat.start`."""
+        text = self._render(messages, tools)
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
     def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
         """See `ChatFormat.extend`."""
         tokens = self._tokenizer.encode(self._tail(messages), add_special_tokens=False)
@@ -88,14 +103,22 @@ class ChatTemplate(PlainText):
         self, new: Sequence[Message], history: Sequence[Message] = ({"role": "user", "content": "a"},)
     ) -> str:
         messages = [*map(dict, history), {"role": "assistant", "content": SENTINEL}, *map(dict, new)]
-        try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise jinja errors of many kinds
-            raise _refused("it refuses a conversation of several turns", [str(error)]) from None
-        before, sentinel, tail = str(text).rpartition(SENTINEL)
+        text = self._render(messages)
+        before, sentinel, tail = text.rpartition(SENTINEL)
         if not sentinel or SENTINEL in before:
-            raise _refused("it does not show a turn exactly once", [str(text)])
+            raise _refused("it does not show a turn exactly once", [text])
         return tail
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+        conversation = [dict(message) for message in messages]
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    conversation, tools=tools, tokenize=False, add_generation_prompt=True
+                )
+            )
+        except Exception as error:  # templates raise jinja errors of many kinds
+            raise _refused("it refuses the messages", [str(error)]) from None
 
 
 def _refused(why: str, got: Sequence[str]) -> UserError:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 ROLES = ("user", "tool", "system")
 """The roles of what an environment may say."""
+KEYS = {"role", "content", "tool_call_id", "name"}
 LARGEST_OBSERVATION = 2**20
 """Characters of one observation; more is a mistake."""
 
@@ -28,22 +29,45 @@ class WrongUse(Exception):
 class Message(str):
     """What the policy wrote in one turn: text without special tokens, and the ``tokens`` themselves.
 
-    ``cut`` says that a limit ended it and not the policy.
+    ``cut`` says that a limit ended it and not the policy. ``log_probs`` are those of the tokens, ``context``
+    counts the tokens before them. ``tool_calls`` are in OpenAI's form, where the episode was opened with
+    tools and `rollout.environment.tool_parser` is set; the text is then what stands beside them.
     """
 
     tokens: tuple[int, ...]
     cut: bool
+    log_probs: tuple[float, ...]
+    context: int
+    tool_calls: tuple[dict[str, Any], ...]
 
-    def __new__(cls, text: str, tokens: Sequence[int] = (), cut: bool = False) -> Message:
+    def __new__(
+        cls,
+        text: str,
+        tokens: Sequence[int] = (),
+        cut: bool = False,
+        log_probs: Sequence[float] = (),
+        context: int = 0,
+        tool_calls: Sequence[dict[str, Any]] = (),
+    ) -> Message:
         message = super().__new__(cls, text)
-        message.tokens, message.cut = tuple(tokens), cut
+        message.tokens, message.cut, message.context = tuple(tokens), cut, context
+        message.log_probs, message.tool_calls = tuple(log_probs), tuple(tool_calls)
         return message
+
+
+class Opening(NamedTuple):
+    """Hold the messages that an episode begins with in place of the record's prompt, and its tools."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
 
 
 class Turns(Protocol):
     """Ask the policy for a turn that follows what was observed."""
 
-    async def __call__(self, observed: list[dict[str, str]], limit: int | None) -> Message: ...
+    async def __call__(
+        self, observed: list[dict[str, str]], limit: int | None, opening: Opening | None
+    ) -> Message: ...
 
 
 class Episode:
@@ -62,6 +86,16 @@ class Episode:
         self.truncated = False
         self._turns = turns
         self._observed: list[dict[str, str]] = []
+        self._opening: Opening | None = None
+
+    def open(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> None:
+        """Begin with messages of one's own, and tools in OpenAI's form, in place of the record's prompt.
+
+        They go through the tokenizer's chat template. Only before the policy's first turn.
+        """
+        if self.messages:
+            raise WrongUse("an episode was opened after it had begun")
+        self._opening = Opening([dict(message) for message in messages], tools)
 
     async def generate(self, limit: int | None = None) -> Message:
         """Return the policy's next turn, of at most ``limit`` tokens.
@@ -69,7 +103,7 @@ class Episode:
         Raises Truncated where the row has no room left, or the episode had its ``max_turns``.
         """
         try:
-            message = await self._turns(self._observed, limit)
+            message = await self._turns(self._observed, limit, self._opening)
         except Truncated:
             self.truncated = True
             raise
@@ -78,11 +112,14 @@ class Episode:
         return message
 
     def observe(self, *messages: str | Mapping[str, str]) -> None:
-        """Say something to the policy: text as the user, or messages with ``role`` and ``content``."""
+        """Say something to the policy: text as the user, or messages with ``role`` and ``content``.
+
+        The answer to a tool's call may have its ``tool_call_id`` and the tool's ``name``.
+        """
         for message in messages:
             if isinstance(message, str):
                 message = {"role": "user", "content": message}
-            if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message) <= KEYS:
                 raise WrongUse(f"expected text, or a message of role and content, got {message!r:.80}")
             role, content = message["role"], message["content"]
             if role not in ROLES or not isinstance(content, str) or len(content) > LARGEST_OBSERVATION:
@@ -90,8 +127,8 @@ class Episode:
                     f"expected a role of {', '.join(ROLES)} and at most {LARGEST_OBSERVATION} characters, "
                     f"got {role!r:.20} and {type(content).__name__} of {len(str(content))}"
                 )
-            self._observed.append({"role": role, "content": content})
-            self.messages.append({"role": role, "content": content})
+            self._observed.append(dict(message))
+            self.messages.append(dict(message))
 
 
 class Environment:

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.setting import value_errors
 from megatron_rl.contained.process import READY, Requests, load, told
-from megatron_rl.environments.environment import Environment, Episode, Message, Truncated, WrongUse
+from megatron_rl.environments.environment import Environment, Episode, Message, Opening, Truncated, WrongUse
 from megatron_rl.errors import UserError, UserErrors, each
 from megatron_rl.rewards.worker import EXCEPTION, SCORED, WRONG_TYPE, failed, scored
 
@@ -144,7 +144,9 @@ class _Running:
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             self._loop.call_soon_threadsafe(function)
 
-    async def _turn(self, observed: list[dict[str, str]], limit: int | None) -> Message:
+    async def _turn(
+        self, observed: list[dict[str, str]], limit: int | None, opening: Opening | None
+    ) -> Message:
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise WrongUse(f"expected a limit of one token or more, got {limit!r:.40}")
         if self._waiting is not None and not self._waiting.done():
@@ -158,8 +160,9 @@ class _Running:
         if not self._left:
             raise Truncated("the episode had all its turns")
         self._left -= 1
+        first = {} if self._waiting is not None or opening is None else {"opening": opening._asdict()}
         self._waiting = self._loop.create_future()
-        self._send({"kind": ASKS, "messages": observed, "limit": limit})
+        self._send({"kind": ASKS, "messages": observed, "limit": limit, **first})
         return await self._waiting
 
     def _send(self, frame: Mapping[str, Any]) -> None:

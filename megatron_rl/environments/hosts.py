@@ -5,14 +5,14 @@ from __future__ import annotations
 import selectors
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.contained.process import ContainedProcess, LoadFailed, kill_all
 from megatron_rl.environments import host as protocol
-from megatron_rl.environments.environment import LARGEST_OBSERVATION, ROLES
+from megatron_rl.environments.environment import KEYS, LARGEST_OBSERVATION, ROLES, Opening
 from megatron_rl.errors import UserError, UserErrors, each
 from megatron_rl.rewards.worker import CRASHED, TIMEOUT, answer_of
 
@@ -21,11 +21,15 @@ GRACE_SECONDS = 2.0
 
 
 class Asks(NamedTuple):
-    """Say that an environment wants a turn of the policy after ``messages``, of at most ``limit`` tokens."""
+    """Say that an environment wants a turn of the policy after ``messages``, of at most ``limit`` tokens.
+
+    ``opening`` are the prompt's messages, where they are the environment's own.
+    """
 
     number: int
     messages: list[dict[str, str]]
     limit: int | None
+    opening: Opening | None = None
 
 
 class Ended(NamedTuple):
@@ -117,9 +121,9 @@ class Hosts:
         """Begin the environment of an episode; ``values`` are what `Episode` is made of."""
         self._waiting.append(_Open(number, dict(values)))
 
-    def turn(self, number: int, text: str, tokens: Sequence[int], cut: bool) -> None:
-        """Hand a turn of the policy to an environment that asked for it."""
-        self._tell(number, protocol.TURN, text, tuple(tokens), cut)
+    def turn(self, number: int, text: str, *more: Any) -> None:
+        """Hand a turn of the policy to an environment that asked for it; ``more`` as `Message` takes it."""
+        self._tell(number, protocol.TURN, text, *more)
 
     def end(self, number: int) -> None:
         """Tell an environment that asked for a turn that there is no room for one."""
@@ -272,7 +276,11 @@ def _event(frame: Mapping[str, Any], episodes: Mapping[int, _Open]) -> Asks | En
         messages, limit = frame.get("messages"), frame.get("limit")
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
             return None
-        return Asks(number, messages, limit if isinstance(limit, int) and limit > 0 else None)
+        opening = frame.get("opening")
+        if opening is not None and not _is_opening(opening):
+            return None
+        limit = limit if isinstance(limit, int) and limit > 0 else None
+        return Asks(number, messages, limit, opening and Opening(opening["messages"], opening["tools"]))
     if kind == protocol.ENDED:
         truncated = frame.get("truncated") is True
         if frame.get("result") == protocol.SCORED and frame.get("reward") is None:
@@ -285,7 +293,16 @@ def _event(frame: Mapping[str, Any], episodes: Mapping[int, _Open]) -> Asks | En
     return None
 
 
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict) or set(value) != {"role", "content"} or value["role"] not in ROLES:
+def _is_opening(value: Any) -> bool:
+    if not isinstance(value, dict) or set(value) != {"messages", "tools"}:
         return False
-    return isinstance(value["content"], str) and len(value["content"]) <= LARGEST_OBSERVATION
+    messages, tools = value["messages"], value["tools"]
+    lists = isinstance(messages, list) and (tools is None or isinstance(tools, list))
+    return lists and all(isinstance(entry, dict) for entry in [*messages, *(tools or ())])
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not {"role", "content"} <= set(value) <= KEYS:
+        return False
+    texts = all(isinstance(text, str) and len(text) <= LARGEST_OBSERVATION for text in value.values())
+    return texts and value["role"] in ROLES

@@ -32,7 +32,7 @@ from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
-from megatron_rl.rollout.engine import make_engine
+from megatron_rl.rollout.engine import make_engine, make_tool_parser
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import read_pretrained
 
@@ -156,9 +156,10 @@ def _build_rollout(
 ) -> RolloutRole:
     layout, environment = rollout_layout(config.rollout).checked(), config.rollout.environment
     communicator(layout.ranks)
-    chat = None
+    chat = parse = None
     if environment is not None:
         chat = chat_format(tokenizer, templated)
+        parse = make_tool_parser(environment.tool_parser, tokenizer)
     for ranks in layout.groups("tensor"):
         communicator(ranks)
     engine = make_engine(
@@ -174,7 +175,7 @@ def _build_rollout(
     if engine is not None:
         engine.sleep()
     most = config.rollout.max_in_flight
-    return RolloutRole(layout, engine, device.rank(), environment, chat, records, most)
+    return RolloutRole(layout, engine, device.rank(), environment, chat, records, most, parse)
 
 
 def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +28,7 @@ from megatron_rl.rewards.function import (
 from megatron_rl.rewards.network import HttpReward, JudgeReward
 from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS, Answer
 from megatron_rl.roles.model_role import ModelRole
+from megatron_rl.rollout.episodes import Episodes
 from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts, split_rows
 
 COMPONENT = "component/"
@@ -67,6 +72,40 @@ class Silent:
         """See `Scorer.close`."""
 
 
+class Beside:
+    """Have one job after the other done in a thread, beside what the process does."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Future, Callable[[], Any]]] = SimpleQueue()
+        self._given: list[Future] = []
+        self._thread: threading.Thread | None = None
+
+    def do(self, job: Callable[[], Any]) -> None:
+        """Do ``job`` after those before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
+            self._thread.start()
+        self._given.append(Future())
+        self._jobs.put((self._given[-1], job))
+
+    def results(self) -> list[Any]:
+        """Wait for the jobs given since the last call and return what they returned; raise what they did."""
+        given, self._given = self._given, []
+        return [future.result() for future in given]
+
+    def _run(self) -> None:
+        while True:
+            future, job = self._jobs.get()
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+EarlyAnswers = Mapping[str, Mapping[int, Answer]]
+"""What scorers said of rows while others were sampled, by the scorer's name and the row."""
+
+
 class Judgement(NamedTuple):
     """Hold what the scorer ``name`` says of this rank's share of the rows, and ``weight`` of its rewards."""
 
@@ -87,6 +126,7 @@ class RewardRole:
 
     def __init__(self, config: RewardConfig, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._beside = Beside()
         self._scorers: dict[str, tuple[float, Scorer]] = {}
         try:
             for name, weight in config.scorers.items():
@@ -99,21 +139,43 @@ class RewardRole:
             self._scorers[FUNCTION] = config.weight, Silent(otherwise)
         self.leading, self.scorers = next(iter(self._scorers)), len(self._scorers)
 
-    def infer(self, prompts: PromptBatch, rollouts: Rollouts, members: Members) -> list[Judgement]:
+    def begin(self, group: int, complete: Episodes) -> None:
+        """Have functions and tests judge a group that is complete, while others are sampled; see `early`."""
+        rollouts = complete.rollouts
+        prompts, known = complete.prompts.repeat(len(rollouts)), environments_answers(rollouts)
+        failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
+        rows = [row for row in range(len(rollouts)) if row not in known and not failed[row]]
+        numbers = [group * len(rollouts) + row for row in rows]
+        for name, (_, scorer) in self._scorers.items():
+            if rows and isinstance(scorer, FunctionReward):
+                samples = self._samples(prompts, rollouts, rows, scorer.takes)
+                self._beside.do(partial(_answers, name, scorer, numbers, samples))
+
+    def early(self, members: Members) -> EarlyAnswers:
+        """Return what was said of the groups begun since the last call. Collective over the members."""
+        result: dict[str, dict[int, Answer]] = {}
+        for answered in members.gather_objects(self._beside.results()):
+            for name, answers in answered:
+                result.setdefault(name, {}).update(answers)
+        return result
+
+    def infer(
+        self, prompts: PromptBatch, rollouts: Rollouts, members: Members, early: EarlyAnswers | None = None
+    ) -> list[Judgement]:
         """Return what each scorer says of its share of the rows on this rank: ``rewards``, NaN where failed.
 
         A named component stands beside them as ``component/NAME``, NaN where a row has none, so that no name
         that a function chooses is taken for another field. ``prompts`` has one entry per row. What an
         environment rewarded, no scorer is asked about: it counts as the first one's, and for nothing with
-        the others. Rows that engine or environment failed on are invalid without being scored. Collective
-        over the members.
+        the others. Rows that engine or environment failed on are invalid without being scored; those of
+        which the ranks know ``early`` are not judged again. Collective over the members.
         """
         known = environments_answers(rollouts)
         judgements = []
         for name, (weight, scorer) in self._scorers.items():
-            rows = _share(rollouts, members, scorer)
+            rows, told = _share(rollouts, members, scorer), {**(early or {}).get(name, {}), **known}
             judgements.append(
-                Judgement(name, weight, *self._judged(prompts, rollouts, rows, scorer, known, members))
+                Judgement(name, weight, *self._judged(prompts, rollouts, rows, scorer, told, members))
             )
             known = {
                 row: Answer(None, "", 0.0) if answer.reason is None else answer
@@ -210,6 +272,12 @@ def _scorer(name: str, config: RewardConfig) -> Scorer:
         return FunctionReward(config)
     section = getattr(config, name)
     return {"code": code_reward, "http": HttpReward, "judge": JudgeReward}[name](section)
+
+
+def _answers(
+    name: str, scorer: FunctionReward, numbers: Sequence[int], samples: Sequence[Sample]
+) -> tuple[str, dict[int, Answer]]:
+    return name, dict(zip(numbers, scorer.answers(samples), strict=True))
 
 
 def _share(rollouts: Rollouts, members: Members, scorer: Scorer) -> list[int]:

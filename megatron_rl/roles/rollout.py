@@ -6,10 +6,11 @@ from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormat
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.parallel.exchange import Members, share, ticket
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.conversations import Conversations
+from megatron_rl.rollout.engine import Engine, ToolParser
 from megatron_rl.rollout.episodes import Added, Sweep, added_rows
-from megatron_rl.rollout.replica import sample
-from megatron_rl.rollout.turns import Conversations, Groups, Led, SingleTurns, Turns
+from megatron_rl.rollout.replica import OnComplete, sample
+from megatron_rl.rollout.turns import Groups, Led, SingleTurns, Turns
 from megatron_rl.shapes.layout import ParallelLayout
 
 
@@ -17,7 +18,8 @@ class RolloutRole:
     """Deal episodes out to engine replicas; ``engine`` is None on ranks outside the role's ``layout``.
 
     ``layout.tensor`` is the engine's tensor parallelism and ``layout.data`` the number of replicas. With an
-    ``environment`` the first rank of each replica runs its processes, and ``chat`` says how it is spoken to.
+    ``environment`` the first rank of each replica runs its processes, ``chat`` says how it is spoken to, and
+    ``parse`` finds calls of tools.
     ``most`` episodes are in flight on a replica, as many as its engine works on unless given.
     ``records`` are the layers, and experts per token, of an engine that says which these were.
     """
@@ -31,22 +33,31 @@ class RolloutRole:
         chat: ChatFormat | None = None,
         records: tuple[int, int] | None = None,
         most: int | None = None,
+        parse: ToolParser | None = None,
     ) -> None:
         self.layout, self.engine, self.rank = layout, engine, rank
-        self.environment, self._chat = environment, chat
+        self.environment, self._chat, self._parse = environment, chat, parse
         self._records, self._most, self._queue = records, most, 0
         self._hosts: Hosts | None = None
         if environment is not None and engine is not None and layout.coordinates(rank).tensor == 0:
             self._hosts = Hosts(environment)
 
-    def infer(self, sweep: Sweep) -> Added:
+    def infer(self, sweep: Sweep, on_complete: OnComplete | None = None) -> Added:
         """Continue what is in flight; see `sample`. Collective over the role's ranks."""
         if self.engine is None:
             return added_rows([], [], [], self._records)
         first = self.rank == self.layout.ranks[0]
         self._queue = share(ticket("sweeps") if first else 0, self.layout.ranks)
         return sample(
-            self.engine, self.layout, self.rank, sweep, self._take, self._turns, self._records, self._most
+            self.engine,
+            self.layout,
+            self.rank,
+            sweep,
+            self._take,
+            self._turns,
+            self._records,
+            self._most,
+            on_complete,
         )
 
     def _take(self) -> int:
@@ -59,12 +70,13 @@ class RolloutRole:
 
     def gather(self, added: Added, members: Members) -> Added:
         """Return what all replicas added, the same value on every member. Collective over the members."""
-        shard, outcomes = members.gather_rows(added.shard), {}
+        shard, outcomes, prompts = members.gather_rows(added.shard), {}, {}
         if self.environment is not None:
-            for some in members.gather_objects(added.outcomes):
-                outcomes |= some
+            for ended, opened in members.gather_objects((added.outcomes, added.prompts)):
+                outcomes |= ended
+                prompts |= opened
         experts = None if added.experts is None else members.gather_rows(added.experts)
-        return Added(shard, outcomes, experts)
+        return Added(shard, outcomes, prompts, experts)
 
     def _turns(self, groups: Groups) -> Turns:
         if self.environment is None:
@@ -72,7 +84,8 @@ class RolloutRole:
         leader = None
         if self._hosts is not None:
             assert self._chat is not None
-            leader = Conversations(self._hosts, self._chat, groups)
+            assert self.engine is not None
+            leader = Conversations(self._hosts, self._chat, groups, self._parse, self.engine.max_model_len)
         replica = self.layout.coordinates(self.rank).data
         return Led(leader, self.layout.groups("tensor")[replica])
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import FINISH_FAILED, SamplingParameters, TensorBox
 
 ENGINES = ("vllm", "torch")
+
+
+ToolParser = Callable[[str, list[dict[str, Any]]], tuple[str, list[dict[str, Any]]]]
+"""Takes a turn and the tools; returns the text beside the calls, and the name and arguments of each call."""
 
 
 @dataclass(frozen=True)
@@ -194,3 +198,14 @@ def make_engine(
         got=config.engine,
         fix="set rollout.engine to vllm",
     )
+
+
+def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:
+    """Return vLLM's parser ``name``, whatever the engine; None where there is no name."""
+    if name is None:
+        return None
+    from megatron_rl.rollout.vllm.setup import prepare_vllm
+    from megatron_rl.rollout.vllm.tools import tool_parser
+
+    prepare_vllm()
+    return tool_parser(name, tokenizer)

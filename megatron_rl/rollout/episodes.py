@@ -8,7 +8,7 @@ Letters: P prompts, G samples of each, B = P*G rows; a prompt's G rows are a *gr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from megatron_rl.types import (
     Rollouts,
     observed_counts,
     row_index,
+    split_rows,
     token_index,
     turn_starts,
 )
@@ -114,6 +115,8 @@ def extended(flight: Episodes, added: Added, version: int) -> Episodes:
     ``policy_version`` becomes each row's oldest version.
     """
     before, shard = flight.rollouts, added.shard
+    if added.prompts:
+        before = _opened(before, {flight.open_rows()[index]: ids for index, ids in added.prompts.items()})
     assert before.token_versions is not None
     assert before.support is not None and before.support_sizes is not None
     rows = torch.tensor(flight.open_rows(), dtype=torch.long)
@@ -160,6 +163,29 @@ def extended(flight: Episodes, added: Added, version: int) -> Episodes:
         outcomes=outcomes,
     )
     return replace(flight, rollouts=rollouts)
+
+
+def _opened(rollouts: Rollouts, prompts: Mapping[int, Sequence[int]]) -> Rollouts:
+    """Return the rows with other ``prompts``, of rows that have nothing else."""
+    lengths = rollouts.lengths.clone()
+    for row, tokens in prompts.items():
+        lengths[row] = len(tokens)
+
+    def with_prompts(values: Tensor | None, filler: int) -> Tensor | None:
+        if values is None:
+            return None
+        rows = list(split_rows(values, rollouts.lengths))
+        for row, tokens in prompts.items():
+            rows[row] = torch.full((len(tokens), *values.shape[1:]), filler, dtype=values.dtype)
+            if values is rollouts.tokens:
+                rows[row] = torch.tensor(tokens, dtype=values.dtype)
+        return torch.cat(rows)
+
+    fillers = {"token_versions": -1, "experts": -1}
+    fields = {
+        name: with_prompts(getattr(rollouts, name), fillers.get(name, 0)) for name in rollouts.TOKEN_FIELDS
+    }
+    return replace(rollouts, lengths=lengths, **fields)  # pyright: ignore[reportArgumentType]
 
 
 def _places(counts: Tensor, start: Tensor) -> Tensor:
@@ -233,12 +259,14 @@ class Added(NamedTuple):
     """Hold what a replica added to the rows that it continued.
 
     ``shard`` has their tokens with ``mask`` and ``log_probs``, and of each row the ``finish_reason`` and the
-    ``round`` in which it ended; ``outcomes`` what environments made of those that ended, by row. ``experts``
-    has those of the whole rows, prompts and all.
+    ``round`` in which it ended; ``outcomes`` what environments made of those that ended, by row, and
+    ``prompts`` the tokens that they began with in place of the record's. ``experts`` has those of the whole
+    rows, prompts and all.
     """
 
     shard: RowShard
     outcomes: dict[int, Outcome]
+    prompts: dict[int, list[int]]
     experts: RowShard | None = None
 
 
@@ -273,15 +301,16 @@ def added_rows(
         {"support_sizes": torch.tensor([token for kept in support for token in kept], dtype=torch.int32)},
     )
     outcomes = {n: row.outcome for n, row in zip(numbers, rows, strict=True) if row.outcome is not None}
+    prompts = {n: row.prompt for n, row in zip(numbers, rows, strict=True) if row.opened and not row.before}
     if records is None:
-        return Added(shard, outcomes)
+        return Added(shard, outcomes, prompts)
     lengths = [len(row.prompt) + len(row.tokens) for row in rows]
     experts = torch.full((sum(lengths), *records), -1, dtype=torch.int16)
     for values, row in zip(experts.split(lengths), rows, strict=True):
         if row.experts is not None:
             values[: len(row.experts)] = row.experts
     whole = RowShard(shard.rows, torch.tensor(lengths, dtype=torch.long), {"experts": experts}, {})
-    return Added(shard, outcomes, whole)
+    return Added(shard, outcomes, prompts, whole)
 
 
 def settle(sweep: Sweep, added: Added) -> tuple[Episodes, Episodes]:

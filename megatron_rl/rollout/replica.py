@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 
 from megatron_rl.parallel.exchange import Members
 from megatron_rl.rollout.engine import Sampler
-from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, is_enough
+from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, extended, is_enough
 from megatron_rl.rollout.turns import Row, Turns, drive
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import FINISH_FAILED, UNFINISHED, split_rows
+
+OnComplete = Callable[[int, Episodes], None]
+"""Takes the place of a group in its sweep, and the group, whose episodes have all ended."""
 
 
 class Dealt:
@@ -39,6 +42,7 @@ class Dealt:
         self.numbers: list[int] = []
         self._flight, self._most, self._max_model_len, self._take = flight, most, max_model_len, take
         self._groups: dict[int, list[int]] = {}
+        self._going: dict[int, list[Row]] = {}
         self._open = flight.open_rows()
         for number, row in enumerate(self._open):
             self._groups.setdefault(row // flight.samples, []).append(number)
@@ -57,8 +61,20 @@ class Dealt:
             rows = rows_of(self._flight, [self._open[number] for number in numbers], self._max_model_len)
             self.numbers += numbers
             self.rows += rows
+            self._going[group] = rows
             busy += sum(row.finish_reason == UNFINISHED for row in rows)
         return list(range(begun, len(self.rows)))
+
+    def ended(self) -> list[tuple[int, list[Row]]]:
+        """Return the groups whose rows have all ended since the last call, with their rows."""
+        complete = [
+            (group, rows)
+            for group, rows in self._going.items()
+            if all(row.finish_reason != UNFINISHED for row in rows)
+        ]
+        for group, _ in complete:
+            del self._going[group]
+        return complete
 
     def _next(self) -> int | None:
         if self._first:
@@ -73,11 +89,7 @@ class Dealt:
 def rows_of(flight: Episodes, numbers: Sequence[int], max_model_len: int | None) -> list[Row]:
     """Return the episodes ``numbers`` of one group to be continued; one without room has failed."""
     group = numbers[0] // flight.samples
-    chosen, prompt = flight.rollouts.rows(numbers), flight.prompts.rows([group])
-    text, sampling = prompt.tokens.tolist(), prompt.sampling[0]
-    room = sampling.max_response_tokens if text else 0
-    if max_model_len is not None:
-        room = min(room, max_model_len - len(text))
+    chosen, sampling = flight.rollouts.rows(numbers), flight.prompts.sampling[group]
     result = []
     for seed, tokens, mask, log_probs in zip(
         flight.seeds[list(numbers)].tolist(),
@@ -86,7 +98,13 @@ def rows_of(flight: Episodes, numbers: Sequence[int], max_model_len: int | None)
         split_rows(chosen.rollout_log_probs, chosen.lengths),
         strict=True,
     ):
-        old, by_policy, values = (part[len(text) :].tolist() for part in (tokens, mask, log_probs))
+        start = int(mask.int().argmax()) if mask.any() else len(tokens)
+        text, old, by_policy, values = (
+            part.tolist() for part in (tokens[:start], tokens[start:], mask[start:], log_probs[start:])
+        )
+        room = sampling.max_response_tokens if text else 0
+        if max_model_len is not None:
+            room = min(room, max_model_len - len(text))
         row = Row(text, sampling, seed, group, room, old, by_policy, values, [()] * len(old), len(old))
         row.finish_reason = UNFINISHED if room > row.before else FINISH_FAILED
         result.append(row)
@@ -102,14 +120,16 @@ def sample(
     turns_of: Callable[[Dealt], Turns],
     records: tuple[int, int] | None = None,
     most: int | None = None,
+    on_complete: OnComplete | None = None,
 ) -> Added:
     """Continue open rows, in rounds of ``sweep.tokens`` tokens each, until the sweep's groups have ended.
 
     Row i of the answer is what was added to ``flight.open_rows()[i]``. Which groups end in a round depends on
     how long their responses are, not on time, ranks or replicas. ``take`` gives the sweep's tickets, see
     `Dealt`, and ``turns_of`` leads the rows; ``records`` as in `added_rows`; ``most`` rows are in flight on a
-    replica, as many as the engine works on unless given. Collective over the layout's ranks, whose
-    communicator must exist.
+    replica, as many as the engine works on unless given. The first rank of a replica tells ``on_complete`` of
+    every group that has ended, while others go on. Collective over the layout's ranks, whose communicator
+    must exist.
     """
     members, replica = Members(layout.ranks), layout.coordinates(rank)
     most = engine.most_rows if most is None else most
@@ -117,9 +137,17 @@ def sample(
     turns, rows = turns_of(dealt), sweep.flight.open_rows()
     rounds: dict[int, int] = {}
     number = 0
+
+    def tell() -> None:
+        for group, ended in dealt.ended():
+            if on_complete is not None and replica.tensor == 0:
+                alone = sweep.flight.groups([group])
+                added = added_rows(list(range(len(ended))), ended, [0] * len(ended), records)
+                on_complete(group, extended(alone, added, sweep.version))
+
     while not is_enough(_ended(sweep.flight, rows, rounds), sweep.must, sweep.wanted):
         number += 1
-        drive(engine, turns, sweep.tokens)
+        drive(engine, turns, sweep.tokens, tell)
         if sweep.tokens is None:
             rounds = dict.fromkeys(range(len(rows)), number)
             continue

@@ -15,6 +15,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import Members, gather_objects
 from megatron_rl.parallel.groups import communicator
 from megatron_rl.roles.build import Roles
+from megatron_rl.trainer.dynamic_sampling import ROUND_CEILING, informative, take_informative
 from megatron_rl.trainer.loop import (
     Phases,
     StepResult,
@@ -24,16 +25,7 @@ from megatron_rl.trainer.loop import (
     step_result,
     step_seed,
 )
-from megatron_rl.trainer.sample import (
-    ROUND_CEILING,
-    Pending,
-    RolloutSource,
-    SampledBatch,
-    grade,
-    informative,
-    staleness,
-    take_informative,
-)
+from megatron_rl.trainer.sample import Pending, RolloutSource, SampledBatch, grade, staleness
 
 
 class AheadTrainer:

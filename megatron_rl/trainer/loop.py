@@ -30,7 +30,8 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import Members, RowShard, RowTraffic
 from megatron_rl.roles.build import Roles
-from megatron_rl.trainer.sample import RolloutSource, ScoredBatch, choose_groups, grade, prompts_wanted
+from megatron_rl.trainer.dynamic_sampling import choose_groups, prompts_wanted
+from megatron_rl.trainer.sample import RolloutSource, ScoredBatch, grade
 from megatron_rl.types import Rollouts, Scores, TrainBatch, row_index, token_index
 
 

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithms import Algorithm
-from megatron_rl.algorithms.rewards import count_groups, informative_groups, prompts_to_sample, take_groups
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.parallel.exchange import Members
 from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles
-from megatron_rl.roles.reward import COMPONENT
+from megatron_rl.roles.reward import COMPONENT, EarlyAnswers
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout import episodes
 from megatron_rl.rollout.episodes import Added, Episodes, Sweep
@@ -27,9 +26,6 @@ from megatron_rl.types import (
     Scores,
     row_counts,
 )
-
-ROUND_CEILING = 4
-"""One round of dynamic sampling draws at most this many times the prompts of a step."""
 
 
 class StalenessError(RuntimeError):
@@ -53,9 +49,10 @@ class SampledBatch:
     rollouts: Rollouts
     greedy: Rollouts | None
     metrics: Metrics
+    early: EarlyAnswers = field(default_factory=dict)
 
 
-_BASELINES = ("baseline_rewards", "baseline_lengths")
+BASELINES = ("baseline_rewards", "baseline_lengths")
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class ScoredBatch:
     def rows(self, ids: Sequence[int]) -> ScoredBatch:
         """Return the rows ``ids``, in that order, with metrics and failures of all."""
         index = torch.tensor(ids, dtype=torch.long)
-        baselines = {name: getattr(self.scores, name) for name in _BASELINES}
+        baselines = {name: getattr(self.scores, name) for name in BASELINES}
         scores = Scores(
             rewards=self.scores.rewards[index],
             valid=self.scores.valid[index],
@@ -110,7 +107,8 @@ class RolloutSource:
     def start(self, wanted: int, seed: int) -> Pending:
         """Sample on the ranks of the rollout; others return at once. Collective over the rollout's ranks."""
         sweep = self._sweep(wanted, seed)
-        pending = Pending(sweep, self.roles.rollout.infer(sweep))
+        on_complete = self.roles.reward.begin if sweep.tokens is None else None
+        pending = Pending(sweep, self.roles.rollout.infer(sweep, on_complete))
         if not self.algorithm.needs_greedy_baseline:
             return pending
         greedy = whole(_greedy(sweep.flight.prompts), 1, seed, sweep.version)
@@ -124,7 +122,8 @@ class RolloutSource:
         metrics = episodes.conversation_metrics(taken.rollouts)
         if pending.sweep.tokens is None:
             greedy = None if pending.greedy is None else gathered(rollout, pending.greedy, members)
-            return SampledBatch(taken.prompts, of_one_version(taken.rollouts), greedy, metrics)
+            early = self.roles.reward.early(members)
+            return SampledBatch(taken.prompts, of_one_version(taken.rollouts), greedy, metrics, early)
         rounds = added.shard.values["round"]
         metrics += Metrics.of({
             "rollout/rounds": float(rounds.max()) if len(rounds) else 0.0,
@@ -258,7 +257,7 @@ def grade(roles: Roles, sampled: SampledBatch, members: Members) -> ScoredBatch:
     """Judge the responses, and the greedy ones that they are compared with. Collective over the members."""
     samples = len(sampled.rollouts) // max(len(sampled.prompts), 1)
     prompts = sampled.prompts.repeat(samples)
-    scores, metrics, failures = judge(roles, prompts, sampled.rollouts, members)
+    scores, metrics, failures = judge(roles, prompts, sampled.rollouts, members, sampled.early)
     if sampled.greedy is not None:
         greedy, greedy_metrics, greedy_failures = judge(roles, sampled.prompts, sampled.greedy, members)
         counts = row_counts(sampled.greedy.response_mask, sampled.greedy.lengths)
@@ -272,7 +271,11 @@ def grade(roles: Roles, sampled: SampledBatch, members: Members) -> ScoredBatch:
 
 
 def judge(
-    roles: Roles, prompts: PromptBatch, rollouts: Rollouts, members: Members
+    roles: Roles,
+    prompts: PromptBatch,
+    rollouts: Rollouts,
+    members: Members,
+    early: EarlyAnswers | None = None,
 ) -> tuple[Scores, Metrics, tuple[Failure, ...]]:
     """Put what scorers and reward models say of each row together into one reward.
 
@@ -282,7 +285,7 @@ def judge(
     """
     # All judges are asked before any answer is gathered: those on ranks of their own work at the same time.
     answers = [model.infer(rollouts) for model in roles.reward_models]
-    judgements = roles.reward.infer(prompts, rollouts, members)
+    judgements = roles.reward.infer(prompts, rollouts, members, early)
     parts: list[torch.Tensor] = []
     components: dict[str, torch.Tensor] = {}
     for name, weight, shard, *_ in judgements:
@@ -300,99 +303,6 @@ def judge(
     metrics = Metrics.mean("reward/invalid", float((~valid).sum()), float(len(valid)))
     metrics += merge(judgement.metrics for judgement in judgements)
     return Scores(rewards, valid, components), metrics, sum((one.failures for one in judgements), ())
-
-
-def prompts_wanted(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> int:
-    """Return how many prompts to sample in the next round of a step, 0 when there are enough.
-
-    With dynamic sampling groups whose rewards are all equal are replaced by new ones, in at most
-    ``further_rounds`` rounds.
-    """
-    wanted = config.batch.prompts_per_step
-    if not rounds:
-        return wanted
-    if len(rounds) > algorithm.dynamic_sampling.further_rounds:
-        return 0
-    kept, sampled = map(sum, zip(*(informative(batch) for batch in rounds), strict=True))
-    return prompts_to_sample(wanted, kept, sampled, ceiling=ROUND_CEILING * wanted)
-
-
-def choose_groups(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> ScoredBatch:
-    """Return what a step learns from, with what all its rounds measured.
-
-    Where dynamic sampling still lacks groups the step goes on with those that teach something, or with the
-    first round's where none does; groups beyond the wanted number are dropped and counted.
-    """
-    if not algorithm.dynamic_sampling.further_rounds:
-        return rounds[0]
-    metrics = Metrics.of({"sampling/rounds": float(len(rounds))})
-    taken = take_informative(_joined(rounds), config.batch.prompts_per_step, instead=rounds[0])
-    return replace(taken, metrics=taken.metrics + metrics)
-
-
-def informative(batch: ScoredBatch) -> tuple[int, int]:
-    """Return the number of groups whose rewards differ, and of all groups."""
-    group = batch.rollouts.group
-    keep = informative_groups(batch.scores.rewards, group, batch.scores.valid)
-    return count_groups(keep, group), len(torch.unique(group))
-
-
-def take_informative(batch: ScoredBatch, wanted: int, *, instead: ScoredBatch) -> ScoredBatch:
-    """Return the first ``wanted`` groups whose rewards differ, or as many as there are.
-
-    Where there are none the rows are those of ``instead``; metrics and failures stay the batch's.
-    """
-    kept, sampled = informative(batch)
-    group = batch.rollouts.group
-    taken = take_groups(informative_groups(batch.scores.rewards, group, batch.scores.valid), group, wanted)
-    metrics = Metrics.of({
-        "sampling/prompts": float(sampled),
-        "sampling/informative_fraction": kept / sampled,
-        "sampling/dropped_groups": float(max(kept - wanted, 0)),
-        "sampling/missing_groups": float(max(wanted - kept, 0)),
-    })  # fmt: skip
-    chosen = batch.rows(taken) if taken else instead
-    return replace(chosen, metrics=batch.metrics + metrics, failures=batch.failures)
-
-
-def _joined(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
-    """Return the rows of all rounds; each round's groups are numbered after those before.
-
-    A component that a round lacks is NaN there.
-    """
-    if len(rounds) == 1:
-        return rounds[0]
-    names = sorted({name for batch in rounds for name in batch.scores.components})
-    shifted: list[Rollouts] = []
-    groups = 0
-    for batch in rounds:
-        shifted.append(replace(batch.rollouts, group=batch.rollouts.group + groups))
-        groups = int(shifted[-1].group.max()) + 1
-    absent = [torch.full_like(batch.scores.rewards, float("nan")) for batch in rounds]
-    scores = Scores(
-        rewards=torch.cat([batch.scores.rewards for batch in rounds]),
-        valid=torch.cat([batch.scores.valid for batch in rounds]),
-        components={
-            name: torch.cat(
-                [b.scores.components.get(name, nan) for b, nan in zip(rounds, absent, strict=True)]
-            )
-            for name in names
-        },
-        **{name: _joined_baselines(rounds, name) for name in _BASELINES},
-    )
-    return ScoredBatch(
-        PromptBatch.concatenate([batch.prompts for batch in rounds]),
-        Rollouts.concatenate(shifted),
-        scores,
-        merge(batch.metrics for batch in rounds),
-        tuple(failure for batch in rounds for failure in batch.failures),
-    )
-
-
-def _joined_baselines(rounds: Sequence[ScoredBatch], field: str) -> torch.Tensor | None:
-    baselines = [getattr(batch.scores, field) for batch in rounds]
-    known = [baseline for baseline in baselines if baseline is not None]
-    return torch.cat(known) if len(known) == len(baselines) else None
 
 
 def _greedy(prompts: PromptBatch) -> PromptBatch:

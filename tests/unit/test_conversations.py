@@ -14,10 +14,11 @@ from megatron_rl.data.chat_format import ChatTemplate, PlainText
 from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.conversations import Conversations
 from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended
 from megatron_rl.rollout.replica import Dealt
 from megatron_rl.rollout.torch import TorchEngine
-from megatron_rl.rollout.turns import Conversations, Row, drive
+from megatron_rl.rollout.turns import Row, drive
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_LENGTH,

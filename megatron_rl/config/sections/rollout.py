@@ -46,6 +46,12 @@ class EnvironmentConfig:
         at_least=1,
         at_most=1024,
     )
+    tool_parser: str | None = setting(
+        None,
+        "The parser of vLLM that finds calls of tools in a turn, such as `hermes`.",
+        unset="none: turns are text alone",
+        also_called={"vLLM": "tool_call_parser"},
+    )
     limits: LimitsConfig = setting(LimitsConfig(), "What a process of environments may use.")
     settings: dict[str, Any] = setting({}, "Settings of the class.", takes_rest=True)
 

@@ -1,0 +1,164 @@
+"""Programs that lead episodes through the endpoint: the tokens are the engine's own, and failures are typed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_conversations import STOP, TOKENIZER, logits, prompts, turns_of
+
+from megatron_rl.config.sections.rollout import EnvironmentConfig
+from megatron_rl.data.chat_format import ChatTemplate, PlainText
+from megatron_rl.data.quickstart import build_tokenizer
+from megatron_rl.environments.hosts import Hosts, environment_errors
+from megatron_rl.rollout.conversations import Conversations
+from megatron_rl.rollout.engine import make_tool_parser
+from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended
+from megatron_rl.rollout.replica import Dealt
+from megatron_rl.rollout.torch import TorchEngine
+from megatron_rl.rollout.turns import drive
+from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, split_rows
+
+OPENAI = """
+import json, sys
+from openai import OpenAI
+
+task = json.load(sys.stdin)
+client = OpenAI()
+messages = [{"role": "system", "content": "3*"}, {"role": "user", "content": task["prompt"]}]
+for turn in range(3):
+    answer = client.chat.completions.create(
+        model="policy", messages=messages, max_tokens=4, logprobs=True
+    )
+    choice = answer.choices[0]
+    assert len(choice.logprobs.content) == answer.usage.completion_tokens <= 4
+    assert client.models.list().data[0].id == "policy"
+    messages += [choice.message, {"role": "user", "content": f"{turn}="}]
+print(json.dumps({"turns": 3}))
+"""
+PLAIN = """
+import json, os, sys, time, urllib.request, urllib.error
+
+way = json.load(sys.stdin)["prompt"]
+
+def ask(messages, key=os.environ["OPENAI_API_KEY"], **more):
+    body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 3, **more}).encode()
+    headers = {"Authorization": f"Bearer {key}"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as reply:
+            return json.load(reply)["choices"][0]["message"]
+    except urllib.error.HTTPError as error:
+        return json.load(error)["error"]["code"]
+
+first = [{"role": "user", "content": "1+2="}]
+said = ask(first)
+if way == "crash":
+    sys.exit("no more")
+if way == "hang":
+    time.sleep(1000)
+if way == "odd":
+    assert ask(first) == said, "asked again, it said something else"
+    assert ask(first, key="other") == "key"
+    assert ask(first, stream=True) == ask(first, n=2) == "unsupported"
+    assert ask([{"role": "user", "content": "another"}]) == ask([*first, said]) == "history"
+    assert ask(7) == "messages"
+history = [*first, said]
+while way == "long":
+    history += [{"role": "user", "content": "+"}]
+    answer = ask(history)
+    assert isinstance(answer, dict), answer
+    history.append(answer)
+print(json.dumps({"turns": 1}))
+"""
+JUDGED = """
+import json
+from megatron_rl import AgentEnvironment
+
+class Judged(AgentEnvironment):
+    async def judge(self, episode, written):
+        return json.loads(written)["turns"]
+"""
+
+
+@pytest.fixture
+def play(tmp_path: Path):
+    (tmp_path / "judged.py").write_text(JUDGED)
+    made: list[Hosts] = []
+
+    def run(source: str, texts: list[str], samples: int = 1, seconds: float = 100.0) -> Episodes:
+        (tmp_path / "agent.py").write_text(source)
+        settings = {"command": [sys.executable, str(tmp_path / "agent.py")]}
+        config = EnvironmentConfig(
+            f"{tmp_path / 'judged.py'}:Judged", max_turns=5, turn_timeout=seconds, settings=settings
+        )
+        made.append(Hosts(config))
+        flight = begin(prompts(texts, [0] * len(texts)), samples, seed=4, version=3)
+        dealt = Dealt(flight, 99, 200)
+        talks = Conversations(made[-1], PlainText(TOKENIZER), dealt, None, 200)
+        drive(TorchEngine.from_logits(logits, max_model_len=200), talks, None)
+        return extended(flight, added_rows(dealt.numbers, dealt.rows, [1] * len(dealt.rows)), version=3)
+
+    yield run
+    for hosts in made:
+        hosts.close()
+
+
+def test_two_agents_at_once_with_the_plain_client_of_openai(play):
+    rollouts = play(OPENAI, ["1+2="], samples=2).rollouts
+    assert rollouts.finish_reason.tolist() == [FINISH_STOP] * 2
+    assert [outcome.reward for outcome in rollouts.outcomes] == [3, 3]
+    columns = (rollouts.tokens, rollouts.response_mask, rollouts.rollout_log_probs)
+    for tokens, mask, values in zip(*(split_rows(c, rollouts.lengths) for c in columns), strict=True):
+        start = int(mask.int().argmax())
+        assert tokens[:start].tolist() == TOKENIZER.encode("3*1+2="), "not the agent's own prompt"
+        assert len(turns_of(tokens, mask)) == 3
+        assert [TOKENIZER.decode(turn) for turn in turns_of(tokens[start:], ~mask[start:])] == ["0=", "1="]
+        for place in mask.nonzero()[:, 0].tolist():
+            before = logits(tokens[:place], torch.tensor([place]))[0] / 0.8
+            assert values[place] == pytest.approx(float(before.log_softmax(0)[tokens[place]]), abs=1e-5)
+    first, second = split_rows(rollouts.tokens, rollouts.lengths)
+    assert not torch.equal(first, second)
+
+
+def test_what_agents_do_wrong_is_their_own_failure_and_never_a_reward(play):
+    rollouts = play(PLAIN, ["crash", "hang", "odd", "long"], seconds=20.0).rollouts
+    crash, hang, odd, long = rollouts.outcomes
+    assert (crash.failure, hang.failure) == ("exception", "timeout")
+    assert "status 1" in crash.message and "no more" in crash.message
+    assert (odd.failure, odd.reward) == (None, 1), odd.message
+    assert (long.failure, long.reward) == (None, None), "an episode without a turn left has not failed"
+    assert rollouts.finish_reason.tolist() == [FINISH_FAILED, FINISH_FAILED, FINISH_STOP, FINISH_LENGTH]
+
+
+TOOLS = (
+    "{% if tools %}{% for t in tools %}<bos>{{ t['function']['name'] }}<eos>{% endfor %}{% endif %}"
+    "{% for m in messages %}<bos>{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<bos>{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "7", "parameters": {}}}
+
+
+def test_calls_of_tools_are_parsed_by_vllm_and_templates_render_tools():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TOOLS
+    started = ChatTemplate(tokenizer).start([{"role": "user", "content": "1+2="}], [TOOL])
+    assert tokenizer.decode(started) == "<bos>7<eos><bos>1+2=<eos><bos>"
+    parse = make_tool_parser("hermes", tokenizer)
+    assert parse is not None
+    call = {"name": "add", "arguments": {"a": 1}}
+    text, calls = parse(f"so <tool_call>{json.dumps(call)}</tool_call>", [TOOL])
+    assert text.strip() == "so"
+    assert calls[0]["name"] == "add" and json.loads(calls[0]["arguments"]) == {"a": 1}
+    assert parse("7", [TOOL]) == ("7", [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"), [({}, "command is missing"), ({"command": ["no-such-agent"]}, "no program")]
+)
+def test_an_agent_that_cannot_be_started_is_found_by_check(settings, words):
+    [error] = environment_errors(EnvironmentConfig("megatron_rl:AgentEnvironment", settings=settings))
+    assert words in str(error)
+    assert STOP
