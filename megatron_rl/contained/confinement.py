@@ -76,7 +76,7 @@ def isolate(limits: Mapping[str, Any]) -> list[str]:
 
     Returns what the kernel does not allow, in words; nothing is changed there. The file system is read-only
     but for `SCRATCH`, which holds as much as ``limits`` allow of memory, and there is no network, unless they
-    grant ``write`` and ``network``.
+    grant ``write`` and ``network``; with ``loopback`` the processes may connect to each other.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     spaces = _NEW_PROCESSES | _NEW_IPC | (0 if limits["network"] else _NEW_NETWORK)
@@ -93,7 +93,7 @@ def isolate(limits: Mapping[str, Any]) -> list[str]:
         wanted += [] if limits["network"] else ["the network is reachable"]
         wanted += [] if limits["write"] else ["files can be written"]
         return [f"{what} (namespaces: {reason})" for what in wanted]
-    if not limits["network"]:
+    if limits.get("loopback") and not limits["network"]:
         _raise_loopback()
     return [] if limits["write"] else _make_read_only(libc, limits)
 

@@ -94,7 +94,8 @@ class Hosts:
 
     def _begin(self, place: int | None = None) -> list[str]:
         """Start a process, instead of the one at ``place``; return what it does not enforce."""
-        process = ContainedProcess("megatron_rl.environments.host:serve", asdict(self.config.limits))
+        limits = {**asdict(self.config.limits), "loopback": True}  # an agent speaks with its endpoint
+        process = ContainedProcess("megatron_rl.environments.host:serve", limits)
         try:
             ready = process.load(self.config.name, dict(self.config.settings), self.config.max_turns)
         except LoadFailed as error:

@@ -1,4 +1,4 @@
-"""Programs that lead episodes through the endpoint: the tokens are the engine's own, and failures are typed."""
+"""Programs that lead episodes through the endpoint: tokens are the engine's own, and failures are typed."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def test_what_agents_do_wrong_is_their_own_failure_and_never_a_reward(play):
 
 TOOLS = (
     "{% if tools %}{% for t in tools %}<bos>{{ t['function']['name'] }}<eos>{% endfor %}{% endif %}"
-    "{% for m in messages %}<bos>{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<bos>{% endif %}"
+    "{% for m in messages %}<bos>{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<bos>{% endif %}"
 )
 TOOL = {"type": "function", "function": {"name": "7", "parameters": {}}}
 
