@@ -65,16 +65,19 @@ class Dealt:
             busy += sum(row.finish_reason == UNFINISHED for row in rows)
         return list(range(begun, len(self.rows)))
 
-    def ended(self) -> list[tuple[int, list[Row]]]:
-        """Return the groups whose rows have all ended since the last call, with their rows."""
-        complete = [
-            (group, rows)
+    def complete(self, version: int) -> list[tuple[int, Episodes]]:
+        """Return the groups whose rows have all ended since the last call, sampled by ``version``."""
+        ended = [
+            group
             for group, rows in self._going.items()
             if all(row.finish_reason != UNFINISHED for row in rows)
         ]
-        for group, _ in complete:
-            del self._going[group]
-        return complete
+        result = []
+        for group in ended:
+            rows = self._going.pop(group)
+            added = added_rows(list(range(len(rows))), rows, [0] * len(rows))
+            result.append((group, extended(self._flight.groups([group]), added, version)))
+        return result
 
     def _next(self) -> int | None:
         if self._first:
@@ -139,11 +142,9 @@ def sample(
     number = 0
 
     def tell() -> None:
-        for group, ended in dealt.ended():
-            if on_complete is not None and replica.tensor == 0:
-                alone = sweep.flight.groups([group])
-                added = added_rows(list(range(len(ended))), ended, [0] * len(ended), records)
-                on_complete(group, extended(alone, added, sweep.version))
+        if on_complete is not None and replica.tensor == 0:
+            for group, episodes in dealt.complete(sweep.version):
+                on_complete(group, episodes)
 
     while not is_enough(_ended(sweep.flight, rows, rounds), sweep.must, sweep.wanted):
         number += 1

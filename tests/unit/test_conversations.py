@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatTemplate, PlainText
 from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.errors import UserError
+from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.conversations import Conversations
 from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended
 from megatron_rl.rollout.replica import Dealt
@@ -187,6 +190,46 @@ def test_groups_from_a_queue_are_the_same_whichever_replica_has_them(hosts: Host
     by_number = dict(zip(numbers, rows, strict=True))
     added = added_rows(list(range(10)), [by_number[number] for number in range(10)], [1] * 10)
     same(extended(flight, added, version=3).rollouts, sweep(hosts, flight, None).rollouts)
+
+
+PATIENT = """
+import asyncio, pathlib
+from megatron_rl import Environment
+
+class Patient(Environment):
+    async def run(self, episode):
+        await episode.generate(limit=3)
+        while episode.prompt != "first" and not pathlib.Path(episode.metadata["judged"]).exists():
+            await asyncio.sleep(0.01)
+"""
+REWARD = """
+import pathlib
+def judge(*, prompt, metadata, **_):
+    pathlib.Path(metadata["judged"]).touch()
+    return float(len(prompt))
+"""
+
+
+def test_a_group_is_judged_when_it_is_complete_while_others_go_on(tmp_path: Path):
+    (tmp_path / "env.py").write_text(PATIENT)
+    (tmp_path / "reward.py").write_text(REWARD)
+    batch = replace(prompts(["first", "x"], [1, 1]), metadata=({"judged": str(tmp_path / "judged")},) * 2)
+    patient = Hosts(EnvironmentConfig(f"{tmp_path / 'env.py'}:Patient", turn_timeout=60))
+    settings = RewardConfig(f"{tmp_path / 'reward.py'}:judge", limits=RewardLimitsConfig(write=True))
+    reward = RewardRole(settings, TOKENIZER)
+    dealt = Dealt(begin(batch, 2, seed=1, version=3), 4, 200)
+
+    def judge() -> None:
+        for group, episodes in dealt.complete(3):
+            reward.begin(group, episodes)
+
+    engine = TorchEngine.from_logits(logits, max_model_len=200)
+    drive(engine, Conversations(patient, PlainText(TOKENIZER), dealt), None, judge)
+    assert [row.outcome.failure for row in dealt.rows if row.outcome] == [None] * 4
+    answers = {row: answer.reward for _, some in reward._beside.results() for row, answer in some.items()}
+    assert answers == {0: 5.0, 1: 5.0, 2: 1.0, 3: 1.0}
+    patient.close()
+    reward.close()
 
 
 def test_no_room_and_no_turn_left_truncate_and_are_no_failure(hosts: Hosts):
