@@ -25,6 +25,7 @@ TRAINING = [
     "datasets>=3",
     "matplotlib>=3.8",
     "psutil",
+    "prometheus-client",  # vLLM brings it along
     "pyarrow>=15",
     "safetensors>=0.4",
     "tensorboard>=2.16",
@@ -39,6 +40,12 @@ EXTRAS = {
     # vllm decides the torch version; parts of it are replaced, so each series has to be looked at first.
     # Transformer Engine and Apex are used where they are installed.
     "gpu": ["torch", "megatron-core>=0.16.1", "vllm>=0.32,<0.33", *TRAINING],
+    # What some configurations name: experiment trackers, graders and tasks.
+    "wandb": ["wandb>=0.18"],
+    "mlflow": ["mlflow>=3"],
+    "swanlab": ["swanlab>=0.10"],
+    "math": ["math-verify>=0.9"],
+    "reasoning-gym": ["reasoning-gym>=0.1.25"],
     "dev": [
         "hypothesis",
         "import-linter>=2",

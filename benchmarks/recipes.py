@@ -46,7 +46,7 @@ def warm_model(folder: Path) -> Path:
         say("recipes", "the supervised warm-up that all recipes start from")
         # A run has at least one step; this one's is too small to change a weight.
         tiny = ["actor.optimizer={learning_rate: 1e-15}", "steps=1", "batch.prompts_per_step=8"]
-        train(QUICKSTART, run, [*tiny, "data.eval=null", "checkpoint.every=1"])
+        train(QUICKSTART, run, [*tiny, "evaluation.sets={}", "checkpoint.every=1"])
     return run / "hf"
 
 
@@ -62,7 +62,7 @@ def measure(
             f"checkpoint.every={steps}", "checkpoint.export=false", "checkpoint.keep=1",
         ]  # fmt: skip
         lines = train(RECIPES / f"{name}.yaml", run, [*settings, *overrides])
-        accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+        accuracy = [line["eval/held_out/accuracy"] for line in lines if "eval/held_out/accuracy" in line]
         rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
         results["before"].append(accuracy[0])
         results["after"].append(accuracy[-1])

@@ -9,8 +9,8 @@ interrupted call goes on. The quickstart, with another model, other problems and
 
     python benchmarks/seeds.py configs/quickstart.yaml --at-least 0.9 --gain 0.3 \\
         --prepare "python -m megatron_rl.data.quickstart {folder} --seed {seed}" model.path={folder}/model \\
-        data.train={folder}/train.jsonl data.eval={folder}/eval.jsonl sft.data={folder}/sft.jsonl \\
-        sft.held_out={folder}/sft_eval.jsonl
+        data.train={folder}/train.jsonl evaluation.sets.held_out={folder}/eval.jsonl \\
+        sft.data={folder}/sft.jsonl sft.held_out={folder}/sft_eval.jsonl
 
 Metrics: accuracy before (at step 0, after the stages) and after; gain; warm-up, its steps; time, the seconds
 of the steps. The exit code is 1 where a run failed, or a seed stays under --at-least or --gain.
@@ -52,7 +52,7 @@ def train(config: Path, seed: int, folder: Path, prepare: str, ranks: int, overr
 def measure(run: Path) -> dict[str, float]:
     """Return the numbers of a run that has ended."""
     lines = read_metrics(run / "metrics.jsonl")
-    accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    accuracy = [line["eval/held_out/accuracy"] for line in lines if "eval/held_out/accuracy" in line]
     warm_up = read_metrics(run / "sft.jsonl")
     return {
         "before": accuracy[0],

@@ -35,7 +35,7 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 
 QUIET = (
-    "data.eval=null",
+    "evaluation.sets={}",
     "checkpoint.every=1000000",
     "checkpoint.resume=never",
     "checkpoint.export=false",

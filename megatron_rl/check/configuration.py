@@ -22,6 +22,7 @@ from megatron_rl.check.model_settings import (
     check_optimizer,
     check_routing,
 )
+from megatron_rl.check.packages import logging_errors, missing_packages
 from megatron_rl.check.parallel_sizes import (
     check_budget,
     check_layout,
@@ -190,7 +191,10 @@ def _checked(
     layouts = _layouts(check, world)
     check.add(check_asynchrony(config, layouts, algorithm))
     check_inputs(inputs)
-    (check.errors if training else check.warnings).extend(check_attention(config))
+    check.add(list(logging_errors(config)))
+    (check.errors if training else check.warnings).extend(
+        [*check_attention(config), *missing_packages(config)]
+    )
     _check_model(check, inputs, layouts)
     if not check.errors:
         errors, warnings = trial.result(_tried_roles(inputs, layouts), config.model.dtype)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_rl.check.data_sets import DataPreview, check_data
+from megatron_rl.check.evaluation import best_errors, evaluation_set_errors
 from megatron_rl.check.files import Files
 from megatron_rl.check.model_config import check_model_config
 from megatron_rl.check.model_tokens import check_tokenizer, has_chat_template, stop_errors
@@ -29,7 +30,7 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, read_pretrained
 from megatron_rl.shapes.published import read_trainable
 
-_PATHS = ("path", "megatron", "hf_path", "train", "eval", "data", "held_out", "run_dir", "resume")
+_PATHS = ("path", "megatron", "hf_path", "train", "data", "held_out", "run_dir", "resume")
 """Last names of the settings that hold a path."""
 _MODEL_FILES = "a directory with config.json, *.safetensors and tokenizer files"
 
@@ -133,8 +134,13 @@ def check_inputs(check: Inputs) -> None:
     if config.data.train is not None and fine and check.fine("data.train"):
         check.preview = check_data(Path(config.data.train), "data.train", judged, files)
         _check_prompts(check)
-    if config.data.eval is not None and fine and check.fine("data.eval"):
-        check_data(Path(config.data.eval), "data.eval", judged, files)
+    for name, described in config.evaluation.sets.items():
+        where = f"evaluation.sets.{name}"
+        if fine and check.fine(where):
+            check_data(Path(described.data), f"{where}.data", judged, files)
+            check.errors.extend(evaluation_set_errors(name, described))
+    if check.fine("evaluation", "checkpoint"):
+        check.errors.extend(best_errors(config))
     for plan in stage_plans(config):
         _check_stage_data(check, plan, fields)
     if config.job == TRAIN and check.fine("reward"):

@@ -77,13 +77,15 @@ def _sampling(
             "set it to 8 or more, or choose an algorithm without groups",
             "2 or more",
         )
-    if config.evaluation.samples > 1 and config.evaluation.temperature == 0:
-        warnings.add(
-            "greedy evaluation gives the same answer every time",
-            "evaluation.samples",
-            f"{config.evaluation.samples} samples at temperature 0",
-            "set evaluation.samples=1, or a temperature above 0",
-        )
+    for name, described in config.evaluation.sets.items():
+        where = f"evaluation.sets.{name}"
+        if described.samples > 1 and described.temperature == 0:
+            warnings.add(
+                "greedy evaluation gives the same answer every time",
+                f"{where}.samples",
+                f"{described.samples} samples at temperature 0",
+                f"set {where}.samples=1, or a temperature above 0",
+            )
     if shape is not None and shape.head_dim < 32 and rollout.engine == "vllm":
         warnings.add(
             "vLLM's attention on machines without an accelerator needs a head size of 32 or more",
@@ -169,12 +171,12 @@ def _learning(config: RunConfig, warnings: _Warnings) -> None:
                 error.fix or "name another",
                 error.expected,
             )
-    if config.data.eval is None:
+    if not config.evaluation.sets:
         warnings.add(
             "nothing is evaluated: there is no held-out data",
-            "data.eval",
+            "evaluation.sets",
             "nothing",
-            "set data.eval to records that are not trained on",
+            "set evaluation.sets.held_out to a data set that is not trained on",
         )
 
 

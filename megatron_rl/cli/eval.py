@@ -1,4 +1,4 @@
-"""Answer the evaluation set with a checkpoint."""
+"""Answer the evaluation sets with checkpoints and Hugging Face models."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="DIR",
+        nargs="+",
+        action="extend",
         required=True,
-        help="a Hugging Face directory, or a run's checkpoints/step_N",
+        help="Hugging Face directories and runs' checkpoints/step_N, in any number",
     )
     parser.add_argument(
         "--trust", action="store_true", help="load the checkpoint even if that may run code which it holds"
@@ -27,22 +29,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the configuration and the checkpoint's directory, then evaluate."""
+    """Check the configuration and the directories, then evaluate."""
+    # A setting may follow the directories.
+    overrides = [word for word in arguments.checkpoint if "=" in word and not Path(word).exists()]
+    arguments.overrides = [*arguments.overrides, *overrides]
     report = checked(arguments, launch(joins=True).world_size, job=TRAIN, training=True)
     config = report.valid()
-    checkpoint = Path(arguments.checkpoint)
-    _require_checkpoint(checkpoint)
-    if config.data.eval is None:
+    paths = [Path(word) for word in arguments.checkpoint if word not in overrides]
+    for path in paths:
+        _require_checkpoint(path)
+    if not config.evaluation.sets:
         raise UserError(
             "there is nothing to evaluate",
-            where="data.eval",
-            expected="a data set",
-            got="nothing",
-            fix="set data.eval=path/to/eval.jsonl",
+            where="evaluation.sets",
+            expected="an evaluation set",
+            got="none",
+            fix="set evaluation.sets.held_out=path/to/eval.jsonl",
         )
-    from megatron_rl.trainer.offline import evaluate_checkpoint
+    from megatron_rl.trainer.offline import evaluate_checkpoints
 
-    evaluate_checkpoint(config, checkpoint, trusted=arguments.trust)
+    evaluate_checkpoints(config, paths, trusted=arguments.trust)
     return 0
 
 

@@ -25,9 +25,10 @@ COMMANDS = {
         "megatron_rl.cli.plan_reshard",
         "plan the weight transfer of a model between two layouts, up to 1,024 ranks and more",
     ),
-    "eval": ("megatron_rl.cli.eval", "answer the evaluation set with a checkpoint"),
+    "eval": ("megatron_rl.cli.eval", "answer the evaluation sets with checkpoints, as a table"),
     "export": ("megatron_rl.cli.export", "write a checkpoint as a Hugging Face model, or for Megatron-LM"),
     "report": ("megatron_rl.cli.report", "make the table, the learning curve and report.html of a run"),
+    "compare": ("megatron_rl.cli.compare", "put runs beside each other: settings, results, curves"),
     "doctor": ("megatron_rl.cli.doctor", "check the environment and say what to fix"),
 }
 

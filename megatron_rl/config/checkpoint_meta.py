@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,11 @@ def latest(folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def prune(saved: Path, keep: int) -> list[Path]:
+def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
     """Delete what broken saves left beside a checkpoint and older ones beyond ``keep`` with it; return them.
 
-    Newer ones do not count: the run went on from before them, because they are damaged. Call on one rank,
-    while no save is under way.
+    Those of the steps ``best`` stay. Newer ones do not count: the run went on from before them, because they
+    are damaged. Call on one rank, while no save is under way.
     """
     folder = saved.parent
     doomed = [path for path in sorted(folder.glob("step_*")) if path.suffix in (".partial", ".old")]
@@ -64,7 +64,10 @@ def prune(saved: Path, keep: int) -> list[Path]:
         remove(path)
     complete = checkpoints(folder)
     complete = complete[: complete.index(saved) + 1]
+    lasting = [checkpoint_path(folder, step) for step in best]
     for path in complete[: max(len(complete) - max(keep, 1), 0)]:
+        if path in lasting:
+            continue
         doomed.append(path)
         # Renamed first: a deletion that is cut off must not leave half a checkpoint under its name.
         remove(path.rename(path.with_name(path.name + ".old")))

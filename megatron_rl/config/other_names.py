@@ -15,7 +15,13 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.algorithm import FORMER_SETTINGS
 from megatron_rl.config.setting import ForeignName, setting_of
 
-RENAMED: Mapping[str, str] = {**FORMER_SETTINGS}
+RENAMED: Mapping[str, str] = {
+    **FORMER_SETTINGS,
+    "data.eval": "evaluation.sets.NAME.data",
+    "evaluation.samples": "evaluation.sets.NAME.samples",
+    "evaluation.temperature": "evaluation.sets.NAME.temperature",
+    "evaluation.max_prompts": "evaluation.sets.NAME.max_prompts",
+}
 """Former key of this project -> its key now; what stood below it stands below that."""
 
 FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
@@ -28,7 +34,7 @@ FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
     "loss_fn": ForeignName("NeMo-RL", "algorithm"),
     "cluster": ForeignName("NeMo-RL", "world_size and gpus_per_node"),
     "checkpointing": ForeignName("NeMo-RL", "checkpoint"),
-    "logger": ForeignName("NeMo-RL", "run_dir"),
+    "logger": ForeignName("NeMo-RL", "run_dir, logging"),
 }
 """Sections of other projects that hold what stands in several of ours: name -> project and our names."""
 

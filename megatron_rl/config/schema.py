@@ -18,7 +18,9 @@ from megatron_rl.config.sections.bounds import (
     MOST_STEPS,
     MOST_TOKENS,
 )
-from megatron_rl.config.sections.data import DataConfig, EvaluationConfig
+from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.evaluation import EvaluationConfig
+from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import (
@@ -139,6 +141,18 @@ class CheckpointConfig:
         at_least=1,
         at_most=MOST_STEPS,
         also_called={"NeMo-RL": "keep_top_k", "verl": "max_actor_ckpt_to_keep"},
+    )
+    best: str | None = setting(
+        None,
+        "Metric of an evaluation set, such as eval/NAME/accuracy: a checkpoint is saved where it is among "
+        "the best measured, and the best stay.",
+        unset="none",
+    )
+    best_is: str = setting(
+        "highest", "Which measurement of `best` is the best.", choices=("highest", "lowest")
+    )
+    keep_best: int = setting(
+        1, "Best checkpoints that stay, beside the newest.", at_least=1, at_most=MOST_STEPS
     )
     resume: str = setting(
         "auto",
@@ -267,6 +281,7 @@ class RunConfig:
     asynchrony: AsynchronyConfig = setting(AsynchronyConfig(), "Sampling ahead of the learner.")
     evaluation: EvaluationConfig = setting(EvaluationConfig(), "Evaluation on held-out prompts.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "Saving and resuming.")
+    logging: LoggingConfig = setting(LoggingConfig(), "Experiment trackers.")
     sft: SftConfig | None = setting(None, "Supervised warm-up.", unset="none")
     preference: PreferenceConfig | None = setting(None, "Training on preferences.", unset="none")
     rank_timeout: float = setting(

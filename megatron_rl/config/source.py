@@ -258,14 +258,17 @@ def _set(tree: Section, names: list[str], node: Leaf | Section) -> None:
 
 
 def named_section(node: Leaf | Section | None, path: list[str]) -> Section | None:
-    """Return the section that text stands for as a piece of the algorithm or as environment, else None.
+    """Return the section that text stands for as a piece of the algorithm, environment or set, else None.
 
-    ``policy_loss: gspo`` is short for ``policy_loss: {name: gspo}``, also where a setting is laid over it.
+    ``policy_loss: gspo`` is short for ``policy_loss: {name: gspo}``, also where a setting is laid over it; of
+    an evaluation set the text is its data.
     """
     named = (len(path) == 2 and path[0] == "algorithm") or path == ["rollout", "environment"]
-    if named and isinstance(node, Leaf) and isinstance(node.value, str) and node.value != "None":
-        return Section({"name": node}, node.origin)
-    return None
+    evaluated = len(path) == 3 and path[:2] == ["evaluation", "sets"]
+    text = isinstance(node, Leaf) and isinstance(node.value, str) and node.value != "None"
+    if node is None or not text or not (named or evaluated):
+        return None
+    return Section({"name" if named else "data": node}, node.origin)
 
 
 def _convert(loader: _Loader, node: yaml.Node, origin_of: Any, errors: list[UserError]) -> Leaf | Section:

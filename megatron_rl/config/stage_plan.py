@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, AlgorithmConfig, RunConfig
+from megatron_rl.config.sections.evaluation import EvaluationConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import AsynchronyConfig, RolloutConfig
@@ -51,7 +52,6 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
 
 _REINFORCEMENT = (
     "data.train",
-    "data.eval",
     "reward",
     "steps",
     "placement",
@@ -101,7 +101,7 @@ def for_job(config: RunConfig) -> RunConfig:
     trained = {name: model for name, model in config.reward.models.items() if model.training is not None}
     return replace(
         config,
-        data=replace(config.data, train=None, eval=None),
+        data=replace(config.data, train=None),
         actor=replace(config.actor, optimizer=OptimizerConfig()),
         reward=RewardConfig(models=trained if config.job == "reward-model" else {}),
         sft=config.sft if config.job == "sft" else None,
@@ -112,6 +112,7 @@ def for_job(config: RunConfig) -> RunConfig:
         reference=None,
         rollout=rollout,
         asynchrony=AsynchronyConfig(),
+        evaluation=EvaluationConfig(),
     )
 
 

@@ -74,10 +74,13 @@ class PromptSource:
         """Return the next ``count`` prompts, crossing into further epochs as needed."""
         return self._batch(self._order.next(count))
 
-    def everything(self, limit: int | None = None, temperature: float | None = None) -> PromptBatch:
+    def everything(
+        self, limit: int | None = None, temperature: float | None = None, top_p: float | None = None
+    ) -> PromptBatch:
         """Return the first ``limit`` prompts in file order, without moving the source's position.
 
-        ``temperature`` replaces the profiles' own; 0 is greedy and switches their filters off.
+        ``temperature`` and ``top_p`` replace the profiles' own; temperature 0 is greedy and switches their
+        filters off.
         """
         batch = self._batch(range(len(self) if limit is None else min(limit, len(self))))
         if temperature is None:
@@ -85,7 +88,8 @@ class PromptSource:
         if temperature == 0:
             sampling = [parameters.greedy() for parameters in batch.sampling]
         else:
-            sampling = [parameters._replace(temperature=temperature) for parameters in batch.sampling]
+            own = {"temperature": temperature} | ({} if top_p is None else {"top_p": top_p})
+            sampling = [parameters._replace(**own) for parameters in batch.sampling]
         return replace(batch, sampling=tuple(sampling))
 
     def state_dict(self) -> dict[str, int | str | bool]:
@@ -115,10 +119,10 @@ class PromptSource:
         return {name: value for name, value in record.values.items() if name not in reserved}
 
 
-def load_prompts(config: RunConfig, setting: str, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
-    """Return the prompts of ``data.train`` or ``data.eval``, whichever ``setting`` names."""
-    path = {"data.train": config.data.train, "data.eval": config.data.eval}[setting]
-    assert path is not None
+def load_prompts(
+    config: RunConfig, setting: str, path: str, tokenizer: PreTrainedTokenizerBase
+) -> PromptSource:
+    """Return the prompts of the data set at ``path``, which ``setting`` names."""
     return PromptSource(
         load_records(path, setting=setting),
         tokenizer,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -53,9 +53,15 @@ class Part(NamedTuple):
 
 
 def save(
-    directory: str | Path, parts: Mapping[str, Part], state: Mapping[str, Any], keep: int | None = None
+    directory: str | Path,
+    parts: Mapping[str, Part],
+    state: Mapping[str, Any],
+    keep: int | None = None,
+    best: Collection[int] = (),
 ) -> None:
     """Write a checkpoint to ``directory``, complete or not at all, and prune older ones beyond ``keep``.
+
+    Those of the steps ``best`` stay.
 
     ``parts`` are the learning roles by name, the same on every rank; the first has the actor's place in
     meta.json. ``state`` is equal on all ranks: plain values and host tensors, with at least ``step`` and
@@ -90,7 +96,7 @@ def save(
             durable.write_digests(partial, known)
             durable.publish(partial, final)
             if keep is not None:
-                prune(final, keep)
+                prune(final, keep, best)
 
     described = {
         name: _from_member(_describe(*part) if part.model else None, part.model)

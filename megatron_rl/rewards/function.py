@@ -179,14 +179,21 @@ class FunctionReward:
     ``missing`` then says in words what of the limits this machine's kernel does not enforce, and ``takes``
     what samples must have beside the usual: `TURNS`, `TOKENS`, and whether they come by `GROUP`.
 
-    ``where`` and ``name`` are the section and the key that name the function to the user. One that ``writes``
-    returns text for a sample, or a list of messages, and no reward.
+    ``where`` and ``name`` are the section and the key that name the function to the user; ``key`` is where it
+    stands apart from its limits. One that ``writes`` returns text for a sample, or a list of messages, and no
+    reward.
     """
 
     def __init__(
-        self, config: RewardConfig, where: str = "reward", name: str = "function", *, writes: bool = False
+        self,
+        config: RewardConfig,
+        where: str = "reward",
+        name: str = "function",
+        *,
+        key: str = "",
+        writes: bool = False,
     ) -> None:
-        self.config, self._where, self._name, self._writes = config, where, f"{where}.{name}", writes
+        self.config, self._where, self._name, self._writes = config, where, key or f"{where}.{name}", writes
         check_spec(config.function or "", self._name)
         if config.timeout <= 0 or config.workers < 1:
             raise UserError(

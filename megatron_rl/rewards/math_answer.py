@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any
 
-NUMBER = re.compile(r"[-+]?\$?\s*(?:\d[\d,]*\.?\d*|\.\d+)(?:\s*/\s*\d+)?")
+SECONDS = 3
+"""Time that reading or comparing an answer may take."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -32,15 +31,17 @@ def marked_answer(text: str) -> str | None:
     return last_boxed(text)
 
 
-def as_number(text: str) -> Fraction | None:
-    """Return the exact value of a number such as ``1,200``, ``$3.50``, ``-7/2`` or ``12%``, else None."""
-    cleaned = text.strip().rstrip(".%").strip()
-    if not NUMBER.fullmatch(cleaned):
-        return None
-    try:
-        return Fraction(re.sub(r"[,$\s]", "", cleaned))
-    except (ValueError, ZeroDivisionError):
-        return None
+def equal(answer: str, expected: str) -> bool:
+    """Say whether two mathematical expressions are the same, by math-verify: ``0.5`` and ``\\frac{1}{2}``.
+
+    A comparison that takes longer than `SECONDS` says no. Call it in the main thread.
+    """
+    from math_verify import parse, verify
+
+    if answer == expected:
+        return True
+    parsed = [parse(f"\\boxed{{{text}}}", parsing_timeout=SECONDS) for text in (expected, answer)]
+    return verify(*parsed, timeout_seconds=SECONDS)
 
 
 def marked_number(
@@ -48,15 +49,13 @@ def marked_number(
 ) -> dict[str, float]:
     """Return reward 1 for an answer equal to the ground truth, plus the parts it is made of.
 
-    Both sides are compared as exact numbers where both are numbers, else as text. The ground truth may be a
-    plain answer or a whole solution with a marked answer (GSM8K). ``format_reward`` is what a marked but
-    wrong answer earns.
+    The ground truth may be a plain answer or a whole solution with a marked answer (GSM8K); see `equal`.
+    ``format_reward`` is what a marked but wrong answer earns.
     """
     truth = str(ground_truth)
     expected = marked_answer(truth) or truth.strip()
     answer = marked_answer(response)
     if answer is None:
         return {"reward": 0.0, "correct": 0.0, "formatted": 0.0}
-    left, right = as_number(answer), as_number(expected)
-    same = left == right if left is not None and right is not None else answer == expected
+    same = equal(answer, expected)
     return {"reward": 1.0 if same else format_reward, "correct": float(same), "formatted": 1.0}

@@ -121,16 +121,17 @@ class RewardRole:
 
     Functions and tests judge each rank's share of the rows, in processes of the rank. Servers are asked by
     the first rank alone: so limits of requests, what is kept of answers and what is known of a server's
-    health hold for the whole job. ``leading`` is the name of the first of ``scorers`` scorers.
+    health hold for the whole job. ``leading`` is the name of the first of ``scorers`` scorers. ``key`` names
+    the function to the user where it is another than the run's.
     """
 
-    def __init__(self, config: RewardConfig, tokenizer: Any) -> None:
+    def __init__(self, config: RewardConfig, tokenizer: Any, key: str = "") -> None:
         self._tokenizer = tokenizer
         self._beside = Beside()
         self._scorers: dict[str, tuple[float, Scorer]] = {}
         try:
             for name, weight in config.scorers.items():
-                self._scorers[name] = weight, _scorer(name, config)
+                self._scorers[name] = weight, _scorer(name, config, key)
         except BaseException:
             self.close()
             raise
@@ -266,10 +267,10 @@ class RewardRole:
             scorer.close()
 
 
-def _scorer(name: str, config: RewardConfig) -> Scorer:
-    """Start what judges by the setting ``name``."""
+def _scorer(name: str, config: RewardConfig, key: str) -> Scorer:
+    """Start what judges by the setting ``name``; ``key`` names the function to the user."""
     if name == FUNCTION:
-        return FunctionReward(config)
+        return FunctionReward(config, key=key)
     section = getattr(config, name)
     return {"code": code_reward, "http": HttpReward, "judge": JudgeReward}[name](section)
 

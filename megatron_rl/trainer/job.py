@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from megatron_rl.config.load import changes, dump, without_secrets
+from megatron_rl.config.load import changes, dump, to_plain, without_secrets
 from megatron_rl.config.placement import role_layouts
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
@@ -25,13 +25,14 @@ from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.run_lock import only_job_in
 from megatron_rl.trainer.stop import Stop, Stopped, report_stop
+from megatron_rl.trainer.trackers import Trackers, host, versions
 
 
 @dataclass(frozen=True)
 class Job:
     """Hold what every part of a job needs: the settings, where it writes and where it is.
 
-    ``main`` is true on the one rank that writes the run folder and speaks on the console.
+    ``main`` is true on the one rank that writes the run folder, speaks on the console and has ``trackers``.
     """
 
     config: RunConfig
@@ -40,6 +41,7 @@ class Job:
     phases: Phases
     main: bool
     stop: Stop
+    trackers: Trackers | None = None
 
     def say(self, text: str) -> None:
         """Print a line on the console, on the main rank."""
@@ -104,8 +106,25 @@ def job(config: RunConfig) -> Iterator[Job]:
         only_job_in(folder.path, sys.stdout) if main else nullcontext(),
         output_to(folder.rank_log(device.rank()), main) as console,
     ):
-        yield Job(config, folder, console, phases, main, stop)
+        with trackers_of(config, folder, console) if main else nullcontext() as trackers:
+            yield Job(config, folder, console, phases, main, stop, trackers)
         watch.leave()
+
+
+def trackers_of(config: RunConfig, folder: RunFolder, console: TextIO) -> Trackers:
+    """Return the trackers of a job, which go on with the run where the job does."""
+
+    def say(text: str) -> None:
+        console.write(text + "\n")
+        console.flush()
+
+    resumed = folder.has_begun() and config.checkpoint.resume != "never"
+    about = {
+        "configuration": to_plain(without_secrets(config)),
+        "versions": versions(),
+        "hardware": {**host(), "device": device.name(), "ranks": device.world_size()},
+    }
+    return Trackers(config.logging, folder, about, resumed=resumed, say=say)
 
 
 @contextmanager

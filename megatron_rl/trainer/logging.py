@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -16,8 +16,8 @@ from typing import Any, TextIO
 from megatron_rl.config.run_folder import RunFolder, set_aside
 from megatron_rl.durable import replace_file, write_text
 from megatron_rl.metrics import read_lines
+from megatron_rl.trainer.trackers import Trackers
 
-_EVENTS = "events.out.tfevents."
 _SHOWN_SPANS = 8
 PLAIN_SECONDS = 10.0
 """Shortest time between two progress lines where the console is no terminal."""
@@ -25,7 +25,6 @@ PLAIN_SECONDS = 10.0
 COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),
     ("loss", "sft/loss", "{:.4f}"),
-    ("accuracy", "eval/accuracy", "{:.3f}"),
     ("length", "response/length", "{:.1f}"),
     ("entropy", "policy/entropy", "{:.3f}"),
     ("kl", "kl/ref", "{:.4f}"),
@@ -36,7 +35,14 @@ COLUMNS = (
     ("tokens/s", "throughput/tokens_per_second", "{:.0f}"),
     ("s/step", "time/step", "{:.2f}"),
 )
-"""What the console line of a step shows, in order: label, metric, format; absent metrics are left out."""
+"""What the console line of a step shows, in order: label, metric, format; absent metrics are left out. The
+accuracies of evaluation sets and the seconds of the phases stand behind."""
+PHASES = ("generate", "reward", "score", "estimate", "learn", "evaluate", "idle_learn", "idle_rollout")
+
+
+def accuracies(names: Iterable[str]) -> list[str]:
+    """Return the names among ``names`` of the accuracies of evaluation sets."""
+    return [name for name in names if name.startswith("eval/") and name.endswith("/accuracy")]
 
 
 def write_rollouts(
@@ -71,12 +77,12 @@ def write_rollouts(
 
 
 class MetricsLog:
-    """Write one line per step to a metrics file, to TensorBoard and to the console.
+    """Write one line per step to a metrics file and to the console, and tell trackers.
 
     ``resumed_step`` is the last step that the restored checkpoint has seen: later lines of the file are cut
     off, so that every step appears once. The file is kept under another name, and that is said, where lines
     are missing or damaged, or are of steps beyond ``total_steps``, which do not come again. None starts over:
-    an existing file and its TensorBoard events are renamed, not lost. Make it on one rank only.
+    an existing file is renamed, not lost. Make it on one rank only.
     """
 
     def __init__(
@@ -87,22 +93,19 @@ class MetricsLog:
         resumed_step: int | None = None,
         phase: str = "train",
         console: TextIO | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
-
         self.total_steps, self.phase = total_steps, phase
         self.console = console if console is not None else sys.stdout
         self.path = folder.metrics if phase == "train" else folder.stage_metrics(phase)
-        events = folder.tensorboard / phase
         if resumed_step is None:
             set_aside(self.path)
-            set_aside(events)
         else:
             self._cut_after(resumed_step)
-            _keep_order(events)
         self._file = self.path.open("a")
-        purge = None if resumed_step is None else resumed_step + 1
-        self._events = SummaryWriter(str(events), purge_step=purge)
+        self._trackers = trackers
+        if trackers is not None:
+            trackers.begin(phase, resumed_step)
         self._begun, self._first = time.monotonic(), resumed_step or 0
 
     def write(self, step: int, values: Mapping[str, float], shown: bool = True) -> None:
@@ -111,10 +114,9 @@ class MetricsLog:
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())  # a checkpoint that survives a crash has the lines before it
-        for name, value in finite.items():
-            if value is not None:
-                self._events.add_scalar(name, value, step)
-        self._events.flush()
+        if self._trackers is not None:
+            present = {name: value for name, value in finite.items() if value is not None}
+            self._trackers.write(self.phase, step, present)
         if shown:
             self.console.write(self.line(step, values) + "\n")
             self.console.flush()
@@ -124,6 +126,9 @@ class MetricsLog:
         width = len(str(self.total_steps))
         parts = [f"{self.phase} {step:>{width}}/{self.total_steps}"]
         parts += [f"{label} {form.format(values[name])}" for label, name, form in COLUMNS if name in values]
+        phases = [f"{name} {values[f'time/{name}']:.2f}" for name in PHASES if f"time/{name}" in values]
+        parts += [f"({', '.join(phases)})"] if phases else []
+        parts += [f"{name} {values[name]:.3f}" for name in accuracies(values)]
         done = step - self._first
         if done > 0 and step < self.total_steps:
             remaining = (time.monotonic() - self._begun) / done * (self.total_steps - step)
@@ -148,9 +153,8 @@ class MetricsLog:
         write_text(self.path, "".join(kept))
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the file."""
         self._file.close()
-        self._events.close()
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -265,17 +269,3 @@ def _spans(steps: Sequence[int]) -> str:
             spans.append([step, step])
     words = [f"{first}-{last}" if last > first else str(first) for first, last in spans]
     return ", ".join(words[:_SHOWN_SPANS]) + (" and more" if len(words) > _SHOWN_SPANS else "")
-
-
-def _keep_order(events: Path) -> None:
-    """Number event files anew where the next one would not come after them.
-
-    TensorBoard reads them in the order of their names, which begin with the time; clocks are set back, and
-    two starts may fall into one second.
-    """
-    files = sorted(events.glob(_EVENTS + "*"))
-    if not files or files[-1].name < f"{_EVENTS}{int(time.time()):010d}":
-        return
-    for number, file in enumerate(files):
-        rest = file.name.removeprefix(_EVENTS).partition(".")[2]
-        file.rename(file.with_name(f"{_EVENTS}{number:010d}.{rest}"))

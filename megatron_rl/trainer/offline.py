@@ -1,55 +1,129 @@
-"""What is done with a checkpoint outside a run: answer the evaluation set, or export it."""
+"""What is done with checkpoints outside a run: answer the evaluation sets, or export one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_rl.config.checkpoint_meta import is_checkpoint
+from megatron_rl.config.checkpoint_meta import is_checkpoint, model_identity
 from megatron_rl.config.derive import resolve
 from megatron_rl.config.load import load_config
 from megatron_rl.config.placement import role_layout
 from megatron_rl.config.run_folder import folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.evaluation import INTERVALS
 from megatron_rl.config.sections.models import LayoutConfig, LoraConfig
 from megatron_rl.config.stage_plan import present_model
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError
+from megatron_rl.metrics import merge
 from megatron_rl.parallel import checkpoint, device, watch
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.parallel.hf.export import export, export_adapters
+from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.roles.build import add_lora, build_frozen_roles, build_policy
-from megatron_rl.trainer.evaluation import evaluate
+from megatron_rl.shapes.pretrained import read_pretrained
+from megatron_rl.trainer.evaluation import evaluate, evaluation_sets, failure_lines
 from megatron_rl.trainer.job import describe_rank, report_failure
 from megatron_rl.trainer.loop import Phases
 
 
-def evaluate_checkpoint(config: RunConfig, path: Path, *, trusted: bool = False) -> dict[str, float]:
-    """Answer the evaluation set with a Hugging Face model or a run's checkpoint; return the metrics.
+def evaluate_checkpoints(
+    config: RunConfig, paths: Sequence[Path], *, trusted: bool = False
+) -> list[dict[str, float]]:
+    """Answer the evaluation sets with Hugging Face models and runs' checkpoints; print and return metrics.
 
+    All are of the configuration's model: it is built once, and takes the weights of one after another.
     Collective over the world.
     """
     phases = Phases()
     with report_failure(config, phases):
+        identity = model_identity(read_pretrained(Path(config.model.path) / "config.json"))
+        models = [path for path in paths if not is_checkpoint(path)]
+        for path in models:
+            _require_same_model(path, identity)
+        if config.actor.lora is not None and 0 < len(models) < len(paths):
+            raise UserError(
+                "checkpoints with adapters and whole models are not evaluated by one command",
+                where="--checkpoint",
+                expected="checkpoints of runs alone, or Hugging Face folders alone",
+                got=f"{len(paths) - len(models)} checkpoints and {len(models)} folders, with actor.lora",
+                fix="call the command twice",
+            )
         tokenizer = load_tokenizer(config.model.path)
         with phases("data"):
-            source = load_prompts(config, "data.eval", tokenizer)
+            sources = {
+                name: load_prompts(config, f"evaluation.sets.{name}.data", described.data, tokenizer)
+                for name, described in config.evaluation.sets.items()
+            }
         _join(config, phases)
+        measured: list[dict[str, float]] = []
         with phases("build"):
-            training = is_checkpoint(path)
-            frozen = None if training else str(path)
-            roles = build_frozen_roles(config, tokenizer, path=frozen, templated=source.templated)
-            if training:
-                checkpoint.load_model(path, roles.actor.model, trusted=trusted)
-        with phases("evaluate"):
-            prompts = source.everything(config.evaluation.max_prompts, config.evaluation.temperature)
-            values = evaluate(roles, prompts, config).metrics.values()
+            sets = evaluation_sets(config, sources, tokenizer)
+            templated = next(iter(sources.values())).templated
+            whole = str(models[0]) if len(models) == len(paths) else None
+            roles = build_frozen_roles(config, tokenizer, path=whole, templated=templated)
+        for path in paths:
+            with phases("build"):
+                if is_checkpoint(path):
+                    checkpoint.load_model(path, roles.actor.model, trusted=trusted)
+                elif roles.actor.model is not None:
+                    load_weights(roles.actor.model, path)
+                roles.hybrid_engine.mark_updated()
+            with phases("evaluate"):
+                results, _ = evaluate(roles, sets, config.seed)
+            measured.append(merge(result.metrics for result in results).values())
+            for line in failure_lines(results, 0):
+                print(line, flush=True)
+        for one in sets:
+            one.close()
         roles.close()
         if device.rank() == 0:
-            for name, value in values.items():
-                print(f"{name:<24}{value:.4f}", flush=True)
+            print(table([str(path) for path in paths], measured), flush=True)
         watch.leave()
-    return values
+    return measured
+
+
+def table(names: Sequence[str], measured: Sequence[Mapping[str, float]]) -> str:
+    """Return metrics of several models as text: a line each, with its interval, and a column for each model.
+
+    Columns are numbered where there are several, and the models listed above.
+    """
+    metrics = list(dict.fromkeys(name for values in measured for name in values))
+    metrics = [name for name in metrics if not name.endswith(tuple(f"_{end}" for end in INTERVALS))]
+    heads = [f"[{place}]" for place in range(1, len(names) + 1)]
+    lines = [f"{head} {name}" for head, name in zip(heads, names, strict=True)] if len(names) > 1 else []
+    rows = [["", *heads]] if len(names) > 1 else []
+    for name in metrics:
+        rows.append([name, *(_with_interval(name, values) for values in measured)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _with_interval(name: str, values: Mapping[str, float]) -> str:
+    if name not in values:
+        return "-"
+    low, high = (values.get(f"{name}_{end}") for end in INTERVALS)
+    return f"{values[name]:.4f}" + ("" if low is None else f" ({low:.3f}-{high:.3f})")
+
+
+def _require_same_model(path: Path, identity: Mapping[str, Any]) -> None:
+    """Raise a UserError unless a Hugging Face folder holds the model of the configuration."""
+    other = model_identity(read_pretrained(path / "config.json"))
+    different = [name for name in identity if other.get(name) != identity[name]]
+    if different:
+        raise UserError(
+            "the folder holds another model than the configuration's",
+            where=str(path),
+            expected=", ".join(f"{name} {identity[name]}" for name in different),
+            got=", ".join(f"{name} {other.get(name)}" for name in different),
+            fix="evaluate it with a configuration whose model.path it is",
+        )
 
 
 def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool = False) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
-from megatron_rl.metrics import Metrics
+from megatron_rl.metrics import Metrics, merge
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint_files import newest_intact, require_intact
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
@@ -25,7 +26,7 @@ from megatron_rl.parallel.residency import Use
 from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadTrainer
-from megatron_rl.trainer.evaluation import evaluate
+from megatron_rl.trainer.evaluation import EvaluationSet, evaluate, evaluation_sets, failure_lines
 from megatron_rl.trainer.job import Job, job
 from megatron_rl.trainer.logging import MetricsLog, Progress, write_rollouts
 from megatron_rl.trainer.loop import StepResult, train_step
@@ -42,7 +43,7 @@ from megatron_rl.trainer.stages import (
     stage_of,
 )
 from megatron_rl.trainer.state import TrainerState
-from megatron_rl.types import PromptBatch
+from megatron_rl.types import row_counts
 
 
 def run(config: RunConfig) -> None:
@@ -66,13 +67,17 @@ class Run:
         self.algorithm: Algorithm = algorithm_of(config)
         self.tokenizer: Any = load_tokenizer(config.model.path)
         with self.phases("data"):
-            self.prompts = self._prompts("data.train")
-            self.held_out = self._held_out()
+            self.prompts = self._prompts("data.train", config.data.train or "")
+            held_out = {
+                name: self._prompts(f"evaluation.sets.{name}.data", described.data)
+                for name, described in config.evaluation.sets.items()
+            }
         job.join()
         self.checkpoint, self.stages = self._left_to_do()
         with self.phases("data"):
             self.stage_data = [load_stage_data(config, plan, self.tokenizer) for plan in self.stages]
         with self.phases("build"), self._progress("build models and engine"):
+            self.sets = evaluation_sets(config, held_out, self.tokenizer)
             templated = self.prompts.templated
             self.roles: Roles = build_roles(config, self.algorithm, self.tokenizer, templated=templated)
         for words in self.roles.reward.not_enforced:
@@ -100,12 +105,18 @@ class Run:
         log = None
         if self.job.main:
             resumed_step = None if self.checkpoint is None else self.state.step
-            log = MetricsLog(self.folder, config.steps, resumed_step=resumed_step, console=self.job.console)
+            log = MetricsLog(
+                self.folder,
+                config.steps,
+                resumed_step=resumed_step,
+                console=self.job.console,
+                trackers=self.job.trackers,
+            )
         self.phases.metrics()  # what came before belongs to no step
-        if self.checkpoint is None and self.held_out is not None and config.evaluation.at_start:
-            self._record(log, 0, self._evaluate(0, self.held_out))
+        if self.checkpoint is None and self.sets and config.evaluation.at_start:
+            self._record(log, 0, self._evaluate(0, self.sets))
         with self.job.stop.saves():
-            while self.state.step < config.steps:
+            while self.state.step < config.steps and not self._waited_enough():
                 self._step(log)
                 self.job.stop_if_asked(self._save)
         if log is not None:
@@ -131,16 +142,10 @@ class Run:
         require_intact(Path(resume))
         return Path(resume)
 
-    def _prompts(self, setting: str) -> PromptSource:
-        source = load_prompts(self.config, setting, self.tokenizer)
+    def _prompts(self, setting: str, path: str) -> PromptSource:
+        source = load_prompts(self.config, setting, path, self.tokenizer)
         self.job.say(f"{setting}: {source.length_report.line()}")
         return source
-
-    def _held_out(self) -> PromptBatch | None:
-        if self.config.data.eval is None:
-            return None
-        evaluation = self.config.evaluation
-        return self._prompts("data.eval").everything(evaluation.max_prompts, evaluation.temperature)
 
     def _progress(self, title: str) -> Progress:
         return Progress(title, shown=self.job.main, console=self.job.console)
@@ -186,15 +191,43 @@ class Run:
             if result.warning:
                 self.job.say(f"step {step}: warning: {result.warning}")
         reasons, examples = self._keep_rollouts(step, result)
-        if self.held_out is not None and (step % config.evaluation.every == 0 or step == config.steps):
-            metrics += self._evaluate(step, self.held_out)
+        last, evaluation = step == config.steps, config.evaluation
+        due = [one for one in self.sets if step % evaluation.interval(one.name) == 0 or last]
+        if due:
+            metrics += self._evaluate(step, due)
         self._record(log, step, metrics)
+        improved = self._is_among_best(step, metrics.values())
         if result is not None and self.job.main:
             invalid = 1.0 - float(result.batch.scores.valid.float().mean())
             self.failures.look(step, invalid, reasons, examples)
-        if step % config.checkpoint.every == 0 or step == config.steps:
+        if step % config.checkpoint.every == 0 or last or improved or self._waited_enough():
             with self.phases("checkpoint"):
                 self._save()
+
+    def _is_among_best(self, step: int, values: Mapping[str, float]) -> bool:
+        """Say whether a step measured one of the best values. Collective over the world."""
+        settings = self.config.checkpoint
+        if settings.best is None:
+            return False
+        value = gather_objects(values.get(settings.best))[0]
+        if value is None:
+            return False
+        improved = self.state.best.measured(step, value, settings)
+        if improved:
+            self.job.say(
+                f"step {step}: {settings.best} {value:.4f} is among the best, and its checkpoint stays"
+            )
+        elif self._waited_enough():
+            kept, best = self.state.best.kept[0]
+            self.job.say(
+                f"step {step}: the run ends: {self.state.best.waited} measurements of {settings.best} "
+                f"running were no better than {best:.4f} at step {kept} (evaluation.patience)"
+            )
+        return improved
+
+    def _waited_enough(self) -> bool:
+        patience = self.config.evaluation.patience
+        return patience is not None and self.state.best.waited >= patience
 
     def _save(self) -> Path:
         """Have a checkpoint of the present step and return its place. Collective over the world."""
@@ -222,14 +255,19 @@ class Run:
             return self.ahead.step(state, step, self.phases)
         return train_step(self.source, self.roles, self.algorithm, state, self.config, step, self.phases)
 
-    def _evaluate(self, step: int, held_out: PromptBatch) -> Metrics:
+    def _evaluate(self, step: int, sets: Sequence[EvaluationSet]) -> Metrics:
         with self.phases("evaluate"):
-            result = evaluate(self.roles, held_out, self.config)
+            results, synced = evaluate(self.roles, sets, self.config.seed)
+        for lines in zip_longest(*gather_objects(list(failure_lines(results, step))), fillvalue=""):
+            for line in dict.fromkeys(filter(None, lines)):
+                self.job.say(line)
         if self.job.main:
-            columns = self._columns(result.prompts, result.rollouts)
-            columns["reward"] = result.rewards.tolist()
-            write_rollouts(self.folder, step, columns, kind="eval")
-        return result.metrics + gather_metrics(self.phases.metrics() + result.synced)
+            for result in results:
+                columns = self._columns(result.prompts, result.rollouts)
+                columns["reward"] = result.rewards.tolist()
+                self._keep(f"eval_{result.name}", step, columns)
+        metrics = merge(result.metrics for result in results)
+        return metrics + gather_metrics(self.phases.metrics() + synced)
 
     def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
         if log is not None:
@@ -254,15 +292,21 @@ class Run:
         columns["reward"] = batch.scores.rewards.tolist()
         columns["valid"] = batch.scores.valid.tolist()
         columns["policy_version"] = rollouts.policy_version.tolist()
-        columns["finish_reason"] = rollouts.finish_reason.tolist()
-        write_rollouts(self.folder, step, columns)
+        self._keep("step", step, columns)
         return reasons, examples
+
+    def _keep(self, kind: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        write_rollouts(self.folder, step, columns, kind=kind)
+        if self.job.trackers is not None:
+            self.job.trackers.samples(kind, step, columns)
 
     def _columns(self, prompts: Any, rollouts: Any) -> dict[str, Any]:
         columns = {
             "prompt": list(prompts.prompts),
             "response": self.roles.reward.responses(rollouts),
             "ground_truth": [str(truth) for truth in prompts.ground_truths],
+            "length": row_counts(rollouts.response_mask, rollouts.lengths).tolist(),
+            "finish_reason": rollouts.finish_reason.tolist(),
         }
         if rollouts.outcomes is not None:
             columns["conversation"] = self.roles.reward.conversations(rollouts)
@@ -278,6 +322,8 @@ class Run:
                 with self.phases("export"), self.roles.actor.resident(Use.READ):
                     export(model, self.folder.model, config.model.path)
         barrier()
+        for one in self.sets:
+            one.close()
         self.roles.close()
         if self.job.main:
             write_report(self.folder.path, console=self.job.console)

@@ -366,7 +366,12 @@ class _Record:
         self._log = None
         if job.main:
             self._log = MetricsLog(
-                job.folder, stage.data.steps, resumed_step=resumed_step, phase=self._name, console=job.console
+                job.folder,
+                stage.data.steps,
+                resumed_step=resumed_step,
+                phase=self._name,
+                console=job.console,
+                trackers=job.trackers,
             )
 
     def write(self, step: int, metrics: Metrics) -> dict[str, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import AlgorithmState
+from megatron_rl.config.schema import CheckpointConfig
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint
@@ -18,6 +19,26 @@ from megatron_rl.types import Outcome, PromptBatch, Rollouts, SamplingParameters
 
 TYPES = (PromptBatch, Rollouts, SamplingParameters, Episodes, Outcome, Metrics, Answer)
 """Classes of the values in a state; a checkpoint that holds others is not read."""
+
+
+@dataclass
+class Best:
+    """Hold the best measurements of ``checkpoint.best`` as (step, value), the best first.
+
+    ``waited`` counts the measurements running that were no better than the best before them.
+    """
+
+    kept: list[tuple[int, float]] = field(default_factory=list)
+    waited: int = 0
+
+    def measured(self, step: int, value: float, config: CheckpointConfig) -> bool:
+        """Take note of a measurement; say whether it is among the ``keep_best`` best."""
+        sign = 1.0 if config.best_is == "highest" else -1.0
+        better = not self.kept or sign * value > sign * self.kept[0][1]
+        self.waited = 0 if better else self.waited + 1
+        ranked = sorted([*self.kept, (step, value)], key=lambda kept: (-sign * kept[1], kept[0]))
+        self.kept = ranked[: config.keep_best]
+        return (step, value) in self.kept
 
 
 @dataclass
@@ -34,11 +55,16 @@ class TrainerState:
     source: RolloutSource
     queue: list[SampledBatch] = field(default_factory=list)
     step: int = 0
+    best: Best = field(default_factory=lambda: Best())
 
     def save(self, path: Path, roles: Roles, keep: int) -> None:
-        """Write a checkpoint and drop older ones beside it beyond ``keep``. Collective over the world."""
+        """Write a checkpoint; drop older ones beside it beyond ``keep``, but the best.
+
+        Collective over the world.
+        """
+        steps = [step for step, _ in self.best.kept]
         with roles.learners_resident():
-            checkpoint.save(path, _parts(roles), self.state_dict(roles), keep)
+            checkpoint.save(path, _parts(roles), self.state_dict(roles), keep, steps)
 
     def restore(self, path: Path, roles: Roles, *, trusted: bool = False) -> None:
         """Continue from a checkpoint of any layout; see `checkpoint.load`. Collective over the world."""
@@ -51,6 +77,7 @@ class TrainerState:
             roles.hybrid_engine.version = int(state["policy_version"])
             self.queue[:] = [SampledBatch(**item) for item in state["queue"]]
             self.source.load_state_dict(state["rollouts"])
+            self.best = Best(**state["best"])
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """Return the plain values that are equal on every rank."""
@@ -62,6 +89,7 @@ class TrainerState:
             "policy_version": roles.hybrid_engine.version,
             "queue": [vars(item) for item in self.queue],
             "rollouts": self.source.state_dict(),
+            "best": vars(self.best),
         }
 
 

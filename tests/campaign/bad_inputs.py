@@ -21,14 +21,14 @@ from megatron_rl.config.setting import Setting, setting_of
 
 BASE = """\
 model: {path: model, dtype: float32}
-data: {train: train.jsonl, eval: eval.jsonl, max_prompt_tokens: 8}
+data: {train: train.jsonl, max_prompt_tokens: 8}
 reward: {function: "megatron_rl.rewards.arithmetic:exact_match"}
 rollout: {max_response_tokens: 4, engine: torch}
 batch: {prompts_per_step: 4, samples_per_prompt: 2}
 run_dir: run
 steps: 1
 checkpoint: {export: false, resume: never}
-evaluation: {every: 100, at_start: false, max_prompts: 4}
+evaluation: {every: 100, at_start: false, sets: {held_out: {data: eval.jsonl, max_prompts: 4}}}
 sft: {data: sft.jsonl, steps: 1, rows_per_step: 4}
 """
 _FREE = ("prepare", "job", "run_dir", "base")

@@ -24,7 +24,7 @@ slowly."""
 SMALL = {
     "sft": None,
     "batch": {"prompts_per_step": 2, "samples_per_prompt": 2},
-    "evaluation": {"every": 50, "max_prompts": 4},
+    "evaluation": {"every": 50, "sets": {"held_out": {"data": "eval.jsonl", "max_prompts": 4}}},
     "checkpoint": {"every": 50, "keep": 1, "export": False},
 }
 

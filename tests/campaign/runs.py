@@ -34,13 +34,13 @@ _JUDGE = {"data": "pairs.jsonl", "steps": 4, "pairs_per_step": 4, **_STAGE}
 _COMMON: dict[str, Any] = {
     "steps": 6,
     "model": {"path": "model", "dtype": "float32"},
-    "data": {"train": "train.jsonl", "eval": "eval.jsonl", "max_prompt_tokens": 8},
+    "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
     "reward": {"function": "megatron_rl.rewards.arithmetic:exact_match", "timeout": 120.0},
     "algorithm": {"name": "grpo", "kl": {"name": "loss", "coef": 0.1}},
     "batch": {"prompts_per_step": 4, "samples_per_prompt": 2},
     "actor": {"optimizer": _OPTIMIZER},
     "rollout": {"engine": "torch", "max_response_tokens": 6},
-    "evaluation": {"every": 2, "max_prompts": 8},
+    "evaluation": {"every": 2, "sets": {"held_out": {"data": "eval.jsonl", "max_prompts": 8}}},
     "checkpoint": {"every": 2, "keep": 2},
     "sft": _SFT,
 }

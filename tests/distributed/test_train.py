@@ -12,6 +12,7 @@ import pytest
 import yaml
 from safetensors import safe_open
 
+from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.metrics import read_metrics
 from tests.readme_metrics import unwritten
 
@@ -27,7 +28,6 @@ def _config(path: Path, material: Path, **changes) -> Path:
         "model": {"path": str(material / "model"), "dtype": "float32"},
         "data": {
             "train": str(material / "train.jsonl"),
-            "eval": str(material / "eval.jsonl"),
             "max_prompt_tokens": 8,
         },
         "reward": {"function": "megatron_rl.rewards.arithmetic:exact_match"},
@@ -37,7 +37,10 @@ def _config(path: Path, material: Path, **changes) -> Path:
             "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "weight_decay": 0.1},
         },
         "rollout": {"tensor": 2, "max_response_tokens": 6},
-        "evaluation": {"every": 2, "max_prompts": 32},
+        "evaluation": {
+            "every": 2,
+            "sets": {"held_out": {"data": str(material / "eval.jsonl"), "max_prompts": 32}},
+        },
         "checkpoint": {"every": 2, "keep": 1},
         "sft": {"data": str(material / "sft.jsonl"), "steps": 3, "optimizer": {"learning_rate": 1e-3}},
         "algorithm": {"name": "grpo", "kl": {"name": "loss", "coef": 0.1}},
@@ -71,7 +74,11 @@ def _weights(folder: Path) -> dict[str, bytes]:
 
 
 def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path):
-    truncated = {"rollout": {"top_p": 0.9, "sampling_profiles": {"other": {"top_k": 5}}}}
+    truncated = {
+        "rollout": {"top_p": 0.9, "sampling_profiles": {"other": {"top_k": 5}}},
+        "evaluation": {"sets": _two_sets(tmp_path, material)},
+        "checkpoint": {"best": "eval/sampled/lengths/of_text", "best_is": "lowest"},
+    }
     whole = _config(tmp_path / "whole", material, **truncated)
     torchrun("megatron_rl", 2, "train", whole, module=True)
     parted = _config(tmp_path / "parted", material, **truncated)
@@ -79,6 +86,7 @@ def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path
     first = _lines(tmp_path / "parted/run")
     second = fork("megatron_rl", 2, "train", parted, module=True)
     assert "at step 2" in second.output
+    assert "evaluator broken of sampled failed (exception): " in second.output
 
     written = read_metrics(tmp_path / "whole/run/metrics.jsonl")
     assert unwritten("a run with a warm-up", written) == []
@@ -87,8 +95,12 @@ def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path
     assert sorted(expected) == [0, 1, 2, 3, 4]
     assert first == {step: expected[step] for step in (0, 1, 2)}, "the same seed gave other numbers"
     assert _lines(tmp_path / "parted/run") == expected
-    kept = [path.name for path in (tmp_path / "whole/run/checkpoints").iterdir()]
-    assert kept == ["step_4"], "older checkpoints than are to be kept"
+    lengths = {step: expected[step]["eval/sampled/lengths/of_text"] for step in range(1, 5)}
+    best = min(lengths, key=lambda step: lengths[step])
+    for run in ("whole", "parted"):
+        kept = {path.name for path in (tmp_path / run / "run/checkpoints").iterdir()}
+        assert kept == {f"step_{best}", "step_4"}, "the newest, and the best"
+    _check_sampled_set(expected[4])
     weights = _weights(tmp_path / "whole/run/hf")
     assert weights and _weights(tmp_path / "parted/run/hf") == weights
     differences = [line["mismatch/abs_diff"] for step, line in expected.items() if step]
@@ -100,13 +112,49 @@ def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(tmp_path / "whole/run/hf")
-    _check_offline_commands(fork, whole, tmp_path / "whole/run", expected[4]["eval/accuracy"], weights)
+    _check_offline_commands(
+        fork, whole, tmp_path / "whole/run", expected[4]["eval/held_out/accuracy"], weights
+    )
+
+
+def _two_sets(folder: Path, material: Path) -> dict[str, dict]:
+    """Return an evaluation set as usual, and one with samples, a reward and evaluators of its own."""
+    judges = folder / "judges.py"
+    judges.write_text(
+        "def reward(prompt, response, ground_truth, metadata): return float(len(response) % 2)\n"
+        "def lengths(prompt, group, ground_truth, metadata):\n"
+        "    return [{'reward': len(group), 'of_text': len(text)} for text in group]\n"
+        "def broken(prompt, response, ground_truth, metadata): raise KeyError('style')\n"
+    )
+    data = str(material / "eval.jsonl")
+    named = {name: f"{judges}:{name}" for name in ("lengths", "broken")}
+    sampled = {"data": data, "max_prompts": 8, "samples": 4, "temperature": 1.0, "top_p": 0.95, "every": 1}
+    return {
+        "held_out": {"data": data, "max_prompts": 32},
+        "sampled": {**sampled, "reward": f"{judges}:reward", "evaluators": named},
+    }
+
+
+def _check_sampled_set(values):
+    metrics = {name.removeprefix("eval/sampled/"): value for name, value in values.items()}
+    odd = metrics["accuracy"]
+    assert odd == metrics["reward"] and metrics["lengths"] == 4
+    assert odd <= metrics["pass_at_2"] <= metrics["pass_at_4"] and 0 <= metrics["majority_at_4"] <= 1
+    assert metrics["accuracy_low"] <= odd <= metrics["accuracy_high"]
+    assert metrics["broken_failed"] == 1 and "broken" not in metrics, (
+        "a failure is counted, and stops nothing"
+    )
+    assert {*EvaluationSetConfig("x", samples=4).metrics()} <= {*metrics}
 
 
 def _check_offline_commands(fork, config, run, accuracy, weights):
-    """Evaluating and exporting the last checkpoint give what the run itself gave."""
-    result = fork("megatron_rl", 2, "eval", config, "--checkpoint", run / "checkpoints/step_4", module=True)
-    assert f"eval/accuracy           {accuracy:.4f}" in result.output
+    """Evaluating and exporting the last checkpoint give what the run itself gave, and so does its export."""
+    models = (run / "checkpoints/step_4", run / "hf")
+    result = fork(
+        "megatron_rl", 2, "eval", config, "--checkpoint", *models, "evaluation.at_start=true", module=True
+    )
+    (line,) = [line for line in result.output.splitlines() if line.startswith("eval/held_out/accuracy ")]
+    assert line.split()[1::2] == [f"{accuracy:.4f}"] * 2, result.output
     command = [sys.executable, "-m", "megatron_rl", "export", str(run / "checkpoints/step_4")]
     subprocess.run([*command, "--out", str(run / "again")], cwd=ROOT, check=True, timeout=300)
     assert _weights(run / "again") == weights

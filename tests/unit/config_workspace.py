@@ -31,10 +31,10 @@ model:
   dtype: float32
 data:
   train: train.jsonl
-  eval: eval.jsonl
   max_prompt_tokens: 8
 reward:
   function: reward.py:score
+evaluation: {sets: {held_out: eval.jsonl}}
 run_dir: run
 steps: 10
 world_size: 4

@@ -92,8 +92,11 @@ def test_ways_to_get_log_probs_agree_and_memory_is_counted(beside: Any) -> None:
 
 def test_a_recipes_run_is_told_from_its_metrics(beside: Any, monkeypatch: Any, tmp_path: Path) -> None:
     recipes = beside("recipes")
-    lines = [{"eval/accuracy": 0.25}, *({"reward/mean": step / 10, "time/step": 2.0} for step in range(1, 8))]
-    lines[-1]["eval/accuracy"] = 0.75
+    lines = [
+        {"eval/held_out/accuracy": 0.25},
+        *({"reward/mean": step / 10, "time/step": 2.0} for step in range(1, 8)),
+    ]
+    lines[-1]["eval/held_out/accuracy"] = 0.75
     monkeypatch.setattr(recipes, "train", lambda *_: lines)
     found = recipes.measure("grpo", tmp_path, tmp_path, 7, [1, 2], [])
     assert found["before"] == [0.25, 0.25] and found["after"] == [0.75, 0.75]

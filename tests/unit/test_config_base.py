@@ -34,13 +34,13 @@ def write(name: str, text: str) -> str:
 
 
 def test_the_files_values_lie_over_the_bases(folder: Path) -> None:
-    text = "base: ../base.yaml\nsteps: 3\nactor: {layout: {tensor: 4}, recompute: full}\ndata: {eval: null}\n"
+    text = "base: ../base.yaml\nsteps: 3\nactor: {layout: {tensor: 4}, recompute: full}\n"
+    text += "evaluation: {sets: {held_out: other.jsonl}}\n"
     loaded = load(write("recipes/a.yaml", text), ["batch.prompts_per_step=2"])
     config = loaded.valid()
     assert (config.steps, config.actor.layout.tensor, config.actor.layout.pipeline) == (3, 4, 2)
-    assert (
-        config.actor.recompute == "full" and config.data.eval is None and config.data.train == "train.jsonl"
-    )
+    assert config.actor.recompute == "full" and config.evaluation.sets["held_out"].data == "other.jsonl"
+    assert config.data.train == "train.jsonl"
     assert config.batch.prompts_per_step == 2 and config.batch.samples_per_prompt == 4
     assert [str(file) for file in loaded.files] == ["recipes/a.yaml", "base.yaml"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,9 @@ def test_all_errors_come_at_once() -> None:
     assert len(messages) == 6
 
 
-@pytest.mark.parametrize("where", ["run_dir", "data.train", "data.eval", "model.path", "checkpoint.resume"])
+@pytest.mark.parametrize(
+    "where", ["run_dir", "data.train", "evaluation.sets.a.data", "model.path", "checkpoint.resume"]
+)
 def test_a_path_longer_than_the_system_takes(where: str) -> None:
     (error,) = check(f"{where}={'r' * 5000}").errors
     assert error.where.startswith(where) and f"{where} cannot be a path" in str(error)
@@ -167,8 +170,8 @@ WARNINGS = [
     (("batch.samples_per_prompt=1",), "compares samples of one prompt"),
     (("batch.optimizer_steps=3",), "optimizer steps get different numbers of prompts"),
     (("actor.optimizer.decay=cosine",), "ends where it starts"),
-    (("data.eval=null",), "nothing is evaluated"),
-    (("evaluation.samples=4",), "greedy evaluation gives the same answer"),
+    (("evaluation.sets={}",), "nothing is evaluated"),
+    (("evaluation.sets.held_out.samples=4",), "greedy evaluation gives the same answer"),
     (("batch.prompts_per_step=64",), "a step takes more prompts than the training data has"),
     (("actor.layout.ranks=0-3", "rollout.ranks=0-3", "world_size=5"), "1 of 5 ranks have no role"),
     (("gpus_per_node=1",), "reaches over nodes"),
@@ -226,3 +229,15 @@ def test_a_run_that_has_taken_more_steps_than_it_is_to_take_is_an_error() -> Non
     (error,) = check().errors
     assert "more steps" in error.message and error.expected.startswith("12 or more") and error.got == "10"
     assert not check("steps=12").errors and not check("checkpoint.resume=run/checkpoints/step_8").errors
+
+
+def test_packages_that_are_not_there() -> None:
+    assert find_spec("swanlab") is None, "it does not resolve beside the lock file"
+    asked = "logging.trackers=[swanlab]"
+    (error,) = check(asked, training=True).errors
+    assert error.where.startswith("logging.trackers (override") and error.fix is not None
+    assert "swanlab is not installed" in error.message and "pip install megatron_rl[swanlab]" in error.fix
+    planned = check(asked)  # a run for other machines
+    assert not planned.errors and error.message in [warning.message for warning in planned.warnings]
+    for grader in ("math_answer:marked_number", "reasoning_gym:score"):
+        assert not check(f"reward.function=megatron_rl.rewards.{grader}", training=True).errors

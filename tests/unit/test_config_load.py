@@ -16,6 +16,7 @@ from megatron_rl.config.load import changes, dump, flatten, load_config, load_te
 from megatron_rl.config.other_names import FOREIGN_SECTIONS, foreign_names
 from megatron_rl.config.ranges import format_ranges, parse_ranges
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.errors import UserError, UserErrors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,9 +52,11 @@ def test_configurations_are_frozen() -> None:
 
 @pytest.mark.parametrize("none", ["null", "None", "~", ""])
 def test_overrides_can_remove_optional_values(none: str) -> None:
-    loaded = load_text(CONFIG + "sft: {data: a.jsonl, steps: 3}\n", [f"sft={none}", f"data.eval={none}"])
+    loaded = load_text(
+        CONFIG + "sft: {data: a.jsonl, steps: 3}\n", [f"sft={none}", f"rollout.environment={none}"]
+    )
     config = loaded.valid()
-    assert config.sft is None and config.data.eval is None
+    assert config.sft is None and config.rollout.environment is None
 
 
 def test_overrides_make_sections() -> None:
@@ -91,7 +94,9 @@ def test_origins() -> None:
     absent += ("actor.lora", "reward.http", "reward.judge", "reward.code")
     below = tuple(f"{section}." for section in absent)
     present = {path for path in known_paths(RunConfig) if not path.startswith(below)}
-    assert origins.keys() == present | set(absent)
+    names = (item.name for item in dataclasses.fields(EvaluationSetConfig))
+    held_out = {f"evaluation.sets.held_out.{name}" for name in names}
+    assert origins.keys() == (present - {"evaluation.sets"}) | set(absent) | held_out
 
 
 @pytest.mark.parametrize(

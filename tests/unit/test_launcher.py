@@ -60,7 +60,7 @@ def test_what_a_launcher_cannot_mean_is_named(changes: dict[str, str], named: li
 
 
 def train(material: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    words = ["world_size=2", "sft=null", "data.eval=null", "actor.layout.pipeline=1", "rank_timeout=5"]
+    words = ["world_size=2", "sft=null", "evaluation.sets={}", "actor.layout.pipeline=1", "rank_timeout=5"]
     words += [f"run_dir={material / 'run'}", f"model.path={material / 'model'}"]
     words += [f"data.train={material / 'train.jsonl'}"]
     command = [sys.executable, "-m", "megatron_rl", "train", "configs/quickstart.yaml", *words]

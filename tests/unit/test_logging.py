@@ -18,9 +18,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import logging
 from megatron_rl.trainer.logging import MetricsLog, Progress, clock, output_to, write_rollouts
+from megatron_rl.trainer.trackers import Trackers
 
 
 @pytest.fixture
@@ -28,11 +30,18 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run").create()
 
 
+def trackers(folder: RunFolder) -> Trackers:
+    return Trackers(LoggingConfig(), folder, {}, resumed=False, say=print)
+
+
 def log_steps(
     folder: RunFolder, first: int, last: int, resumed: int | None = None, scale: float = 1.0
 ) -> str:
     console = io.StringIO()
-    with MetricsLog(folder, 10, resumed_step=resumed, console=console) as log:
+    with (
+        trackers(folder) as told,
+        MetricsLog(folder, 10, resumed_step=resumed, console=console, trackers=told) as log,
+    ):
         for step in range(first, last + 1):
             log.write(step, {"reward/mean": scale * step, "policy/loss": 0.5})
     return console.getvalue()
@@ -124,7 +133,10 @@ def test_values_that_are_not_finite_are_null(folder: RunFolder) -> None:
 
 
 def test_the_warm_up_has_a_file_of_its_own(folder: RunFolder) -> None:
-    with MetricsLog(folder, 5, phase="sft", console=io.StringIO()) as log:
+    with (
+        trackers(folder) as told,
+        MetricsLog(folder, 5, phase="sft", console=io.StringIO(), trackers=told) as log,
+    ):
         log.write(1, {"sft/loss": 2.0}, shown=False)
     assert read_metrics(folder.stage_metrics("sft")) == [{"step": 1, "sft/loss": 2.0}]
     assert not folder.metrics.exists()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron_rl.data import reasoning_gym
+from megatron_rl.data.records import load_records
+from megatron_rl.errors import UserError
 from megatron_rl.rewards.arithmetic import exact_match, match_and_length
-from megatron_rl.rewards.math_answer import as_number, last_boxed, marked_answer, marked_number
+from megatron_rl.rewards.math_answer import equal, last_boxed, marked_answer, marked_number
+from megatron_rl.rewards.reasoning_gym import score
 
 
 @pytest.mark.parametrize(
@@ -42,11 +48,17 @@ def test_marked_answers_are_found() -> None:
     assert marked_answer("####") is None
 
 
-def test_numbers_are_compared_exactly() -> None:
-    assert as_number("1,200") == as_number("1200.0") == as_number("$1200")
-    assert as_number("-7/2") == as_number("-3.5")
-    assert as_number("12%") == 12
-    assert as_number("1/0") is None and as_number("seven") is None and as_number("") is None
+def test_expressions_are_compared_by_their_meaning() -> None:
+    for same in (
+        ("1,200", "1200.0"),
+        ("$1200", "1200"),
+        ("-7/2", "-3.5"),
+        ("\\frac{1}{2}", "0.5"),
+        ("x+1", "1+x"),
+    ):
+        assert equal(*same) and equal(*reversed(same)), same
+    for other in (("1/0", "1"), ("seven", "8"), ("", "0"), ("72", "-72"), ("x+1", "x-1"), ("\\frac{1", "1")):
+        assert not equal(*other), other
 
 
 @pytest.mark.parametrize(
@@ -69,3 +81,23 @@ def test_marked_number(response: str, truth: str, correct: float) -> None:
 def test_format_reward() -> None:
     result = marked_number(prompt="", response="#### 1", ground_truth="2", metadata={}, format_reward=0.1)
     assert result["reward"] == 0.1 and result["correct"] == 0.0
+
+
+def test_problems_of_reasoning_gym_are_made_and_judged(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        reasoning_gym.make(tmp_path / folder, ["leg_counting", "basic_arithmetic"], 6, 4, seed=3)
+    parts = {name: load_records(tmp_path / f"a/{name}.jsonl") for name in ("train", "eval")}
+    assert (tmp_path / "a/train.jsonl").read_bytes() == (tmp_path / "b/train.jsonl").read_bytes()
+    assert [len(records) for records in parts.values()] == [6, 4]
+    prompts = [record.values["prompt"] for records in parts.values() for record in records]
+    assert len(set(prompts)) == 10, "what is held out is not learned from"
+    assert {record.values["task"] for record in parts["eval"]} == {"leg_counting", "basic_arithmetic"}
+    for record in parts["train"]:
+        asked = {"prompt": record.values["prompt"], "metadata": {"entry": record.values["entry"]}}
+        truth = record.values["ground_truth"]
+        for response, reward in ((truth, 1.0), (f"hm\n<answer>{truth}</answer>", 1.0), ("no idea", 0.0)):
+            given = score(response=response, ground_truth=truth, **asked)
+            assert given == reward if reward else given < 0.1
+    with pytest.raises(UserError, match="no task 'leg_countin'") as error:
+        reasoning_gym.make(tmp_path, ["leg_countin"], 1, 1, 1)
+    assert error.value.fix == "did you mean leg_counting?"

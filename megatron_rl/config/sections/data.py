@@ -1,13 +1,11 @@
-"""Data sets and evaluation."""
+"""Data sets and the fields of a record."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.sections.bounds import MOST_ROWS, MOST_STEPS, MOST_TOKENS
+from megatron_rl.config.sections.bounds import MOST_TOKENS
 from megatron_rl.config.setting import setting
-
-_NEVER = "a number above `steps` means never"
 
 
 @dataclass(frozen=True)
@@ -24,12 +22,6 @@ class DataConfig:
         unset="no reinforcement learning",
         example="data/train.jsonl",
         also_called={"verl": "train_files", "NeMo-RL": "train_data_path", "slime": "prompt_data"},
-    )
-    eval: str | None = setting(
-        None,
-        "Prompts to evaluate on.",
-        unset="no evaluation",
-        also_called={"verl": "val_files", "NeMo-RL": "val_data_path", "slime": "eval_prompt_data"},
     )
     prompt_field: str = setting(
         "prompt",
@@ -72,53 +64,3 @@ class DataConfig:
         conversion="drop or error",
     )
     shuffle: bool = setting(True, "Take prompts in a random order, another in each epoch.")
-
-
-@dataclass(frozen=True)
-class EvaluationConfig:
-    """Set how often and how the evaluation set is answered."""
-
-    every: int = setting(
-        10,
-        "Steps between evaluations.",
-        unit="steps",
-        at_least=1,
-        at_most=MOST_STEPS,
-        advice=_NEVER,
-        also_called={
-            "verl": "test_freq",
-            "NeMo-RL": "val_period",
-            "slime": "eval_interval",
-            "TRL": "eval_steps",
-        },
-    )
-    at_start: bool = setting(
-        True,
-        "Evaluate before the first step.",
-        also_called={"verl": "val_before_train", "NeMo-RL": "val_at_start"},
-    )
-    temperature: float = setting(
-        0.0,
-        "Temperature of answers; 0 is greedy.",
-        at_least=0,
-        at_most=100,
-        advice="0 is greedy",
-        also_called={"verl": "val_kwargs.temperature"},
-    )
-    samples: int = setting(
-        1,
-        "Answers to each prompt.",
-        unit="rows",
-        at_least=1,
-        at_most=MOST_ROWS,
-        also_called={"verl": "val_kwargs.n", "slime": "n_samples_per_eval_prompt"},
-    )
-    max_prompts: int | None = setting(
-        None,
-        "Prompts that are answered.",
-        unit="prompts",
-        unset="all of data.eval",
-        at_least=1,
-        at_most=MOST_STEPS,
-        also_called={"NeMo-RL": "max_val_samples"},
-    )

@@ -1,0 +1,34 @@
+"""Put runs beside each other: settings that differ, results with their spread over seeds, curves."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_rl.cli.eval import require_directory
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``compare``."""
+    parser.add_argument(
+        "runs",
+        metavar="RUN_DIR",
+        nargs="+",
+        help="run folders; those that differ in their seed form one column",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", default=".", help="folder for compare.html and compare.md (default: this one)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the comparison and print its tables."""
+    folders = [Path(name) for name in arguments.runs]
+    for folder in folders:
+        require_directory(folder, "RUN_DIR")
+    from megatron_rl.trainer import compare
+
+    out = Path(arguments.out)
+    print(compare.write(folders, out))
+    print(f"wrote {out / 'compare.html'} and {out / 'compare.md'}")
+    return 0

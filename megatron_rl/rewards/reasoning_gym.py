@@ -1,0 +1,21 @@
+"""Rewards for the tasks of reasoning-gym, by the rules of each task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def score(*, prompt: str, response: str, ground_truth: Any, metadata: Mapping[str, Any]) -> float:
+    """Return what the task itself gives an answer, from 0 to 1, most often 0 or 1.
+
+    The answer is what stands between ``<answer>`` and ``</answer>``, or else the whole response.
+    ``metadata`` is of a record that `megatron_rl.data.reasoning_gym` wrote.
+    """
+    from reasoning_gym import get_score_answer_fn
+    from reasoning_gym.utils import extract_answer
+
+    entry = json.loads(metadata["entry"])
+    answer = extract_answer(response)
+    return float(get_score_answer_fn(entry["metadata"]["source_dataset"])(answer or response.strip(), entry))

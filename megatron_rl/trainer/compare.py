@@ -1,0 +1,166 @@
+"""Several runs beside each other: what differs in their settings, what they reached, and their curves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.config.source import read_tree
+from megatron_rl.errors import UserError
+from megatron_rl.metrics import read_metrics
+from megatron_rl.trainer import page
+from megatron_rl.trainer.curves import WINDOW, Lines, measured_accuracies, overlaid, running_mean, series
+
+OF_ONE_RUN = ("seed", "run_dir", "prepare", "checkpoint.resume")
+"""Settings that may differ between runs of one group."""
+LAST_MEANS = (
+    ("kl/ref", "KL to the reference", "{:.4f}"),
+    ("policy/entropy", "entropy", "{:.3f}"),
+    ("response/length", "response length", "{:.1f}"),
+    ("mismatch/abs_diff", "mismatch", "{:.1e}"),
+    ("reward/invalid", "invalid rewards", "{:.3f}"),
+)
+"""Metrics whose mean over the last steps is shown: metric, words, format."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """Hold a run's metrics and its settings by dotted name."""
+
+    name: str
+    settings: Mapping[str, Any]
+    lines: Lines
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Hold groups of runs that differ in their seeds alone, by name, with the tables of the page.
+
+    ``settings`` and ``results`` are rows of texts: what is shown, and a value for each group.
+    """
+
+    groups: Mapping[str, Sequence[ComparedRun]]
+    settings: Sequence[Sequence[str]]
+    results: Sequence[Sequence[str]]
+
+
+def compare(folders: Sequence[Path]) -> Comparison:
+    """Compare runs by their folders; one without metrics raises a UserError."""
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    runs = [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    same = [key for key in keys if key not in OF_ONE_RUN]
+    sorted_: dict[str, list[ComparedRun]] = {}
+    for run in runs:
+        sorted_.setdefault(json.dumps([run.settings.get(key) for key in same], default=str), []).append(run)
+    groups = {_name(members): members for members in sorted_.values()}
+    if len(groups) < len(sorted_):
+        groups = {f"[{place}] {_name(members)}": members for place, members in enumerate(sorted_.values(), 1)}
+    settings = []
+    for key in keys:
+        values = [list(dict.fromkeys(_text(run, key) for run in members)) for members in groups.values()]
+        if any(value != values[0] for value in values) and key not in ("run_dir", "prepare"):
+            settings.append([key, *(", ".join(value) for value in values)])
+    results = [["runs", *(str(len(members)) for members in groups.values())]]
+    measured = [[_measure(run.lines) for run in members] for members in groups.values()]
+    for key in dict.fromkeys(name for members in measured for values in members for name in values):
+        cells = [_spread([values[key] for values in members if key in values]) for members in measured]
+        results.append([key, *cells])
+    return Comparison(groups, settings, results)
+
+
+def write(folders: Sequence[Path], out: Path) -> str:
+    """Write ``compare.html`` and ``compare.md`` into a folder; return the Markdown."""
+    compared = compare(folders)
+    names = list(compared.groups)
+    tables = (("Results", compared.results), ("Settings that differ", compared.settings))
+    numeric = range(1, len(names) + 1)
+    parts = []
+    for title, rows in tables:
+        shown = page.table(("", *names), rows, numeric=numeric) if rows else "<p>none</p>"
+        parts += [page.heading(title), shown]
+    curves = overlaid({name: [run.lines for run in runs] for name, runs in compared.groups.items()})
+    parts += [page.heading("Curves"), page.pictures(curves)]
+    markdown = "\n".join(f"## {title}\n\n{_markdown(names, rows)}\n" for title, rows in tables)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "compare.html").write_text(page.document("Comparison of runs", parts), encoding="utf-8")
+    (out / "compare.md").write_text(f"# Comparison of runs\n\n{markdown}", encoding="utf-8")
+    return markdown
+
+
+def _read(path: Path, name: str) -> ComparedRun:
+    folder = RunFolder(path)
+    lines = read_metrics(folder.metrics)
+    if not lines:
+        raise UserError(
+            f"{path} holds no metrics",
+            where="RUN",
+            expected="the folder of a run that has finished at least one step",
+            got="an empty metrics.jsonl" if folder.metrics.exists() else "no metrics.jsonl",
+            fix="name a run folder, such as runs/quickstart",
+        )
+    text = folder.config.read_text(encoding="utf-8") if folder.config.is_file() else ""
+    settings = read_tree(text, str(folder.config), []).leaves()
+    return ComparedRun(name, {key: leaf.value for key, leaf in settings}, lines)
+
+
+def _name(members: Sequence[ComparedRun]) -> str:
+    more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+    return members[0].name + more
+
+
+def _text(run: ComparedRun, key: str) -> str:
+    return json.dumps(run.settings[key], ensure_ascii=False, default=str) if key in run.settings else "-"
+
+
+def _measure(lines: Lines) -> dict[str, tuple[float, str]]:
+    """Return what a run reached: words -> number and format."""
+    reached: dict[str, tuple[float, str]] = {}
+    for name in measured_accuracies(lines):
+        values = series(lines, name)[1]
+        label = name.removeprefix("eval/").removesuffix("/accuracy")
+        reached |= {f"{label}: final accuracy": (values[-1], "{:.3f}")}
+        reached |= {f"{label}: best accuracy": (max(values), "{:.3f}")}
+    rewards = series(lines, "reward/mean")[1]
+    if rewards:
+        reached["final reward"] = fmean(rewards[-WINDOW:]), "{:.3f}"
+        reached["best reward"] = max(running_mean(rewards)), "{:.3f}"
+    for name, words, form in LAST_MEANS:
+        values = series(lines, name)[1]
+        if values:
+            reached[words] = fmean(values[-WINDOW:]), form
+    steps, seconds = series(lines, "time/step")
+    speeds = dict(zip(*series(lines, "throughput/tokens_per_second"), strict=True))
+    reached["steps"] = float(max((int(line["step"]) for line in lines), default=0)), "{:.0f}"
+    if speeds:
+        tokens = sum(speeds.get(step, 0.0) * taken for step, taken in zip(steps, seconds, strict=True))
+        reached["tokens"] = tokens, "{:,.0f}"
+        reached["tokens per second"] = tokens / max(sum(seconds), 1e-9), "{:,.0f}"
+    if seconds:
+        reached["seconds of all steps"] = sum(seconds), "{:,.1f}"
+        reached["seconds per step"] = fmean(seconds), "{:.2f}"
+    return reached
+
+
+def _spread(values: Sequence[tuple[float, str]]) -> str:
+    """Return the mean over runs, with the standard deviation where there are several."""
+    if not values:
+        return "-"
+    numbers, form = [number for number, _ in values], values[0][1]
+    spread = f" ± {form.format(stdev(numbers))}" if len(numbers) > 1 else ""
+    return form.format(fmean(numbers)) + spread
+
+
+def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return "none"
+    cells = [["", *names], ["---", *["---:"] * len(names)], *rows]
+    escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in cells]
+    return "\n".join(f"| {' | '.join(row)} |" for row in escaped)

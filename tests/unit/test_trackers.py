@@ -1,0 +1,101 @@
+"""Experiment trackers: what they are told, over a restart too, and that none can stop a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.config.sections.logging import LoggingConfig
+from megatron_rl.metrics import read_metrics
+from megatron_rl.trainer import trackers as module
+from megatron_rl.trainer.logging import MetricsLog
+from megatron_rl.trainer.trackers import Trackers, host, versions
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "run").create()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients are imported in the thread, which takes long on a busy machine."""
+    monkeypatch.setattr(module, "CLOSING_SECONDS", 500.0)
+
+
+def trackers(folder: RunFolder, said: list[str], resumed: bool = False, **settings) -> Trackers:
+    about = {"configuration": {"seed": 7}, "versions": versions(), "hardware": host()}
+    return Trackers(LoggingConfig(**settings), folder, about, resumed=resumed, say=said.append)
+
+
+def test_wandb_offline_has_everything_and_goes_on_after_a_restart(folder: RunFolder) -> None:
+    said: list[str] = []
+    for resumed, step in ((False, 1), (True, 2), (False, 1)):
+        with (
+            trackers(folder, said, resumed, trackers=("wandb",), offline=True, samples=1) as told,
+            MetricsLog(folder, 2, resumed_step=step - 1 if resumed else None, trackers=told) as log,
+        ):
+            log.write(step, {"reward/mean": 0.123456 * step, "policy/loss": math.nan})
+            told.samples("step", step, {"prompt": ["1+1=", "2+2="], "reward": [0.5, 1.0]})
+    assert said == []
+    runs = sorted((folder.path / "wandb").glob("offline-run-*"))
+    ids = [run.name.rpartition("-")[2] for run in runs]
+    assert len(ids) == 3 and len(set(ids)) == 2 and ids.count(ids[0]) == 2, "one over a restart"
+    assert json.loads((folder.path / "trackers.json").read_text())["wandb"] in ids
+    stored = [next(run.glob("*.wandb")).read_bytes() for run in runs]
+    assert sum(b"0.123456" in data and b"reward/mean" in data for data in stored) == 2
+    assert sum(b"0.246912" in data for data in stored) == 1
+    assert all(b'"seed":7' in data and b"processor" in data for data in stored), "configuration and hardware"
+    (table,) = runs[0].glob("files/media/table/samples/*.json")
+    assert json.loads(table.read_text()) == {"columns": ["prompt", "reward"], "data": [["1+1=", 0.5]]}
+
+
+def test_samples_are_a_text_of_tensorboard(folder: RunFolder) -> None:
+    with trackers(folder, []) as told:
+        told.begin("train", None)
+        told.samples("eval_held_out", 3, {"prompt": ["<b>"], "conversation": [[{"role": "policy"}]]})
+    events = EventAccumulator(str(folder.tensorboard / "train"))
+    events.Reload()
+    (event,) = events.Tensors("samples/eval_held_out/text_summary")
+    (text,) = event.tensor_proto.string_val
+    assert event.step == 3 and text.startswith(b'    {"prompt": "<b>", "conversation": "[{')
+
+
+def test_a_tracker_that_fails_is_said_once_and_stops_nothing(folder: RunFolder) -> None:
+    said: list[str] = []
+    folder.tensorboard.rmdir()
+    folder.tensorboard.write_text("in the way")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with trackers(folder, said, prometheus=address) as told, MetricsLog(folder, 3, trackers=told) as log:
+            for step in (1, 2, 3):
+                log.write(step, {"reward/mean": 0.5})
+                told.samples("step", step, {"prompt": ["x"]})
+    assert [line["step"] for line in read_metrics(folder.metrics)] == [1, 2, 3]
+    assert len(said) == 2 and all("failed, and gets nothing more of this run" in line for line in said)
+    assert "prometheus" in said[0] and "Address already in use" in said[0] and "tensorboard" in said[1]
+
+
+def test_prometheus_reads_the_newest_metrics_by_their_names(folder: RunFolder) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with trackers(folder, [], trackers=(), prometheus=address) as told:
+        told.begin("train", None)
+        told.write("train", 1, {"reward/mean": 0.25})
+        told.write("train", 2, {"reward/mean": 0.5})
+        end, text = time.monotonic() + 60, ""
+        while 'megatron_rl{metric="reward/mean"} 0.5' not in text and time.monotonic() < end:
+            time.sleep(0.05)
+            try:
+                text = urllib.request.urlopen(f"http://{address}/metrics", timeout=5).read().decode()
+            except OSError:  # not yet
+                continue
+    assert 'megatron_rl{metric="reward/mean"} 0.5' in text and 'metric="train/at_step"} 2.0' in text
