@@ -40,8 +40,8 @@ def equal(answer: str, expected: str) -> bool:
 
     if answer == expected:
         return True
-    parsed = [parse(f"\\boxed{{{text}}}", parsing_timeout=SECONDS) for text in (expected, answer)]
-    return verify(*parsed, timeout_seconds=SECONDS)
+    gold, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=SECONDS) for text in (expected, answer))
+    return verify(gold, given, timeout_seconds=SECONDS)
 
 
 def marked_number(

@@ -18,4 +18,7 @@ def score(*, prompt: str, response: str, ground_truth: Any, metadata: Mapping[st
 
     entry = json.loads(metadata["entry"])
     answer = extract_answer(response)
-    return float(get_score_answer_fn(entry["metadata"]["source_dataset"])(answer or response.strip(), entry))
+    judge: Any = get_score_answer_fn(
+        entry["metadata"]["source_dataset"]
+    )
+    return float(judge(answer or response.strip(), entry))

@@ -217,7 +217,7 @@ class Wandb(Client):
             id=self.id,
             resume="allow",
             dir=str(folder.path),
-            config=self.about,
+            config=dict(self.about),
             allow_val_change=True,
             mode="offline" if config.offline else None,
         )
@@ -234,7 +234,8 @@ class Wandb(Client):
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
         """See `Tracker.samples`."""
-        table = self._wandb.Table(columns=list(columns), data=_rows(columns), allow_mixed_types=True)
+        rows: Any = _rows(columns)
+        table = self._wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True)
         self._run.log({f"samples/{kind}": table, "step": step})
 
     def close(self) -> None:
