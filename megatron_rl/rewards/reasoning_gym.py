@@ -18,7 +18,5 @@ def score(*, prompt: str, response: str, ground_truth: Any, metadata: Mapping[st
 
     entry = json.loads(metadata["entry"])
     answer = extract_answer(response)
-    judge: Any = get_score_answer_fn(
-        entry["metadata"]["source_dataset"]
-    )
+    judge: Any = get_score_answer_fn(entry["metadata"]["source_dataset"])
     return float(judge(answer or response.strip(), entry))

@@ -233,11 +233,11 @@ def test_a_run_that_has_taken_more_steps_than_it_is_to_take_is_an_error() -> Non
 
 def test_packages_that_are_not_there() -> None:
     assert find_spec("swanlab") is None, "it does not resolve beside the lock file"
-    asked = "logging.trackers=[swanlab]"
-    (error,) = check(asked, training=True).errors
+    asked, anew = "logging.trackers=[swanlab]", "checkpoint.resume=never"
+    (error,) = check(asked, anew, training=True).errors
     assert error.where.startswith("logging.trackers (override") and error.fix is not None
     assert "swanlab is not installed" in error.message and "pip install megatron_rl[swanlab]" in error.fix
-    planned = check(asked)  # a run for other machines
+    planned = check(asked, anew)  # a run for other machines
     assert not planned.errors and error.message in [warning.message for warning in planned.warnings]
     for grader in ("math_answer:marked_number", "reasoning_gym:score"):
-        assert not check(f"reward.function=megatron_rl.rewards.{grader}", training=True).errors
+        assert not check(f"reward.function=megatron_rl.rewards.{grader}", anew, training=True).errors
