@@ -30,8 +30,8 @@ PATIENCE = 600.0
 LEAVING = 60.0
 """Seconds that the ranks have to end in, on a busy machine, when torchrun is gone."""
 KEPT_BY_OTHERS = re.compile(r"torchelastic_.*|torchinductor_.*|tmp.*wandb-\w+")
-"""Folders that others leave in the temporary one: logs of torchrun, torch's cache, and those that wandb, which
-Megatron-Core imports where it is installed, makes at its import and cannot remove when it is killed."""
+"""Folders that others leave in the temporary one: torchrun its logs, torch its cache, and wandb, which
+Megatron-Core imports where it is installed, those that it makes at its import, if it is killed."""
 STEP_PHASES = ("generate", "reward", "score", "estimate", "learn", "evaluate", "checkpoint", "")
 SIGNALS = {
     "rank": (["SIGKILL", "SIGUSR1"], [9, 1]),
