@@ -22,7 +22,7 @@ from megatron_rl.config.schema import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "launch/examples"
 OUTSIDE = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+    *(ROOT / name for name in ("README.md", "benchmarks/README.md")),
     *EXAMPLES.rglob("README.md"),
 ]
 """Pages that are read where they lie."""
@@ -76,7 +76,7 @@ def test_the_documentation_builds_strictly(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.chdir(ROOT)
     logging.getLogger("mkdocs").setLevel(logging.WARNING)
-    build(load_config("mkdocs.yml", site_dir=str(tmp_path / "site"), strict=True))
+    build(load_config(".mkdocs.yml", site_dir=str(tmp_path / "site"), strict=True))
     page = (tmp_path / "site/concepts/index.html").read_text(encoding="utf-8")
     assert "One world" in page and "--8&lt;--" not in page
     assert "tokens/s" in (tmp_path / "site/benchmarks/index.html").read_text(encoding="utf-8")
