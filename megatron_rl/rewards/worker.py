@@ -140,6 +140,8 @@ def scored(value: Any) -> dict[str, Any]:
         return failed(WRONG_TYPE, f"a mapping without 'reward': {sorted(map(str, components))}")
     try:
         numbers = {str(name): _number(component) for name, component in components.items()}
+        if len(numbers) < len(components):
+            return failed(WRONG_TYPE, f"two components of one name: {sorted(map(repr, components))}")
     except WrongType as error:
         return failed(WRONG_TYPE, str(error))
     for name, number in numbers.items():

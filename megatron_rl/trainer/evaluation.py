@@ -49,7 +49,7 @@ class EvaluationSet:
 class EvaluationResult:
     """Hold graded answers, the same value on every rank; ``prompts`` has one entry per answer.
 
-    ``failures`` are examples of what evaluators failed on, each with the evaluator's name; of this rank.
+    ``failures`` are examples of what rewards and evaluators failed on, each with its name; of this rank.
     """
 
     name: str
@@ -114,7 +114,7 @@ def _graded(roles: Roles, asked: EvaluationSet, rollouts: Rollouts, everyone: Me
     if asked.reward is not None:
         roles = replace(roles, reward=asked.reward, reward_models=())
     rows = asked.prompts.repeat(samples)
-    scores, _, _ = judge(roles, rows, rollouts, everyone)
+    scores, _, failed_rewards = judge(roles, rows, rollouts, everyone)
     rewards, valid = scores.rewards, scores.valid
     marks = rewards if roles.one_judge else scores.components[roles.reward.leading]
     right = valid & (marks >= FULL_MARKS)
@@ -126,11 +126,11 @@ def _graded(roles: Roles, asked: EvaluationSet, rollouts: Rollouts, everyone: Me
     metrics += Metrics.of(
         {f"{name}/{key}": value for key, value in _measured(asked, rollouts, right, texts).items()}
     )
-    failures: list[tuple[str, Failure]] = []
+    failures = [("the reward", failure) for failure in of_each_kind(failed_rewards)]
     for key, role in asked.evaluators.items():
         said, failed = _evaluated(f"{name}/{key}", role, rows, rollouts, everyone)
         metrics += said
-        failures += [(key, failure) for failure in of_each_kind(failed)]
+        failures += [(f"evaluator {key}", failure) for failure in of_each_kind(failed)]
     return EvaluationResult(asked.name, metrics, rows, rollouts, rewards, tuple(failures))
 
 
@@ -170,9 +170,9 @@ def _evaluated(
 
 
 def failure_lines(results: Sequence[EvaluationResult], step: int) -> Iterator[str]:
-    """Yield a line for each kind of failure of an evaluator on this rank."""
+    """Yield a line for each kind of failure of a reward or an evaluator on this rank."""
     for result in results:
         for key, failure in result.failures:
             message = failure.message.strip().rpartition("\n")[2][-300:]
-            words = f"evaluator {key} of {result.name} failed ({failure.reason}): {message}"
+            words = f"{key} of {result.name} failed ({failure.reason}): {message}"
             yield f"step {step}: warning: {words}"

@@ -83,7 +83,25 @@ def evaluate_checkpoints(
         if device.rank() == 0:
             print(table([str(path) for path in paths], measured), flush=True)
         watch.leave()
+        _require_rewards(config, paths, measured)
     return measured
+
+
+def _require_rewards(
+    config: RunConfig, paths: Sequence[Path], measured: Sequence[Mapping[str, float]]
+) -> None:
+    """Raise a UserError where so many rewards failed that training would have stopped."""
+    for path, values in zip(paths, measured, strict=True):
+        for name in config.evaluation.sets:
+            invalid, most = values[f"eval/{name}/invalid"], config.reward.max_invalid_fraction
+            if invalid > most:
+                raise UserError(
+                    f"rewards failed on {invalid:.0%} of the answers of {path}",
+                    where=f"evaluation.sets.{name}",
+                    expected=f"at most {most:.0%} (reward.max_invalid_fraction)",
+                    got="the failures above; an answer whose reward failed counts as not right",
+                    fix="mend the reward function; reward.max_invalid_fraction=1 takes whatever fails",
+                )
 
 
 def table(names: Sequence[str], measured: Sequence[Mapping[str, float]]) -> str:

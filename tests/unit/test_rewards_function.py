@@ -39,6 +39,8 @@ def by_response(*, prompt, response, ground_truth, metadata, scale=1.0):
         return "1.0"
     if response == "nothing":
         return None
+    if response == "twice":
+        return {"reward": 1.0, 1: 2.0, "1": 3.0}
     if response == "unnamed":
         return {"score": 1.0}
     if response == "hang":
@@ -157,6 +159,7 @@ def test_every_failure_is_invalid_with_its_reason_and_the_rest_stand(file: str) 
         "text": "wrong_type",
         "nothing": "wrong_type",
         "unnamed": "wrong_type",
+        "twice": "wrong_type",
         "hang": "timeout",
         "spin": "timeout",
     }
