@@ -45,12 +45,13 @@ def try_case(case: Case, work: Path) -> Result:
             command.wait()
             return Result("hang", f"no end after {PATIENCE} s: {log.name}")
     if status:
-        return Result("failed", f"exit code {status}: {log.name}")
+        return Result("lost", f"exit code {status}: {log.name}")
     for file in folder.glob("*.yaml"):
         config = load_config(file)
         lines = read_metrics(RunFolder(record.ROOT / config.run_dir).metrics)
         if not lines or lines[-1]["step"] != config.steps:
             return Result("lost", f"{config.run_dir} does not end with step {config.steps}")
-        accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+        measured = "eval/held_out/accuracy"
+        accuracy = [line[measured] for line in lines if measured in line]
         return Result(HELD, f"held-out accuracy {accuracy[0]:.3f} → {accuracy[-1]:.3f}", {"runs": 1})
     return Result(HELD)
