@@ -115,7 +115,11 @@ def test_check_is_quick_and_imports_nothing_heavy(workspace: Path, words: tuple[
     assert time.monotonic() - start < 5
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.name)
+SHIPPED = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "translated")
+"""Translated recipes do not say how their files are made: the tests of the documentation check these."""
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_configurations_pass(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
