@@ -32,9 +32,7 @@ def evaluation_set_errors(name: str, described: EvaluationSetConfig) -> Iterator
                 got=repr(word),
                 fix="give it another name",
             )
-    functions = {"reward": described.reward} if described.reward is not None else {}
-    functions |= {f"evaluators.{key}": function for key, function in described.evaluators.items()}
-    for key, function in functions.items():
+    for key, function in described.functions().items():
         yield from check_function(Called(function, f"{where}.{key}"))
 
 

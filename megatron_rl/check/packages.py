@@ -49,10 +49,7 @@ def missing_packages(config: RunConfig) -> Iterator[UserError]:
     ]
     functions = {"reward.function": config.reward.function}
     for key, described in config.evaluation.sets.items():
-        functions[f"evaluation.sets.{key}.reward"] = described.reward
-        functions |= {
-            f"evaluation.sets.{key}.evaluators.{name}": path for name, path in described.evaluators.items()
-        }
+        functions |= {f"evaluation.sets.{key}.{name}": path for name, path in described.functions().items()}
     for where, function in functions.items():
         module, extra = GRADERS.get((function or "").partition(":")[0], (None, None))
         if module is not None and extra is not None:

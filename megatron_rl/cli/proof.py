@@ -86,18 +86,17 @@ def settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
 def prove(folder: Path, world: int) -> Iterator[Finding]:
     """Yield what each step found; an error is the last. Collective over the world."""
     from megatron_rl.parallel import device, probe, watch
+    from megatron_rl.parallel.exchange import barrier, gather_objects
 
     leave_with_launcher()
     device.initialize(60.0)
     links = probe.probe_links(socket.gethostname())
     pairs = {name: probe.probe_pairs(ranks) for name, ranks in probe.neighbours(links.hosts).items()}
-    devices, kernels = probe.probe_devices(), probe.gather_objects(probe.probe_kernel())
+    devices, kernels = probe.probe_devices(), gather_objects(probe.probe_kernel())
     if device.rank() == 0:
         _write(folder, world, on_host=device.on_host())
-    probe.barrier()
-    blind = [
-        host for host, sees in probe.gather_objects((links.hosts[device.rank()], _sees(folder))) if not sees
-    ]
+    barrier()
+    blind = [host for host, sees in gather_objects((links.hosts[device.rank()], _sees(folder))) if not sees]
     watch.leave()
     for name, pair in pairs.items():
         text = f"{pair.rate / GB:.2f} GB/s {name}, ranks {pair.slowest[0]} and {pair.slowest[1]} the slowest"

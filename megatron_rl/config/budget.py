@@ -13,7 +13,7 @@ from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.lora import adapted_parameters, adapter_parameters, default_targets
+from megatron_rl.shapes.lora import adapted_parameter_count, adapter_parameter_count, default_targets
 from megatron_rl.shapes.memory import (
     RUNTIME_BYTES,
     Layers,
@@ -192,8 +192,8 @@ def _trained(
     adapters, merged = None, 0
     if role == "actor" and config.actor.lora is not None:
         targets = config.actor.lora.targets or default_targets(shape)
-        adapters = adapter_parameters(shape, layout, stages[stage], config.actor.lora.rank, targets)
-        merged = built.dtype_bytes * adapted_parameters(shape, layout, stages[stage], targets)
+        adapters = adapter_parameter_count(shape, layout, stages[stage], config.actor.lora.rank, targets)
+        merged = built.dtype_bytes * adapted_parameter_count(shape, layout, stages[stage], targets)
     memory = training_memory(
         shape, layout, stages, stage, optimizer, built, tokens, learner.microbatches, adapters
     )

@@ -138,7 +138,7 @@ def target_problems(shape: ModelShape, targets: Sequence[str], where: str) -> li
     ]
 
 
-def adapted_parameters(
+def adapted_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], targets: Sequence[str]
 ) -> int:
     """Return the parameters of the layers' weights that have adapters, on one rank of a pipeline stage."""
@@ -146,7 +146,7 @@ def adapted_parameters(
     return sum(w.elements // layout.tensor for w in weights if _PLACES.get(w.name) in targets)
 
 
-def adapter_parameters(
+def adapter_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], rank: int, targets: Sequence[str]
 ) -> int:
     """Return the parameters of the adapters on one rank of a pipeline stage that has these layers."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Lines = Sequence[Mapping[str, Any]]
 """What a metrics file holds, a mapping of names to numbers per step."""
 BLUE, ORANGE, GREY, GRID = "#2563a8", "#d9722b", "#6b7280", "#e5e7eb"
-COLOURS = ("#2563a8", "#d9722b", "#3a9a5b", "#8a5bb5", "#c2a22d", "#5aa7b8", "#b5485d", "#6b7280")
+COLOURS = (BLUE, ORANGE, "#3a9a5b", "#8a5bb5", "#c2a22d", "#5aa7b8", "#b5485d", GREY)
 WINDOW = 10
 """Steps that a running mean, and the first and last values of tables, are taken over."""
 

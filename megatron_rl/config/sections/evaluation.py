@@ -81,6 +81,11 @@ class EvaluationSetConfig:
         rest = ("reward", "invalid", "response_length", *DIVERSITY)
         return (*self.estimates(), *bounds, *rest)
 
+    def functions(self) -> dict[str, str]:
+        """Return the functions that judge this set alone, by the setting that names each."""
+        rewards = {} if self.reward is None else {"reward": self.reward}
+        return rewards | {f"evaluators.{name}": function for name, function in self.evaluators.items()}
+
 
 DIVERSITY = ("distinct_1", "distinct_2", "ngram_entropy", "repetition")
 """How diverse answers are, see `diversity`."""
