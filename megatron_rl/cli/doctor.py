@@ -24,9 +24,6 @@ from megatron_rl.cli.environment import (
 from megatron_rl.launcher import launch, process_rank
 
 _MARKS = {"ok": "ok  ", "note": "note", "warning": "WARN", "error": "FAIL"}
-MAX_CLOCK_SPREAD = 1.0
-SLOW_BYTES_PER_SECOND = {True: 50e6, False: 5e9}
-"""Below these the links are reported as slow: between host processes, between accelerators."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,9 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.quick:
         sections["imports"] = _imports()
     world = launch(joins=True).world_size
-    if world > 1:
-        sections["links between ranks"] = _links(world)
-    elif not arguments.quick:
+    if world > 1 and not arguments.gpu:
+        sections["links between ranks"] = _links()
+    elif world == 1 and not arguments.quick:
         text = "not measured: start with torchrun --nproc-per-node N -m megatron_rl doctor"
         sections["links between ranks"] = [Finding("note", "all-reduce", text)]
     if arguments.gpu and not _failed(sections):
@@ -87,7 +84,7 @@ def _failed(sections: dict[str, list[Finding]]) -> bool:
 
 def _proof(folder: Path, world: int, *, shown: bool) -> list[Finding]:
     """Prove the machines, with a line as each step ends. Collective over the world."""
-    from megatron_rl.cli.proof import prove
+    from megatron_rl.cli.proof import prove  # what a machine lacks is said before anything is installed
 
     findings = []
     for finding in prove(folder, world):
@@ -171,31 +168,12 @@ def _imports() -> list[Finding]:
     return findings
 
 
-def _links(world: int) -> list[Finding]:
+def _links() -> list[Finding]:
     """Measure the links between ranks. Collective over the world."""
+    from megatron_rl.cli.proof import link_findings
     from megatron_rl.parallel import device, probe, watch
 
     device.initialize(60.0)
     links = probe.probe_links(socket.gethostname())
     watch.leave()
-    machines = len(set(links.hosts))
-    rate = links.bus_bandwidth
-    text = (
-        f"{world} ranks on {machines} machine{'s' if machines > 1 else ''}: {links.bytes / 2**20:.0f} MiB in "
-        f"{links.seconds * 1e3:.1f} ms, {rate / 1e9:.2f} GB/s per rank"
-    )
-    findings = []
-    if not links.correct:
-        findings.append(
-            Finding("error", "all-reduce", f"wrong sum; {text}", "check the network's driver and firmware")
-        )
-    elif rate < SLOW_BYTES_PER_SECOND[device.on_host()]:
-        fix = "check that ranks use the fast network interface, and that nothing else runs on the machines"
-        findings.append(Finding("warning", "all-reduce", f"slow: {text}", fix))
-    else:
-        findings.append(Finding("ok", "all-reduce", text))
-    spread = f"clocks differ by at most {links.clock_spread * 1e3:.0f} ms"
-    late = links.clock_spread > MAX_CLOCK_SPREAD
-    fix = "run a time daemon (chrony, ntpd) on every machine" if late else None
-    findings.append(Finding("warning" if late else "ok", "clocks", spread, fix))
-    return findings
+    return link_findings(links)

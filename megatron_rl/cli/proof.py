@@ -27,6 +27,9 @@ STRAGGLER = 0.8
 """Below this share of the median's rate a rank is reported: it sets the pace of all."""
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """How far a loss and a gradient norm on all ranks may be from those on one, as a share."""
+MAX_CLOCK_SPREAD = 1.0
+SLOW_BYTES_PER_SECOND = {True: 50e6, False: 5e9}
+"""Below these the links are reported as slow: between host processes, between accelerators."""
 _STEPS = 2
 
 
@@ -98,6 +101,10 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
     barrier()
     blind = [host for host, sees in gather_objects((links.hosts[device.rank()], _sees(folder))) if not sees]
     watch.leave()
+    if world > 1:
+        yield from link_findings(links)
+        if not links.correct:
+            return
     for name, pair in pairs.items():
         text = f"{pair.rate / GB:.2f} GB/s {name}, ranks {pair.slowest[0]} and {pair.slowest[1]} the slowest"
         fix = None if pair.correct else "what arrived is not what was sent: check driver, firmware and cables"
@@ -125,6 +132,33 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
         file = folder / "constants.json"
         file.write_text(json.dumps(override, indent=1) + "\n")
         yield Finding("ok", "for plan", f"python -m megatron_rl plan MODEL --gpus {world} --constants {file}")
+
+
+def link_findings(links: Any) -> list[Finding]:
+    """Return what a `LinkProbe` says of the links between ranks and of their clocks."""
+    from megatron_rl.parallel import device
+
+    ranks, machines = len(links.hosts), len(set(links.hosts))
+    rate = links.bus_bandwidth
+    text = (
+        f"{ranks} ranks on {machines} machine{'s' if machines > 1 else ''}: {links.bytes / 2**20:.0f} MiB in "
+        f"{links.seconds * 1e3:.1f} ms, {rate / 1e9:.2f} GB/s per rank"
+    )
+    findings = []
+    if not links.correct:
+        findings.append(
+            Finding("error", "all-reduce", f"wrong sum; {text}", "check the network's driver and firmware")
+        )
+    elif rate < SLOW_BYTES_PER_SECOND[device.on_host()]:
+        fix = "check that ranks use the fast network interface, and that nothing else runs on the machines"
+        findings.append(Finding("warning", "all-reduce", f"slow: {text}", fix))
+    else:
+        findings.append(Finding("ok", "all-reduce", text))
+    spread = f"clocks differ by at most {links.clock_spread * 1e3:.0f} ms"
+    late = links.clock_spread > MAX_CLOCK_SPREAD
+    fix = "run a time daemon (chrony, ntpd) on every machine" if late else None
+    findings.append(Finding("warning" if late else "ok", "clocks", spread, fix))
+    return findings
 
 
 def rates(devices: Sequence[Any]) -> Iterator[Finding]:
