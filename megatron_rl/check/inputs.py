@@ -207,7 +207,7 @@ def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
     except UserError:
         return True, None  # the model's own check says so
     try:
-        check_same_model(path, meta, model)
+        check_same_model(path, meta["model"], model)
         if meta["step"] > config.steps:
             raise UserError(
                 "the run has taken more steps than it is to take",

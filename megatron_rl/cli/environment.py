@@ -13,6 +13,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_rl.versions import installed
+
 TRIED = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm": "0.32.0", "transformers": "5.19.0"}
 """The versions that the tests run with."""
 BUILT_TOGETHER = (
@@ -46,14 +48,6 @@ class Finding:
     name: str
     text: str
     fix: str | None = None
-
-
-def installed(name: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def packages() -> list[Finding]:

@@ -120,9 +120,14 @@ def write_meta(directory: Path, meta: Mapping[str, Any]) -> None:
     (directory / META).write_text(text + "\n", encoding="utf-8")
 
 
-def check_same_model(directory: str | Path, meta: Mapping[str, Any], model: PretrainedModel) -> None:
-    """Raise UserError if a checkpoint is not of this model."""
-    saved, mine = meta["model"], model_identity(model)
+def check_same_model(
+    directory: str | Path,
+    saved: Mapping[str, Any],
+    model: PretrainedModel,
+    fix: str = "set model.path to the model that the run started from, or use another run_dir",
+) -> None:
+    """Raise UserError if a folder is of another model than this; ``saved`` is its `model_identity`."""
+    mine = model_identity(model)
     differing = [name for name in mine if name in saved and saved[name] != mine[name]]
     if differing:
         raise UserError(
@@ -130,7 +135,7 @@ def check_same_model(directory: str | Path, meta: Mapping[str, Any], model: Pret
             where=str(directory),
             expected=", ".join(f"{name} = {_shown(mine[name])}" for name in differing),
             got=", ".join(f"{name} = {_shown(saved[name])}" for name in differing),
-            fix="set model.path to the model that the run started from, or use another run_dir",
+            fix=fix,
         )
 
 

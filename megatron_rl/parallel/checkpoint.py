@@ -12,7 +12,6 @@ import pickle
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +42,7 @@ from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.lora import adapter_parameters
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
+from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 
 class Part(NamedTuple):
@@ -215,11 +215,10 @@ def load_model(
 
 
 def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("megatron-rl", "megatron-core", "torch", "transformers", "vllm", "transformer-engine")
     return {
         "step": int(state["step"]),
         "seed": int(state["seed"]),
-        "versions": {name: installed for name in names if (installed := _version(name)) is not None},
+        "versions": installed_versions(NUMBERS_DEPEND_ON),
     }
 
 
@@ -234,13 +233,6 @@ def _describe(model: ParallelModel | None, optimizer: Optimizer | None) -> dict[
         "base": None if model.adapters is None else model.adapters.base,
         "layout": _layout(model),
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _layout(model: ParallelModel) -> dict[str, Any]:
@@ -285,7 +277,7 @@ def _check_roles(folder: Path, meta: Mapping[str, Any], parts: Mapping[str, Part
 def _check(
     folder: Path, meta: Mapping[str, Any], role: str, model: ParallelModel, optimizer: Optimizer | None
 ) -> None:
-    check_same_model(folder, meta, pretrained(model.hf_config))
+    check_same_model(folder, meta["model"], pretrained(model.hf_config))
     facts: list[tuple[str, str | None, str]] = [
         ("layers", _layer_kind(model), "set model.attention to the value it was trained with"),
         ("adapters", _adapters(model), f"set {role}.lora's rank, alpha and targets as they were"),

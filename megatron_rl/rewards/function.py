@@ -43,19 +43,41 @@ class Failure(NamedTuple):
     message: str
 
 
-class RewardResult(NamedTuple):
-    """Hold the rewards of B samples.
+@dataclass(frozen=True)
+class RewardResult:
+    """Hold what is said of B samples, as ``answers`` and as tensors; ``measured`` is what judging took."""
 
-    ``rewards`` [B] float32 is NaN and ``valid`` [B] bool is false where the reward failed; ``components``
-    maps a name to [B] float32, NaN where a sample has no such component; ``failures`` has one entry per
-    invalid row. ``measured`` is what judging took.
-    """
-
-    rewards: Tensor
-    valid: Tensor
-    components: Mapping[str, Tensor]
-    failures: tuple[Failure, ...]
+    answers: Sequence[Answer]
     measured: Metrics = NO_METRICS
+
+    @property
+    def valid(self) -> Tensor:
+        """Return which samples have a reward: [B] bool."""
+        return torch.tensor([answer.reason is None for answer in self.answers], dtype=torch.bool)
+
+    @property
+    def rewards(self) -> Tensor:
+        """Return the rewards, [B] float32, NaN where the reward failed."""
+        nan = float("nan")
+        return torch.tensor([nan if answer.reason else answer.reward for answer in self.answers])
+
+    @property
+    def components(self) -> dict[str, Tensor]:
+        """Return the values of each named component, [B] float32, NaN where a sample has none."""
+        values: dict[str, Tensor] = {}
+        for row, answer in enumerate(self.answers):
+            for name, value in answer.components.items():
+                values.setdefault(name, torch.full((len(self.answers),), float("nan")))[row] = value
+        return values
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """Return why samples have no reward, one entry for each that has none."""
+        return tuple(
+            Failure(row, answer.reason, answer.message)
+            for row, answer in enumerate(self.answers)
+            if answer.reason is not None
+        )
 
     def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
         """Return what judging took, and ``reward/invalid_<reason>``: the shares of samples that failed so.
@@ -63,7 +85,7 @@ class RewardResult(NamedTuple):
         ``reasons`` are those that other ranks know, whose samples count too.
         """
         counts = Counter(failure.reason for failure in self.failures)
-        total = float(len(self.valid))
+        total = float(len(self.answers))
         result = self.measured
         for reason in sorted({*counts, *reasons}):
             result += Metrics.mean(f"reward/invalid_{reason}", float(counts[reason]), total)
@@ -217,20 +239,16 @@ class FunctionReward:
     def _begin(self) -> Worker:
         return Worker(self.config, self._name, self._writes)
 
-    def score(self, samples: Sequence[Sample], known: Mapping[int, Answer] | None = None) -> RewardResult:
-        """Return rewards, validity, components and failures of B samples, in their order.
+    def score(self, samples: Sequence[Sample]) -> RewardResult:
+        """Return rewards, validity, components and failures of B samples, in their order."""
+        return RewardResult(self.answers(samples))
 
-        The function is not asked about samples whose answer is ``known``.
-        """
-        return result_of(self.answers(samples, known))
-
-    def answers(self, samples: Sequence[Sample], known: Mapping[int, Answer] | None = None) -> list[Answer]:
+    def answers(self, samples: Sequence[Sample]) -> list[Answer]:
         """Return what the function says of B samples, in their order."""
         if not self._finalizer.alive:
             raise RuntimeError("the reward workers are closed")
-        outcomes: list[Answer | None] = [(known or {}).get(row) for row in range(len(samples))]
-        asked = [row for row, answer in enumerate(outcomes) if answer is None]
-        waiting = deque(self._calls(samples, asked))
+        outcomes: list[Answer | None] = [None] * len(samples)
+        waiting = deque(self._calls(samples))
         try:
             self._serve(waiting, outcomes)
         except BaseException:  # an interrupted worker may still hold half its calls
@@ -238,13 +256,12 @@ class FunctionReward:
             raise
         return [answer for answer in outcomes if answer is not None]
 
-    def _calls(self, samples: Sequence[Sample], asked: Sequence[int]) -> list[Call]:
+    def _calls(self, samples: Sequence[Sample]) -> list[Call]:
         if GROUP not in self.takes:
-            return [Call({k: v for k, v in samples[row].items() if k != GROUP}, (row,)) for row in asked]
-        return [
-            Call(_of_group([samples[row] for row in rows]), tuple(rows))
-            for rows in rows_by_group(samples, asked)
-        ]
+            alone = [{name: value for name, value in one.items() if name != GROUP} for one in samples]
+            return [Call(item, (row,)) for row, item in enumerate(alone)]
+        groups = rows_by_group(samples)
+        return [Call(_of_group([samples[row] for row in rows]), tuple(rows)) for rows in groups]
 
     def _serve(self, waiting: deque[Call], outcomes: list[Answer | None]) -> None:
         share = max(1, min(CHUNK, -(-len(waiting) // (2 * len(self._workers)))))
@@ -311,11 +328,11 @@ class FunctionReward:
         self.close()
 
 
-def rows_by_group(samples: Sequence[Sample], rows: Iterable[int]) -> list[list[int]]:
-    """Return the ``rows`` of each group of samples; one that names no group is a group of its own."""
+def rows_by_group(samples: Sequence[Sample]) -> list[list[int]]:
+    """Return the rows of each group of samples; one that names no group is a group of its own."""
     groups: dict[Any, list[int]] = {}
-    for row in rows:
-        groups.setdefault(samples[row].get(GROUP, row), []).append(row)
+    for row, sample in enumerate(samples):
+        groups.setdefault(sample.get(GROUP, row), []).append(row)
     return list(groups.values())
 
 
@@ -358,19 +375,3 @@ def check_spec(spec: str, where: str = "reward.function") -> None:
             got=f"no such file, seen from {Path.cwd()}",
             fix="correct the path; it is relative to the directory the run is started in",
         )
-
-
-def result_of(outcomes: Sequence[Answer]) -> RewardResult:
-    """Return the answers to B samples as tensors."""
-    rewards = torch.full((len(outcomes),), float("nan"))
-    valid = torch.zeros(len(outcomes), dtype=torch.bool)
-    components: dict[str, Tensor] = {}
-    failures: list[Failure] = []
-    for row, answer in enumerate(outcomes):
-        if answer.reason is not None:
-            failures.append(Failure(row, answer.reason, answer.message))
-            continue
-        rewards[row], valid[row] = answer.reward, True
-        for name, value in answer.components.items():
-            components.setdefault(name, torch.full((len(outcomes),), float("nan")))[row] = value
-    return RewardResult(rewards, valid, components, tuple(failures))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.config.sections.rewards import HttpRewardConfig, JudgeConfig, RewardConfig
@@ -20,7 +20,7 @@ from megatron_rl.rewards.client import (
     Server,
     secret_headers,
 )
-from megatron_rl.rewards.function import FunctionReward, RewardResult, Sample, result_of, rows_by_group
+from megatron_rl.rewards.function import FunctionReward, RewardResult, Sample, rows_by_group
 from megatron_rl.rewards.judgement import JUDGEMENT, filled, is_function
 from megatron_rl.rewards.worker import (
     GROUP,
@@ -47,25 +47,25 @@ class HttpReward:
         self.takes = frozenset({TURNS, TOKENS, GROUP}.intersection(config.sends))
         self.server = Server(config, config.url, secret_headers(config))
 
-    def score(self, samples: Sequence[Sample], known: Mapping[int, Answer] | None = None) -> RewardResult:
+    def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Return rewards, validity, components and failures of B samples, in their order."""
-        answers = dict(known or {})
-        parts = self._parts(samples, [row for row in range(len(samples)) if row not in answers])
+        answers: dict[int, Answer] = {}
+        parts = self._parts(samples)
         fields = [name for name in self.config.sends if name != GROUP]
         bodies = [
             {"samples": [{name: samples[row][name] for name in fields} for row in rows]} for rows in parts
         ]
         for rows, reply in zip(parts, self.server.ask(bodies), strict=True):
             answers |= dict(zip(rows, _rewards(reply, len(rows)), strict=True))
-        result = result_of([answers[row] for row in range(len(samples))])
-        return result._replace(measured=measured("http", self.server.counts, len(samples)))
+        took = measured("http", self.server.counts, len(samples))
+        return RewardResult([answers[row] for row in range(len(samples))], took)
 
-    def _parts(self, samples: Sequence[Sample], rows: list[int]) -> list[list[int]]:
+    def _parts(self, samples: Sequence[Sample]) -> list[Sequence[int]]:
         """Return the rows of each request."""
-        size = self.config.samples_per_request
-        if GROUP not in self.takes:
-            return [rows[start : start + size] for start in range(0, len(rows), size)]
-        return rows_by_group(samples, rows)
+        if GROUP in self.takes:
+            return [*rows_by_group(samples)]
+        rows, size = range(len(samples)), self.config.samples_per_request
+        return [rows[start : start + size] for start in rows[::size]]
 
     def close(self) -> None:
         """Do nothing: no connection outlives a step."""
@@ -129,12 +129,11 @@ class JudgeReward:
             )
         return function
 
-    def score(self, samples: Sequence[Sample], known: Mapping[int, Answer] | None = None) -> RewardResult:
+    def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Return rewards, validity, components and failures of B samples, in their order."""
-        answers = dict(known or {})
-        open_rows = [row for row in range(len(samples)) if row not in answers]
+        answers: dict[int, Answer] = {}
         requests: dict[int, _Request] = {}
-        for row, written in zip(open_rows, self._written([samples[row] for row in open_rows]), strict=True):
+        for row, written in enumerate(self._written(samples)):
             if written.reason is None:
                 requests[row] = self._request(written.text, row)
             else:
@@ -152,8 +151,8 @@ class JudgeReward:
             if verdict.reason == WRONG_TYPE:
                 verdict = Answer(UNREADABLE, f"no verdict in what the judge said: {text!r:.500}")
             answers[row] = verdict
-        result = result_of([answers[row] for row in range(len(samples))])
-        return result._replace(measured=measured("judge", counts, len(samples)))
+        took = measured("judge", counts, len(samples))
+        return RewardResult([answers[row] for row in range(len(samples))], took)
 
     def _written(self, samples: Sequence[Sample]) -> list[Answer]:
         if self._template is not None:

@@ -23,7 +23,6 @@ from megatron_rl.rewards.function import (
     RewardResult,
     Sample,
     code_reward,
-    result_of,
 )
 from megatron_rl.rewards.network import HttpReward, JudgeReward
 from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS, Answer
@@ -46,8 +45,8 @@ class Scorer(Protocol):
     takes: frozenset[str]
     missing: tuple[str, ...]
 
-    def score(self, samples: Sequence[Sample], known: Mapping[int, Answer]) -> RewardResult:
-        """Return what it says of samples, of which it is not asked about those whose answer is ``known``."""
+    def score(self, samples: Sequence[Sample]) -> RewardResult:
+        """Return what it says of samples, in their order."""
         ...
 
     def close(self) -> None:
@@ -64,9 +63,9 @@ class Silent:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
 
-    def score(self, samples: Sequence[Sample], known: Mapping[int, Answer]) -> RewardResult:
+    def score(self, samples: Sequence[Sample]) -> RewardResult:
         """See `Scorer.score`."""
-        return result_of([known.get(place, self._answer) for place in range(len(samples))])
+        return RewardResult([self._answer] * len(samples))
 
     def close(self) -> None:
         """See `Scorer.close`."""
@@ -147,17 +146,18 @@ class RewardRole:
         failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
         rows = [row for row in range(len(rollouts)) if row not in known and not failed[row]]
         numbers = [group * len(rollouts) + row for row in rows]
-        for name, (_, scorer) in self._scorers.items():
-            if rows and isinstance(scorer, FunctionReward):
-                samples = self._samples(prompts, rollouts, rows, scorer.takes)
-                self._beside.do(partial(_answers, name, scorer, numbers, samples))
+        for name, scorer in self._functions.items() if rows else ():
+            samples = self._samples(prompts, rollouts, rows, scorer.takes)
+            self._beside.do(partial(_answers, name, scorer, numbers, samples))
 
     def early(self, members: Members) -> EarlyAnswers:
         """Return what was said of the groups begun since the last call. Collective over the members."""
-        result: dict[str, dict[int, Answer]] = {}
+        result: dict[str, dict[int, Answer]] = {name: {} for name in self._functions}
+        if not result:
+            return result
         for answered in members.gather_objects(self._beside.results()):
             for name, answers in answered:
-                result.setdefault(name, {}).update(answers)
+                result[name].update(answers)
         return result
 
     def infer(
@@ -194,9 +194,13 @@ class RewardRole:
         members: Members,
     ) -> tuple[RowShard, Metrics, tuple[Failure, ...]]:
         failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
-        judged = [row for row in rows if row in known or not failed[row]]
-        told = {place: known[row] for place, row in enumerate(judged) if row in known}
-        result = scorer.score(self._samples(prompts, rollouts, judged, scorer.takes), told)
+        asked = [row for row in rows if row not in known and not failed[row]]
+        new = scorer.score(self._samples(prompts, rollouts, asked, scorer.takes))
+        answers = dict(zip(asked, new.answers, strict=True)) | {
+            row: known[row] for row in rows if row in known
+        }
+        judged = sorted(answers)
+        result = RewardResult([answers[row] for row in judged], new.measured)
         places = {row: place for place, row in enumerate(rows)}
         index = torch.tensor([places[row] for row in judged], dtype=torch.long)
         rewards = torch.full((len(rows),), float("nan"))
@@ -255,6 +259,17 @@ class RewardRole:
                 for policy, ids in spoken[1:]
             ])  # fmt: skip
         return result
+
+    @property
+    def judges_early(self) -> bool:
+        """Return whether something judges a group before the others are complete, see `begin`."""
+        return bool(self._functions)
+
+    @property
+    def _functions(self) -> dict[str, FunctionReward]:
+        return {
+            name: scorer for name, (_, scorer) in self._scorers.items() if isinstance(scorer, FunctionReward)
+        }
 
     @property
     def not_enforced(self) -> tuple[str, ...]:

@@ -25,7 +25,8 @@ from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.run_lock import only_job_in
 from megatron_rl.trainer.stop import Stop, Stopped, report_stop
-from megatron_rl.trainer.trackers import Trackers, host, versions
+from megatron_rl.trainer.trackers import Trackers, host
+from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def trackers_of(config: RunConfig, folder: RunFolder, console: TextIO) -> Tracke
     resumed = folder.has_begun() and config.checkpoint.resume != "never"
     about = {
         "configuration": to_plain(without_secrets(config)),
-        "versions": versions(),
+        "versions": installed_versions(NUMBERS_DEPEND_ON),
         "hardware": {**host(), "device": device.name(), "ranks": device.world_size()},
     }
     return Trackers(config.logging, folder, about, resumed=resumed, say=say)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from megatron_rl.config.checkpoint_meta import is_checkpoint, model_identity
+from megatron_rl.config.checkpoint_meta import check_same_model, is_checkpoint, model_identity
 from megatron_rl.config.derive import resolve
 from megatron_rl.config.load import load_config
 from megatron_rl.config.placement import role_layout
@@ -40,10 +39,11 @@ def evaluate_checkpoints(
     """
     phases = Phases()
     with report_failure(config, phases):
-        identity = model_identity(read_pretrained(Path(config.model.path) / "config.json"))
+        model = read_pretrained(Path(config.model.path) / "config.json")
         models = [path for path in paths if not is_checkpoint(path)]
         for path in models:
-            _require_same_model(path, identity)
+            identity = model_identity(read_pretrained(path / "config.json"))
+            check_same_model(path, identity, model, "evaluate it with a configuration whose model.path it is")
         if config.actor.lora is not None and 0 < len(models) < len(paths):
             raise UserError(
                 "checkpoints with adapters and whole models are not evaluated by one command",
@@ -128,20 +128,6 @@ def _with_interval(name: str, values: Mapping[str, float]) -> str:
         return "-"
     low, high = (values.get(f"{name}_{end}") for end in INTERVALS)
     return f"{values[name]:.4f}" + ("" if low is None else f" ({low:.3f}-{high:.3f})")
-
-
-def _require_same_model(path: Path, identity: Mapping[str, Any]) -> None:
-    """Raise a UserError unless a Hugging Face folder holds the model of the configuration."""
-    other = model_identity(read_pretrained(path / "config.json"))
-    different = [name for name in identity if other.get(name) != identity[name]]
-    if different:
-        raise UserError(
-            "the folder holds another model than the configuration's",
-            where=str(path),
-            expected=", ".join(f"{name} {identity[name]}" for name in different),
-            got=", ".join(f"{name} {other.get(name)}" for name in different),
-            fix="evaluate it with a configuration whose model.path it is",
-        )
 
 
 def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool = False) -> None:

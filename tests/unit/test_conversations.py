@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from megatron_rl.data.chat_format import ChatTemplate, PlainText
 from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.errors import UserError
+from megatron_rl.parallel.exchange import Members
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.conversations import Conversations
 from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended
@@ -217,7 +220,8 @@ def test_a_group_is_judged_when_it_is_complete_while_others_go_on(tmp_path: Path
     patient = Hosts(EnvironmentConfig(f"{tmp_path / 'env.py'}:Patient", turn_timeout=60))
     settings = RewardConfig(f"{tmp_path / 'reward.py'}:judge", limits=RewardLimitsConfig(write=True))
     reward = RewardRole(settings, TOKENIZER)
-    dealt = Dealt(begin(batch, 2, seed=1, version=3), 4, 200)
+    flight = begin(batch, 2, seed=1, version=3)
+    dealt = Dealt(flight, 4, 200)
 
     def judge() -> None:
         for group, episodes in dealt.complete(3):
@@ -226,8 +230,13 @@ def test_a_group_is_judged_when_it_is_complete_while_others_go_on(tmp_path: Path
     engine = TorchEngine.from_logits(logits, max_model_len=200)
     drive(engine, Conversations(patient, PlainText(TOKENIZER), dealt), None, judge)
     assert [row.outcome.failure for row in dealt.rows if row.outcome] == [None] * 4
-    answers = {row: answer.reward for _, some in reward._beside.results() for row, answer in some.items()}
-    assert answers == {0: 5.0, 1: 5.0, 2: 1.0, 3: 1.0}
+    alone = cast(Members, SimpleNamespace(ranks=(0,), rank=0, gather_objects=lambda value: [value]))
+    early = reward.early(alone)["function"]
+    assert {row: answer.reward for row, answer in early.items()} == {0: 5.0, 1: 5.0, 2: 1.0, 3: 1.0}
+    some = {"function": {row: early[row]._replace(reward=9.0) for row in (0, 3)}}
+    rollouts = extended(flight, added_rows(dealt.numbers, dealt.rows, [1] * 4), version=3).rollouts
+    (judgement,) = reward.infer(batch.repeat(2), rollouts, alone, some)
+    assert judgement.shard.values["rewards"].tolist() == [9.0, 5.0, 1.0, 9.0]  # two rows are known
     patient.close()
     reward.close()
 

@@ -17,7 +17,6 @@ import torch
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.function import FunctionReward, RewardResult
-from megatron_rl.rewards.worker import Answer
 
 FUNCTIONS = """
 import os, random, re, subprocess, sys, time
@@ -323,7 +322,6 @@ def test_a_group_is_judged_in_one_call_and_each_response_gets_its_reward_or_reas
             for sample, group in zip(samples(responses), groups, strict=True)
         ]
         result = reward.score(rows)
-        known = reward.score(rows[:4], {0: Answer(None, "", 9.0)})
     reasons = {responses[failure.row]: failure.reason for failure in result.failures}
     assert reasons == {
         "error": "exception",
@@ -334,7 +332,6 @@ def test_a_group_is_judged_in_one_call_and_each_response_gets_its_reward_or_reas
         "y": "timeout",
     }
     assert result.rewards[result.valid].tolist() == [1.0, 0.0, 0.0, 1.0]
-    assert known.rewards[[0, 1, 3]].tolist() == [9.0, 0.0, 0.0], "what is known is no part of the group"
 
 
 def test_coroutines_run_together_and_fail_alone(file: str) -> None:

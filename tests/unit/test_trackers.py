@@ -17,7 +17,8 @@ from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import trackers as module
 from megatron_rl.trainer.logging import MetricsLog
-from megatron_rl.trainer.trackers import Trackers, host, versions
+from megatron_rl.trainer.trackers import Trackers, host
+from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 
 @pytest.fixture
@@ -32,7 +33,11 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trackers(folder: RunFolder, said: list[str], resumed: bool = False, **settings) -> Trackers:
-    about = {"configuration": {"seed": 7}, "versions": versions(), "hardware": host()}
+    about = {
+        "configuration": {"seed": 7},
+        "versions": installed_versions(NUMBERS_DEPEND_ON),
+        "hardware": host(),
+    }
     return Trackers(LoggingConfig(**settings), folder, about, resumed=resumed, say=said.append)
 
 
