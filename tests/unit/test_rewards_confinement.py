@@ -19,6 +19,7 @@ from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig, RolloutConfig
 from megatron_rl.config.setting import settings
 from megatron_rl.contained import process
+from megatron_rl.contained.confinement import OTHER_TASKS
 from megatron_rl.errors import UserError
 from megatron_rl.redaction import HIDDEN, is_hidden, is_secret, redacted
 from megatron_rl.rewards.function import FunctionReward, RewardResult
@@ -46,6 +47,10 @@ def daemon(metadata):
             os.execvp("sleep", ["sleep", metadata["seconds"]])
         os._exit(0)
     time.sleep(1000)
+
+def bounds(metadata):
+    read = lambda file: float(open(file).read())
+    return {"reward": 1.0, "tasks": read("/proc/sys/kernel/pid_max"), "oom": read("/proc/self/oom_score_adj")}
 
 def surrogate_error(metadata):
     raise ValueError("half \\udc00 pair")
@@ -111,7 +116,7 @@ ACTS = {
     "secret": lambda metadata: float(metadata["name"] in os.environ),
     "unusual": lambda metadata: float(metadata["raw"] == b"\\x00" and metadata["text"] == "\\ud800"),
 }
-for act in (fork, bomb, daemon, surrogate_error, memory_of_children, connect, write, scratch, spin,
+for act in (fork, bomb, bounds, daemon, surrogate_error, memory_of_children, connect, write, scratch, spin,
             kill_parent, remount, forge, huge_frame):
     ACTS[act.__name__] = act
 """
@@ -175,6 +180,14 @@ def test_limits_of_processes_memory_and_processor_time(file: str) -> None:
     assert "limit: held more than 1 GiB" in one(file, "memory_of_children", timeout=60.0)
     quick = RewardLimitsConfig(cpu_seconds=0.5)
     assert "limit: used more than 0.5 s of processor" in one(file, "spin", limits=quick, timeout=30.0)
+
+
+def test_the_kernel_holds_what_a_busy_supervisor_would_see_too_late(file: str) -> None:
+    with FunctionReward(RewardConfig(file, limits=SMALL)) as reward:
+        components = judge(reward, "bounds").components
+    assert components["oom"].item() == 1000
+    if tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 14) and not reward.missing:
+        assert components["tasks"].item() == OTHER_TASKS + SMALL.processes
 
 
 def test_children_that_leave_their_session_go_too(file: str) -> None:
