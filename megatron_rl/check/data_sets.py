@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.files import Files
+from megatron_rl.data.records import require_characters
 from megatron_rl.errors import UserError, nearest
 
 LINES = 200
@@ -77,6 +78,11 @@ def _check_jsonl(path: Path, where: str, required: Mapping[str, str], files: Fil
                 record, problem = _record(line)
                 if problem is None and record is not None:
                     problem = _field_problem(record, required)
+                    try:
+                        require_characters(record, f"{path}:{number} ({where})")
+                    except UserError as error:
+                        broken += 1
+                        files.errors.append(error)
                     first = first or record
                     records += 1
                 if problem is not None:

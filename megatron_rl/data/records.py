@@ -111,11 +111,11 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
                     fix="correct or remove the line",
                 )
             if b"\\u" in line:
-                _require_characters(values, where)
+                require_characters(values, where)
             yield Record(values, where)
 
 
-def _require_characters(values: dict, where: str) -> None:
+def require_characters(values: Mapping[str, Any], where: str) -> None:
     """Raise UserError where an escape is half of a character, which no tokenizer and no file takes."""
     try:
         json.dumps(values, ensure_ascii=False).encode()

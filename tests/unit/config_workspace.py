@@ -166,6 +166,7 @@ def _write_broken_data(root: Path) -> None:
     (root / "question.jsonl").write_text('{"prompts": "a", "ground_truth": "b"}\n')
     (root / "null.jsonl").write_text('{"prompt": null, "ground_truth": "b"}\n')
     (root / "null_truth.jsonl").write_text('{"prompt": "a", "ground_truth": null}\n')
+    (root / "half.jsonl").write_text('{"prompt": "1+1 \\ud800", "ground_truth": "2"}\n')
     (root / "messages.jsonl").write_text(
         '{"prompt": [{"role": "user", "content": "a"}], "ground_truth": "b"}\n'
     )
