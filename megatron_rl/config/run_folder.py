@@ -26,6 +26,7 @@ class RunFolder:
         self.reward_models = self.path / "reward_models"
         self.model = self.path / "hf"
         self.rank_logs = self.path / "rank_logs"
+        self.flight_records = self.path / "flight_recorder"
         self.curve = self.path / "learning_curve.png"
         self.report = self.path / "report.html"
 

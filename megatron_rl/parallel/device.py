@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 from torch.overrides import TorchFunctionMode
 
@@ -223,6 +224,11 @@ def collective_timeout() -> timedelta | None:
     return _timeout
 
 
+def flight_record() -> bytes:
+    """Return which collectives this process has called last, as PyTorch's flight recorder writes them."""
+    return getattr(c10d, "_dump_fr_trace" if _ON_HOST else "_dump_nccl_trace")()
+
+
 def prepare_megatron() -> None:
     """Install what Megatron-Core needs in this process, once."""
     global _installed
@@ -249,11 +255,8 @@ def generator_states() -> dict[str, Any]:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker: Any = get_cuda_rng_tracker()
-    return {
-        "host": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "megatron": {name: state.clone() for name, state in tracker.get_states().items()},
-    }
+    of_megatron = {name: state.clone() for name, state in tracker.get_states().items()}
+    return {"host": torch.get_rng_state(), "device": torch.cuda.get_rng_state(), "megatron": of_megatron}
 
 
 def set_generator_states(states: dict[str, Any]) -> None:

@@ -2,11 +2,13 @@
 
 A rank may wait for others as long as they work: hours, where one of them writes long responses. So no
 collective has a limit of its own. Instead each rank tells the job's store, from a thread, where it is, and
-one of them looks whether anybody is elsewhere than before.
+one of them looks whether anybody is elsewhere than before. Before a job that hangs ends, each rank writes
+down which collectives it has called: PyTorch's flight recorder, for ``torchfrtrace FOLDER``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -14,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +29,9 @@ _LOOKS_SECONDS = 5.0
 _SHOWN_CALLS = 4
 """Calls of the stack that are told: the collective and who asked for it."""
 _SHOWN_RANKS = 8
+
+_HANGS = "hangs"
+"""The store's key that says that the job ends because nobody gets on."""
 
 _watch: Watch | None = None
 
@@ -112,12 +118,16 @@ class Judge:
 class Watch:
     """Report this rank to the job's store and end the process when the job hangs.
 
-    ``place`` says who and where this rank is, ``end`` takes the words and leaves the process. The first rank
-    judges; where it is silent, the next one that is not. Collective over the world, which meets in it.
+    ``place`` says who and where this rank is, ``end`` takes the words and leaves the process; ``records`` is
+    the folder of the ranks' last collectives, where they are to be written down. The first rank judges; where
+    it is silent, the next one that is not. Collective over the world, which meets in it.
     """
 
-    def __init__(self, limit: float, place: Callable[[], str], end: Callable[[str], None]) -> None:
-        self._limit, self._place, self._end = limit, place, end
+    def __init__(
+        self, limit: float, place: Callable[[], str], end: Callable[[str], None], records: Path | None
+    ) -> None:
+        self._limit, self._place, self._end, self._records = limit, place, end, records
+        self._looks = min(_LOOKS_SECONDS, limit / 8)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._main = threading.main_thread().ident
         self._beats = 0
@@ -135,12 +145,15 @@ class Watch:
 
     def _run(self) -> None:
         judge, answered = None, time.monotonic()
-        while not self._ended.wait(min(_LOOKS_SECONDS, self._limit / 8)):
+        while not self._ended.wait(self._looks):
             now = time.monotonic()
             if judge is None or now - answered > self._limit / 2:  # this process was stopped itself
                 judge = Judge(self._limit, self._size, now)
             try:
                 self._tell()
+                if self._store.check([_HANGS]):
+                    self._record()
+                    return
                 self._judge(judge, now)
                 answered = now
             except RuntimeError as error:  # what torch's stores raise
@@ -156,8 +169,20 @@ class Watch:
         self._hear(judge, now, range(1, self._size if self._rank else 1))
         first = next((rank for rank in range(self._size) if not judge.is_silent(now, rank)), None)
         words = judge.verdict(now) if first == self._rank else None
-        if words is not None and not self._ended.is_set():
-            self._end(words)
+        if words is None or self._ended.is_set():
+            return
+        self._store.set(_HANGS, words)
+        self._record()
+        if not self._ended.wait(3 * self._looks):  # the other ranks look and write meanwhile
+            where = f"\n  the last collectives of each rank: torchfrtrace {self._records}"
+            self._end(words + (where if self._records else ""))
+
+    def _record(self) -> None:
+        """Write this rank's last collectives down, where that is wanted."""
+        if self._records is not None:
+            with contextlib.suppress(OSError):  # there is a reason to be told, with or without them
+                self._records.mkdir(parents=True, exist_ok=True)
+                (self._records / f"rank_{self._rank}").write_bytes(device.flight_record())
 
     def _hear(self, judge: Judge, now: float, ranks: range) -> None:
         keys = [f"report {rank}" for rank in ranks]
@@ -178,7 +203,12 @@ class Watch:
         self._store.set(f"report {self._rank}", Report(str(self._beats), progress, waits, words).write())
 
 
-def join(limit: float, place: Callable[[], str], end: Callable[[str], None] | None = None) -> None:
+def join(
+    limit: float,
+    place: Callable[[], str],
+    end: Callable[[str], None] | None = None,
+    records: Path | None = None,
+) -> None:
     """Join the job, and end the process when no rank gets on for ``limit`` seconds; see `Watch`.
 
     Ranks that do not meet within ``limit`` seconds give up, too. Collective over the world.
@@ -186,7 +216,7 @@ def join(limit: float, place: Callable[[], str], end: Callable[[str], None] | No
     global _watch
     device.initialize(limit, waits=True)
     if dist.get_world_size() > 1:
-        _watch = Watch(limit, place, end or leave_process)
+        _watch = Watch(limit, place, end or leave_process, records)
 
 
 def leave_process(words: str) -> None:

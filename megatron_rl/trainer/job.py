@@ -72,7 +72,8 @@ class Job:
         Collective over the world.
         """
         place, phases = self.stop.place, self.phases
-        watch.join(self.config.rank_timeout, lambda: f"{place} {phases.place}", self.stop.leave)
+        limit, records = self.config.rank_timeout, self.folder.flight_records
+        watch.join(limit, lambda: f"{place} {phases.place}", self.stop.leave, records)
         if self.main:
             for words in self._changes():
                 self.say(f"warning: this run goes on with another setting: {words}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -163,8 +164,8 @@ def test_a_rank_may_be_waited_for_as_long_as_it_gets_on(fork):
         ("is_stopped", r"\n  rank 2 \(none\) says nothing any more, and was last seen in phase '\w+' after"),
     ],
 )
-def test_of_ranks_that_hang_the_one_is_named_that_the_others_wait_for(fork, fault, words):
-    result = fork(WATCHED, 4, fault, check=False)
+def test_of_ranks_that_hang_the_one_is_named_that_the_others_wait_for(fork, tmp_path, fault, words):
+    result = fork(WATCHED, 4, fault, tmp_path, check=False)
     waits = (
         r".*  for which wait: rank 0 \(none\) in phase 'generate' after .*, inside .*all_reduce and 2 more"
     )
@@ -172,3 +173,9 @@ def test_of_ranks_that_hang_the_one_is_named_that_the_others_wait_for(fork, faul
     assert re.search(r"no rank gets on for 4 s \(rank_timeout\)" + words + waits, result.stderr, re.DOTALL), (
         result.output
     )
+    assert f"torchfrtrace {tmp_path}" in result.stderr
+    records = {path.name: pickle.loads(path.read_bytes()) for path in tmp_path.iterdir()}
+    assert set(records) == {f"rank_{rank}" for rank in range(4) if rank != 2 or fault == "hangs"}
+    called = {name: record["entries"][-1]["collective_seq_id"] for name, record in records.items()}
+    last = called.pop("rank_2", called["rank_0"] - 1)
+    assert set(called.values()) == {last + 1}

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,8 @@ def wait(seconds: float) -> None:
 
 if __name__ == "__main__":
     rank, state = int(os.environ["RANK"]), {"phase": "build"}
-    watch.join(LIMIT, lambda: f"rank {rank} (none) in phase '{state['phase']}'")
+    records = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    watch.join(LIMIT, lambda: f"rank {rank} (none) in phase '{state['phase']}'", records=records)
     dist.all_reduce(torch.ones(1))
     state["phase"] = "generate"
     if rank == 2:

@@ -22,7 +22,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
-from megatron_rl.parallel.hf.files import CheckpointFiles
+from megatron_rl.parallel.hf.files import CheckpointFiles, checkpoint_shapes
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import load_weights
@@ -99,6 +99,7 @@ def test_a_written_checkpoint_is_read_again(family, tmp_path):
     config, errors = opened(tmp_path / "saved", tmp_path / ("none" if derived else "hf"), tmp_path / "run")
     assert not errors
     before, after = CheckpointFiles(tmp_path / "hf"), MegatronFiles(config.model.path)
+    assert checkpoint_shapes(config.model.path) == before.shapes()  # what vLLM's weights are traced by
     assert after.checkpoint.iteration == 7 and after.names() == before.names()
     for name in before.names():
         shape = before.shape(name)

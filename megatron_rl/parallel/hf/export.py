@@ -20,7 +20,6 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import BoxGroup, BoxIndex, Region, regions
 from megatron_rl.parallel.exchange import gather_objects
 from megatron_rl.parallel.hf.files import (
-    CheckpointFiles,
     SafetensorsWriter,
     copy_tensors,
     copy_tokenizer,
@@ -28,7 +27,7 @@ from megatron_rl.parallel.hf.files import (
     write_index,
 )
 from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.hf.weights import source_boxes, view_of
+from megatron_rl.parallel.hf.weights import open_checkpoint, source_boxes, view_of
 from megatron_rl.parallel.lora import adapter_parameters, peft_boxes, policy_weights
 from megatron_rl.parallel.transfer import Exchange, connect, gather_layout
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
@@ -134,7 +133,7 @@ def _further_layers(described: PretrainedModel, source: str | Path | None) -> li
     """Return the tensors of ``source`` in layers that predict further tokens, behind the model's own."""
     if source is None or not described.config.get("num_nextn_predict_layers"):
         return []
-    return sorted(name for name in CheckpointFiles(source).names() if described.is_further(name))
+    return sorted(name for name in open_checkpoint(source).names() if described.is_further(name))
 
 
 def _steps(

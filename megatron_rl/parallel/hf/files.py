@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_rl.durable import require_file
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.pretrained import INDEX, TOKENIZER_FILES
+from megatron_rl.shapes.megatron_checkpoint import POINTER
+from megatron_rl.shapes.pretrained import INDEX, TOKENIZER_FILES, read_pretrained
 
 SINGLE = "model.safetensors"
 _DTYPE_NAMES = {
@@ -158,6 +159,16 @@ def write_index(path: Path, files: Mapping[str, Sequence[str]], total_bytes: int
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def checkpoint_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes by Hugging Face name of a model's tensors.
+
+    ``path`` is its folder, which has the tensors or points to a Megatron checkpoint.
+    """
+    if (Path(path) / POINTER).is_file():
+        return dict(read_pretrained(Path(path) / "config.json").tensor_shapes())
+    return CheckpointFiles(path).shapes()
 
 
 def copy_tensors(source: str | Path, path: Path, names: Sequence[str]) -> int:

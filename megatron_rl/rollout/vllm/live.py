@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
-from megatron_rl.parallel.hf.files import CheckpointFiles
+from megatron_rl.parallel.hf.files import checkpoint_shapes
 from megatron_rl.rollout.vllm import setup, weights
 from megatron_rl.rollout.vllm.packed import PackedModules, refresh_derived
 from megatron_rl.types import TensorBox
@@ -76,7 +76,7 @@ class LiveWeights:
         if self._map is None:
             shapes = self._checkpoint
             if not isinstance(shapes, Mapping):
-                shapes = CheckpointFiles(shapes).shapes()
+                shapes = checkpoint_shapes(shapes)
             with self._packed.unpacked():
                 self._map = weights.trace_weights(self._model, self._parameters, shapes, self._rank)
         return self._map
