@@ -6,9 +6,12 @@ A run writes them as one line of JSON a step, which is read here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megatron_rl.durable import require_file
@@ -75,7 +78,20 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of finite numbers, also where their sum is none."""
+    try:
+        return fmean(values)
+    except OverflowError:
+        return math.ldexp(fmean(math.ldexp(value, -64) for value in values), 64)
+
+
+def number_text(value: float, form: str) -> str:
+    """Return a number in ``form``, such as ``.3f``, or in a short form where that would be endless."""
+    return format(value, form if abs(value) < 1e15 else ".3g")
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:

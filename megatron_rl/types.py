@@ -50,13 +50,15 @@ UNFINISHED = 3
 
 class Outcome(NamedTuple):
     """Say what an environment made of an episode: a reward with components, None where others judge, or a
-    ``failure`` by its reason, with a message.
+    ``failure`` by its reason, with a message. ``calls`` are the tools' calls of each turn of the policy,
+    where a parser finds any.
     """
 
     reward: float | None = None
     components: Mapping[str, float] = {}
     failure: str | None = None
     message: str = ""
+    calls: tuple[Sequence[Mapping[str, Any]], ...] = ()
 
 
 def split_rows(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:

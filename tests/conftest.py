@@ -14,14 +14,16 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests import nccl_rules
+from tests import browser, nccl_rules
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH_SECONDS = 300.0
+NOT_LOOKED_AT = pytest.StashKey[list[str]]()
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,24 @@ def _end_family(process: int, patience: float = 10.0) -> None:
 
 def _tail(text: str, lines: int = 80) -> str:
     return "\n".join(text.splitlines()[-lines:])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a browser where none stands; `pytest_terminal_summary` says so."""
+    if browser.executable() is None and (left := [item for item in items if "browser" in item.keywords]):
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=left)
+        config.stash[NOT_LOOKED_AT] = [item.nodeid for item in left]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say in red which pages no browser has looked at."""
+    if names := config.stash.get(NOT_LOOKED_AT, []):
+        terminalreporter.section("NOT RUN: no browser stands here", red=True, bold=True)
+        for name in names:
+            terminalreporter.line(name)
+        places = f"one of {', '.join(browser.NAMES)} on the path, or {browser.VARIABLE}=/path/to/it"
+        terminalreporter.line(f"fix: {places} (Debian, Ubuntu: apt-get install chromium)")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -229,7 +229,7 @@ class RewardRole:
             "metadata": [dict(prompts.metadata[row]) for row in rows],
         }
         if TURNS in takes:
-            fields[TURNS] = self.conversations(chosen)
+            fields[TURNS] = [turns[1:] for turns in self.conversations(chosen)]
         if TOKENS in takes:
             fields[TOKENS] = tokens_of(chosen)
         if GROUP in takes:
@@ -244,20 +244,29 @@ class RewardRole:
         ids = [tokens[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
         return self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
 
-    def conversations(self, rollouts: Rollouts) -> list[list[dict[str, str]]]:
-        """Return who said what behind each prompt, ``policy`` or ``environment``, with special tokens."""
+    def conversations(self, rollouts: Rollouts) -> list[list[dict[str, Any]]]:
+        """Return who said what in each row: the ``prompt``, then ``policy`` and ``environment`` in turn.
+
+        Each turn has its ``role``, ``content`` with special tokens, and number of ``tokens``; one of the
+        policy has the ``tool_calls`` that were found in it.
+        """
         result = []
-        for tokens, mask in zip(
+        for tokens, mask, outcome in zip(
             split_rows(rollouts.tokens, rollouts.lengths),
             split_rows(rollouts.response_mask, rollouts.lengths),
+            rollouts.outcomes or (None,) * len(rollouts),
             strict=True,
         ):
             runs = groupby(zip(tokens.tolist(), mask.tolist(), strict=True), key=itemgetter(1))
-            spoken = [(policy, [token for token, _ in run]) for policy, run in runs]
-            result.append([
-                {"role": "policy" if policy else "environment", "content": self._tokenizer.decode(ids)}
-                for policy, ids in spoken[1:]
-            ])  # fmt: skip
+            calls = iter(outcome.calls if outcome else ())
+            turns: list[dict[str, Any]] = []
+            for policy, run in runs:
+                ids = [token for token, _ in run]
+                role = "policy" if policy else "environment" if turns else "prompt"
+                turns.append({"role": role, "content": self._tokenizer.decode(ids), "tokens": len(ids)})
+                if policy and (called := next(calls, ())):
+                    turns[-1]["tool_calls"] = list(called)
+            result.append(turns)
         return result
 
     @property

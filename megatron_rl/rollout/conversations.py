@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.data.chat_format import ChatFormat
@@ -26,6 +26,7 @@ class _Conversation:
 
     ``asking`` says that the environment waits for a turn; ``turn_over`` that the last turn among the tokens
     has ended. ``granted`` tokens may still be sampled in this round, and ``turn_left`` in this turn.
+    ``calls`` are those of tools in each turn that was handed over.
     """
 
     row: Row
@@ -37,6 +38,7 @@ class _Conversation:
     granted: int | None = None
     turn_left: int | None = None
     tools: list[dict[str, Any]] | None = None
+    calls: list[list[dict[str, Any]]] = field(default_factory=list)
 
     @property
     def rests(self) -> bool:
@@ -100,7 +102,7 @@ class Conversations:
             if isinstance(event, Asks):
                 self._asked(talk, event)
             elif isinstance(event, Restarted):
-                talk.known, talk.asking = 0, False
+                talk.known, talk.asking, talk.calls = 0, False, []
             else:
                 self._ended(talk, event)
         return self._commands()
@@ -160,6 +162,7 @@ class Conversations:
                 ]
                 text = content
         talk.known, talk.asking = end, False
+        talk.calls.append(calls)
         self._hosts.turn(talk.number, text, tuple(turn), cut, tuple(log_probs), context, calls)
 
     def _asked(self, talk: _Conversation, event: Asks) -> None:
@@ -225,7 +228,8 @@ class Conversations:
         if talk.in_engine:
             self._aborts.append(self._all.index(talk))
             talk.in_engine = False
-        row.outcome = Outcome(event.reward, dict(event.components), event.failure, event.message)
+        calls = tuple(talk.calls) if any(talk.calls) else ()
+        row.outcome = Outcome(event.reward, dict(event.components), event.failure, event.message, calls)
         if event.failure is not None:
             row.finish_reason = FINISH_FAILED
         else:

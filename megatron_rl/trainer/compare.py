@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import stdev
 from typing import Any
 
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.source import read_tree
-from megatron_rl.errors import UserError
-from megatron_rl.metrics import read_metrics
+from megatron_rl.metrics import mean, number_text
 from megatron_rl.trainer import page
-from megatron_rl.trainer.curves import WINDOW, Lines, measured_accuracies, overlaid, running_mean, series
+from megatron_rl.trainer.curves import (
+    STAGE_METRICS,
+    WINDOW,
+    Measured,
+    measured_accuracies,
+    overlaid,
+    running_mean,
+    series,
+)
+from megatron_rl.trainer.report import measured
 
 OF_ONE_RUN = ("seed", "run_dir", "prepare", "checkpoint.resume")
 """Settings that may differ between runs of one group."""
 LAST_MEANS = (
-    ("kl/ref", "KL to the reference", "{:.4f}"),
-    ("policy/entropy", "entropy", "{:.3f}"),
-    ("response/length", "response length", "{:.1f}"),
-    ("mismatch/abs_diff", "mismatch", "{:.1e}"),
-    ("reward/invalid", "invalid rewards", "{:.3f}"),
+    ("kl/ref", "KL to the reference", ".4f"),
+    ("policy/entropy", "entropy", ".3f"),
+    ("response/length", "response length", ".1f"),
+    ("mismatch/abs_diff", "mismatch", ".1e"),
+    ("reward/invalid", "invalid rewards", ".3f"),
 )
 """Metrics whose mean over the last steps is shown: metric, words, format."""
 
@@ -34,7 +43,7 @@ class ComparedRun:
 
     name: str
     settings: Mapping[str, Any]
-    lines: Lines
+    measured: Measured
 
 
 @dataclass(frozen=True)
@@ -69,9 +78,9 @@ def compare(folders: Sequence[Path]) -> Comparison:
         if any(value != values[0] for value in values) and key not in ("run_dir", "prepare"):
             settings.append([key, *(", ".join(value) for value in values)])
     results = [["runs", *(str(len(members)) for members in groups.values())]]
-    measured = [[_measure(run.lines) for run in members] for members in groups.values()]
-    for key in dict.fromkeys(name for members in measured for values in members for name in values):
-        cells = [_spread([values[key] for values in members if key in values]) for members in measured]
+    reached = [[_reached(run.measured) for run in members] for members in groups.values()]
+    for key in dict.fromkeys(name for members in reached for values in members for name in values):
+        cells = [_spread([values[key] for values in members if key in values]) for members in reached]
         results.append([key, *cells])
     return Comparison(groups, settings, results)
 
@@ -81,34 +90,24 @@ def write(folders: Sequence[Path], out: Path) -> str:
     compared = compare(folders)
     names = list(compared.groups)
     tables = (("Results", compared.results), ("Settings that differ", compared.settings))
-    numeric = range(1, len(names) + 1)
     parts = []
-    for title, rows in tables:
+    for (title, rows), numeric in zip(tables, (range(1, len(names) + 1), ()), strict=True):
         shown = page.table(("", *names), rows, numeric=numeric) if rows else "<p>none</p>"
         parts += [page.heading(title), shown]
-    curves = overlaid({name: [run.lines for run in runs] for name, runs in compared.groups.items()})
+    curves = overlaid({name: [run.measured for run in runs] for name, runs in compared.groups.items()})
     parts += [page.heading("Curves"), page.pictures(curves)]
     markdown = "\n".join(f"## {title}\n\n{_markdown(names, rows)}\n" for title, rows in tables)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "compare.html").write_text(page.document("Comparison of runs", parts), encoding="utf-8")
-    (out / "compare.md").write_text(f"# Comparison of runs\n\n{markdown}", encoding="utf-8")
+    page.write(out / "compare.html", "Comparison of runs", parts)
+    (out / "compare.md").write_text(f"# Comparison of runs\n\n{markdown}", "utf-8", "replace")
     return markdown
 
 
 def _read(path: Path, name: str) -> ComparedRun:
     folder = RunFolder(path)
-    lines = read_metrics(folder.metrics)
-    if not lines:
-        raise UserError(
-            f"{path} holds no metrics",
-            where="RUN",
-            expected="the folder of a run that has finished at least one step",
-            got="an empty metrics.jsonl" if folder.metrics.exists() else "no metrics.jsonl",
-            fix="name a run folder, such as runs/quickstart",
-        )
     text = folder.config.read_text(encoding="utf-8") if folder.config.is_file() else ""
     settings = read_tree(text, str(folder.config), []).leaves()
-    return ComparedRun(name, {key: leaf.value for key, leaf in settings}, lines)
+    return ComparedRun(name, {key: leaf.value for key, leaf in settings}, measured(folder))
 
 
 def _name(members: Sequence[ComparedRun]) -> str:
@@ -120,32 +119,37 @@ def _text(run: ComparedRun, key: str) -> str:
     return json.dumps(run.settings[key], ensure_ascii=False, default=str) if key in run.settings else "-"
 
 
-def _measure(lines: Lines) -> dict[str, tuple[float, str]]:
+def _reached(run: Measured) -> dict[str, tuple[float, str]]:
     """Return what a run reached: words -> number and format."""
-    reached: dict[str, tuple[float, str]] = {}
+    lines, reached = run.lines, {}
+    for name, stage in run.stages.items():
+        for metric, words in STAGE_METRICS:
+            if values := series(stage, f"{name}/{metric}")[1]:
+                reached[f"{name}: final {words}"] = values[-1], ".3f"
     for name in measured_accuracies(lines):
         values = series(lines, name)[1]
         label = name.removeprefix("eval/").removesuffix("/accuracy")
-        reached |= {f"{label}: final accuracy": (values[-1], "{:.3f}")}
-        reached |= {f"{label}: best accuracy": (max(values), "{:.3f}")}
+        reached |= {f"{label}: final accuracy": (values[-1], ".3f")}
+        reached |= {f"{label}: best accuracy": (max(values), ".3f")}
     rewards = series(lines, "reward/mean")[1]
     if rewards:
-        reached["final reward"] = fmean(rewards[-WINDOW:]), "{:.3f}"
-        reached["best reward"] = max(running_mean(rewards)), "{:.3f}"
+        reached["final reward"] = mean(rewards[-WINDOW:]), ".3f"
+        reached["best reward"] = max(running_mean(rewards)), ".3f"
     for name, words, form in LAST_MEANS:
         values = series(lines, name)[1]
         if values:
-            reached[words] = fmean(values[-WINDOW:]), form
+            reached[words] = mean(values[-WINDOW:]), form
     steps, seconds = series(lines, "time/step")
     speeds = dict(zip(*series(lines, "throughput/tokens_per_second"), strict=True))
-    reached["steps"] = float(max((int(line["step"]) for line in lines), default=0)), "{:.0f}"
+    if lines:
+        reached["steps"] = float(max(int(line["step"]) for line in lines)), ".0f"
     if speeds:
         tokens = sum(speeds.get(step, 0.0) * taken for step, taken in zip(steps, seconds, strict=True))
-        reached["tokens"] = tokens, "{:,.0f}"
-        reached["tokens per second"] = tokens / max(sum(seconds), 1e-9), "{:,.0f}"
+        reached["tokens"] = tokens, ",.0f"
+        reached["tokens per second"] = tokens / max(sum(seconds), 1e-9), ",.0f"
     if seconds:
-        reached["seconds of all steps"] = sum(seconds), "{:,.1f}"
-        reached["seconds per step"] = fmean(seconds), "{:.2f}"
+        reached["seconds of all steps"] = sum(seconds), ",.1f"
+        reached["seconds per step"] = mean(seconds), ".2f"
     return reached
 
 
@@ -154,8 +158,12 @@ def _spread(values: Sequence[tuple[float, str]]) -> str:
     if not values:
         return "-"
     numbers, form = [number for number, _ in values], values[0][1]
-    spread = f" ± {form.format(stdev(numbers))}" if len(numbers) > 1 else ""
-    return form.format(fmean(numbers)) + spread
+    if not all(map(math.isfinite, numbers)):
+        return "not finite"
+    # Of a quarter, since the deviation of the largest numbers is none.
+    spread = 4 * stdev([number / 4 for number in numbers]) if len(numbers) > 1 else None
+    words = "" if spread is None else f" ± {number_text(spread, form)}"
+    return number_text(mean(numbers), form) + words
 
 
 def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

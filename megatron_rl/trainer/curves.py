@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.metrics import mean, number_text
 from megatron_rl.trainer.logging import accuracies
 
 if TYPE_CHECKING:
@@ -20,6 +20,16 @@ BLUE, ORANGE, GREY, GRID = "#2563a8", "#d9722b", "#6b7280", "#e5e7eb"
 COLOURS = (BLUE, ORANGE, "#3a9a5b", "#8a5bb5", "#c2a22d", "#5aa7b8", "#b5485d", GREY)
 WINDOW = 10
 """Steps that a running mean, and the first and last values of tables, are taken over."""
+LARGEST = 1e100
+"""Numbers beyond it are drawn at it: matplotlib computes with the range of an axis."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Hold the metrics of a run, and of its stages by name."""
+
+    lines: Lines
+    stages: Mapping[str, Lines]
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,16 @@ def measured_accuracies(lines: Lines) -> list[str]:
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
     """Return for each value the mean over up to ``window`` values around it, fewer towards the ends."""
     half = window // 2
-    return [fmean(values[max(0, place - half) : place + half + 1]) for place in range(len(values))]
+    return [mean(values[max(0, place - half) : place + half + 1]) for place in range(len(values))]
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return the line that is drawn through values: a running mean that leaves a short run its shape."""
+    return running_mean(values, min(WINDOW, len(values) // 4))
+
+
+def _drawable(values: Sequence[float]) -> list[float]:
+    return [min(max(value, -LARGEST), LARGEST) for value in values]
 
 
 def panels_of(lines: Lines) -> list[Panel]:
@@ -115,38 +134,48 @@ def pictures(lines: Lines, stages: Mapping[str, Lines]) -> list[tuple[str, bytes
     return shown
 
 
-def overlaid(groups: Mapping[str, Sequence[Lines]]) -> list[tuple[str, bytes]]:
-    """Return a title and an SVG for each metric that several runs have, their curves laid over each other.
+def overlaid(groups: Mapping[str, Sequence[Measured]]) -> list[tuple[str, bytes]]:
+    """Return a title and an SVG for each metric that runs have, their curves laid over each other.
 
     Runs of one group differ in their seeds: each has a thin line, and where there are several their mean a
     thick one.
     """
     panels: dict[str, Panel] = {}
-    for lines in (lines for runs in groups.values() for lines in runs):
-        panels |= {panel.metric: panel for panel in panels_of(lines)}
+    for run in (run for runs in groups.values() for run in runs):
+        panels |= {panel.metric: panel for panel in panels_of(run.lines)}
+        panels |= {panel.metric: panel for _, panel in stage_panels(run.stages)}
     return [(panel.title, _svg(_overlay(panel, groups))) for panel in panels.values()]
 
 
-def _overlay(panel: Panel, groups: Mapping[str, Sequence[Lines]]) -> Figure:
+def _overlay(panel: Panel, groups: Mapping[str, Sequence[Measured]]) -> Figure:
     axes = _axes(1)
     axis = axes[0]
     for place, (name, runs) in enumerate(groups.items()):
         colour = COLOURS[place % len(COLOURS)]
         values: dict[int, list[float]] = {}
-        for lines in runs:
-            steps, numbers = series(lines, panel.metric)
-            smooth = running_mean(numbers) if panel.smooth else numbers
+        for run in runs:
+            stage = run.stages.get(panel.metric.partition("/")[0], ())
+            steps, numbers = series([*run.lines, *stage], panel.metric)
+            smooth = _drawable(smoothed(numbers) if panel.smooth else numbers)
             for step, value in zip(steps, smooth, strict=True):
                 values.setdefault(step, []).append(value)
             if len(runs) > 1:
                 axis.plot(steps, smooth, color=colour, alpha=0.3, linewidth=0.9)
         steps = sorted(values)
-        axis.plot(steps, [fmean(values[step]) for step in steps], color=colour, linewidth=1.8, label=name)
+        if steps:
+            means = [mean(values[step]) for step in steps]
+            axis.plot(steps, means, color=colour, linewidth=1.8, label=_shortened(name))
     if panel.limits is not None:
         axis.set_ylim(panel.limits[0], panel.limits[1] * 1.08)
     axis.set_title(panel.title, fontsize=10, loc="left")
-    axis.legend(fontsize=7.5, frameon=False, loc="upper left")
+    for text in axis.legend(fontsize=7.5, frameon=False, loc="best").get_texts():
+        text.set_parse_math(False)
     return _finished(axes)
+
+
+def _shortened(name: str) -> str:
+    # The space: a label that begins with an underscore would not be shown.
+    return " " + (name if len(name) <= 32 else f"{name[:20]}…{name[-11:]}")
 
 
 def _axes(count: int) -> list[Axes]:
@@ -161,7 +190,10 @@ def _axes(count: int) -> list[Axes]:
 
 
 def _finished(axes: Sequence[Axes]) -> Figure:
+    from matplotlib.ticker import MaxNLocator
+
     for axis in axes:
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.spines[["top", "right"]].set_visible(False)
         axis.spines[["left", "bottom"]].set_color(GREY)
         axis.tick_params(colors=GREY, labelsize=8)
@@ -180,17 +212,18 @@ def _svg(figure: Figure) -> bytes:
 
 
 def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
-    steps, values = series(lines, panel.metric)
+    steps, measured = series(lines, panel.metric)
+    values = _drawable(measured)
     axis.set_title(panel.title, fontsize=10, loc="left")
     if panel.smooth:
         axis.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1)
-        axis.plot(steps, running_mean(values), color=BLUE, linewidth=1.8)
+        axis.plot(steps, smoothed(values), color=BLUE, linewidth=1.8)
     else:
         axis.plot(steps, values, color=BLUE, linewidth=1.8, marker="o", markersize=3.5)
         axis.axhline(values[0], color=GREY, linewidth=0.9, linestyle="--")
         for place, offset, align in ((0, (4, -11), "left"), (-1, (0, 7), "right")):
             axis.annotate(
-                f"{values[place]:.3f}",
+                number_text(measured[place], ".3f"),
                 (steps[place], values[place]),
                 xytext=offset,
                 textcoords="offset points",
@@ -201,7 +234,7 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
     if panel.limits is not None:
         axis.set_ylim(panel.limits[0], panel.limits[1] * 1.08)
     if panel.logarithmic:
-        if min(values) > 0 and max(values) >= 10 * min(values):
+        if min(values) > 1 / LARGEST and max(values) >= 10 * min(values):
             axis.set_yscale("log")
         else:
             axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
@@ -211,7 +244,7 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
 
 def _stacked(lines: Lines) -> tuple[list[str], dict[str, list[float]]]:
     """Return the phases that follow one another in a step, in order, with their seconds per step."""
-    order = ("time/generate", "time/score", "time/estimate", "time/learn")
+    order = ("time/generate", "time/reward", "time/score", "time/estimate", "time/learn")
     series = {name: [float(line.get(name) or 0.0) for line in lines if line["step"] > 0] for name in order}
     return [name for name in order if any(series[name])], {n: v for n, v in series.items() if any(v)}
 
@@ -219,7 +252,7 @@ def _stacked(lines: Lines) -> tuple[list[str], dict[str, list[float]]]:
 def _draw_times(axis: Axes, lines: Lines) -> None:
     names, seconds = _stacked(lines)
     steps = [int(line["step"]) for line in lines if line["step"] > 0]
-    smooth = [running_mean(seconds[name]) for name in names]
+    smooth = [_drawable(smoothed(seconds[name])) for name in names]
     axis.stackplot(
         steps,
         smooth,

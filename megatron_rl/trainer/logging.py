@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from megatron_rl.config.run_folder import RunFolder, set_aside
 from megatron_rl.durable import replace_file, write_text
-from megatron_rl.metrics import read_lines
+from megatron_rl.metrics import number_text, read_lines
 from megatron_rl.trainer.trackers import Trackers
 
 _SHOWN_SPANS = 8
@@ -23,17 +23,17 @@ PLAIN_SECONDS = 10.0
 """Shortest time between two progress lines where the console is no terminal."""
 
 COLUMNS = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("loss", "sft/loss", "{:.4f}"),
-    ("length", "response/length", "{:.1f}"),
-    ("entropy", "policy/entropy", "{:.3f}"),
-    ("kl", "kl/ref", "{:.4f}"),
-    ("clipped", "policy/clip_fraction", "{:.3f}"),
-    ("gradient", "policy/grad_norm", "{:.2f}"),
-    ("mismatch", "mismatch/abs_diff", "{:.1e}"),
-    ("invalid", "reward/invalid", "{:.3f}"),
-    ("tokens/s", "throughput/tokens_per_second", "{:.0f}"),
-    ("s/step", "time/step", "{:.2f}"),
+    ("reward", "reward/mean", ".3f"),
+    ("loss", "sft/loss", ".4f"),
+    ("length", "response/length", ".1f"),
+    ("entropy", "policy/entropy", ".3f"),
+    ("kl", "kl/ref", ".4f"),
+    ("clipped", "policy/clip_fraction", ".3f"),
+    ("gradient", "policy/grad_norm", ".2f"),
+    ("mismatch", "mismatch/abs_diff", ".1e"),
+    ("invalid", "reward/invalid", ".3f"),
+    ("tokens/s", "throughput/tokens_per_second", ".0f"),
+    ("s/step", "time/step", ".2f"),
 )
 """What the console line of a step shows, in order: label, metric, format; absent metrics are left out. The
 accuracies of evaluation sets and the seconds of the phases stand behind."""
@@ -125,7 +125,9 @@ class MetricsLog:
         """Return the console line of a step."""
         width = len(str(self.total_steps))
         parts = [f"{self.phase} {step:>{width}}/{self.total_steps}"]
-        parts += [f"{label} {form.format(values[name])}" for label, name, form in COLUMNS if name in values]
+        parts += [
+            f"{label} {number_text(values[name], form)}" for label, name, form in COLUMNS if name in values
+        ]
         phases = [f"{name} {values[f'time/{name}']:.2f}" for name in PHASES if f"time/{name}" in values]
         parts += [f"({', '.join(phases)})"] if phases else []
         parts += [f"{name} {values[name]:.3f}" for name in accuracies(values)]
@@ -254,6 +256,8 @@ def output_to(path: Path, main: bool) -> Iterator[TextIO]:
 
 def clock(seconds: float) -> str:
     """Return seconds as ``0:07``, ``12:34`` or ``1:02:03``."""
+    if not abs(seconds) < 1e15:
+        return f"{seconds:.3g} s"
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

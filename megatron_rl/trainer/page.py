@@ -6,24 +6,29 @@ import base64
 import html
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1180px;
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; background: #fff; max-width: 1180px;
 margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere } h2 { font-size: 1.1rem; margin-top: 2rem }
 .wide { overflow-x: auto } table { border-collapse: collapse }
 td, th { padding: .25rem .9rem .25rem 0; text-align: left; vertical-align: top;
-border-bottom: 1px solid #e5e7eb }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+border-bottom: 1px solid #e5e7eb; overflow-wrap: anywhere; min-width: 5.5rem }
+td:first-child { min-width: 7.5rem } td.n { white-space: nowrap }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; min-width: 0 }
 .curves { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(20rem, 100%), 1fr)) }
 .curves img { width: 100% } pre { background: #f6f7f9; padding: 1rem; overflow-x: auto; font-size: 13px }
 .filters { display: flex; flex-wrap: wrap; gap: .5rem 1rem; margin: .5rem 0 }
 .filters input[type=number] { width: 5.5rem } input, select, button { font: inherit; max-width: 100% }
 .sample { border-top: 1px solid #e5e7eb; padding: .5rem 0 }
-.sample p { font-family: ui-monospace, monospace; white-space: pre-wrap;
+.sample p { font-family: ui-monospace, monospace; white-space: pre-wrap; unicode-bidi: plaintext;
 overflow-wrap: anywhere; margin: .2rem 0 }
-.facts { color: #6b7280; font-size: 13px } .prompt { color: #6b7280 }
+.facts { color: #6b7280; font-size: 13px; overflow-wrap: anywhere } .prompt { color: #6b7280 }
+.turn { border-left: 3px solid #d1d5db; padding: .1rem 0 .1rem .7rem; margin: .35rem 0 }
+.turn.policy { border-color: #2563a8; background: #eef4fb } .call { color: #8a5bb5 }
+.over { margin-top: .3rem }
 """
 SCRIPT = """
 'use strict';
@@ -34,6 +39,7 @@ let limit = shown, only = null;
 function options(name, values) {
   for (const value of values) field(name).add(new Option(value, value));
 }
+const turns = row => row.turns ?? [];
 const different = key => [...new Set(rows.map(row => row[key]))];
 options('set', different('set'));
 options('step', different('step').sort((a, b) => a - b));
@@ -50,7 +56,8 @@ function chosen() {
       && (value('finish') === '' || row.finish === value('finish'))
       && within(row.reward, value('low'), value('high'))
       && within(row.length, value('short'), value('long'))
-      && (row.prompt + row.response).includes(value('text'))
+      && [row.prompt, row.response, ...turns(row).map(turn => turn.content)]
+        .some(text => text.includes(value('text')))
     : row.prompt === only.prompt && row.set === only.set);
 }
 function element(parent, tag, kind, text) {
@@ -58,6 +65,15 @@ function element(parent, tag, kind, text) {
   made.className = kind;
   made.textContent = text;
   return made;
+}
+function speak(sample, turn, row) {
+  const box = element(sample, 'div', `turn ${turn.role}`, '');
+  const facts = [turn.role, `${turn.tokens} tokens`];
+  if (row.set === 'training')
+    facts.push(turn.role === 'policy' && row.reward !== null ? 'learned from' : 'not learned from');
+  element(box, 'div', 'facts', facts.join(' · '));
+  element(box, 'p', '', turn.content);
+  for (const call of turn.calls) element(box, 'p', 'call', `tool call: ${call}`);
 }
 function show() {
   const list = field('list'), found = chosen();
@@ -72,8 +88,11 @@ function show() {
     if (row.length !== null) facts.push(`${row.length} tokens`);
     if (row.finish !== null) facts.push(row.finish);
     element(sample, 'div', 'facts', facts.join(' · '));
-    element(sample, 'p', 'prompt', row.prompt);
-    element(sample, 'p', 'response', row.response);
+    if (row.failure !== null) element(sample, 'div', 'facts', `environment failed: ${row.failure}`);
+    if (row.turns === null) {
+      element(sample, 'p', 'prompt', row.prompt);
+      element(sample, 'p', 'response', row.response);
+    } else for (const turn of row.turns) speak(sample, turn, row);
     if (row.truth !== null) element(sample, 'div', 'facts', `ground truth: ${row.truth}`);
     if (only === null) {
       const button = element(sample, 'button', 'over', 'this prompt over steps');
@@ -100,14 +119,15 @@ _FILTERS = """<div class="filters">
 <p id="count"></p><div id="list"></div><button id="more" hidden>more</button>"""
 
 
-def document(title: str, parts: Sequence[str]) -> str:
-    """Return a whole page; ``parts`` are HTML already."""
+def write(path: Path, title: str, parts: Sequence[str]) -> None:
+    """Write a whole page; ``parts`` are HTML already. Halves of characters become question marks."""
     head = (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
     )
-    return "\n".join([f"{head}<body><h1>{html.escape(title)}</h1>", *parts, "</body></html>\n"])
+    page = "\n".join([f"{head}<body><h1>{html.escape(title)}</h1>", *parts, "</body></html>\n"])
+    path.write_text(page, encoding="utf-8", errors="replace")
 
 
 def heading(text: str) -> str:
@@ -145,7 +165,8 @@ def text(content: str) -> str:
 def sample_browser(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a list of samples with filters.
 
-    Each has set, step, prompt, response, truth, reward, length and finish; the last four may be None.
+    Each has set, step, prompt, response, truth, reward, length, finish, turns and failure; from truth on they
+    may be None. A turn has role, content, tokens, and calls as texts; a sample with turns is shown by them.
     Nothing that a model or a data set says is read as HTML or as a program: it is data of the script, in
     which no tag can end, and is shown as text.
     """

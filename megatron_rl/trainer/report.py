@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TextIO
 
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import UserError
-from megatron_rl.metrics import read_metrics
+from megatron_rl.metrics import mean, number_text, read_metrics
 from megatron_rl.trainer import page
-from megatron_rl.trainer.curves import STAGE_METRICS, WINDOW, draw, measured_accuracies, pictures, series
+from megatron_rl.trainer.curves import (
+    STAGE_METRICS,
+    WINDOW,
+    Measured,
+    draw,
+    measured_accuracies,
+    pictures,
+    series,
+)
 from megatron_rl.trainer.logging import clock
 
 SAMPLES, SAMPLES_OF_A_STEP, TEXT = 2000, 32, 4000
 """Most samples of a page and of one file of samples, and most characters of a text."""
+OUTSIDE = ("evaluate", "checkpoint")
+"""Phases between steps."""
 FINISH = ("stop", "length", "failed")
 """Words for `FINISH_STOP` and the others of `megatron_rl.types`."""
 
 
-def measured(folder: RunFolder) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
+def measured(folder: RunFolder) -> Measured:
     """Return the metrics of a run and of its stages; a folder without any raises a UserError."""
     lines = read_metrics(folder.metrics)
     stages = {name: read_metrics(folder.stage_metrics(name)) for name in folder.stages_measured()}
@@ -30,11 +40,11 @@ def measured(folder: RunFolder) -> tuple[list[dict[str, Any]], dict[str, list[di
         raise UserError(
             f"{folder.path} holds no metrics",
             where=str(folder.metrics),
-            expected="the folder of a run that has finished at least one step",
+            expected="the folder of a run that has finished at least one step, of training or of a stage",
             got="no such file, and none of a stage" if not folder.metrics.exists() else "an empty file",
             fix="name the run folder, such as runs/quickstart",
         )
-    return lines, stages
+    return Measured(lines, stages)
 
 
 def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
@@ -44,7 +54,8 @@ def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
     folder without metrics raises a UserError.
     """
     folder = RunFolder(run_dir)
-    lines, stages = measured(folder)
+    run = measured(folder)
+    lines, stages = run.lines, run.stages
     rows = summary(lines, stages)
     phases = phase_times(lines or [line for measured in stages.values() for line in measured])
     draw(lines, stages).savefig(folder.curve, format="png", dpi=130)
@@ -58,7 +69,7 @@ def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
         parts += [page.heading("Samples"), page.sample_browser(samples)]
     if folder.config.exists():
         parts += [page.heading("Configuration"), page.text(folder.config.read_text(encoding="utf-8"))]
-    folder.report.write_text(page.document(folder.path.name, parts), encoding="utf-8")
+    page.write(folder.report, folder.path.resolve().name, parts)
     _print(folder, rows, phases, console)
     return folder.report
 
@@ -71,8 +82,8 @@ def summary(
     for name in measured_accuracies(lines):
         steps, accuracy = series(lines, name)
         best = max(range(len(accuracy)), key=accuracy.__getitem__)
-        change = f"{accuracy[-1] - accuracy[0]:+.3f}; best {accuracy[best]:.3f} at step {steps[best]}"
-        rows.append((name, f"{accuracy[0]:.3f} → {accuracy[-1]:.3f}", change))
+        change = f"{number_text(accuracy[-1] - accuracy[0], '+.3f')}; best {_three(accuracy[best])}"
+        rows.append((name, _change(accuracy[0], accuracy[-1]), f"{change} at step {steps[best]}"))
     for name, label, form in (
         ("reward/mean", "mean reward", ".3f"),
         ("response/length", "response length", ".1f"),
@@ -80,44 +91,55 @@ def summary(
     ):
         _, values = series(lines, name)
         if values:
-            first, last = fmean(values[:WINDOW]), fmean(values[-WINDOW:])
+            first, last = mean(values[:WINDOW]), mean(values[-WINDOW:])
             remark = f"means of the first and last {min(WINDOW, len(values))} steps"
-            rows.append((label, f"{first:{form}} → {last:{form}}", remark))
+            rows.append((label, _change(first, last, form), remark))
     trained, _ = series([line for line in lines if line["step"] > 0], "step")
     if lines:
         rows.append(("steps", str(len(trained)), ""))
     for name, measured in stages.items():
         curves = [(words, series(measured, f"{name}/{metric}")[1]) for metric, words in STAGE_METRICS]
         steps, _ = series(measured, f"{name}/loss")
-        changes = [f"{words} {curve[0]:.3f} → {curve[-1]:.3f}" for words, curve in curves if curve]
+        changes = [f"{words} {_change(curve[0], curve[-1])}" for words, curve in curves if curve]
         rows.append((name, f"{len(steps)} steps", "; ".join(changes)))
     _, speed = series(lines, "throughput/tokens_per_second")
     if speed:
-        rows.append(("tokens per second", f"{fmean(speed):,.0f}", f"best step {max(speed):,.0f}"))
+        best = f"best step {number_text(max(speed), ',.0f')}"
+        rows.append(("tokens per second", number_text(mean(speed), ",.0f"), best))
     _, mismatch = series(lines, "mismatch/abs_diff")
     if mismatch:
-        rows.append(("log-prob mismatch", f"{fmean(mismatch):.1e}", f"largest step mean {max(mismatch):.1e}"))
+        rows.append(("log-prob mismatch", f"{mean(mismatch):.1e}", f"largest step mean {max(mismatch):.1e}"))
     _, invalid = series(lines, "reward/invalid")
     if invalid:
-        rows.append(("invalid rewards", f"{fmean(invalid):.2%}", f"worst step {max(invalid):.2%}"))
+        worst = f"worst step {number_text(max(invalid), '.2%')}"
+        rows.append(("invalid rewards", number_text(mean(invalid), ".2%"), worst))
     return rows
+
+
+def _three(value: float) -> str:
+    return number_text(value, ".3f")
+
+
+def _change(first: float, last: float, form: str = ".3f") -> str:
+    return f"{number_text(first, form)} → {number_text(last, form)}"
 
 
 def phase_times(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float, float | None]]:
     """Return per phase its name, total seconds, seconds per step and share of ``time/step``; largest first.
 
-    Phases may lie inside one another (a reshard inside generate), so shares need not add up to one.
+    Phases may lie inside one another (a reshard inside generate), so shares need not add up to one; those
+    `OUTSIDE` of steps have none.
     """
     names = sorted({name for line in lines for name in line if name.startswith("time/")})
     totals = {name.removeprefix("time/"): series(lines, name)[1] for name in names}
     whole = sum(totals.pop("step", []))
     phases = [
-        (name, sum(values), fmean(values), sum(values) / whole if whole else None)
+        (name, sum(values), mean(values), sum(values) / whole if whole and name not in OUTSIDE else None)
         for name, values in totals.items()
         if values
     ]
     if whole:
-        phases.append(("whole steps", whole, fmean(series(lines, "time/step")[1]), 1.0))
+        phases.append(("whole steps", whole, mean(series(lines, "time/step")[1]), 1.0))
     return sorted(phases, key=lambda phase: -phase[1])
 
 
@@ -150,8 +172,8 @@ def _print(
 
 def _phase_rows(phases: Sequence[tuple[str, float, float, float | None]]) -> list[tuple[str, str, str, str]]:
     return [
-        (name, clock(total), f"{mean:.3f} s", "" if share is None else f"{share:.0%}")
-        for name, total, mean, share in phases
+        (name, clock(total), f"{_three(per_step)} s", "" if share is None else number_text(share, ".0%"))
+        for name, total, per_step, share in phases
     ]
 
 
@@ -191,8 +213,30 @@ def _rows(kind: str, step: int, path: Path) -> list[dict[str, Any]]:
             "reward": None if reward is None or not math.isfinite(reward) else round(reward, 6),
             "length": row.get("length"),
             "finish": None if finish is None else FINISH[finish],
+            "turns": _turns(row.get("conversation")),
+            "failure": None if row.get("failure") is None else _cut(row["failure"]),
         })  # fmt: skip
     return result
+
+
+def _turns(conversation: Any) -> list[dict[str, Any]] | None:
+    """Return the turns of a stored conversation; None where there is none."""
+    if conversation is None:
+        return None
+    # Columns that have no type of Parquet's are JSON.
+    turns = json.loads(conversation) if isinstance(conversation, str) else conversation
+    return [
+        {
+            "role": turn["role"],
+            "content": _cut(turn["content"]),
+            "tokens": turn["tokens"],
+            "calls": [
+                _cut(f"{call['function']['name']} {call['function']['arguments']}")
+                for call in turn.get("tool_calls") or ()
+            ],
+        }
+        for turn in turns
+    ]
 
 
 def _cut(value: Any) -> str:

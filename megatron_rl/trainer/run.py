@@ -310,6 +310,10 @@ class Run:
         }
         if rollouts.outcomes is not None:
             columns["conversation"] = self.roles.reward.conversations(rollouts)
+            columns["failure"] = [
+                f"{said.failure}: {said.message}" if said and said.failure else None
+                for said in rollouts.outcomes
+            ]
         return columns
 
     def _finish(self) -> None:

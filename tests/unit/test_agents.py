@@ -10,10 +10,12 @@ import pytest
 import torch
 from test_conversations import STOP, TOKENIZER, logits, prompts, turns_of
 
+from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatTemplate, PlainText
 from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.environments.hosts import Hosts, environment_errors
+from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.conversations import Conversations
 from megatron_rl.rollout.engine import make_tool_parser
 from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended
@@ -154,6 +156,47 @@ def test_calls_of_tools_are_parsed_by_vllm_and_templates_render_tools():
     assert text.strip() == "so"
     assert calls[0]["name"] == "add" and json.loads(calls[0]["arguments"]) == {"a": 1}
     assert parse("7", [TOOL]) == ("7", [])
+
+
+CALLING = """
+from megatron_rl import Environment
+
+class Calling(Environment):
+    async def run(self, episode):
+        tool = {"type": "function", "function": {"name": "7", "parameters": {}}}
+        episode.open([{"role": "user", "content": episode.prompt}], [tool])
+        message = await episode.generate(limit=3)
+        episode.observe({"role": "tool", "content": "3", "tool_call_id": message.tool_calls[0]["id"]})
+        await episode.generate(limit=2)
+        return 1.0
+"""
+
+
+def test_conversations_tell_their_turns_and_the_calls_in_them(tmp_path: Path):
+    (tmp_path / "calling.py").write_text(CALLING)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TOOLS
+    flight = begin(prompts(["1+2="], [0]), 1, seed=4, version=3)
+    dealt = Dealt(flight, 99, 200)
+    said = iter(["first", ""])
+
+    def parse(text: str, tools: object) -> tuple[str, list]:
+        name = next(said)
+        return text, [{"name": name, "arguments": "{}"}] if name else []
+
+    hosts = Hosts(EnvironmentConfig(f"{tmp_path / 'calling.py'}:Calling", max_turns=5, turn_timeout=100.0))
+    talks = Conversations(hosts, ChatTemplate(tokenizer), dealt, parse, 200)
+    drive(TorchEngine.from_logits(logits, max_model_len=200), talks, None)
+    hosts.close()
+    rollouts = extended(flight, added_rows(dealt.numbers, dealt.rows, [1]), version=3).rollouts
+    reward = RewardRole(RewardConfig(), tokenizer)
+    [[prompt, first, heard, last]] = reward.conversations(rollouts)
+    reward.close()
+    assert prompt == {"role": "prompt", "content": "<bos>7<eos><bos>1+2=<eos><bos>", "tokens": 10}
+    assert heard["role"] == "environment" and "<bos>3<eos><bos>" in heard["content"]
+    assert [(turn["role"], turn["tokens"]) for turn in (first, last)] == [("policy", 3), ("policy", 2)]
+    [call] = first["tool_calls"]
+    assert call["function"] == {"name": "first", "arguments": "{}"} and "tool_calls" not in last
 
 
 @pytest.mark.parametrize(

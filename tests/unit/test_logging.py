@@ -58,7 +58,7 @@ def test_a_line_per_step_in_file_console_and_tensorboard(folder: RunFolder) -> N
     assert [line["step"] for line in read_metrics(folder.metrics)] == [0, 1, 2, 3]
     assert read_metrics(folder.metrics)[2] == {"step": 2, "reward/mean": 2.0, "policy/loss": 0.5}
     lines = text.splitlines()
-    assert len(lines) == 4 and lines[3].startswith("train  3/10  reward 3.000") and "eta 0:00" in lines[3]
+    assert len(lines) == 4 and lines[3].startswith("train  3/10  reward 3.000") and "eta 0:0" in lines[3]
     assert scalars(folder, "reward/mean") == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
 
 

@@ -17,10 +17,10 @@ from PIL import Image
 
 from megatron_rl.cli.main import main as command
 from megatron_rl.config.run_folder import RunFolder
-from megatron_rl.errors import UserError
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import curves, report
 from megatron_rl.trainer.logging import MetricsLog, write_rollouts
+from tests.browser import Browser, executable
 
 
 def run(path: Path, steps: int = 30, optional: bool = True) -> RunFolder:
@@ -140,14 +140,22 @@ def node() -> str:
     return str(folder / "bin/node")
 
 
-def test_samples_are_found_by_their_facts_and_stay_text(tmp_path: Path) -> None:
-    folder = run(tmp_path / "addition")
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """Return a run with samples of three steps and of an evaluation set, reported."""
+    folder = run(tmp_path_factory.mktemp("runs") / "addition")
+    folder.write_config(f"seed: 1 # {HOSTILE}\n")
     for step, reward in ((1, 0.0), (2, math.nan), (30, 1.0)):
         columns = {"prompt": ["1+1=", "2+2="], "response": [HOSTILE, "x" * 5000], "ground_truth": ["2", "4"]}
         columns |= {"reward": [reward, 0.5], "length": [step, 9], "finish_reason": [0, 1]}
         write_rollouts(folder, step, columns)
     write_rollouts(folder, 30, {"prompt": ["1+1="], "response": ["2"], "reward": [1.0]}, kind="eval_held_out")
-    page = Page(report.write(folder.path, io.StringIO()).read_text())
+    report.write(folder.path, io.StringIO())
+    return folder
+
+
+def test_samples_are_found_by_their_facts_and_stay_text(sampled: RunFolder) -> None:
+    page = Page(sampled.report.read_text())
     assert len(page.scripts) == 2 and page.tags.count("script") == 2, "no text ends a script or begins one"
     told = scripted(
         page,
@@ -178,6 +186,106 @@ def test_samples_are_found_by_their_facts_and_stay_text(tmp_path: Path) -> None:
     assert told["again"] == 3
 
 
+@pytest.mark.browser
+def test_a_browser_shows_the_pages_and_runs_nothing_but_their_script(
+    sampled: RunFolder, tmp_path: Path
+) -> None:
+    other = run(tmp_path / "<img src=x onerror='alert(1)'>$", steps=20)
+    other.write_config("seed: 2\nmodel: {path: '</td><script>alert(2)</script>'}\n")
+    runs = [str(folder.path) for folder in (sampled, other)]
+    assert command(["compare", *runs, "--out", str(tmp_path)]) == 0
+    lines = [json.loads(line) for line in sampled.metrics.read_text().splitlines()]
+    path = executable()
+    assert path is not None
+    with Browser(path, 1280) as browser:
+        browser.open(sampled.report)
+        cells = [row.split("\t") for row in browser.texts("tr")]
+        assert [*map(list, report.summary(lines, {}))] == [row for row in cells if len(row) == 3][1:]
+        filters = (
+            (("#step", 3), "3"),
+            (("#finish", 1), "1"),
+            (("#step", 0), "3"),
+            (("#finish", 0), "7"),
+            (("#low", "0.6"), "2"),
+            (("#low", ""), "7"),
+            (("#short", "2"), "5"),
+            (("#long", "8"), "1"),
+            (("#short", ""), "2"),
+            (("#long", ""), "7"),
+            (("#text", "xxx"), "3"),
+        )
+        for (field, value), count in filters:
+            if isinstance(value, int):
+                browser.choose(field, value)
+            else:
+                browser.fill(field, value)
+            assert browser.texts("#count") == [f"{count} of 7 samples"], (field, value)
+        browser.click(".over")
+        assert browser.texts("#count") == ["3 of 7 samples (one prompt over steps)"]
+        assert browser.texts(".prompt") == ["2+2="] * 3
+        browser.click("#all")
+        browser.fill("#text", "alert")
+        assert browser.texts(".response") == [HOSTILE] * 3, "text stays text"
+        looked_at(browser)
+        browser.open(tmp_path / "compare.html")
+        cells = {row.split("\t")[0]: row.split("\t")[1:] for row in browser.texts("tr")}
+        assert cells[""] == ["addition", other.path.name] and cells["steps"] == ["30", "20"]
+        rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+        assert cells["final reward"][0] == f"{sum(rewards[-10:]) / 10:.3f}" == "0.850"
+        assert cells["model.path"] == ["-", '"</td><script>alert(2)</script>"']
+        looked_at(browser)
+
+
+def looked_at(browser: Browser) -> None:
+    """Require curves that are there, no script but the page's, and no more than the width of a phone."""
+    curves = browser.value("[...document.images].map(image => [image.complete, image.naturalWidth])")
+    assert len(curves) > 5 and all(complete and width > 100 for complete, width in curves)
+    for width in (1280, 390):
+        browser.resize(width)
+        assert browser.value("document.documentElement.scrollWidth") <= width
+    assert browser.problems == []
+
+
+def test_conversations_are_shown_turn_by_turn(tmp_path: Path) -> None:
+    folder = run(tmp_path, steps=1, optional=False)
+    call = {"id": "call_7_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    talk = [
+        {"role": "prompt", "content": "<user>1+2=", "tokens": 7},
+        {"role": "policy", "content": HOSTILE, "tokens": 5, "tool_calls": [call]},
+        {"role": "environment", "content": "<tool>3", "tokens": 2},
+        {"role": "policy", "content": "3", "tokens": 1},
+    ]
+    columns = {"prompt": ["1+2="] * 2, "response": ["3", "4"], "length": [6, 5], "finish_reason": [0, 2]}
+    columns |= {
+        "reward": [1.0, math.nan],
+        "conversation": [talk, talk[:2]],
+        "failure": [None, "timeout: 5 s"],
+    }
+    write_rollouts(folder, 1, columns)
+    turns = report.stored_samples(folder)[0]["turns"]
+    assert turns[1] == {"role": "policy", "content": HOSTILE, "tokens": 5, "calls": ['add {"a": 1}']}
+    told = scripted(
+        Page(report.write(folder.path, io.StringIO()).read_text()),
+        """
+        const [good, failed] = elements.list.children;
+        const boxes = sample => sample.children.filter(child => child.className.startsWith('turn '));
+        results.turns = boxes(good).map(turn => turn.children.map(child => child.textContent));
+        results.kinds = boxes(good).map(turn => turn.className);
+        results.failed = failed.children[1].textContent;
+        results.not = boxes(failed)[1].children[0].textContent;
+        set('text', '<tool>'); results.tool = elements.count.textContent;
+        """,
+    )
+    assert told["kinds"] == ["turn prompt", "turn policy", "turn environment", "turn policy"]
+    assert told["turns"][:3] == [
+        ["prompt · 7 tokens · not learned from", "<user>1+2="],
+        ["policy · 5 tokens · learned from", HOSTILE, 'tool call: add {"a": 1}'],
+        ["environment · 2 tokens · not learned from", "<tool>3"],
+    ]
+    assert told["failed"] == "environment failed: timeout: 5 s"
+    assert told["not"] == "policy · 5 tokens · not learned from" and told["tool"] == "1 of 2 samples"
+
+
 def test_a_page_holds_no_more_samples_than_it_may(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path).create()
     for step in range(1, 101):
@@ -205,6 +313,25 @@ def test_times_by_phase(tmp_path: Path) -> None:
         ("whole steps", 60.0, 2.0, 1.0),
         ("learn", 45.0, 1.5, 0.75),
         ("generate", 15.0, 0.5, 0.25),
+    ]
+
+
+def test_numbers_beyond_all_measure_have_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("reward/mean", "kl/ref", "mismatch/abs_diff", "time/step", "time/learn", "eval/a/accuracy")
+    for run_name, values in (("a", (1e308, -1.7e308, 1.7e308, 5e-324)), ("b", (1e308, 1e308, 0.5, 1e308))):
+        folder = RunFolder(tmp_path / run_name).create()
+        folder.write_config(f"seed: {len(run_name)}\nrun_dir: {run_name}\n")
+        with MetricsLog(folder, 4, console=io.StringIO()) as log:
+            for step, value in enumerate(values, 1):
+                log.write(step, dict.fromkeys(names, value) | {"policy/loss": math.nan})
+        with folder.metrics.open("a") as lines:
+            lines.write(f'{{"step": 5, "reward/mean": NaN, "kl/ref": -Infinity, "time/step": {10**400}}}\n')
+        assert command(["report", str(folder.path)]) == 0
+    assert "2.5e+307" in capsys.readouterr().out, "the mean of the first run's rewards"
+    assert command(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path)]) == 0
+    table = {row[0]: row[1:] for row in Page((tmp_path / "compare.html").read_text()).rows}
+    assert table["final reward"] == ["5e+307 ± 3.54e+307"] and table["a: best accuracy"] == [
+        "1.35e+308 ± 4.95e+307"
     ]
 
 
@@ -245,16 +372,14 @@ def test_a_folder_of_stages_alone_has_a_report(tmp_path: Path, capsys: pytest.Ca
     ):
         assert text in shown and text in folder.report.read_text(), text
     assert shown.index("sft") < shown.index("reward_judge") and folder.curve.is_file()
+    assert command(["compare", str(folder.path), "--out", str(tmp_path)]) == 0
+    page = Page((tmp_path / "compare.html").read_text())
+    assert ["sft: final held-out loss", "1.500"] in page.rows and "sft: loss" in page.pictures
 
 
 def test_the_running_mean_is_centred() -> None:
     assert curves.running_mean([0.0, 1.0, 2.0, 3.0, 4.0], 2) == [0.5, 1.0, 2.0, 3.0, 3.5]
     assert curves.running_mean([]) == []
-
-
-def test_a_folder_without_metrics_is_the_users_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no metrics"):
-        report.write(tmp_path)
 
 
 def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,6 +415,9 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert command(["compare", str(tmp_path / "a"), str(empty)]) == 2
-    assert "no metrics.jsonl" in capsys.readouterr().err
+    refusals = []
+    for words in (["compare", str(tmp_path / "a"), str(empty)], ["report", str(empty)]):
+        assert command(words) == 2
+        refusals.append(capsys.readouterr().err)
+    assert "holds no metrics" in refusals[0] and refusals[0] == refusals[1]
     assert command(["compare", str(tmp_path / "gone")]) == 2

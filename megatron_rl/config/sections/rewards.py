@@ -225,12 +225,12 @@ class RewardConfig:
     The function is called in worker processes as ``function(prompt=, response=, ground_truth=, metadata=,
     **arguments)`` and returns a number, or a mapping of named components that holds ``reward``. Where it has
     a parameter ``turns`` it is given what was said behind the prompt, as a list of ``{role, content}`` with
-    the roles policy and environment; where it has ``tokens``, a mapping of ``prompt``, ``response``, ``mask``
-    and ``log_probs``. One with a parameter ``group`` is called once for all responses to a prompt, whose
-    texts ``group`` lists instead of ``response``; ``turns`` and ``tokens`` are then lists too, and it returns
-    a reward for each, an exception or None where there is none. It may be ``async def``. Where several
-    judge, the reward of a row is the sum of what they say, each times its weight; where one of them fails the
-    row is invalid.
+    the roles policy and environment, the number of ``tokens``, and ``tool_calls`` where a turn has any; where
+    it has ``tokens``, a mapping of ``prompt``, ``response``, ``mask`` and ``log_probs``. One with a parameter
+    ``group`` is called once for all responses to a prompt, whose texts ``group`` lists instead of
+    ``response``; ``turns`` and ``tokens`` are then lists too, and it returns a reward for each, an exception
+    or None where there is none. It may be ``async def``. Where several judge, the reward of a row is the sum
+    of what they say, each times its weight; where one of them fails the row is invalid.
     """
 
     function: str | None = setting(
