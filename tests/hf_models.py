@@ -35,6 +35,12 @@ YARN_ROPE = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 64,
 }
+RESCALING_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 32}),
@@ -78,7 +84,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 4,
         },
     ),
-    "mistral": ("Mistral", {"sliding_window": 8}),
+    "mistral": ("Mistral", {"sliding_window": 8, "rope_parameters": RESCALING_ROPE}),
     "gemma3": (
         "Gemma3",
         {

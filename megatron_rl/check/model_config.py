@@ -24,7 +24,7 @@ _MOST = {"num_hidden_layers": 10_000, "num_experts": 1 << 16, "n_routed_experts"
 _ROPE_NUMBERS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 """What each scaling of rotary angles needs beside ``rope_theta``."""
 

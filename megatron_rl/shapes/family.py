@@ -270,6 +270,14 @@ def gemma_megatron(config: Mapping[str, Any]) -> Fields:
 def deepseek(reader: ConfigReader) -> Fields:
     """Read latent attention and experts, as DeepSeek V2 and V3 have them."""
     reader.allow("attention_bias", False, None)
+    rope = rope_parameters(reader.config)
+    same = rope.get("mscale") and rope["mscale"] == rope.get("mscale_all_dim")
+    if rope.get("rope_type") == "yarn" and not same:
+        reader.refuse(
+            "YaRN that rescales cos and sin is not supported with latent attention",
+            "rope_parameters",
+            "mscale equal to mscale_all_dim",
+        )
     return {
         **shared_experts(reader),
         "q_lora": reader.count("q_lora_rank"),

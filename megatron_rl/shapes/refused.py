@@ -20,8 +20,8 @@ REFUSED = (
         "gpt-oss",
         "gpt_oss",
         "GptOssForCausalLM",
-        "attention sinks outside Transformer Engine's attention, YaRN that rescales cos and sin, and an "
-        "importer of fused experts with biases",
+        "attention sinks outside Transformer Engine's attention, and an importer of fused experts with "
+        "biases",
     ),
     RefusedFamily(
         "Qwen3-Next",

@@ -32,6 +32,7 @@ CONFIG_VALUES = [
     ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters.rope_theta", "a positive number"),
     ({"rope_parameters": {"rope_theta": -1}}, "rope_parameters.rope_theta", "a positive number"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor", "a positive number"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.original_max_position_embeddings", ""),
     ({"rope_scaling": {"full_attention": 3}}, "rope_scaling", "an object for each kind of layer"),
     ({"rms_norm_eps": "x"}, "rms_norm_eps", "float"),
     ({"rms_norm_eps": 1}, "rms_norm_eps", "float"),

@@ -14,10 +14,10 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.files import CheckpointFiles, shard_files
-from megatron_rl.parallel.hf.model_spec import model_spec, pretrained, rotary_frequencies
+from megatron_rl.parallel.hf.model_spec import model_spec, pretrained, rotation
 from megatron_rl.parallel.hf.weights import check_tensors
 from megatron_rl.shapes.layout import ParallelLayout
-from tests.hf_models import FAMILIES, config_of, make_model, save_model
+from tests.hf_models import FAMILIES, RESCALING_ROPE, config_of, make_model, save_model
 
 FOUR = tuple(range(4))
 
@@ -39,7 +39,9 @@ def test_names_and_shapes_are_those_transformers_saves(family, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "llama3", "qwen2", "qwen3", "mistral", "mixtral", "qwen3-moe"])
 def test_rotary_frequencies_are_those_of_transformers(family):
     model = make_model(family)
-    assert torch.equal(rotary_frequencies(model.config), model.model.rotary_emb.inv_freq)
+    frequencies, magnitude = rotation(model.config)
+    assert torch.equal(frequencies, model.model.rotary_emb.inv_freq)
+    assert magnitude == model.model.rotary_emb.attention_scaling
 
 
 def test_vocabulary_is_padded_to_equal_parts():
@@ -73,6 +75,7 @@ def test_virtual_pipeline_gets_the_communication_that_is_right():
         (("llama", {}, None, {"attention_bias": True}), "Biases"),
         (("qwen3", {}, None, {"attention_bias": True}), "attention_bias"),
         (("llama", {}, None, {"hidden_act": "relu6"}), "activation"),
+        (("deepseek-v3", {}, None, {"rope_parameters": RESCALING_ROPE}), "latent attention"),
         (("llama", {"pipeline": 2}, {"num_layers_in_first_pipeline_stage": 9}), "cannot be dealt out"),
         (("llama", {"pipeline": 4}, {"num_layers_in_first_pipeline_stage": 2}), "cannot be dealt out"),
     ],

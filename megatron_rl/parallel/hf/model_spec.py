@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -160,6 +161,10 @@ def model_spec(
                 where="layout and megatron overrides",
                 got=str(error),
             ) from error
+    frequencies, magnitude = rotation(hf_config)
+    if magnitude != 1.0:
+        # Megatron's attention multiplies cos and sin by 0.1 ln(s) + 1 of this attribute, which is no field.
+        setattr(transformer_config, "yarn_rotary_scaling_factor", math.exp(10.0 * (magnitude - 1.0)))
     padded = shape.padded_vocab(layout.tensor)
     gpt_kwargs = {
         "vocab_size": padded,
@@ -169,41 +174,40 @@ def model_spec(
         "rotary_percent": rotary_fraction(model.config),
         "rotary_base": rope_parameters(model.config)["rope_theta"],
     }
-    return ModelSpec(transformer_config, gpt_kwargs, model, hf_config, padded, rotary_frequencies(hf_config))
+    return ModelSpec(transformer_config, gpt_kwargs, model, hf_config, padded, frequencies)
 
 
-def rotary_frequencies(hf_config: Any) -> Tensor:
-    """Return RoPE's inverse frequencies [head_dim / 2] float32, scaled as the config says.
+def rotation(hf_config: Any) -> tuple[Tensor, float]:
+    """Return RoPE's inverse frequencies [head_dim / 2] float32, and what it multiplies cos and sin by.
 
-    Where local attention has its own they come first, [head_dim]. Raises UserError for scalings that rescale
-    cos and sin.
+    Where local attention has its own frequencies they come first, [head_dim]. Raises UserError where one kind
+    of attention multiplies and the other does not.
     """
     model = pretrained(hf_config)
-    if "full_attention" in hf_config.rope_parameters:
-        local, whole = (
-            _frequencies(hf_config, model, kind) for kind in ("sliding_attention", "full_attention")
-        )
-        return both_frequencies(local, whole)
-    return _frequencies(hf_config, model, None)
+    if "full_attention" not in hf_config.rope_parameters:
+        return _frequencies(hf_config, model, None)
+    (local, first), (whole, second) = (
+        _frequencies(hf_config, model, kind) for kind in ("sliding_attention", "full_attention")
+    )
+    if first == second:
+        return both_frequencies(local, whole), first
+    raise UserError(
+        "The two kinds of attention rescale cos and sin of their rotary angles by different factors.",
+        where="config.json: rope_parameters",
+        expected="one attention factor",
+        got=f"{first:g} in local attention, {second:g} in the other",
+    )
 
 
-def _frequencies(hf_config: Any, model: PretrainedModel, layer_type: str | None) -> Tensor:
+def _frequencies(hf_config: Any, model: PretrainedModel, layer_type: str | None) -> tuple[Tensor, float]:
     parameters = rope_parameters(model.config, layer_type or "full_attention")
     kind = parameters.get("rope_type", "default")
     if kind == "default":
         size = model.shape.qk_rope or int(model.shape.head_dim * rotary_fraction(model.config))
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
-        return 1.0 / (parameters["rope_theta"] ** exponents)
+        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     layer = {} if layer_type is None else {"layer_type": layer_type}
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, device.host(), **layer)
-    if factor == 1.0:
-        return frequencies
-    raise UserError(
-        f"RoPE scaling of type {kind!r} that rescales cos and sin is not supported.",
-        where="config.json: rope_parameters",
-        expected="an attention factor of 1",
-        got=f"rope_type={kind}, attention factor {factor}",
-    )
+    return ROPE_INIT_FUNCTIONS[kind](hf_config, device.host(), **layer)
 
 
 def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
