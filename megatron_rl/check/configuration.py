@@ -342,7 +342,7 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
         check.add(check_row_lengths(check.config, shape))
     lora = check.config.actor.lora
     if lora is not None:
-        check.refuse(check_lora(lora))
+        check.refuse(check_lora(lora, check.config.rollout.engine))
     if shape is None:
         return
     check.add(check_routing(check.config, shape))

@@ -10,7 +10,14 @@ from typing import Any
 
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.shapes.lora import PEFT_CONFIG, TARGETS, adapted, default_targets, target_problems
+from megatron_rl.shapes.lora import (
+    ENGINE_RANKS,
+    PEFT_CONFIG,
+    TARGETS,
+    adapted,
+    default_targets,
+    target_problems,
+)
 from megatron_rl.shapes.pretrained import PretrainedModel
 
 _WHERE = "actor.lora"
@@ -21,8 +28,8 @@ _PLAIN = {
 """Settings of PEFT that make something else of an adapter than two matrices -> their value without it."""
 
 
-def check_lora(lora: LoraConfig) -> list[UserError]:
-    """Return the errors of adapters that no model can have."""
+def check_lora(lora: LoraConfig, engine: str) -> list[UserError]:
+    """Return the errors of adapters that no model can have, or that the rollout engine cannot."""
     unknown = [name for name in lora.targets or () if name not in TARGETS]
     errors = [
         UserError(
@@ -42,6 +49,16 @@ def check_lora(lora: LoraConfig) -> list[UserError]:
                 expected="some of " + ", ".join(TARGETS) + ", each once",
                 got=f"[{', '.join(lora.targets)}]",
                 fix=f"remove {_WHERE}.targets to have all",
+            )
+        )
+    if lora.apart and (engine != "vllm" or lora.rank > ENGINE_RANKS[-1]):
+        errors.append(
+            UserError(
+                "the rollout engine cannot keep these adapters apart from its weights",
+                where=f"{_WHERE}.sync",
+                expected=f"merged, or rollout.engine=vllm and a rank of at most {ENGINE_RANKS[-1]}",
+                got=f"{lora.sync} with rollout.engine={engine} and rank {lora.rank}",
+                fix=f"set {_WHERE}.sync=merged",
             )
         )
     return errors

@@ -276,8 +276,10 @@ def _sync(report: CheckReport) -> list[str]:
     sync, layouts = report.sync, report.layouts
     assert sync is not None and layouts is not None
     actor, rollout = layouts["actor"], layouts["rollout"]
+    lora = report.config.actor.lora
+    apart = lora is not None and lora.apart
     rows: list[tuple[str, float]] = [
-        ("model", sync.model_bytes),
+        ("adapters" if apart else "model", sync.model_bytes),
         ("needed by a rollout rank, at most", max(sync.needed.values())),
         ("received by the busiest rank", sync.received_most),
         ("received by all ranks together", sum(sync.received.values())),
@@ -288,6 +290,8 @@ def _sync(report: CheckReport) -> list[str]:
         rows.append(("by gathering whole tensors instead, per rank", gathered))
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {byte_words(value)}" for name, value in rows]
+    if apart:
+        lines.append("the weights beneath the adapters move once, at the first sync")
     return [*lines, "a rank receives what it lacks; what it holds as an actor rank is copied inside the rank"]
 
 

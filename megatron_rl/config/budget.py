@@ -189,11 +189,12 @@ def _trained(
         state_bytes=states,
     )
     tokens = learner.tokens
-    adapters, merged = None, 0
-    if role == "actor" and config.actor.lora is not None:
-        targets = config.actor.lora.targets or default_targets(shape)
-        adapters = adapter_parameter_count(shape, layout, stages[stage], config.actor.lora.rank, targets)
-        merged = built.dtype_bytes * adapted_parameter_count(shape, layout, stages[stage], targets)
+    adapters, merged, lora = None, 0, config.actor.lora
+    if role == "actor" and lora is not None:
+        targets = lora.targets or default_targets(shape)
+        adapters = adapter_parameter_count(shape, layout, stages[stage], lora.rank, targets)
+        if not lora.apart:
+            merged = built.dtype_bytes * adapted_parameter_count(shape, layout, stages[stage], targets)
     memory = training_memory(
         shape, layout, stages, stage, optimizer, built, tokens, learner.microbatches, adapters
     )

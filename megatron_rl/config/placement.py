@@ -11,10 +11,11 @@ from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import default_targets
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 from megatron_rl.shapes.pipeline_stages import STAGE_SETTINGS
 from megatron_rl.shapes.rank_order import best_rank_order
-from megatron_rl.shapes.traffic import SharedBytes, byte_words, shared_bytes
+from megatron_rl.shapes.traffic import Lora, SharedBytes, byte_words, shared_bytes
 
 APART = {"standalone": ("rollout",), "split": ("critic", "reward")}
 """preset -> roles that have the second half of the ranks to themselves."""
@@ -143,7 +144,7 @@ def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout
 
 def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
     """Return what actor and rollout engine have in common of the actor's weights, once ranks are named."""
-    rollout = config.rollout
+    rollout, lora = config.rollout, config.actor.lora
     return shared_bytes(
         shape,
         role_layout(config.actor.layout, "actor.layout"),
@@ -151,6 +152,9 @@ def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
         DTYPE_BYTES[config.model.dtype],
         settings=config.actor.megatron,
         whole_experts=bool(rollout.vllm.get("enable_expert_parallel")),
+        lora=Lora(lora.rank, lora.targets or default_targets(shape))
+        if lora is not None and lora.apart
+        else None,
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +20,96 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import gather_objects, rank_in, sum_over_ranks
 from megatron_rl.parallel.hf.weights import source_boxes
-from megatron_rl.parallel.lora import policy_weights
-from megatron_rl.parallel.model import Chunked
+from megatron_rl.parallel.lora import engine_adapters, peft_boxes, policy_weights
+from megatron_rl.parallel.model import Chunked, live_parameters
 from megatron_rl.parallel.transfer import connect, gather_layout
-from megatron_rl.rollout.engine import WeightStore
+from megatron_rl.rollout.engine import Storage, WeightStore
 from megatron_rl.types import TensorBox
+
+
+class _Holder(NamedTuple):
+    """Tensors of this rank: their storages by name, and the boxes that say what lies there."""
+
+    storages: Callable[[], Mapping[str, Tensor]]
+    boxes: Callable[[], list[TensorBox]]
+
+
+class _Movement:
+    """Move one set of tensors into an engine, by a plan that is made once.
+
+    ``source`` and ``target`` are None on ranks that hold or take none. ``fresh`` says that the source makes
+    new tensors for each movement. ``named`` names the engine.
+    """
+
+    def __init__(
+        self,
+        source: _Holder | None,
+        target: _Holder | None,
+        *,
+        staging_bytes: int,
+        group: Any,
+        fresh: bool,
+        named: str | None,
+    ) -> None:
+        self._source, self._target, self._named = source, target, named
+        self._staging_bytes, self._group, self._fresh = staging_bytes, group, fresh
+        self._rank = rank_in(group)
+        self._plan: ReshardPlan | None = None
+        self._execution: Execution | None = None
+        self._compiled_for: Any = None
+
+    @property
+    def plan(self) -> ReshardPlan:
+        """Return the plan, built once. The first access is collective over the group."""
+        if self._plan is None:
+            self._plan = self._build_plan()
+        return self._plan
+
+    def compile(self) -> Execution:
+        """Return views on the live storage, made again when something was moved in memory."""
+        plan = self.plan
+        held, written = self._storages()
+        key = storage_key(held), storage_key(written)
+        if self._execution is None or key != self._compiled_for:
+            self._execution = Execution(plan, self._rank, held, written, self._staging_bytes, self._group)
+            self._compiled_for = key
+        return self._execution
+
+    def release(self) -> None:
+        """Let go of tensors that were made for one movement."""
+        if self._fresh:
+            self._execution = None
+
+    def _storages(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        held = self._source.storages() if self._source is not None else {}
+        written = self._target.storages() if self._target is not None else {}
+        return held, written
+
+    def _build_plan(self) -> ReshardPlan:
+        held, written = self._storages()
+        source_boxes = self._source.boxes() if self._source is not None else None
+        target_boxes = self._target.boxes() if self._target is not None else None
+        self._refuse_empty(target_boxes)
+        connect(self._group)
+        sources = gather_layout(source_boxes, _dtypes(held), self._group)
+        destinations = gather_layout(target_boxes, _dtypes(written), self._group)
+        hosts = dict(gather_objects((self._rank, socket.gethostname()), self._group))
+        names = sorted(set(hosts.values()))
+        return build_plan(sources, destinations, {rank: names.index(host) for rank, host in hosts.items()})
+
+    def _refuse_empty(self, boxes: Sequence[TensorBox] | None) -> None:
+        """Raise UserError on all ranks where an engine names no weights: none could be moved or compared."""
+        empty = boxes is not None and not boxes
+        named = f"{self._named} on rank {self._rank}" if empty else None
+        engines = [name for name in gather_objects(named, self._group) if name is not None]
+        if engines:
+            raise UserError(
+                "A generation engine names no weights, so none would ever reach it.",
+                where=engines[0],
+                expected="boxes() that cover every parameter of the engine",
+                got="no boxes",
+                fix="build the engine from a model, and return a box for each of its parameters",
+            )
 
 
 class HybridEngine:
@@ -32,7 +119,9 @@ class HybridEngine:
     without the trained model; ``engine`` is None on ranks that do not generate. In and out staging stays
     within ``staging_bytes``; ``verify`` is full, sampled or off. ``group`` None is the world: all of its
     ranks call `sync` and `generation_mode` together. ``resident`` gives a context in which the weights of the
-    model are in device memory, for a model that is elsewhere between uses.
+    model are in device memory, for a model that is elsewhere between uses. ``apart`` keeps the model's
+    adapters apart from its weights: they go to the engine's ``adapters`` (None on ranks without an engine)
+    each time, the weights once.
     """
 
     def __init__(
@@ -44,6 +133,8 @@ class HybridEngine:
         verify: str = "full",
         group: Any = None,
         resident: Callable[[], AbstractContextManager[None]] = nullcontext,
+        apart: bool = False,
+        adapters: Storage | None = None,
     ) -> None:
         if verify not in VERIFY:
             raise UserError(
@@ -54,27 +145,39 @@ class HybridEngine:
             )
         self.version = 0
         self._model, self._engine, self._group = model, engine, group
-        self._resident = resident
-        self._staging_bytes, self._verify = staging_bytes, verify
-        self._plan: ReshardPlan | None = None
-        self._execution: Execution | None = None
-        self._compiled_for: Any = None
+        self._resident, self._verify = resident, verify
+        named = None if engine is None else type(engine).__name__
+        how: dict[str, Any] = {"staging_bytes": staging_bytes, "group": group, "named": named}
+        adapted = getattr(model, "adapters", None) is not None and not apart
+        self._weights = _Movement(
+            None if model is None else _Holder(partial(_weights, model, apart), partial(source_boxes, model)),
+            None if engine is None else _Holder(engine.parameters, engine.boxes),
+            fresh=adapted,
+            **how,
+        )
+        self._adapters: _Movement | None = None
+        if apart:
+            self._adapters = _Movement(
+                _adapters_of(model),
+                None if adapters is None else _Holder(adapters.parameters, adapters.boxes),
+                fresh=True,
+                **how,
+            )
+        self._base_synced = False
         self._synced_version: int | None = None
 
     @property
-    def _rank(self) -> int:
-        return rank_in(self._group)
-
-    @property
     def plan(self) -> ReshardPlan:
-        """Return the plan, built once. The first access is collective over the group."""
-        if self._plan is None:
-            self._plan = self._build_plan()
-        return self._plan
+        """Return the plan of the weights, built once. The first access is collective over the group."""
+        return self._weights.plan
 
-    def mark_updated(self) -> None:
-        """Say that the model's weights have changed: they are a new version from now on."""
+    def mark_updated(self, *, base: bool = False) -> None:
+        """Say that the model's weights have changed: they are a new version from now on.
+
+        ``base`` says that of a model whose adapters are kept apart the weights beneath them have, too.
+        """
         self.version += 1
+        self._base_synced = self._base_synced and not base
 
     def sync(self) -> Metrics:
         """Move the weights, verify them and let the engine take them into use as ``version``.
@@ -82,34 +185,46 @@ class HybridEngine:
         Raises WeightMismatchError on all ranks when a checksum differs. Collective over the group.
         """
         begin = time.perf_counter()
-        execution = self._compile()
-        execution.run()
+        movements = self._due()
+        executions = [movement.compile() for movement in movements]
+        for execution in executions:
+            execution.run()
         device.synchronize()
         moved = time.perf_counter()
-        execution.verify(self._verify, self.version)
+        for execution in executions:
+            execution.verify(self._verify, self.version)
         verified = time.perf_counter()
         if self._engine is not None:
             self._engine.finish_update(self.version)
         self._acknowledge()
-        self._synced_version = self.version
-        if getattr(self._model, "adapters", None) is not None:
-            self._execution = None  # it holds weights that were made for this sync
+        self._base_synced, self._synced_version = True, self.version
+        for movement in movements:
+            movement.release()
+        plans = [movement.plan for movement in movements]
         # Bytes are those of the busiest rank, which need not be among the ranks that gather metrics.
         return Metrics.of({"time/reshard": moved - begin, "time/reshard_verify": verified - moved}) + Metrics(
             {},
             {
-                "reshard/bytes_received_max": float(max(self.plan.received.values(), default=0)),
-                "reshard/bytes_local_max": float(max(self.plan.local.values(), default=0)),
-                "reshard/staging_bytes_max": float(execution.staging_peak),
+                "reshard/bytes_received_max": _most(plan.received for plan in plans),
+                "reshard/bytes_local_max": _most(plan.local for plan in plans),
+                "reshard/staging_bytes_max": float(max(each.staging_peak for each in executions)),
             },
         )
+
+    def _due(self) -> list[_Movement]:
+        """Return what the next sync moves: the base, unless the engine has it, and adapters kept apart."""
+        if self._adapters is None:
+            return [self._weights]
+        stale = not self._base_synced or (self._engine is not None and self._engine.needs_weights)
+        return [self._weights, self._adapters] if self._anywhere(stale) else [self._adapters]
 
     def verify(self) -> int:
         """Compare every region of the engine's weights with the model's and return how many there are.
 
         Raises WeightMismatchError on all ranks when a checksum differs. Collective over the group.
         """
-        return self._compile().verify("full", 0)
+        movements = [self._weights] if self._adapters is None else [self._weights, self._adapters]
+        return sum(movement.compile().verify("full", 0) for movement in movements)
 
     @contextmanager
     def generation_mode(self) -> Iterator[Metrics]:
@@ -131,49 +246,11 @@ class HybridEngine:
 
     def _is_stale(self) -> bool:
         lost = self._engine is not None and self._engine.needs_weights
-        stale = lost or self._synced_version != self.version
-        return bool(sum_over_ranks(torch.tensor([int(stale)]), self._group).item())
+        return self._anywhere(lost or self._synced_version != self.version)
 
-    def _build_plan(self) -> ReshardPlan:
-        held, written = self._storages()
-        model_boxes = source_boxes(self._model) if self._model is not None else None
-        engine_boxes = self._engine.boxes() if self._engine is not None else None
-        self._refuse_empty(engine_boxes)
-        connect(self._group)
-        sources = gather_layout(model_boxes, _dtypes(held), self._group)
-        destinations = gather_layout(engine_boxes, _dtypes(written), self._group)
-        hosts = dict(gather_objects((self._rank, socket.gethostname()), self._group))
-        names = sorted(set(hosts.values()))
-        return build_plan(sources, destinations, {rank: names.index(host) for rank, host in hosts.items()})
-
-    def _refuse_empty(self, boxes: Sequence[TensorBox] | None) -> None:
-        """Raise UserError on all ranks where an engine names no weights: none could be moved or compared."""
-        empty = boxes is not None and not boxes
-        named = f"{type(self._engine).__name__} on rank {self._rank}" if empty else None
-        engines = [name for name in gather_objects(named, self._group) if name is not None]
-        if engines:
-            raise UserError(
-                "A generation engine names no weights, so none would ever reach it.",
-                where=engines[0],
-                expected="boxes() that cover every parameter of the engine",
-                got="no boxes",
-                fix="build the engine from a model, and return a box for each of its parameters",
-            )
-
-    def _storages(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        held = policy_weights(self._model) if self._model is not None else {}
-        written = self._engine.parameters() if self._engine is not None else {}
-        return held, written
-
-    def _compile(self) -> Execution:
-        """Return views on the live storage, made again when something was moved in memory."""
-        plan = self.plan
-        held, written = self._storages()
-        key = storage_key(held), storage_key(written)
-        if self._execution is None or key != self._compiled_for:
-            self._execution = Execution(plan, self._rank, held, written, self._staging_bytes, self._group)
-            self._compiled_for = key
-        return self._execution
+    def _anywhere(self, condition: bool) -> bool:
+        """Say whether a condition holds on any rank. Collective over the group."""
+        return bool(sum_over_ranks(torch.tensor([int(condition)]), self._group).item())
 
     def _acknowledge(self) -> None:
         """Check that every engine now answers with the new version."""
@@ -181,6 +258,20 @@ class HybridEngine:
         count = sum_over_ranks(torch.tensor([int(wrong)]), self._group).item()
         if count:
             raise RuntimeError(f"{count} engines did not take version {self.version} of the weights into use")
+
+
+def _weights(model: Chunked, apart: bool) -> Mapping[str, Tensor]:
+    return live_parameters(model) if apart else policy_weights(model)
+
+
+def _adapters_of(model: Any) -> _Holder | None:
+    return None if model is None else _Holder(partial(engine_adapters, model), partial(peft_boxes, model))
+
+
+def _most(counts: Iterable[Mapping[int, int]]) -> float:
+    """Return the most that any rank has of all counts together."""
+    together = sum((Counter(count) for count in counts), Counter[int]())
+    return float(max(together.values(), default=0))
 
 
 def _dtypes(storages: Mapping[str, Tensor]) -> dict[str, torch.dtype]:

@@ -251,6 +251,16 @@ def note_base(model: ParallelModel, path: str | Path) -> None:
     model.adapters = replace(model.adapters, base=checksum)
 
 
+def engine_adapters(model: Chunked) -> dict[str, Tensor]:
+    """Return `adapter_parameters` for an engine that adds B A as it is: new Bs hold the factor."""
+    parameters = adapter_parameters(model)
+    for layer, adapter in _adapters(model):
+        if adapter.scale != 1:
+            name = f"{layer}.{ADAPTER}.B"
+            parameters[name] = parameters[name] * adapter.scale
+    return parameters
+
+
 @torch.no_grad()
 def merge_adapters(model: ParallelModel, seed: int) -> None:
     """Add a model's adapters into its base, in place, and start new ones."""

@@ -34,6 +34,7 @@ from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.engine import make_engine, make_tool_parser
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import AdaptedModel, adapted
 from megatron_rl.shapes.pretrained import read_pretrained
 
 POLICY_OUTPUTS = ("old_log_probs", "entropy")
@@ -99,12 +100,12 @@ def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any, *, temp
     tokenizer's chat template. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
-    rollout = _build_rollout(config, tokenizer, templated, records=_records(config, "rollout"))
+    rollout = _build_rollout(config, tokenizer, templated, _records(config, "rollout"), _apart(config))
     actor = build_actor(config, updates=_updates(config))
     critic = build_critic(config) if algorithm.needs_critic else None
     reference = _build_reference(config, actor) if algorithm.needs_reference else None
     models = tuple(_build_reward_model(config, name) for name in config.reward.models)
-    engine = _hybrid_engine(config, actor, rollout)
+    engine = _hybrid_engine(config, actor, rollout, _apart(config) is not None)
     scoring_pass = scoring_reason(config, algorithm) is not None
     roles = Roles(actor, rollout, engine, reward, critic, reference, models, scoring_pass)
     for role in roles.models:
@@ -120,7 +121,8 @@ def build_frozen_roles(
     Without a path it is built to hold a checkpoint of the run. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
-    rollout = _build_rollout(config, tokenizer, templated)
+    adapters = _apart(config) if path is None else None
+    rollout = _build_rollout(config, tokenizer, templated, adapters=adapters)
     layout = role_layout(config.actor.layout, "actor.layout")
     model = build_policy(config, layout, path=path or present_model(config), trainable=False)
     if path is None:
@@ -129,10 +131,11 @@ def build_frozen_roles(
         "actor", layout, model, tokens_per_microbatch=_token_budget(config), outputs=POLICY_OUTPUTS
     )
     models = tuple(_build_reward_model(config, name) for name in config.reward.models)
-    return Roles(actor, rollout, _hybrid_engine(config, actor, rollout), reward, reward_models=models)
+    engine = _hybrid_engine(config, actor, rollout, adapters is not None)
+    return Roles(actor, rollout, engine, reward, reward_models=models)
 
 
-def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole) -> HybridEngine:
+def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole, apart: bool) -> HybridEngine:
     settings = config.hybrid_engine
     return HybridEngine(
         actor.model,
@@ -140,6 +143,8 @@ def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole) ->
         staging_bytes=settings.staging_bytes,
         verify=settings.verify,
         resident=partial(actor.resident, Use.READ),
+        apart=apart,
+        adapters=rollout.engine.adapters if rollout.engine is not None else None,
     )
 
 
@@ -151,8 +156,21 @@ def _records(config: RunConfig, replay: str) -> tuple[int, int] | None:
     return shape.layers, shape.experts_per_token
 
 
+def _apart(config: RunConfig) -> AdaptedModel | None:
+    """Return the adapters that the rollout engine gets apart from the weights, None where it gets none."""
+    lora = config.actor.lora
+    if lora is None or not lora.apart:
+        return None
+    model = read_pretrained(Path(config.model.path) / "config.json")
+    return adapted(model, lora.rank, lora.alpha, lora.targets)
+
+
 def _build_rollout(
-    config: RunConfig, tokenizer: Any, templated: bool, records: tuple[int, int] | None = None
+    config: RunConfig,
+    tokenizer: Any,
+    templated: bool,
+    records: tuple[int, int] | None = None,
+    adapters: AdaptedModel | None = None,
 ) -> RolloutRole:
     layout, environment = rollout_layout(config.rollout).checked(), config.rollout.environment
     communicator(layout.ranks)
@@ -171,6 +189,7 @@ def _build_rollout(
         seed=config.seed,
         max_model_len=longest_row(config),
         records=records,
+        adapters=adapters,
     )
     if engine is not None:
         engine.sleep()

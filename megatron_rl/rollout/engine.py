@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.types import FINISH_FAILED, SamplingParameters, TensorBox
 
 ENGINES = ("vllm", "torch")
@@ -101,8 +102,20 @@ class Sampler(Protocol):
         ...
 
 
-class WeightStore(Protocol):
-    """Say where weights lie that somebody else writes, and take them into use.
+class Storage(Protocol):
+    """Say where tensors lie that somebody else writes."""
+
+    def boxes(self) -> list[TensorBox]:
+        """Return where each box of a Hugging Face tensor lies in this rank's ``parameters()``."""
+        ...
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the storage to write new weights into, by name; tied parameters appear once."""
+        ...
+
+
+class WeightStore(Storage, Protocol):
+    """Take weights that somebody else writes into use.
 
     A store may start without weights: copy every box into ``parameters()``, then call ``finish_update``.
     """
@@ -115,14 +128,6 @@ class WeightStore(Protocol):
     @property
     def needs_weights(self) -> bool:
         """Say whether there are no weights, or no longer: every box must be written."""
-        ...
-
-    def boxes(self) -> list[TensorBox]:
-        """Return where each box of a Hugging Face tensor lies in this rank's ``parameters()``."""
-        ...
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        """Return the storage to write new weights into, by name; tied parameters appear once."""
         ...
 
     def finish_update(self, version: int) -> None:
@@ -144,6 +149,11 @@ class WeightStore(Protocol):
 class Engine(Sampler, WeightStore, Protocol):
     """Sample from weights that somebody else writes into this process's storage."""
 
+    @property
+    def adapters(self) -> Storage | None:
+        """Return the storage of adapters that are written apart from the weights, None without such."""
+        ...
+
     def close(self) -> None:
         """Release the engine; the job's process groups stay as they are. May be called twice."""
         ...
@@ -159,10 +169,11 @@ def make_engine(
     seed: int,
     max_model_len: int,
     records: tuple[int, int] | None = None,
+    adapters: AdaptedModel | None = None,
 ) -> Engine | None:
     """Build ``config.engine`` for the rank, without weights; None on ranks outside ``layout``.
 
-    ``records`` as in `VllmEngine`; no other engine can. Collective over the world.
+    ``records`` and ``adapters`` as in `VllmEngine`; no other engine can. Collective over the world.
     """
     # Each engine is imported where it is chosen: vLLM must not be imported before it is prepared.
     if config.engine == "vllm":
@@ -182,6 +193,7 @@ def make_engine(
             seed=seed,
             max_model_len=max_model_len,
             records=records,
+            adapters=adapters,
         )
     if config.engine == "torch":
         from megatron_rl.rollout.torch import TorchEngine

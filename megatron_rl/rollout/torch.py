@@ -128,6 +128,7 @@ class TorchEngine:
     ) -> None:
         self.weights_version = -1
         self.needs_weights = False
+        self.adapters = None
         self._decoder = decoder
         self._model = model
         self._tensor_name = tensor_name

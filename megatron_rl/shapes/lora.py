@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ TARGETS = (*ATTENTION, *MLP)
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 """What stands before a checkpoint's own names in PEFT's files."""
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has room for (vllm/config/lora.py, MaxLoRARanks); others take that of the next."""
 ADAPTER = "adapter"
 """The module below a linear layer that is its adapter; its parameters are A and B."""
 _PLACES = {f"self_attention.{name}.weight": name for name in ATTENTION} | {
@@ -41,12 +43,7 @@ class AdaptedModel(PretrainedModel):
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
         """Return the parameters of a layer's adapters."""
-        return tuple(
-            part
-            for weight in super().weights(layer)
-            if _PLACES.get(weight.name) in self.targets
-            for part in _factors(weight, self.rank)
-        )
+        return adapter_weights(super().weights(layer), self.rank, self.targets)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of the adapters by name."""
@@ -57,6 +54,11 @@ class AdaptedModel(PretrainedModel):
                     name = LAYER.format(layer=layer) + source.name
                     shapes[name] = (source.first + source.shape[0], *source.shape[1:])
         return shapes
+
+    @property
+    def engine_rank(self) -> int:
+        """Return the rank that vLLM is to have room for."""
+        return next(rank for rank in ENGINE_RANKS if rank >= self.rank)
 
     def modules(self) -> list[str]:
         """Return the last names of the checkpoint's layers that have adapters, as PEFT lists them."""
@@ -85,6 +87,12 @@ def adapted(
     return AdaptedModel(model.family, model.shape, model.config, rank, alpha or float(rank), chosen)
 
 
+def adapter_weights(weights: Iterable[Weight], rank: int, targets: Sequence[str]) -> tuple[Weight, ...]:
+    """Return the parameters of the adapters that a layer with these weights has."""
+    adapted = (weight for weight in weights if _PLACES.get(weight.name) in targets)
+    return tuple(part for weight in adapted for part in _factors(weight, rank))
+
+
 def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     """Return A and B of a linear layer: of one cut by columns A is cut, of any other B, by the same rows."""
     module = weight.name.removesuffix(".weight")
@@ -92,12 +100,13 @@ def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     downs: dict[str, Source] = {}
     for source in weight.sources:
         name = source.name.removesuffix(".weight") + ".lora_A.weight"
-        downs[name] = Source(name, (rank, source.shape[1]))
+        downs[name] = Source(name, (rank, source.shape[1]), "columns" if column else "whole")
     ups = tuple(
         replace(
             source,
             name=source.name.removesuffix(".weight") + ".lora_B.weight",
             shape=(source.shape[0], rank),
+            engine="whole" if column else source.engine,
         )
         for source in weight.sources
     )
@@ -152,10 +161,6 @@ def adapter_parameter_count(
     """Return the parameters of the adapters on one rank of a pipeline stage that has these layers."""
     total = 0
     for layer in layers:
-        for weight in shape.weights(layer):
-            if _PLACES.get(weight.name) in targets:
-                down, up = _factors(weight, rank)
-                sizes = (down.elements, up.elements)
-                cut = 0 if weight.cut == "columns" else 1
-                total += sizes[cut] // layout.tensor + sizes[1 - cut]
+        for weight in adapter_weights(shape.weights(layer), rank, targets):
+            total += weight.elements // (1 if weight.cut in ("whole", "stacked") else layout.tensor)
     return total

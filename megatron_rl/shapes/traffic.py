@@ -14,11 +14,19 @@ from typing import Any, NamedTuple
 
 from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import adapter_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pipeline_stages import stage_layers
 
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it cuts it."""
+
+
+class Lora(NamedTuple):
+    """Describe adapters that move in the place of weights: their rank, and Megatron's layers with one."""
+
+    rank: int
+    targets: tuple[str, ...]
 
 
 class Slice(NamedTuple):
@@ -36,7 +44,7 @@ def trainer_slices(weight: Weight, part: int, parts: int, kv_heads: int) -> tupl
     """
     if weight.cut == "query_key_value":
         return _interleaved([source.shape[0] // kv_heads for source in weight.sources], kv_heads, part, parts)
-    if weight.cut == "whole":
+    if weight.cut in ("whole", "stacked"):
         part, parts = 0, 1
     dim = 1 if weight.cut == "columns" else 0
     share = _padded_share if weight.cut == "vocabulary" else _share
@@ -161,17 +169,19 @@ def shared_bytes(
     *,
     settings: Mapping[str, Any] | None = None,
     whole_experts: bool = False,
+    lora: Lora | None = None,
 ) -> SharedBytes:
     """Return what the ranks of an engine replica need of a model, and what the actor's ranks hold of that.
 
     ``itemsize`` is the bytes of an element in the engine, ``settings`` are Megatron's for uneven stages.
-    With ``whole_experts`` the engine deals whole experts out to its ranks (vLLM's expert parallelism).
+    With ``whole_experts`` the engine deals whole experts out to its ranks (vLLM's expert parallelism). With
+    ``lora`` only adapters move; tensors that a family stores as one are counted with an A each.
     """
-    engine, alone = _Engine(shape, places, itemsize, whole_experts), ParallelLayout((0,))
+    engine, alone = _Engine(shape, places, itemsize, whole_experts, lora), ParallelLayout((0,))
     return SharedBytes(
         needed=tuple(engine.in_common(alone)[0]),
         held=engine.in_common(actor, settings),
-        model_bytes=_Engine(shape, 1, itemsize).in_common(alone)[0][0],
+        model_bytes=_Engine(shape, 1, itemsize, lora=lora).in_common(alone)[0][0],
     )
 
 
@@ -197,6 +207,7 @@ class _Engine:
     places: int
     itemsize: int
     whole_experts: bool = False
+    lora: Lora | None = None
 
     def in_common(
         self, trainer: ParallelLayout, settings: Mapping[str, Any] | None = None
@@ -206,8 +217,9 @@ class _Engine:
         known: dict[Weights, _Common] = {}
         stages = stage_layers(shape.layers, trainer, settings)
         for stage, ranks in enumerate(trainer.groups("tensor", "context", "data")):
-            counts = Counter(shape.weights(layer) for layer in stages[stage])
-            counts[outer_weights(shape, stage == 0, stage == trainer.pipeline - 1)] += 1
+            counts = Counter(self._layer(layer) for layer in stages[stage])
+            if self.lora is None:
+                counts[outer_weights(shape, stage == 0, stage == trainer.pipeline - 1)] += 1
             for weights in counts.keys() - known.keys():
                 known[weights] = self._common(weights, trainer)
             kinds = [(count, known[weights]) for weights, count in counts.items()]
@@ -225,6 +237,10 @@ class _Engine:
                     ]
                 result[rank] = by_shard[tensor, expert]
         return result
+
+    def _layer(self, layer: int) -> Weights:
+        weights = self.shape.weights(layer)
+        return weights if self.lora is None else adapter_weights(weights, self.lora.rank, self.lora.targets)
 
     def _common(self, weights: Weights, trainer: ParallelLayout) -> _Common:
         dense = [weight for weight in weights if not weight.expert]

@@ -168,7 +168,7 @@ class Run:
                 self.job.say(f"{plan.where}: has ended before, and left {plan.model}")
                 drop_checkpoints(plan, self.job)
             if plan.role == "actor":
-                self.roles.hybrid_engine.mark_updated()
+                self.roles.hybrid_engine.mark_updated(base=True)
         if plans:
             # As after a restart that finds every stage ended.
             checkpoint.seed_generators(self.config.seed, 0, self.roles.actor.model)

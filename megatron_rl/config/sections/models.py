@@ -271,9 +271,15 @@ class LoraConfig:
     )
     sync: str = setting(
         "merged",
-        "What reaches the rollout engine: weights with the adapters added in.",
-        choices=("merged",),
+        "What each weight sync brings the rollout engine: weights with the adapters added in (merged), or "
+        "the adapters alone, which vLLM adds while it samples (adapter).",
+        choices=("merged", "adapter"),
     )
+
+    @property
+    def apart(self) -> bool:
+        """Say whether the rollout engine keeps adapters apart from the weights."""
+        return self.sync == "adapter"
 
 
 @dataclass(frozen=True)

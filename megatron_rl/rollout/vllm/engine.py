@@ -19,8 +19,10 @@ from megatron_rl.parallel import device
 from megatron_rl.rollout.engine import Completion, Request, failed
 from megatron_rl.rollout.sampling import part_seed, truncates
 from megatron_rl.rollout.vllm import routing, setup, truncation, weights
+from megatron_rl.rollout.vllm.adapters import AdapterSlots, engine_arguments
 from megatron_rl.rollout.vllm.live import LiveWeights, live_model, model_runner
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, TensorBox
 
@@ -36,7 +38,8 @@ class VllmEngine:
     arguments. ``shapes`` of the checkpoint's tensors are read from its headers unless given.
     Asleep, ``sleep_level`` 2 drops the weights, which the next update brings anyway; 1 keeps them in host
     memory. ``records`` are the layers, and experts per token, of a model whose experts `Completion` is to
-    name.
+    name. ``adapters`` describes those that `adapters` has room for and every request is answered with; the
+    weights then stay where they are, and level 1 is used.
 
     Collective over ``layout.ranks``; where these are not the whole world every rank of the world calls
     ``join_groups(layout)`` first. Must be built before anything else imports vllm.
@@ -56,11 +59,12 @@ class VllmEngine:
         shapes: weights.Shapes | None = None,
         sleep_level: int = 2,
         records: tuple[int, int] | None = None,
+        adapters: AdaptedModel | None = None,
     ) -> None:
         self.replica = layout.coordinates(rank).data
         self._path = Path(model_path)
         self.max_model_len = max_model_len
-        self._sleep_level = sleep_level
+        self._sleep_level = sleep_level if adapters is None else 1
         self._truncates = config.truncates
         self._records = records
         self._asleep: set[str] = set()
@@ -69,6 +73,8 @@ class VllmEngine:
         self._failed: list[Completion] = []
         setup.prepare_vllm()
         arguments = self._arguments(config, layout.tensor, dtype, seed)
+        if adapters is not None:
+            arguments |= engine_arguments(adapters, dtype)
         here = setup.local_rank(device.device().index)
         with setup.unchanged_random_state(), setup.layout_as_world(layout), here:
             from vllm import LLM
@@ -90,6 +96,7 @@ class VllmEngine:
             reset_cache=lambda: self._llm.reset_prefix_cache(),
             loaded=load,
         )
+        self._slots = None if adapters is None else AdapterSlots(self._llm, adapters, rank)
 
     def _arguments(self, config: RolloutConfig, tensor: int, dtype: str, seed: int) -> dict[str, Any]:
         model = read_pretrained(self._path / "config.json")
@@ -174,7 +181,8 @@ class VllmEngine:
         if self._records:
             routing.ask(parameters, request, *self._records)
         prompt = {"prompt_token_ids": list(request.tokens)}
-        self._llm.llm_engine.add_request(name, prompt, parameters)
+        adapter = None if self._slots is None else self._slots.request
+        self._llm.llm_engine.add_request(name, prompt, parameters, lora_request=adapter)
         self._open[name] = request, parameters, support
 
     def step(self) -> list[Completion]:
@@ -202,6 +210,11 @@ class VllmEngine:
             # One name a call: vLLM frees the blocks of several in the order of a set of strings, which is
             # another one on each rank.
             self._llm.llm_engine.abort_request([name])
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """Return the storage of the adapters, None in an engine without."""
+        return self._slots
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the storage of this rank's weights by vLLM's parameter name; see `LiveWeights`."""
@@ -243,7 +256,7 @@ class VllmEngine:
         if self._llm is None:
             return
         self._llm.llm_engine.engine_core.shutdown()
-        self._llm = self._model = self._live = None
+        self._llm = self._model = self._live = self._slots = None
         if setup.count_engine(-1) == 0:
             setup.forget_groups()
         gc.collect()

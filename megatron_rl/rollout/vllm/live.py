@@ -13,7 +13,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.files import checkpoint_shapes
 from megatron_rl.rollout.vllm import setup, weights
-from megatron_rl.rollout.vllm.packed import PackedModules, refresh_derived
+from megatron_rl.rollout.vllm.packed import PackedModules, refresh_derived, without_wrappers
 from megatron_rl.types import TensorBox
 
 
@@ -37,8 +37,9 @@ class LiveWeights:
         self.needs_weights = not loaded
         self._model, self._checkpoint, self._rank = model, checkpoint, rank
         self._reset_cache = reset_cache
-        self._packed = PackedModules(model)
-        self._parameters = weights.model_parameters(model) | self._packed.parameters()
+        with without_wrappers(model):
+            self._packed = PackedModules(model)
+            self._parameters = weights.model_parameters(model) | self._packed.parameters()
         self._map: weights.WeightMap | None = None
 
     @classmethod
@@ -77,7 +78,7 @@ class LiveWeights:
             shapes = self._checkpoint
             if not isinstance(shapes, Mapping):
                 shapes = checkpoint_shapes(shapes)
-            with self._packed.unpacked():
+            with self._packed.unpacked(), without_wrappers(self._model):
                 self._map = weights.trace_weights(self._model, self._parameters, shapes, self._rank)
         return self._map
 

@@ -58,6 +58,25 @@ class PackedModules:
                 kept[name].data.copy_(fresh)
 
 
+@contextmanager
+def without_wrappers(model: nn.Module) -> Iterator[None]:
+    """Have a vLLM model's layers stand where its loader expects them, no layer of adapters around them."""
+    manager: Any = getattr(model, "lora_manager", None)
+    wrappers: dict[str, Any] = {} if manager is None else dict(manager.modules)
+    for path, wrapper in wrappers.items():
+        _put(model, path, wrapper.base_layer)
+    try:
+        yield
+    finally:
+        for path, wrapper in wrappers.items():
+            _put(model, path, wrapper)
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = module
+
+
 @torch.no_grad()
 def refresh_derived(model: nn.Module, dtype: torch.dtype) -> None:
     """Recompute what attention layers derived from their weights when they were loaded."""
