@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.parallel import device
-from megatron_rl.rollout.engine import Request
+from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
+from megatron_rl.rollout.engine import Request, Storage
 from megatron_rl.rollout.episodes import Episodes, begin
 from megatron_rl.rollout.sampling import row_seeds
 from megatron_rl.rollout.torch import TorchEngine
@@ -21,6 +23,7 @@ from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.setup import join_groups
 from megatron_rl.rollout.vllm.weights import model_parameters
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import PEFT_PREFIX, AdaptedModel, adapted
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_STOP,
@@ -54,6 +57,8 @@ def random_rows(count: int, seed: int) -> list[list[int]]:
     return [torch.randint(0, 300, (length,), generator=generator).tolist() for length in lengths]
 
 
+ADAPTED = ("qwen2_tied", "qwen3_moe")
+"""Families that are given adapters too: on biased layers and tied words, and beside routed experts."""
 GREEDY = SamplingParameters(temperature=0.0, max_response_tokens=20)
 SAMPLED = SamplingParameters(temperature=0.8, max_response_tokens=20)
 
@@ -65,6 +70,7 @@ def build(
     load: bool = False,
     max_model_len: int = MAX_LEN,
     records: tuple[int, int] | None = None,
+    adapters: AdaptedModel | None = None,
     **rollout: Any,
 ) -> VllmEngine:
     layout = ParallelLayout(ranks or tuple(range(device.world_size())), tensor=tensor)
@@ -77,20 +83,25 @@ def build(
         max_model_len=max_model_len,
         load=load,
         records=records,
+        adapters=adapters,
     )
 
 
 def write(engine: VllmEngine, path: Path, scale: float = 1.0) -> None:
     """Write a checkpoint into an engine through its boxes alone, as the hybrid engine does."""
-    tensors = load_file(path / "model.safetensors")
-    parameters = engine.parameters()
-    for parameter in parameters.values():
+    for parameter in engine.parameters().values():
         parameter.fill_(torch.nan)  # what is not written must show
-    for box in engine.boxes():
+    tensors = load_file(path / "model.safetensors")
+    write_boxes(engine, {name: value * scale for name, value in tensors.items()})
+
+
+def write_boxes(storage: Storage, tensors: Mapping[str, torch.Tensor]) -> None:
+    parameters = storage.parameters()
+    for box in storage.boxes():
         region = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
         parameter = parameters[box.storage]
         target = parameter.as_strided(box.size, box.stride, parameter.storage_offset() + box.offset)
-        target.copy_(tensors[box.name][region] * scale)
+        target.copy_(tensors[box.name][region])
 
 
 def responses(rollouts: Rollouts) -> list[list[int]]:
@@ -154,6 +165,38 @@ def check_family(path: Path, tensor: int) -> None:
     result = generate(engine, prompts, seed=1)
     close_to(result, generate(reference, prompts, seed=1))
     assert result.policy_version.tolist() == [3] * 6
+    engine.close()
+
+
+def check_adapters(path: Path, tensor: int) -> None:
+    """Adapters in their slots are the weights with them added in, and so after the next update."""
+    described = adapted(pretrained(read_hf_config(path)), 6, 9.0, None)
+    engine = build(path, tensor, adapters=described)
+    write(engine, path)
+    engine.finish_update(1)
+    assert engine.adapters is not None
+    reference = TorchEngine.from_hf(path)
+    base = load_file(path / "model.safetensors")
+    prompts = make_prompts(random_rows(6, seed=1), GREEDY)
+    answers = [generate(engine, prompts, seed=1)]
+    close_to(answers[0], generate(reference, prompts, seed=1))
+    for version in (2, 3):
+        generator, merged = torch.Generator().manual_seed(version), dict(base)
+        tensors = {
+            name: torch.randn(shape, generator=generator) * 0.1
+            for name, shape in described.tensor_shapes().items()
+        }
+        for name in [name for name in tensors if "lora_B" in name]:
+            tensors[name] *= 9.0 / 6.0
+            weight = name.replace("lora_B.", "")
+            merged[weight] = base[weight] + tensors[name] @ tensors[name.replace("lora_B", "lora_A")]
+        write_boxes(engine.adapters, {PEFT_PREFIX + name: value for name, value in tensors.items()})
+        engine.finish_update(version)
+        write_boxes(reference, merged)
+        reference.finish_update(version)
+        answers.append(generate(engine, prompts, seed=1))
+        close_to(answers[-1], generate(reference, prompts, seed=1))
+    assert len({str(responses(answer)) for answer in answers}) == 3
     engine.close()
 
 
@@ -346,6 +389,8 @@ def main() -> None:
     if what == "families":
         for path in paths:
             check_family(Path(path), device.world_size())
+            if Path(path).name.startswith(ADAPTED):
+                check_adapters(Path(path), device.world_size())
             dist.barrier()  # the job's own group outlives every engine
     elif what == "sampling":
         check_sampling(Path(paths[0]))
