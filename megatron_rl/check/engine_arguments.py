@@ -23,6 +23,9 @@ OURS: Mapping[str, str] = {
     "gpu_memory_utilization": "rollout.memory_fraction",
     "max_model_len": "rollout.max_response_tokens",
     "enable_return_routed_experts": "actor.routing_replay",
+    "enable_lora": "actor.lora.sync",
+    "max_lora_rank": "actor.lora.rank",
+    "lora_target_modules": "actor.lora.targets",
     "cpu_distributed_timeout_seconds": "rank_timeout",
     "distributed_timeout_seconds": "rank_timeout",
 }
@@ -54,10 +57,9 @@ _REFUSED: Mapping[str, str] = {
         enable_nccl_comm_suspend""",
     "experts stay where the plan of the weight sync found them": """
         enable_eplb eplb_config expert_placement_strategy enable_elastic_ep elastic_ep_max_dp_size""",
-    "a weight sync brings the actor's tensors alone, without adapters": """
-        enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype
-        lora_target_modules enable_tower_connector_lora specialize_active_lora
-        enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels""",
+    "the actor's adapters are the only ones, and lie as a weight sync writes them": """
+        max_loras default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype enable_tower_connector_lora
+        specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels""",
     "a weight sync brings the actor's tensors alone, without those of a draft model": """
         speculative_config spec_method spec_model spec_tokens""",
     "a replica is cut by rollout.tensor alone, and further ranks of the rollout make further replicas": """

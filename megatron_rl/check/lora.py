@@ -51,7 +51,7 @@ def check_lora(lora: LoraConfig, engine: str) -> list[UserError]:
                 fix=f"remove {_WHERE}.targets to have all",
             )
         )
-    if lora.apart and (engine != "vllm" or lora.rank > ENGINE_RANKS[-1]):
+    if lora.sync == "adapter" and (engine != "vllm" or lora.rank > ENGINE_RANKS[-1]):
         errors.append(
             UserError(
                 "the rollout engine cannot keep these adapters apart from its weights",
@@ -68,6 +68,17 @@ def check_adapted_model(lora: LoraConfig, model: PretrainedModel) -> list[UserEr
     """Return what is wrong between adapters and the actor's model, and with the file they start from."""
     targets = lora.targets or default_targets(model.shape)
     errors = target_problems(model.shape, targets, f"{_WHERE}.targets")
+    if lora.sync == "adapter" and model.shape.experts:
+        errors.append(
+            UserError(
+                "the rollout engine of a mixture of experts cannot keep adapters apart from its weights: "
+                "vLLM then computes experts by other kernels, which keep weights in an order of their own",
+                where=f"{_WHERE}.sync",
+                expected="merged, or a model without routed experts",
+                got=f"{lora.sync} with {model.shape.name}",
+                fix=f"set {_WHERE}.sync=merged",
+            )
+        )
     if errors or lora.path is None:
         return errors
     path = Path(lora.path) / PEFT_CONFIG

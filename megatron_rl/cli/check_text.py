@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
+from megatron_rl.config.adapters import lora_apart
 from megatron_rl.config.budget import PHASES, RankMemory
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.load import flatten, to_plain
@@ -276,8 +277,7 @@ def _sync(report: CheckReport) -> list[str]:
     sync, layouts = report.sync, report.layouts
     assert sync is not None and layouts is not None
     actor, rollout = layouts["actor"], layouts["rollout"]
-    lora = report.config.actor.lora
-    apart = lora is not None and lora.apart
+    apart = lora_apart(report.config) is not None
     rows: list[tuple[str, float]] = [
         ("adapters" if apart else "model", sync.model_bytes),
         ("needed by a rollout rank, at most", max(sync.needed.values())),

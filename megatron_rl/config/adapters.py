@@ -1,4 +1,4 @@
-"""What follows from an actor with adapters: which layers have them, and what its reference is."""
+"""What follows from an actor with adapters: which layers have them, and what its reference and engine get."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ def with_targets(
         reasons["actor.lora.targets"] = "the linear layers of the model that can have adapters"
         lora = replace(lora, targets=default_targets(shape))
     return lora
+
+
+def lora_apart(config: RunConfig) -> LoraConfig | None:
+    """Return the adapters that the rollout engine gets apart from the weights, None where it gets none."""
+    lora = config.actor.lora
+    return lora if lora is not None and lora.sync == "adapter" else None
 
 
 def reference_is_base(config: RunConfig) -> bool:

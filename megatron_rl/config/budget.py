@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.adapters import reference_is_base
+from megatron_rl.config.adapters import lora_apart, reference_is_base
 from megatron_rl.config.derive import BatchPlan, spread
 from megatron_rl.config.placement import megatron_settings, role_of
 from megatron_rl.config.schema import RunConfig
@@ -13,7 +13,7 @@ from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.lora import adapted_parameter_count, adapter_parameter_count, default_targets
+from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count, default_targets
 from megatron_rl.shapes.memory import (
     RUNTIME_BYTES,
     Layers,
@@ -192,8 +192,8 @@ def _trained(
     adapters, merged, lora = None, 0, config.actor.lora
     if role == "actor" and lora is not None:
         targets = lora.targets or default_targets(shape)
-        adapters = adapter_parameter_count(shape, layout, stages[stage], lora.rank, targets)
-        if not lora.apart:
+        adapters = adapter_parameter_count(shape, layout, stages[stage], Lora(lora.rank, targets))
+        if lora_apart(config) is None:
             merged = built.dtype_bytes * adapted_parameter_count(shape, layout, stages[stage], targets)
     memory = training_memory(
         shape, layout, stages, stage, optimizer, built, tokens, learner.microbatches, adapters

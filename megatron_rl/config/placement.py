@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_rl.config.adapters import lora_apart
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.lora import default_targets
+from megatron_rl.shapes.lora import Lora, default_targets
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 from megatron_rl.shapes.pipeline_stages import STAGE_SETTINGS
 from megatron_rl.shapes.rank_order import best_rank_order
-from megatron_rl.shapes.traffic import Lora, SharedBytes, byte_words, shared_bytes
+from megatron_rl.shapes.traffic import SharedBytes, byte_words, shared_bytes
 
 APART = {"standalone": ("rollout",), "split": ("critic", "reward")}
 """preset -> roles that have the second half of the ranks to themselves."""
@@ -144,7 +145,7 @@ def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout
 
 def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
     """Return what actor and rollout engine have in common of the actor's weights, once ranks are named."""
-    rollout, lora = config.rollout, config.actor.lora
+    rollout, lora = config.rollout, lora_apart(config)
     return shared_bytes(
         shape,
         role_layout(config.actor.layout, "actor.layout"),
@@ -152,9 +153,7 @@ def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
         DTYPE_BYTES[config.model.dtype],
         settings=config.actor.megatron,
         whole_experts=bool(rollout.vllm.get("enable_expert_parallel")),
-        lora=Lora(lora.rank, lora.targets or default_targets(shape))
-        if lora is not None and lora.apart
-        else None,
+        lora=None if lora is None else Lora(lora.rank, lora.targets or default_targets(shape)),
     )
 
 

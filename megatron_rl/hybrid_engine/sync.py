@@ -27,32 +27,24 @@ from megatron_rl.rollout.engine import Storage, WeightStore
 from megatron_rl.types import TensorBox
 
 
-class _Holder(NamedTuple):
-    """Tensors of this rank: their storages by name, and the boxes that say what lies there."""
+class _Trained(NamedTuple):
+    """The trainer's tensors on this rank, as a `Storage` says where an engine's lie."""
 
-    storages: Callable[[], Mapping[str, Tensor]]
+    parameters: Callable[[], Mapping[str, Tensor]]
     boxes: Callable[[], list[TensorBox]]
 
 
 class _Movement:
     """Move one set of tensors into an engine, by a plan that is made once.
 
-    ``source`` and ``target`` are None on ranks that hold or take none. ``fresh`` says that the source makes
-    new tensors for each movement. ``named`` names the engine.
+    ``source`` and ``target`` are None on ranks that hold or take none.
     """
 
     def __init__(
-        self,
-        source: _Holder | None,
-        target: _Holder | None,
-        *,
-        staging_bytes: int,
-        group: Any,
-        fresh: bool,
-        named: str | None,
+        self, source: _Trained | None, target: Storage | None, staging_bytes: int, group: Any
     ) -> None:
-        self._source, self._target, self._named = source, target, named
-        self._staging_bytes, self._group, self._fresh = staging_bytes, group, fresh
+        self._source, self._target = source, target
+        self._staging_bytes, self._group = staging_bytes, group
         self._rank = rank_in(group)
         self._plan: ReshardPlan | None = None
         self._execution: Execution | None = None
@@ -76,13 +68,12 @@ class _Movement:
         return self._execution
 
     def release(self) -> None:
-        """Let go of tensors that were made for one movement."""
-        if self._fresh:
-            self._execution = None
+        """Let go of the views, and of tensors that nothing else holds."""
+        self._execution = None
 
     def _storages(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        held = self._source.storages() if self._source is not None else {}
-        written = self._target.storages() if self._target is not None else {}
+        held = self._source.parameters() if self._source is not None else {}
+        written = self._target.parameters() if self._target is not None else {}
         return held, written
 
     def _build_plan(self) -> ReshardPlan:
@@ -100,7 +91,7 @@ class _Movement:
     def _refuse_empty(self, boxes: Sequence[TensorBox] | None) -> None:
         """Raise UserError on all ranks where an engine names no weights: none could be moved or compared."""
         empty = boxes is not None and not boxes
-        named = f"{self._named} on rank {self._rank}" if empty else None
+        named = f"{type(self._target).__name__} on rank {self._rank}" if empty else None
         engines = [name for name in gather_objects(named, self._group) if name is not None]
         if engines:
             raise UserError(
@@ -146,30 +137,16 @@ class HybridEngine:
         self.version = 0
         self._model, self._engine, self._group = model, engine, group
         self._resident, self._verify = resident, verify
-        named = None if engine is None else type(engine).__name__
-        how: dict[str, Any] = {"staging_bytes": staging_bytes, "group": group, "named": named}
-        adapted = getattr(model, "adapters", None) is not None and not apart
-        self._weights = _Movement(
-            None if model is None else _Holder(partial(_weights, model, apart), partial(source_boxes, model)),
-            None if engine is None else _Holder(engine.parameters, engine.boxes),
-            fresh=adapted,
-            **how,
-        )
-        self._adapters: _Movement | None = None
+        self._movements = [_Movement(_weights(model, apart), engine, staging_bytes, group)]
         if apart:
-            self._adapters = _Movement(
-                _adapters_of(model),
-                None if adapters is None else _Holder(adapters.parameters, adapters.boxes),
-                fresh=True,
-                **how,
-            )
+            self._movements.append(_Movement(_adapters(model), adapters, staging_bytes, group))
         self._base_synced = False
         self._synced_version: int | None = None
 
     @property
     def plan(self) -> ReshardPlan:
         """Return the plan of the weights, built once. The first access is collective over the group."""
-        return self._weights.plan
+        return self._movements[0].plan
 
     def mark_updated(self, *, base: bool = False) -> None:
         """Say that the model's weights have changed: they are a new version from now on.
@@ -198,8 +175,9 @@ class HybridEngine:
             self._engine.finish_update(self.version)
         self._acknowledge()
         self._base_synced, self._synced_version = True, self.version
-        for movement in movements:
-            movement.release()
+        if getattr(self._model, "adapters", None) is not None:
+            for movement in movements:
+                movement.release()  # its tensors were made for this sync
         plans = [movement.plan for movement in movements]
         # Bytes are those of the busiest rank, which need not be among the ranks that gather metrics.
         return Metrics.of({"time/reshard": moved - begin, "time/reshard_verify": verified - moved}) + Metrics(
@@ -212,19 +190,17 @@ class HybridEngine:
         )
 
     def _due(self) -> list[_Movement]:
-        """Return what the next sync moves: the base, unless the engine has it, and adapters kept apart."""
-        if self._adapters is None:
-            return [self._weights]
-        stale = not self._base_synced or (self._engine is not None and self._engine.needs_weights)
-        return [self._weights, self._adapters] if self._anywhere(stale) else [self._adapters]
+        """Return what this sync moves: not the weights beneath adapters where the engine has them."""
+        lost = self._engine is not None and self._engine.needs_weights
+        alone = len(self._movements) > 1 and not self._anywhere(lost or not self._base_synced)
+        return self._movements[1:] if alone else self._movements
 
     def verify(self) -> int:
         """Compare every region of the engine's weights with the model's and return how many there are.
 
         Raises WeightMismatchError on all ranks when a checksum differs. Collective over the group.
         """
-        movements = [self._weights] if self._adapters is None else [self._weights, self._adapters]
-        return sum(movement.compile().verify("full", 0) for movement in movements)
+        return sum(movement.compile().verify("full", 0) for movement in self._movements)
 
     @contextmanager
     def generation_mode(self) -> Iterator[Metrics]:
@@ -260,12 +236,16 @@ class HybridEngine:
             raise RuntimeError(f"{count} engines did not take version {self.version} of the weights into use")
 
 
-def _weights(model: Chunked, apart: bool) -> Mapping[str, Tensor]:
-    return live_parameters(model) if apart else policy_weights(model)
+def _weights(model: Chunked | None, apart: bool) -> _Trained | None:
+    if model is None:
+        return None
+    return _Trained(
+        partial(live_parameters if apart else policy_weights, model), partial(source_boxes, model)
+    )
 
 
-def _adapters_of(model: Any) -> _Holder | None:
-    return None if model is None else _Holder(partial(engine_adapters, model), partial(peft_boxes, model))
+def _adapters(model: Any) -> _Trained | None:
+    return None if model is None else _Trained(partial(engine_adapters, model), partial(peft_boxes, model))
 
 
 def _most(counts: Iterable[Mapping[int, int]]) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
-from megatron_rl.config.adapters import reference_is_base
+from megatron_rl.config.adapters import lora_apart, reference_is_base
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.placement import megatron_settings, role_layout, rollout_layout
 from megatron_rl.config.schema import RunConfig
@@ -100,12 +100,14 @@ def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any, *, temp
     tokenizer's chat template. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
-    rollout = _build_rollout(config, tokenizer, templated, _records(config, "rollout"), _apart(config))
+    rollout = _build_rollout(
+        config, tokenizer, templated, _records(config, "rollout"), _separate_adapters(config)
+    )
     actor = build_actor(config, updates=_updates(config))
     critic = build_critic(config) if algorithm.needs_critic else None
     reference = _build_reference(config, actor) if algorithm.needs_reference else None
     models = tuple(_build_reward_model(config, name) for name in config.reward.models)
-    engine = _hybrid_engine(config, actor, rollout, _apart(config) is not None)
+    engine = _hybrid_engine(config, actor, rollout, _separate_adapters(config) is not None)
     scoring_pass = scoring_reason(config, algorithm) is not None
     roles = Roles(actor, rollout, engine, reward, critic, reference, models, scoring_pass)
     for role in roles.models:
@@ -121,7 +123,7 @@ def build_frozen_roles(
     Without a path it is built to hold a checkpoint of the run. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
-    adapters = _apart(config) if path is None else None
+    adapters = _separate_adapters(config) if path is None else None
     rollout = _build_rollout(config, tokenizer, templated, adapters=adapters)
     layout = role_layout(config.actor.layout, "actor.layout")
     model = build_policy(config, layout, path=path or present_model(config), trainable=False)
@@ -156,10 +158,10 @@ def _records(config: RunConfig, replay: str) -> tuple[int, int] | None:
     return shape.layers, shape.experts_per_token
 
 
-def _apart(config: RunConfig) -> AdaptedModel | None:
+def _separate_adapters(config: RunConfig) -> AdaptedModel | None:
     """Return the adapters that the rollout engine gets apart from the weights, None where it gets none."""
-    lora = config.actor.lora
-    if lora is None or not lora.apart:
+    lora = lora_apart(config)
+    if lora is None:
         return None
     model = read_pretrained(Path(config.model.path) / "config.json")
     return adapted(model, lora.rank, lora.alpha, lora.targets)

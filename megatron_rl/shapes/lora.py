@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layer_weights import Cut, Source, Weight
@@ -27,6 +27,13 @@ _PLACES = {f"self_attention.{name}.weight": name for name in ATTENTION} | {
 }
 
 
+class Lora(NamedTuple):
+    """Say which adapters a model has: their rank, and Megatron's layers with one."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class AdaptedModel(PretrainedModel):
     """Describe the adapters of a model as its own tensors are described, by their names in PEFT's files.
@@ -43,7 +50,7 @@ class AdaptedModel(PretrainedModel):
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
         """Return the parameters of a layer's adapters."""
-        return adapter_weights(super().weights(layer), self.rank, self.targets)
+        return adapter_weights(super().weights(layer), Lora(self.rank, self.targets))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of the adapters by name."""
@@ -87,10 +94,10 @@ def adapted(
     return AdaptedModel(model.family, model.shape, model.config, rank, alpha or float(rank), chosen)
 
 
-def adapter_weights(weights: Iterable[Weight], rank: int, targets: Sequence[str]) -> tuple[Weight, ...]:
+def adapter_weights(weights: Iterable[Weight], lora: Lora) -> tuple[Weight, ...]:
     """Return the parameters of the adapters that a layer with these weights has."""
-    adapted = (weight for weight in weights if _PLACES.get(weight.name) in targets)
-    return tuple(part for weight in adapted for part in _factors(weight, rank))
+    adapted = (weight for weight in weights if _PLACES.get(weight.name) in lora.targets)
+    return tuple(part for weight in adapted for part in _factors(weight, lora.rank))
 
 
 def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
@@ -156,11 +163,11 @@ def adapted_parameter_count(
 
 
 def adapter_parameter_count(
-    shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], rank: int, targets: Sequence[str]
+    shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], lora: Lora
 ) -> int:
     """Return the parameters of the adapters on one rank of a pipeline stage that has these layers."""
     total = 0
     for layer in layers:
-        for weight in adapter_weights(shape.weights(layer), rank, targets):
+        for weight in adapter_weights(shape.weights(layer), lora):
             total += weight.elements // (1 if weight.cut in ("whole", "stacked") else layout.tensor)
     return total

@@ -14,19 +14,12 @@ from typing import Any, NamedTuple
 
 from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.lora import adapter_weights
+from megatron_rl.shapes.lora import Lora, adapter_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pipeline_stages import stage_layers
 
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it cuts it."""
-
-
-class Lora(NamedTuple):
-    """Describe adapters that move in the place of weights: their rank, and Megatron's layers with one."""
-
-    rank: int
-    targets: tuple[str, ...]
 
 
 class Slice(NamedTuple):
@@ -240,7 +233,7 @@ class _Engine:
 
     def _layer(self, layer: int) -> Weights:
         weights = self.shape.weights(layer)
-        return weights if self.lora is None else adapter_weights(weights, self.lora.rank, self.lora.targets)
+        return weights if self.lora is None else adapter_weights(weights, self.lora)
 
     def _common(self, weights: Weights, trainer: ParallelLayout) -> _Common:
         dense = [weight for weight in weights if not weight.expert]

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.shapes.families import FAMILIES as TABLE
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.lora import PEFT_PREFIX, default_targets
+from megatron_rl.shapes.lora import PEFT_PREFIX, Lora, default_targets
 from megatron_rl.shapes.pretrained import read_pretrained
-from megatron_rl.shapes.traffic import Lora, shared_bytes
+from megatron_rl.shapes.traffic import shared_bytes
 from tests.hf_models import FAMILIES, config_of, save_model
 from tests.readme_metrics import unwritten
 

@@ -276,11 +276,6 @@ class LoraConfig:
         choices=("merged", "adapter"),
     )
 
-    @property
-    def apart(self) -> bool:
-        """Say whether the rollout engine keeps adapters apart from the weights."""
-        return self.sync == "adapter"
-
 
 @dataclass(frozen=True)
 class ActorConfig:
