@@ -102,20 +102,8 @@ class Sampler(Protocol):
         ...
 
 
-class Storage(Protocol):
-    """Say where tensors lie that somebody else writes."""
-
-    def boxes(self) -> list[TensorBox]:
-        """Return where each box of a Hugging Face tensor lies in this rank's ``parameters()``."""
-        ...
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        """Return the storage to write new weights into, by name; tied parameters appear once."""
-        ...
-
-
-class WeightStore(Storage, Protocol):
-    """Take weights that somebody else writes into use.
+class WeightStore(Protocol):
+    """Say where weights lie that somebody else writes, and take them into use.
 
     A store may start without weights: copy every box into ``parameters()``, then call ``finish_update``.
     """
@@ -128,6 +116,14 @@ class WeightStore(Storage, Protocol):
     @property
     def needs_weights(self) -> bool:
         """Say whether there are no weights, or no longer: every box must be written."""
+        ...
+
+    def boxes(self) -> list[TensorBox]:
+        """Return where each box of a Hugging Face tensor lies in this rank's ``parameters()``."""
+        ...
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the storage to write new weights into, by name; tied parameters appear once."""
         ...
 
     def finish_update(self, version: int) -> None:
@@ -143,6 +139,18 @@ class WeightStore(Storage, Protocol):
 
     def wake(self) -> None:
         """Make ``parameters()`` writable again; ``needs_weights`` says whether they were lost."""
+        ...
+
+
+class Storage(Protocol):
+    """Say where tensors lie that somebody else writes, as a `WeightStore` does."""
+
+    def boxes(self) -> list[TensorBox]:
+        """Return where each box of a tensor lies in this rank's ``parameters()``."""
+        ...
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the storage to write into, by name."""
         ...
 
 
