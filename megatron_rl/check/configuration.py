@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.algorithm import check_algorithm
-from megatron_rl.check.engine_arguments import check_engine_arguments
+from megatron_rl.check.engine_arguments import check_engine_arguments, check_own_engine
 from megatron_rl.check.files import Files
 from megatron_rl.check.inputs import Inputs, check_attention, check_inputs, check_paths
 from megatron_rl.check.lora import check_adapted_model, check_lora
@@ -187,6 +187,8 @@ def _checked(
     if check.fine("algorithm", "rollout.max_response_tokens"):
         algorithm, mistakes = check_algorithm(config)
         check.add(mistakes)
+    if check.fine("rollout.engine"):
+        check.add(check_own_engine(config.rollout.engine))
     world = _world(check)
     layouts = _layouts(check, world)
     check.add(check_asynchrony(config, layouts, algorithm))

@@ -1,4 +1,4 @@
-"""Which of vLLM's engine arguments ``rollout.vllm`` may set.
+"""Which of vLLM's engine arguments ``rollout.vllm`` may set, and whether an engine of one's own is there.
 
 The engine lives in the ranks of the training job, generates from token ids, and the actor's weights are
 written into its tensors in place. A field of EngineArgs is set by the run (`OURS`), impossible with such an
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.algorithms.lookup import load_path
 from megatron_rl.check.installed_source import InstalledField, class_fields, field_error
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, each
 
 ENGINE_ARGUMENTS = ("vllm.engine.arg_utils", "EngineArgs")
 
@@ -123,3 +124,24 @@ def _error(name: str, value: Any, installed: Mapping[str, InstalledField] | None
 def _is_off(value: Any) -> bool:
     """Return whether a value asks for nothing: null, false, or a size of 0 or 1."""
     return value is None or value is False or (value is not True and value in (0, 1))
+
+
+def check_own_engine(spec: str) -> list[UserError]:
+    """Return what is wrong with an engine that is named by path; its module is imported."""
+    if ":" not in spec:
+        return []
+    try:
+        engine = load_path(spec, "rollout.engine")
+    except UserError as error:
+        return list(each(error))
+    if callable(engine):
+        return []
+    return [
+        UserError(
+            f"{spec} cannot be called",
+            where="rollout.engine",
+            expected="a class of megatron_rl.Sampler and megatron_rl.WeightStore, or what makes one",
+            got=type(engine).__name__,
+            fix="name the class",
+        )
+    ]

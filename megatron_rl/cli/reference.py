@@ -164,7 +164,9 @@ def _differences(section: Any) -> str:
 
 def _allowed(said: Setting) -> str:
     if said.choices:
-        return ", ".join(f"`{choice}`" for choice in said.choices)
+        return ", ".join(f"`{choice}`" for choice in said.choices) + (
+            ", or `file.py:Name`" if said.or_path else ""
+        )
     return said.bounds()
 
 

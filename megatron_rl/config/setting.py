@@ -61,6 +61,7 @@ class Setting:
     more_than: float | None = None
     less_than: float | None = None
     choices: tuple[str, ...] = ()
+    or_path: bool = False
     spelled: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     advice: str = ""
@@ -96,7 +97,8 @@ class Setting:
     def error(self, path: str, value: Any) -> UserError | None:
         """Return the error of a typed value, None for a good one."""
         if self.choices and isinstance(value, str):
-            return None if value in self.choices else self._choice_error(path, value)
+            taken = value in self.choices or (self.or_path and ":" in value)
+            return None if taken else self._choice_error(path, value)
         if isinstance(value, str) and not value.strip():
             return UserError(f"`{path}` is empty", where=path, expected="text", got="''", fix="give a value")
         if isinstance(value, int | float) and not isinstance(value, bool) and not self.contains(value):
@@ -115,7 +117,7 @@ class Setting:
         return UserError(
             f"`{path}` is {value!r}, which is not a choice" + (f"; did you mean {close!r}?" if close else ""),
             where=path,
-            expected=f"one of {', '.join(self.choices)}",
+            expected=f"one of {', '.join(self.choices)}" + (", or file.py:Name" if self.or_path else ""),
             got=f"{value!r} (text)",
             fix=f"write {path}={close or self.choices[0]}"
             + (f"; {value} is not offered: {reason}" if reason else ""),

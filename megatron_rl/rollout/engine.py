@@ -11,14 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.lookup import load_path
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.types import FINISH_FAILED, SamplingParameters, TensorBox
-
-ENGINES = ("vllm", "torch")
-
 
 ToolParser = Callable[[str, list[dict[str, Any]]], tuple[str, list[dict[str, Any]]]]
 """Takes a turn and the tools; returns the text beside the calls, and the name and arguments of each call."""
@@ -167,6 +165,11 @@ class Engine(Sampler, WeightStore, Protocol):
         ...
 
 
+ENGINE_MEMBERS = tuple(
+    name for part in (Sampler, WeightStore, Engine) for name in vars(part) if not name.startswith("_")
+)
+
+
 def make_engine(
     model_path: str | Path,
     config: RolloutConfig,
@@ -181,7 +184,8 @@ def make_engine(
 ) -> Engine | None:
     """Build ``config.engine`` for the rank, without weights; None on ranks outside ``layout``.
 
-    ``records`` and ``adapters`` as in `VllmEngine`; no other engine can. Collective over the world.
+    A class of the user's own is called with ``model_path``, ``config`` and all that follows but ``records``
+    and ``adapters``, which are as in `VllmEngine`: no other engine can. Collective over the world.
     """
     # Each engine is imported where it is chosen: vLLM must not be imported before it is prepared.
     if config.engine == "vllm":
@@ -211,13 +215,25 @@ def make_engine(
         return TorchEngine.from_hf(
             model_path, rank=rank, dtype=getattr(torch, dtype), max_model_len=max_model_len
         )
-    raise UserError(
-        "unknown rollout engine",
-        where="rollout.engine",
-        expected=" or ".join(ENGINES),
-        got=config.engine,
-        fix="set rollout.engine to vllm",
+    if rank not in layout.ranks:
+        return None
+    return _own_engine(
+        model_path, config, layout=layout, rank=rank, dtype=dtype, seed=seed, max_model_len=max_model_len
     )
+
+
+def _own_engine(model_path: str | Path, config: RolloutConfig, **arguments: Any) -> Engine:
+    """Build the engine whose class the user names by path, with what `make_engine` is given."""
+    engine = load_path(config.engine, "rollout.engine")(model_path, config, **arguments)
+    missing = sorted(name for name in ENGINE_MEMBERS if not hasattr(engine, name))
+    if missing:
+        raise UserError(
+            f"{config.engine} lacks what is asked of an engine",
+            where="rollout.engine",
+            expected="the members of megatron_rl.Sampler and megatron_rl.WeightStore, adapters and close()",
+            got="none called " + ", ".join(missing),
+        )
+    return engine
 
 
 def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:

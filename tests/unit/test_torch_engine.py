@@ -8,10 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.errors import UserError
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.weights import view_of
+from megatron_rl.rollout.engine import make_engine
 from megatron_rl.rollout.episodes import begin
 from megatron_rl.rollout.torch import TorchEngine
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_LENGTH,
@@ -51,6 +55,37 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen2")
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
     return path
+
+
+OWN = """
+from megatron_rl.rollout.torch import TorchEngine
+
+def engine(model_path, config, *, layout, rank, dtype, seed, max_model_len):
+    return TorchEngine.from_hf(model_path, rank=rank, max_model_len=max_model_len)
+
+class Half:
+    def __init__(self, *_, **__):
+        self.close = print
+"""
+
+
+def test_an_engine_of_ones_own_is_built_on_its_ranks_and_must_have_every_member(
+    checkpoint: Path, tmp_path: Path
+):
+    (tmp_path / "own.py").write_text(OWN)
+
+    def make(name: str, rank: int = 0) -> object:
+        config = RolloutConfig(engine=f"{tmp_path / 'own.py'}:{name}")
+        layout = ParallelLayout((0,))
+        return make_engine(
+            checkpoint, config, layout=layout, rank=rank, dtype="float32", seed=0, max_model_len=9
+        )
+
+    engine = make("engine")
+    assert isinstance(engine, TorchEngine) and engine.max_model_len == 9
+    assert make("engine", rank=1) is None
+    with pytest.raises(UserError, match=r"lacks(.|\n)*abort, adapters, boxes, finish_update(.|\n)*weights_version"):
+        make("Half")
 
 
 @pytest.fixture(scope="module")

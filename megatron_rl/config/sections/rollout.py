@@ -67,8 +67,10 @@ class RolloutConfig:
 
     engine: str = setting(
         "vllm",
-        "What generates: vLLM, or a plain torch model for small tests.",
+        "What generates: vLLM, a plain torch model for small tests, or an engine of your own, by path: what "
+        "is called as `make_engine` calls it, and gives a `Sampler` and `WeightStore` in one.",
         choices=("vllm", "torch"),
+        or_path=True,
         also_called={"verl": "rollout.name, rollout.mode", "NeMo-RL": "generation.backend"},
     )
     ranks: tuple[int, ...] | None = setting(
