@@ -84,7 +84,7 @@ def test_an_engine_of_ones_own_is_built_on_its_ranks_and_must_have_every_member(
     engine = make("engine")
     assert isinstance(engine, TorchEngine) and engine.max_model_len == 9
     assert make("engine", rank=1) is None
-    with pytest.raises(UserError, match=r"lacks(.|\n)*abort, adapters, boxes, finish_update(.|\n)*weights_version"):
+    with pytest.raises(UserError, match=r"lacks(.|\n)*abort, adapters, boxes, fin(.|\n)*weights_version"):
         make("Half")
 
 
