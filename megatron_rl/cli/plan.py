@@ -14,6 +14,7 @@ from megatron_rl.planner.constants import Machine, load_constants
 from megatron_rl.planner.groups import Problem
 from megatron_rl.planner.placement import ROLES, search
 from megatron_rl.planner.run import Paths, config_text, plan_record, planned_run, plans_text
+from megatron_rl.shapes.lora import Lora, default_targets
 from megatron_rl.shapes.published import load_shape
 
 
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("job")
     job.add_argument("--algorithm", choices=sorted(ROLES), default="grpo")
     job.add_argument("--critic", help="critic and reward model of ppo (default: MODEL)")
+    job.add_argument("--lora-rank", type=int, help="train adapters of this rank (default: the weights)")
     job.add_argument("--no-reference", action="store_true", help="no reference policy (no KL term)")
     job.add_argument("--no-reward-model", action="store_true", help="ppo whose reward is a function alone")
     job.add_argument("--prompts", type=int, default=256, help="prompts per step (default 256)")
@@ -92,9 +94,18 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _positive(args: argparse.Namespace) -> None:
-    for name in ("gpus", "prompts", "samples", "optimizer_steps", "prompt_tokens", "response_tokens"):
+    counts = (
+        "gpus",
+        "prompts",
+        "samples",
+        "optimizer_steps",
+        "prompt_tokens",
+        "response_tokens",
+        "lora_rank",
+    )
+    for name in counts:
         value = getattr(args, name)
-        if value < 1:
+        if value is not None and value < 1:
             option = "--" + name.replace("_", "-")
             raise UserError(
                 f"{option} must be at least 1", where=option, expected="1 or more", got=str(value)
@@ -144,7 +155,8 @@ def problem_of(args: argparse.Namespace) -> Problem:
         roles.pop("reference")
     if args.no_reward_model:
         roles.pop("reward", None)
-    return Problem(roles, args.algorithm, batch, Machine(cluster, constants, args.precision))
+    lora = Lora(args.lora_rank, default_targets(actor)) if args.lora_rank else None
+    return Problem(roles, args.algorithm, batch, Machine(cluster, constants, args.precision), lora=lora)
 
 
 def _search(args: argparse.Namespace) -> int:

@@ -7,10 +7,13 @@ import dataclasses
 import json
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from megatron_rl.errors import UserError
+from megatron_rl.check.lora import check_adapted_model, check_lora
+from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.hybrid_engine.offline import (
     Summary,
     actor_layout,
@@ -20,7 +23,9 @@ from megatron_rl.hybrid_engine.offline import (
     require_ranks,
     summarise,
 )
+from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.planner.constants import load_constants
+from megatron_rl.shapes.lora import Lora, default_targets
 from megatron_rl.shapes.traffic import byte_words, received_by_peers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -39,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the engine's weights")
+    parser.add_argument(
+        "--lora-rank",
+        type=int,
+        metavar="N",
+        help="move adapters of this rank alone, as actor.lora.sync=adapter does",
+    )
     parser.add_argument("--staging-bytes", type=int, default=256 * 2**20, metavar="BYTES")
     parser.add_argument(
         "--cluster",
@@ -53,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Build the plan, add it up and print it; raises UserError for what does not fit together."""
     begun = time.perf_counter()
-    for name in ("ranks_per_node", "staging_bytes", "rollout_ranks"):
+    for name in ("ranks_per_node", "staging_bytes", "rollout_ranks", "lora_rank"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             option = "--" + name.replace("_", "-")
@@ -86,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = plan_offline(
         config, actor, ranks, tensor, DTYPES[arguments.dtype],
         ranks_per_node=arguments.ranks_per_node, whole_experts=whole_experts,
+        lora=_lora(config, arguments.lora_rank),
     )  # fmt: skip
     summary = summarise(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
     peers = received_by_peers(summary.model_bytes, actor, tensor, colocated=not arguments.rollout_ranks)
@@ -98,6 +110,17 @@ def run(arguments: argparse.Namespace) -> int:
         words = f"{actor.size} actor ranks -> {len(ranks) // tensor} engine replicas of {tensor} ranks"
         print("\n".join(_lines(summary, peers, words, seconds)))
     return 0
+
+
+def _lora(config: Any, rank: int | None) -> Lora | None:
+    """Return the adapters that move in the place of the weights; raises UserErrors where no run could."""
+    if rank is None:
+        return None
+    model, lora = pretrained(config), LoraConfig(rank, sync="adapter")
+    errors = check_lora(lora, "vllm") + check_adapted_model(lora, model)
+    if errors:
+        raise UserErrors(errors)
+    return Lora(rank, default_targets(model.shape))
 
 
 def _engine(words: str) -> tuple[int, bool]:

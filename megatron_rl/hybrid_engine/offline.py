@@ -18,6 +18,7 @@ from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.planner.constants import Constants, Machine
 from megatron_rl.planner.step import copy_seconds
 from megatron_rl.shapes.layout import SHORT_NAMES, ParallelLayout
+from megatron_rl.shapes.lora import Lora, adapted
 from megatron_rl.shapes.pipeline_stages import end_settings
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.shapes.published import named_config
@@ -109,22 +110,26 @@ def plan_offline(
     *,
     ranks_per_node: int,
     whole_experts: bool = False,
+    lora: Lora | None = None,
 ) -> ReshardPlan:
     """Build the plan that the ranks themselves would build, in the order of ranks that a run would choose.
 
-    With ``whole_experts`` the engine deals whole experts out to the ranks of a replica.
+    With ``whole_experts`` the engine deals whole experts out to the ranks of a replica, with ``lora``
+    adapters move alone.
     """
     model = pretrained(hf_config)
     settings = end_settings(model.shape.layers, actor.pipeline, actor.virtual_pipeline) or {}
     try:
-        sources = megatron_layout(hf_config, actor, dtype, settings)
+        sources = megatron_layout(hf_config, actor, dtype, settings, lora)
     except (AssertionError, ValueError) as error:
         raise UserError(
             "Megatron refuses this layout of the model", where="--from", got=str(error)
         ) from error
     shared = shared_bytes(
-        model.shape, actor, tensor, dtype.itemsize, settings=settings, whole_experts=whole_experts
+        model.shape, actor, tensor, dtype.itemsize, settings=settings, whole_experts=whole_experts, lora=lora
     )
+    if lora is not None:
+        model = adapted(model, lora.rank, None, lora.targets)
     order = best_rank_order(shared, rollout_ranks, ranks_per_node)
     destinations = engine_layout(model, order, tensor, dtype, whole_experts)
     nodes = {rank: rank // ranks_per_node for rank in {*actor.ranks, *rollout_ranks}}

@@ -9,10 +9,19 @@ from math import inf
 from megatron_rl.planner.batch import StepBatch
 from megatron_rl.planner.constants import GB, Machine
 from megatron_rl.planner.generate import RolloutLayout
-from megatron_rl.planner.learn import TrainChoice, score_memory, score_seconds
+from megatron_rl.planner.learn import (
+    RoleMemory,
+    TrainChoice,
+    learn_memory,
+    learn_seconds,
+    merged_bytes,
+    score_memory,
+    score_seconds,
+)
 from megatron_rl.planner.search import RolloutPlan, SearchCount, TrainPlan, rollout_plans, training_front
 from megatron_rl.planner.step import TRAINED, RoleSeconds, planned_seconds
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.memory import RUNTIME_BYTES, OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
 
@@ -33,6 +42,7 @@ class Problem:
     batch: StepBatch
     machine: Machine
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
+    lora: Lora | None = None  # what the actor learns, in the place of its weights
     engine: str = "current"
     sync_seconds: Sync = planned_seconds
     memory_fraction: float | None = None
@@ -96,13 +106,14 @@ class Planner:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.counted = SearchCount()
-        self._fronts: dict[tuple[ModelShape, bool, int, bool], list[TrainPlan]] = {}
+        self._fronts: dict[tuple[ModelShape, bool, Lora | None, int, bool], list[TrainPlan]] = {}
         self._rollouts: dict[tuple[int, float], RolloutPlan | None] = {}
 
     def front(self, role: str, gpus: int, even: bool = False) -> list[TrainPlan]:
         """Return the undominated ways to run a role on ``gpus`` GPUs, fastest first; ``even`` stages only."""
         problem = self.problem
-        key = (problem.models[role], role in TRAINED, gpus, even)
+        lora = problem.lora if role == "actor" else None
+        key = (problem.models[role], role in TRAINED, lora, gpus, even)
         if key not in self._fronts:
             self._fronts[key] = training_front(
                 problem.models[role],
@@ -114,6 +125,7 @@ class Planner:
                 context_allowed=problem.context_parallel,
                 transformer_engine=problem.transformer_engine,
                 even_stages=even,
+                lora=lora,
                 counted=self.counted,
             )
         return self._fronts[key]
@@ -147,7 +159,7 @@ class Planner:
         plans: dict[str, TrainPlan] = {order[0]: lead}
         uneven = lead.choice.model.layers % lead.choice.layout.pipeline > 0
         for role in order[1:]:
-            if problem.stages_stated_once and uneven:
+            if (problem.stages_stated_once and uneven) or (role == "reference" and lead.choice.lora):
                 plan = self._like(role, lead)
                 if plan is None:
                     return None
@@ -172,15 +184,21 @@ class Planner:
         return self._generating(group, resting) if generates else group
 
     def _like(self, role: str, lead: TrainPlan) -> TrainPlan | None:
-        """Return a role's plan with its lead's layout; None where its model is another."""
-        batch, machine = self.problem.batch, self.problem.machine
-        if self.problem.models[role] != lead.choice.model:
+        """Return a role's plan with its lead's layout; None where its model is another.
+
+        The reference of adapters is their base, which the lead has in memory.
+        """
+        batch, machine, like = self.problem.batch, self.problem.machine, lead.choice
+        if self.problem.models[role] != like.model:
             return None
         if role in TRAINED:
-            return lead
-        engine = lead.choice.transformer_engine
-        choice = TrainChoice(lead.choice.model, lead.choice.layout, transformer_engine=engine)
+            choice = replace(like, lora=None)
+            learn, memory = learn_seconds(choice, batch, machine), learn_memory(choice, batch)
+            return TrainPlan(choice, learn, lead.forward, memory)
+        choice = TrainChoice(like.model, like.layout, transformer_engine=like.transformer_engine)
         memory = score_memory(choice, batch)
+        if role == "reference" and like.lora is not None:
+            memory = RoleMemory(replace(memory.fullest, weights=0.0), 0.0)
         return TrainPlan(choice, 0.0, score_seconds(choice, batch, machine), memory)
 
     def _generating(self, group: GroupPlan, resting: float) -> GroupPlan | None:
@@ -201,10 +219,12 @@ class Planner:
             away = replace(group, moving=moving)
         away = replace(away, resident=frozen, offloaded=True)
         left = frozen + machine.constants.memory.after_offload_gigabytes * GB
-        options = []
+        options, merged = [], 0.0
+        if (actor := group.plans.get("actor")) is not None:
+            merged = merged_bytes(actor.choice)  # while weights move
         for option, resident in ((replace(group, resident=resting), resting), (away, left)):
             # The trainer's own context and communicators stay beside the engine.
-            rollout = self.rollout(group.gpus, resident + RUNTIME_BYTES)
+            rollout = self.rollout(group.gpus, resident + merged + RUNTIME_BYTES)
             if rollout is not None:
                 options.append(replace(option, rollout=rollout))
         return min(options, key=lambda option: option.busy, default=None)

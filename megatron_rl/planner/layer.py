@@ -156,11 +156,13 @@ def layer_seconds(
     tokens: float,
     context: float,
     fused: bool = True,
+    frozen: bool = False,
 ) -> LayerSeconds:
     """Return one average layer's seconds for a micro-batch of ``tokens`` tokens (before context split).
 
     ``context`` is the mean number of keys a token attends to. ``fused`` takes Transformer Engine's layers,
-    otherwise this package's own, which move more bytes through memory as they keep more.
+    otherwise this package's own, which move more bytes through memory as they keep more. Weights that are
+    ``frozen`` have no gradients of their own; the products of adapters beside them are not counted.
     """
     efficiency, gpu = machine.constants.efficiency, machine.gpu
     tokens = tokens / layout.context
@@ -189,9 +191,10 @@ def layer_seconds(
     waits = efficiency.routing_seconds_layer * model.moe_layers / model.layers
     forward = max(dense + experts + attention + moved + exposed, launch) + waits
     backward_attention = attention * 2.5 / efficiency.attention_backward
-    backward = max(2 * (dense + experts) + backward_attention + 2 * moved + exposed, 1.5 * launch)
+    products = 1 if frozen else 2
+    backward = max(products * (dense + experts) + backward_attention + 2 * moved + exposed, 1.5 * launch)
     backward += 1.5 * waits
     head_rate = gemm_rate(machine, "bf16", model.vocab / layout.tensor)
     head = tokens * model.head_flops / layout.tensor / head_rate
     head_moved = tokens * 20.0 * model.vocab / layout.tensor / (gpu.hbm * efficiency.hbm)
-    return LayerSeconds(forward, backward, attention, head + head_moved, 2 * head + head_moved)
+    return LayerSeconds(forward, backward, attention, head + head_moved, products * head + head_moved)

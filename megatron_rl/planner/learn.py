@@ -14,6 +14,7 @@ from megatron_rl.planner.batch import StepBatch
 from megatron_rl.planner.constants import Constants, Machine
 from megatron_rl.planner.layer import gather_seconds, layer_seconds
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (
     RUNTIME_BYTES,
     Layers,
@@ -30,7 +31,7 @@ from megatron_rl.shapes.pipeline_stages import dealt_out, end_settings
 
 @dataclass(frozen=True)
 class TrainChoice:
-    """Say how one trained or scored model runs on its GPUs."""
+    """Say how one trained or scored model runs on its GPUs; ``lora`` learns in the place of its weights."""
 
     model: ModelShape
     layout: ParallelLayout
@@ -38,6 +39,7 @@ class TrainChoice:
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
     micro_batch: int = 1
     transformer_engine: bool = True
+    lora: Lora | None = None
 
     @property
     def built(self) -> Layers:
@@ -141,9 +143,18 @@ def _pipeline_seconds(
     return total
 
 
+def _learning_parameters(choice: TrainChoice) -> tuple[int, int]:
+    """Return the dense and the expert parameters that learn on a rank of the stage that has most."""
+    model, layout, lora = choice.model, choice.layout, choice.lora
+    if lora is None:
+        return fullest_parameters(model, layout)
+    stages = dealt_out(model.layers, layout.pipeline, layout.virtual_pipeline)
+    return max(adapter_parameter_count(model, layout, layers, lora) for layers in stages), 0
+
+
 def _gradient_exchange_seconds(choice: TrainChoice, machine: Machine) -> float:
     layout = choice.layout
-    dense, expert = fullest_parameters(choice.model, layout)
+    dense, expert = _learning_parameters(choice)
     bytes_each = choice.optimizer.gradient_bytes + 2.0
     total = gather_seconds(machine, layout.data * layout.context, layout.tensor, dense * bytes_each)
     if expert:
@@ -154,7 +165,7 @@ def _gradient_exchange_seconds(choice: TrainChoice, machine: Machine) -> float:
 
 def _update_seconds(choice: TrainChoice, machine: Machine) -> float:
     layout, optimizer, efficiency = choice.layout, choice.optimizer, machine.constants.efficiency
-    dense, expert = fullest_parameters(choice.model, layout)
+    dense, expert = _learning_parameters(choice)
     parameters = dense + expert
     if optimizer.distributed:
         parameters = dense / (layout.data * layout.context) + expert / layout.expert_data
@@ -173,7 +184,15 @@ def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: flo
     ``share`` is the part of the kernels' pace that the surrounding loop keeps; it slows computation,
     not the gradient exchange.
     """
-    layer = layer_seconds(choice.model, choice.layout, machine, work.tokens, work.context, choice.built.fused)
+    layer = layer_seconds(
+        choice.model,
+        choice.layout,
+        machine,
+        work.tokens,
+        work.context,
+        choice.built.fused,
+        frozen=choice.lora is not None,
+    )
     per_layer, head = layer.forward + layer.backward, layer.head_forward + layer.head_backward
     if choice.recompute == "full":
         per_layer += layer.forward
@@ -241,9 +260,12 @@ def fullest_training(
     model, layout = choice.model, choice.layout
     stages = dealt_out(model.layers, layout.pipeline, layout.virtual_pipeline)
     stated = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
-    built, held = choice.built, []
+    built, lora, held = choice.built, choice.lora, []
     for stage in telling_stages(len(stages)) if stated else range(len(stages)):
-        memory = training_memory(model, layout, stages, stage, choice.optimizer, built, tokens, micro_batches)
+        adapters = None if lora is None else adapter_parameter_count(model, layout, stages[stage], lora)
+        memory = training_memory(
+            model, layout, stages, stage, choice.optimizer, built, tokens, micro_batches, adapters
+        )
         if logits_bytes_per_element is not None and memory.logits:
             shard = tokens / layout.context * model.vocab / layout.tensor
             memory = replace(memory, logits=shard * logits_bytes_per_element)
@@ -267,6 +289,16 @@ def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     # The fullest micro-batch holds a whole longest row, whatever the mean fill.
     longest = choice.micro_batch * batch.longest if batch.packing else batch.longest
     return fullest_training(choice, max(work.tokens, longest), max(1, round(work.micro_batches)))
+
+
+def merged_bytes(choice: TrainChoice) -> float:
+    """Return the bytes of the weights with adapters added in that the fullest GPU makes for a sync."""
+    model, layout, lora = choice.model, choice.layout, choice.lora
+    if lora is None:
+        return 0.0
+    stages = dealt_out(model.layers, layout.pipeline, layout.virtual_pipeline)
+    most = max(adapted_parameter_count(model, layout, layers, lora.targets) for layers in stages)
+    return float(choice.built.dtype_bytes * most)
 
 
 def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:

@@ -233,7 +233,8 @@ def search(problem: Problem, one_step_off: bool = False) -> SearchResult:
 
 def _least_need(problem: Problem) -> str:
     model = problem.models["actor"]
-    state = problem.optimizer.gradient_bytes + problem.optimizer.state_bytes + 2
+    learning = problem.optimizer.gradient_bytes + problem.optimizer.state_bytes
+    state = 2 + (learning if problem.lora is None else 0)
     need = state * model.parameters / problem.gpus / GB
     return f"{need:.0f} GB a GPU of weights, gradients and optimizer even when cut evenly"
 

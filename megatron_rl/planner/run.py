@@ -118,6 +118,8 @@ class _Writer:
         }
         if choice.optimizer.offload:
             section["optimizer"] = {"offload": True}
+        if choice.lora is not None:
+            section["lora"] = {"rank": choice.lora.rank}
         stages = end_settings(choice.model.layers, choice.layout.pipeline)
         if role != "actor" and stages:
             del section["layout"]  # the actor's, with its stages
@@ -126,9 +128,11 @@ class _Writer:
         return section
 
     def frozen(self, role: str) -> dict[str, Any]:
-        """Return the section of a role that only scores."""
+        """Return the section of a role that only scores; the reference of adapters is their base."""
         chosen = self.plan.plan_of(role)
         assert chosen is not None
+        if role == "reference" and self.actor.choice.lora and self.places[role] == self.places["actor"]:
+            return {}
         if end_settings(chosen.choice.model.layers, chosen.choice.layout.pipeline):
             return {}
         return {"layout": self.layout(role, chosen.choice.layout)}
@@ -325,6 +329,7 @@ def _plan_lines(problem: Problem, number: int, run: PlannedRun) -> list[str]:
             words = entry.choice.layout.short_words()
             extra = f", recompute {entry.choice.recompute}" if role in TRAINED else ""
             extra += ", optimizer on the host" if entry.choice.optimizer.offload else ""
+            extra += f", adapters of rank {entry.choice.lora.rank}" if entry.choice.lora else ""
             rows = f", micro-batch {entry.choice.micro_batch} x {problem.batch.longest:.0f} tokens"
             lines.append(
                 f"     {role:10} {group.gpus:5} GPUs  {words}{extra}{rows if role in TRAINED else ''}"

@@ -24,6 +24,7 @@ from megatron_rl.planner.learn import (
 )
 from megatron_rl.shapes.fit import trainer_problems
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.memory import OptimizerChoice, fullest_parameters
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pipeline_stages import end_settings
@@ -136,6 +137,7 @@ def _choices(
     micro_batches: Iterable[int],
     offload_allowed: bool,
     transformer_engine: bool,
+    lora: Lora | None,
 ) -> Iterator[TrainChoice]:
     """Yield every way to run a layout: interleaving, micro-batch, offload and recompute."""
     variants = [optimizer]
@@ -144,7 +146,7 @@ def _choices(
     for virtual in virtual_choices(model, layout.pipeline):
         cut = replace(layout, virtual_pipeline=virtual)
         for micro, variant, recompute in product(micro_batches, variants, recomputes):
-            yield TrainChoice(model, cut, recompute, variant, micro, transformer_engine)
+            yield TrainChoice(model, cut, recompute, variant, micro, transformer_engine, lora)
 
 
 def training_front(
@@ -161,6 +163,7 @@ def training_front(
     context_allowed: bool = True,
     transformer_engine: bool = True,
     even_stages: bool = False,
+    lora: Lora | None = None,
     counted: SearchCount | None = None,
 ) -> list[TrainPlan]:
     """Return the ways to run a model on ``gpus`` GPUs that no other way beats in time and memory.
@@ -187,7 +190,7 @@ def training_front(
             continue
         if trained:
             choices = _choices(
-                model, layout, optimizer, recomputes, micro_batches, offload_allowed, transformer_engine
+                model, layout, optimizer, recomputes, micro_batches, offload_allowed, transformer_engine, lora
             )
         else:
             choices = iter((TrainChoice(model, layout, transformer_engine=transformer_engine),))

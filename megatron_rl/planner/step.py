@@ -27,6 +27,7 @@ from megatron_rl.planner.learn import (
     score_seconds,
 )
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import Lora, default_targets
 from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pipeline_stages import end_settings
@@ -204,8 +205,9 @@ def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], observed
 def _choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelShape) -> TrainChoice:
     section = (config.critic or CriticConfig()) if role == "critic" else config.actor
     optimizer = OptimizerChoice(distributed=section.optimizer.distributed, offload=section.optimizer.offload)
-    engine = config.model.attention != "torch"
-    return TrainChoice(model, layout, section.recompute, optimizer, transformer_engine=engine)
+    engine, lora = config.model.attention != "torch", config.actor.lora if role == "actor" else None
+    adapters = None if lora is None else Lora(lora.rank, lora.targets or default_targets(model))
+    return TrainChoice(model, layout, section.recompute, optimizer, transformer_engine=engine, lora=adapters)
 
 
 def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dict[str, ModelShape]:
@@ -279,7 +281,9 @@ def predict_run(
         )
         forward_flops = choice.model.forward_flops(batch.context) * batch.tokens
         flops["reward" if role.startswith("reward") else "score"] += forward_flops if scores else 0.0
-        flops["learn"] += 3.0 * batch.epochs * forward_flops if trained else 0.0
+        # Weights that learn cost a product of their own in the backward pass.
+        passes = 0 if not trained else 3 if choice.lora is None else 2
+        flops["learn"] += passes * batch.epochs * forward_flops
     actor, rollout = shapes["actor"], _rollout(config, layouts["rollout"])
     flops["generate"] = actor.forward_flops(batch.context) * batch.tokens
     traffic = shared_weights(placed(config, world), actor).traffic(layouts["rollout"].ranks)

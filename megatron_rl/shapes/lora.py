@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layer_weights import Cut, Source, Weight
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pretrained import LAYER, PretrainedModel
+from megatron_rl.shapes.pretrained import PretrainedModel
 
 ATTENTION, MLP = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
 TARGETS = (*ATTENTION, *MLP)
@@ -52,15 +53,9 @@ class AdaptedModel(PretrainedModel):
         """Return the parameters of a layer's adapters."""
         return adapter_weights(super().weights(layer), Lora(self.rank, self.targets))
 
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor of the adapters by name."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for layer in range(self.shape.layers):
-            for weight in self.weights(layer):
-                for source in weight.sources:
-                    name = LAYER.format(layer=layer) + source.name
-                    shapes[name] = (source.first + source.shape[0], *source.shape[1:])
-        return shapes
+    def outer(self, first: bool, last: bool) -> tuple[Weight, ...]:
+        """Return nothing: what lies outside the layers has no adapters."""
+        return ()
 
     @property
     def engine_rank(self) -> int:
@@ -166,8 +161,10 @@ def adapter_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], lora: Lora
 ) -> int:
     """Return the parameters of the adapters on one rank of a pipeline stage that has these layers."""
-    total = 0
-    for layer in layers:
-        for weight in adapter_weights(shape.weights(layer), lora):
-            total += weight.elements // (1 if weight.cut in ("whole", "stacked") else layout.tensor)
-    return total
+    return _adapter_parameters(shape, layout.tensor, tuple(layers), lora)
+
+
+@lru_cache(maxsize=4096)
+def _adapter_parameters(shape: ModelShape, tensor: int, layers: tuple[int, ...], lora: Lora) -> int:
+    weights = [weight for layer in layers for weight in adapter_weights(shape.weights(layer), lora)]
+    return sum(w.elements // (1 if w.cut in ("whole", "stacked") else tensor) for w in weights)

@@ -58,6 +58,10 @@ class PretrainedModel:
             for weight in self.shape.weights(layer)
         )
 
+    def outer(self, first: bool, last: bool) -> tuple[Weight, ...]:
+        """Return the parameters that the first and the last pipeline stage hold outside the layers."""
+        return outer_weights(self.shape, first, last)
+
     def _named(self, sources: Iterable[Source]) -> Iterator[Source]:
         rows: dict[str, int] = {}
         for source in sources:
@@ -71,7 +75,7 @@ class PretrainedModel:
         A tied output layer is not among them: its values are the embedding's.
         """
         shape = self.shape
-        before, ends = outer_weights(shape, True, False), outer_weights(shape, True, True)
+        before, ends = self.outer(True, False), self.outer(True, True)
         for weight in before:
             yield from (CheckpointTensor(source.name, source) for source in weight.sources)
         kinds: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}

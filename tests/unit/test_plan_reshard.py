@@ -42,6 +42,10 @@ def test_the_command_adds_a_plan_up(capsys):
     assert found["received_least"] <= found["received_mean"] <= found["received_most"] <= found["model_bytes"]
     assert 0 < found["staging_most"] <= 256 * 2**20
     assert found["seconds"]["H100-80GB"] > 0
+    words = ["--from", "tp2pp2dp2", "--to", "tp2", "--json", "--lora-rank", "8"]
+    assert main(["plan-reshard", "qwen3-0.6b", *words]) == 0
+    adapters = json.loads(capsys.readouterr().out)
+    assert 0 < adapters["received_most"] < 0.02 * found["received_most"]
 
 
 def test_the_page_of_benchmarks_says_what_the_command_says(capsys):
@@ -63,6 +67,10 @@ def test_the_page_of_benchmarks_says_what_the_command_says(capsys):
         (["qwen3-0.6b", "--from", "tp2", "--to", "pp2"], "this is not a layout of the engine"),
         (["qwen3-0.6b", "--from", "tp2dp3", "--to", "tp4"], "the engine's replicas do not fill its ranks"),
         (["qwen3-0.6b", "--from", "tp2", "--to", "tp2", "--staging-bytes", "0"], "--staging-bytes must be"),
+        (
+            ["qwen3-30b-a3b", "--from", "tp2", "--to", "tp2", "--lora-rank", "8"],
+            "a mixture of experts cannot",
+        ),
         (["qwen3-0.6b", "--from", "tp" + "9" * 5000, "--to", "tp2"], "at most six digits"),
         (["qwen3-0.6b", "--from", "tp999999dp999999", "--to", "tp2"], "at most 65,536 ranks"),
         (

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_rl.check.configuration import check_config
 from megatron_rl.cli.main import main as command
 from megatron_rl.cli.plan import add_arguments, problem_of, run
 from megatron_rl.config import budget
+from megatron_rl.config.adapters import reference_is_base
 from megatron_rl.config.load import load, load_text
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.planner.calibrate import calibrate
@@ -50,6 +52,8 @@ def checked(path: Path):
         ("deepseek-v3", "--gpus", "1024", "--algorithm", "ppo", "--response-tokens", "4096"),
         ("llama-3.1-405b", "--gpus", "512", "--gpu", "gb200"),
         ("llama-3.1-8b", "--gpus", "16", "--response-tokens", "65536"),
+        ("llama-3-70b", "--gpus", "16", "--lora-rank", "64"),
+        ("qwen3-30b-a3b", "--gpus", "16", "--algorithm", "ppo", "--lora-rank", "16"),
     ],
 )
 def test_every_written_plan_passes_check(tmp_path, words) -> None:
@@ -85,6 +89,21 @@ def test_every_written_plan_passes_check(tmp_path, words) -> None:
         # A plan that does not fit is none.
         assert max(held.values()) / 2**30 <= report.config.gpu_memory_gib, (plan.name, held)
         assert plan_record(run)["gigabytes_received_per_sync"] == report.sync.received_most / 1e9
+
+
+def test_adapters_are_planned_without_states_of_the_weights_beneath() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["llama-3-70b", "--gpus", "8", "--response-tokens", "4096", "--lora-rank", "32"]
+    problem = problem_of(parser.parse_args(words))
+    whole, adapters = (search(each).plans[0] for each in (replace(problem, lora=None), problem))
+    actor, reference = (adapters.plan_of(role) for role in ("actor", "reference"))
+    assert actor is not None and actor.memory.fullest.optimizer < 0.1 * actor.memory.fullest.weights
+    assert reference is not None and reference.memory.resting == 0 < reference.forward
+    assert adapters.step.seconds["learn"] < whole.step.seconds["learn"]
+    run = planned_run(problem, adapters, Paths("models/llama"))
+    assert run.config.actor.lora is not None and run.config.actor.lora.rank == 32
+    assert reference_is_base(run.config)
 
 
 def test_plan_prints_and_writes(tmp_path, capsys) -> None:

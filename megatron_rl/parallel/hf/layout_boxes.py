@@ -10,10 +10,11 @@ import torch
 from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.parallel.hf.importer import Shard, trace_import
 from megatron_rl.parallel.hf.model_spec import model_spec
-from megatron_rl.shapes.layer_weights import outer_weights
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import Lora, adapted
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pipeline_stages import stage_layers
+from megatron_rl.shapes.pretrained import PretrainedModel
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -23,13 +24,16 @@ def megatron_layout(
     layout: ParallelLayout,
     dtype: torch.dtype,
     overrides: Mapping[str, Any] | None = None,
+    lora: Lora | None = None,
 ) -> list[BoxGroup]:
-    """Return the boxes that every rank of a layout would hold of a model.
+    """Return the boxes that every rank of a layout would hold of a model, or of its adapters alone.
 
     A rank is in two groups where the model has experts, which are cut in their own way. Storages are
     parameter names with layers counted over the whole model.
     """
     model = model_spec(hf_config, layout, dtype, overrides).model
+    if lora is not None:
+        model = adapted(model, lora.rank, None, lora.targets)
     shape, names = model.shape, model.tensor_shapes()
 
     def group(shapes: Shapes, shard: Shard, ranks: list[int]) -> BoxGroup:
@@ -48,9 +52,9 @@ def megatron_layout(
             sparse.setdefault((rest % layout.expert, expert_tensor), []).append(rank)
         layers, first, last = stages[stage], stage == 0, stage == layout.pipeline - 1
         for tensor, members in dense.items():
-            parameters = dense_shapes(shape, layout, layers, first, last)
+            parameters = dense_shapes(model, layout, layers, first, last)
             groups.append(group(parameters, Shard(tensor, layout.tensor), members))
-        if shape.experts:
+        if shape.experts and lora is None:
             for (expert, expert_tensor), members in sparse.items():
                 parameters = expert_shapes(shape, layout, layers)
                 shard = Shard(0, layout.tensor, expert, layout.expert, expert_tensor, layout.expert_tensor)
@@ -59,12 +63,12 @@ def megatron_layout(
 
 
 def dense_shapes(
-    shape: ModelShape, layout: ParallelLayout, layers: list[int], first: bool, last: bool
+    model: PretrainedModel, layout: ParallelLayout, layers: list[int], first: bool, last: bool
 ) -> Shapes:
     """Return the shapes of a rank's parameters outside the experts, as Megatron's own layers name them."""
-    shapes = {weight.name: weight for weight in outer_weights(shape, first, last)}
+    shapes = {weight.name: weight for weight in model.outer(first, last)}
     for layer in layers:
-        for weight in shape.weights(layer):
+        for weight in model.weights(layer):
             if not weight.expert:
                 shapes[f"decoder.layers.{layer}.{weight.name}"] = weight
     return {name: weight.local_shape(layout.tensor) for name, weight in shapes.items()}
