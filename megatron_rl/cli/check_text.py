@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.config.adapters import lora_apart
-from megatron_rl.config.budget import PHASES, RankMemory
+from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.source import one_line
@@ -140,9 +140,35 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
             f"at least {_count(batch.rows_per_microbatch, 'row')} each, "
             f"at most {_count(batch.microbatches, 'micro-batch', 'es')} per mini-batch and copy",
         ),
+        *_episode_lines(report, batch),
         *_scoring_line(report),
         (f"{config.steps:,} steps x {batch.prompts:,} prompts", _passes(config.steps, batch, report.records)),
     ]
+
+
+def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
+    """Return what a run with an environment has at once: episodes, turns, and memory for them."""
+    environment = report.config.rollout.environment
+    if environment is None:
+        return []
+    rows, flight = batch.rows_per_replica[1], episodes_in_flight(report.config, batch)
+    waiting = max(0, batch.prompts - flight // batch.samples * batch.replicas)
+    queue = f"{_count(waiting, 'group')} of the step wait in the queue" if waiting else "no group waits"
+    bound = " (fewer where the engine takes fewer)" if flight == rows else ""
+    turns, per_turn = _count(environment.max_turns, "turn"), f"{environment.turn_timeout:g} s"
+    processes = _count(environment.workers, "process", "es")
+    lines = [
+        (f"{flight:,} of {rows:,} episodes in flight", f"a replica's, at most{bound}; {queue}"),
+        (
+            f"episode <= {turns}",
+            f"each answered within {per_turn}; {processes} of environments per replica",
+        ),
+    ]
+    caches = [item for rank in report.memory for item in rank.items if item.name == "key-value cache"]
+    if caches:
+        largest = max(caches, key=lambda item: item.bytes)
+        lines.append((f"key-value cache {_bytes(largest.bytes)}", f"per rank, {largest.how}"))
+    return lines
 
 
 def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:

@@ -260,6 +260,14 @@ def _frozen(
     return [weights, *_forward(role, lambda item: f"{role} {item}", memory, ("score",), part, layout)]
 
 
+def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
+    """Return the most episodes that a replica samples at once, as far as settings bound them."""
+    rollout, rows = config.rollout, batch.rows_per_replica[1]
+    bounds = [rollout.max_in_flight, rollout.vllm.get("max_num_seqs")]
+    most = min((bound for bound in bounds if isinstance(bound, int)), default=rows)
+    return min(rows, max(most, batch.samples))
+
+
 def _rollout(
     config: RunConfig, layout: ParallelLayout, shape: ModelShape, batch: BatchPlan
 ) -> list[MemoryItem]:
@@ -268,8 +276,9 @@ def _rollout(
     weights = size * parameters
     staging = min(config.hybrid_engine.staging_bytes, 2 * weights)
     per_token = int(shape.kv_bytes_per_gpu(layout.tensor, size))
-    cache = per_token * batch.rows_per_replica[1] * batch.longest_row
-    how = f"{batch.rows_per_replica[1]} rows x {batch.longest_row} tokens x {per_token} B: all at full length"
+    rows = episodes_in_flight(config, batch)
+    cache = per_token * rows * batch.longest_row
+    how = f"{rows} rows x {batch.longest_row} tokens x {per_token} B: all at full length"
     if config.gpu_memory_gib is not None:
         room = max(0, int(config.rollout.memory_fraction * config.gpu_memory_gib * 2**30) - weights)
         if room < cache:

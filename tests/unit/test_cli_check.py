@@ -73,6 +73,20 @@ def test_the_arithmetic_is_shown_beside_missing_files(
     assert "64 rows per step" in capsys.readouterr().out
 
 
+def test_check_shows_what_conversations_have_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words = ["check", "launch/examples/tools/run.yaml", "--world-size", "2", "--without-files"]
+    assert main([*words, "rollout.max_in_flight=20"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "20 of 64 episodes in flight = a replica's, at most; 12 groups of the step wait in the queue" in shown
+    )
+    assert "episode <= 3 turns = each answered within 30 s; 1 process of environments per replica" in shown
+    assert "20 rows x 36 tokens x 1024 B: all at full length" in shown
+
+
 def test_check_for_machines(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "config.yaml", "--json", "--world-size", "8", "world_size=null"]) == 0
     result = json.loads(capsys.readouterr().out)
