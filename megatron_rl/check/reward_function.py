@@ -30,6 +30,8 @@ class Called(NamedTuple):
     where: str
     further: tuple[str, ...] = ()
     grouped: bool = True
+    arguments: tuple[str, ...] = ARGUMENTS
+    optional: tuple[str, ...] = (TURNS, TOKENS)
 
     @property
     def what(self) -> str:
@@ -202,9 +204,9 @@ def _check_signature(
     spec = node.args
     accepted = {item.arg for item in (*spec.args, *spec.kwonlyargs)}
     grouped = called.grouped and GROUP in accepted
-    basic = [GROUP if name == "response" and grouped else name for name in ARGUMENTS]
+    basic = [GROUP if name == "response" and grouped else name for name in called.arguments]
     passed = [*basic, *called.further]
-    given = {*passed, TURNS, TOKENS}
+    given = {*passed, *called.optional}
     defaults = len(spec.defaults)
     positional = spec.args[: len(spec.args) - defaults]
     required = {item.arg for item in (*spec.posonlyargs, *positional)}

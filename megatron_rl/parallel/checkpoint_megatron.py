@@ -84,7 +84,7 @@ def save_megatron(
 
     everywhere(prepare, "prepare the folder of the Megatron checkpoint", final)
     try:
-        with device.megatron_mode(), without_adapters(model):
+        with device.megatron_mode() if model is None else model.scope(), without_adapters(model):
             write(partial, model, _state(model, arguments, iteration), _CONTENT)
     except Exception as error:
         raise disk_or(error, final) from error

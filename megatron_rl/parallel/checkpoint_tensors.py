@@ -46,7 +46,7 @@ def save_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer
 
     Collective over the world.
     """
-    with device.megatron_mode():
+    with device.megatron_mode() if model is None else model.scope():
         sharded: dict[str, Any] = {}
         if model is not None:
             if optimizer is not None:
@@ -75,7 +75,7 @@ def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer
 
     Raises UserError where Megatron finds no checkpoint that it can read. Collective over the world.
     """
-    with _readable(folder), device.megatron_mode():
+    with _readable(folder), device.megatron_mode() if model is None else model.scope():
         if model is None:
             dist_checkpointing.load({}, str(folder), TorchDistLoadShardedStrategy())
             return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +25,7 @@ from megatron_rl.parallel.latent import in_group
 from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, require_transformer_engine
 from megatron_rl.parallel.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
+from megatron_rl.parallel.provider import Provider, global_groups
 from megatron_rl.shapes.lora import ADAPTER, AdaptedModel
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
@@ -67,6 +70,14 @@ class ParallelModel:
     uses_transformer_engine: bool
     routing: Routing | None = None
     adapters: AdaptedModel | None = None
+    provider: Provider | None = None
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Call Megatron with this model inside: on any device, and in its groups for a user's own code."""
+        groups = nullcontext() if self.provider is None else global_groups(self.groups)
+        with device.megatron_mode(), groups:
+            yield
 
     @property
     def transformer_config(self) -> Any:
@@ -186,11 +197,13 @@ def build_model(
     head: str = "lm",
     trainable: bool = True,
     seed: int = 1,
+    provider: Provider | None = None,
 ) -> ParallelModel:
     """Build this rank's chunks of the model that ``hf_config`` describes, with random weights.
 
     ``attention`` is ``transformer_engine``, ``torch`` or None for the first that is installed. ``head`` is
-    ``lm``, or ``value`` for one number per token in the place of the output layer.
+    ``lm``, or ``value`` for one number per token in the place of the output layer. A ``provider`` builds
+    the chunks, and its settings are the model's.
     Call on member ranks only.
     """
     layout = groups.layout
@@ -211,15 +224,22 @@ def build_model(
         )
     if fused:
         require_transformer_engine()
-    coordinates = groups.coordinates
+    coordinates, settings = groups.coordinates, copy(spec.transformer_config)
     chunks = []
     with device.megatron_mode():
         device.seed_tensor_parallel(seed, coordinates.tensor)
         for stage in range(layout.virtual_pipeline):
-            chunks.append(_build_chunk(spec, groups, stage, fused, seed).to(device.device()))
+            if provider is None:
+                chunk = _build_chunk(spec, groups, stage, fused)
+            else:
+                chunk = provider.build(spec, groups, stage, settings)
+            chunks.append(_finished(chunk, spec, seed).to(device.device()))
     for chunk in chunks:
         chunk.requires_grad_(trainable)
-    return ParallelModel(chunks, list(chunks), groups, spec, fused)
+    if provider is not None:
+        spec = replace(spec, transformer_config=chunks[0].config)
+        fused = any(type(module).__name__.startswith("TE") for module in chunks[0].modules())
+    return ParallelModel(chunks, list(chunks), groups, spec, fused, provider=provider)
 
 
 class ScalarHead(torch.nn.Module):
@@ -236,7 +256,7 @@ class ScalarHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight.to(dtype))
 
 
-def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: bool, seed: int) -> GPTModel:
+def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: bool) -> GPTModel:
     layout, config = groups.layout, spec.transformer_config
     vp_stage = stage if layout.virtual_pipeline > 1 else None
     last = stage == layout.virtual_pipeline - 1
@@ -257,6 +277,12 @@ def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: boo
     )
     if not fused and not config.multi_latent_attention:
         chunk.rotary_pos_emb = PackedRotaryEmbedding(spec.inverse_frequencies.to(device.device()))
+    return chunk
+
+
+def _finished(chunk: Any, spec: ModelSpec, seed: int) -> Any:
+    """Give a chunk the head of its model, and what Megatron's settings do not express."""
+    config = chunk.config
     spec.finish(chunk)
     if chunk.post_process:
         if spec.scalar_head:

@@ -36,7 +36,7 @@ def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None 
                 # Megatron marks experts so only where they are cut by expert parallelism, and otherwise never
                 # adds up what tensor-parallel ranks, each with tokens of its own, find for whole experts.
                 setattr(parameter, "allreduce", False)
-    with device.megatron_mode():
+    with model.scope():
         model.wrapped = [
             DistributedDataParallel(
                 model.transformer_config,
@@ -79,7 +79,7 @@ class Optimizer:
             params_dtype=spec.params_dtype,
             **optimizer_settings(config),
         )
-        with device.megatron_mode(), _gathering_over(model.groups.all):
+        with model.scope(), _gathering_over(model.groups.all):
             self.megatron = get_megatron_optimizer(
                 settings, _chunks(model), use_gloo_process_groups=False,
                 pg_collection=model.groups.megatron,
@@ -119,7 +119,7 @@ class Optimizer:
         Collective over the model's ranks.
         """
         learning_rate = self.learning_rate
-        with device.megatron_mode():
+        with self.model.scope():
             outcome: Any = self.megatron.step()
             for wrapped in () if more else _chunks(self.model):
                 if wrapped.use_forward_hook:

@@ -281,7 +281,7 @@ def _run(
     communicator = P2PCommunicator(model.groups.pipeline, config) if layout.pipeline > 1 else None
     if model.routing is not None:
         model.routing.begin(learns=not forward_only)
-    with device.megatron_mode():
+    with model.scope():
         return run(
             forward_step_func=partial(_forward_step, model, consume),
             data_iterator=iterators if virtual else iterators[0],

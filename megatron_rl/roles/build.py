@@ -22,12 +22,14 @@ from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans,
 from megatron_rl.data.chat_format import chat_format
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.parallel import device
+from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 from megatron_rl.parallel.groups import ParallelGroups, communicator
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.lora import add_adapters, note_base
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
+from megatron_rl.parallel.provider import Provider, load_provider
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.reward import RewardModel, RewardRole
@@ -327,6 +329,13 @@ def _stored(config: RunConfig, path: str | None) -> str:
     return path
 
 
+def _provider(config: RunConfig) -> Provider | None:
+    if config.model.provider is None:
+        return None
+    arguments, _ = checkpoint_arguments(config.model.path)
+    return load_provider(config.model.provider, config.model.weights, arguments)
+
+
 def build_policy(
     config: RunConfig,
     layout: ParallelLayout,
@@ -354,6 +363,7 @@ def build_policy(
         head=head,
         trainable=trainable,
         seed=config.seed,
+        provider=_provider(config),
     )
     load_weights(model, path)
     return model

@@ -40,6 +40,15 @@ SPARSE: tuple[dict[str, Any], ...] = (
     {"tensor": 2, "expert": 2, "expert_tensor": 2, **SP},
 )  # fmt: skip
 SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+PROVIDED: tuple[dict[str, Any], ...] = tuple(
+    {"model": "qwen2", "budget": WIDE, "name": f"qwen2-{name}", "provider": name, **layout}
+    for name, layout in (
+        ("older", {"tensor": 2, "pipeline": 2, **SP}),
+        ("gpt_builder", {"tensor": 2, "pipeline": 2, **VPP, **SP}),
+        ("renamed", {"tensor": 2, **FULL}),
+    )
+)
+"""Models that a user's own code builds."""
 SHARE = 4
 """So many of its layouts each family takes here, in turn; `every_layout` has all of them."""
 TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "gradients": 1e-4}
@@ -104,7 +113,7 @@ def run(fork: Any, folder: Path, ranks: int, cases: list[dict[str, Any]]) -> Non
 
 def test_the_step_of_every_tensor_is_that_of_one_rank_in_every_layout(folder: Path, fork: Any) -> None:
     run(fork, folder, 1, [case(family) for family in FAMILIES])
-    cases = shared_out()
+    cases = [*shared_out(), *PROVIDED]
     run(fork, folder, RANKS, cases)
     wrong = [words for entry in cases for words in differences(folder, entry)]
     assert not wrong, "\n".join(wrong)

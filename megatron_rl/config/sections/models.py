@@ -53,6 +53,19 @@ class ModelConfig:
         refused={"float16": "it needs loss scaling, bfloat16 does not"},
         also_called={"NeMo-RL": "precision", "transformers": "torch_dtype"},
     )
+    provider: str | None = setting(
+        None,
+        "Your function that builds a pipeline stage's GPTModel: module:function or path/to/file.py:function, "
+        "with any of pre_process, post_process, vp_stage, config, pg_collection and args.",
+        unset="Megatron's GPTModel",
+        also_called={"Megatron-LM": "model_provider, gpt_builder", "slime": "custom_model_provider_path"},
+    )
+    weights: str | None = setting(
+        None,
+        "With `provider`: module:NAME or path/to/file.py:NAME of a mapping of your names of parameters to "
+        "Megatron's, both below decoder.layers.N.",
+        unset="the provider's parameters are called as Megatron's",
+    )
     attention: str | None = setting(
         None,
         "Implementation of attention in the trained models.",

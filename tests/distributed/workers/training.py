@@ -15,11 +15,13 @@ from megatron_rl.algorithms.aggregation import weighted
 from megatron_rl.algorithms.objectives import policy_objective
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.metrics import Metrics, merge
+from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.weights import load_weights, source_boxes, view_of
 from megatron_rl.parallel.lora import adapter_boxes, adapter_parameters, add_adapters, policy_weights
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
+from megatron_rl.parallel.provider import Provider, load_provider
 from megatron_rl.parallel.schedule import learn, score
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
@@ -38,6 +40,14 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
+def provider_of(path: str | Path, case: dict[str, Any]) -> Provider | None:
+    """Return the user's code of a case that has some, with the names of its parameters."""
+    if "provider" not in case:
+        return None
+    place = "tests.model_providers:"
+    return load_provider(place + case["provider"], place + "NAMES", checkpoint_arguments(path)[0])
+
+
 def build(
     path: str | Path, case: dict[str, Any], dtype: torch.dtype = torch.float32, trainable: bool = True
 ) -> ParallelModel:
@@ -51,6 +61,7 @@ def build(
         dtype=dtype,
         recompute=case.get("recompute", "none"),
         trainable=trainable,
+        provider=provider_of(path, case),
     )
     load_weights(model, path)
     if "lora" in case:
