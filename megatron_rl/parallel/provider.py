@@ -242,7 +242,7 @@ def _fitted(chunk: Any, spec: ModelSpec) -> Any:
     """Give Megatron's plain layers attention and rotary angles of packed rows; others bring their own."""
     plain = False
     for layer in chunk.decoder.layers:
-        attention = getattr(layer, "self_attention", None)
+        attention: Any = getattr(layer, "self_attention", None)
         core = getattr(attention, "core_attention", None)
         if isinstance(core, DotProductAttention):
             plain = True
