@@ -26,9 +26,8 @@ def older(pre_process: bool = True, post_process: bool = True) -> GPTModel:
         add_bias_linear=False, add_qkv_bias=True, bias_activation_fusion=False, bias_dropout_fusion=False,
         gradient_accumulation_fusion=False, tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=torch.float32, hidden_dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
-    assert config.hidden_dropout > 0, "the trainer's is another"
     return gpt(config, pre_process, post_process)
 
 

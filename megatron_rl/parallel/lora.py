@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.importer import import_parameters
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import fingerprint, global_name, shard_of, trace_import, view_of
 from megatron_rl.parallel.model import Chunked, ParallelModel, live_parameters
-from megatron_rl.shapes.lora import ADAPTER, PEFT_PREFIX, adapted
+from megatron_rl.shapes.lora import ADAPTER, MLP, PEFT_PREFIX, adapted
 from megatron_rl.shapes.pretrained import LAYER
 from megatron_rl.types import TensorBox
 
@@ -170,10 +171,18 @@ def _linear_layers(model: ParallelModel, targets: tuple[str, ...]) -> Iterator[t
     for index, chunk in enumerate(model.chunks):
         for layer_index, layer in enumerate(chunk.decoder.layers):
             for block, linear in ((block, name) for block in ("self_attention", "mlp") for name in targets):
-                module = getattr(getattr(layer, block), linear, None)
+                module = getattr(getattr(layer, block, None), linear, None)
                 if module is not None:
                     storage = f"{index}.decoder.layers.{layer_index}.{block}.{linear}"
                     yield global_name(model, storage), module
+                elif (block == "mlp") == (linear in MLP):
+                    raise UserError(
+                        f"a layer of the model provider has no {block}.{linear} to adapt",
+                        where="actor.lora.targets",
+                        expected="layers that every layer of the model has, called as Megatron's",
+                        got=", ".join(targets),
+                        fix=f"remove {linear}",
+                    )
 
 
 def _row_kinds(model: ParallelModel, layer: str, rows: int) -> Tensor:

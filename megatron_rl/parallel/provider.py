@@ -57,13 +57,13 @@ _COMPARED = (
     "normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias",
     "qk_layernorm", "num_moe_experts", "moe_router_topk", "multi_latent_attention", "params_dtype",
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "context_parallel_size", "expert_model_parallel_size", "sequence_parallel",
+    "context_parallel_size", "expert_model_parallel_size", "sequence_parallel", "hidden_dropout",
+    "attention_dropout",
 )  # fmt: skip
 """Fields in which a provider's own TransformerConfig must say what config.json and the layout do."""
 _SCHEDULED = (
     "calculate_per_token_loss", "variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm",
-    "pipeline_dtype", "hidden_dropout", "attention_dropout", "recompute_granularity", "recompute_method",
-    "recompute_num_layers",
+    "pipeline_dtype", "recompute_granularity", "recompute_method", "recompute_num_layers",
 )  # fmt: skip
 """Fields that the trainer decides, whatever a provider's own TransformerConfig says."""
 
