@@ -10,27 +10,67 @@ import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 
+from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.errors import UserError
+from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 from megatron_rl.parallel.groups import ParallelGroups
-from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.model import build_model
+from megatron_rl.parallel.hf.weights import global_name, load_weights
+from megatron_rl.parallel.model import build_model, live_parameters
+from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.provider import global_groups, load_provider
+from megatron_rl.parallel.schedule import learn
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.types import TrainBatch
 from tests.hf_models import save_model
 
 PLACE = "tests.model_providers:"
 
 
-def build(path: Path, name: str, names: str | None = None) -> Any:
+def build(path: Path, name: str | None, names: str | None = None) -> Any:
     device.initialize()
-    config = save_model("qwen2", path).config
-    provider = load_provider(PLACE + name, names, checkpoint_arguments(path)[0])
+    config, provider = save_model("qwen2", path).config, None
+    if name is not None:
+        provider = load_provider(PLACE + name, names, checkpoint_arguments(path)[0])
     groups = ParallelGroups(ParallelLayout((0,)))
     model = build_model(config, groups, dtype=torch.float32, provider=provider)
     load_weights(model, path)
     return model
+
+
+def batch_of(lengths: list[int]) -> TrainBatch:
+    tokens = torch.randint(0, 131, (sum(lengths),), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones(len(tokens), dtype=torch.bool)
+    return TrainBatch(tokens, torch.tensor(lengths), mask, mask / len(tokens), torch.ones(len(lengths)))
+
+
+def stepped(model: Any) -> dict[str, torch.Tensor]:
+    """Return a model's weights by Megatron's names after a step, and the log-probs that it learned from."""
+    batch = batch_of([7, 9, 2, 12, 5])
+    wrap(model, True)
+    optimizer = Optimizer(model, OptimizerConfig(learning_rate=1e-2, epsilon=1e-2), steps=2)
+    optimizer.zero_grad()
+
+    def objective(rows: TrainBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> Any:
+        return -(rows.loss_weights * log_probs).sum(), Metrics()
+
+    scores, _ = learn(model, batch, 20, batch.response_mask, objective)
+    optimizer.step()
+    told = {f"log_probs {part.rows}": part.outputs[0] for part in scores}
+    weights = {global_name(model, name): value for name, value in live_parameters(model).items()}
+    return told | {name: value.clone() for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("name", ["older", "gpt_builder", "renamed"])
+def test_a_step_is_that_of_megatrons_own_model(name: str, tmp_path: Path) -> None:
+    own = build(tmp_path, None)
+    before = {global_name(own, storage): value.clone() for storage, value in live_parameters(own).items()}
+    expected, found = stepped(own), stepped(build(tmp_path, name, PLACE + "NAMES"))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=2e-6, msg=key)
+        assert key not in before or not torch.equal(before[key], value), key
 
 
 def test_parameters_that_are_called_otherwise_are_named_by_the_user(tmp_path: Path) -> None:
