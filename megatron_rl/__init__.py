@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megatron_rl.rollout.engine import Sampler as Sampler
     from megatron_rl.rollout.engine import WeightStore as WeightStore
     from megatron_rl.shapes.layout import ParallelLayout as ParallelLayout
+    from megatron_rl.trainer.embedded import EmbeddedTrainer as EmbeddedTrainer
     from megatron_rl.types import PromptBatch as PromptBatch
     from megatron_rl.types import Rollouts as Rollouts
     from megatron_rl.types import Scores as Scores
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 PUBLIC = {
     "AgentEnvironment": "megatron_rl.environments.agent",
     "Algorithm": "megatron_rl.algorithms",
+    "EmbeddedTrainer": "megatron_rl.trainer.embedded",
     "Environment": "megatron_rl.environments.environment",
     "Episode": "megatron_rl.environments.environment",
     "HybridEngine": "megatron_rl.hybrid_engine.sync",

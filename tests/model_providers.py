@@ -1,18 +1,27 @@
-"""A user's own model code for the tiny Qwen2 of `hf_models`, in the forms that Megatron-LM's scripts have."""
+"""A user's own model code in the forms that Megatron-LM's scripts have; stated sizes are the tiny Qwen2's."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
+
+from megatron_rl.parallel import device
+from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 
 NAMES = {"mlp.down.weight": "mlp.linear_fc2.weight"}
 
@@ -39,10 +48,23 @@ def gpt_builder(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    """Take everything from the call."""
-    assert args.num_layers == config.num_layers
+    """Take everything from the call, as Megatron-LM's function of this name does."""
     assert vp_stage == parallel_state.get_virtual_pipeline_model_parallel_rank()
-    return gpt(config, pre_process, post_process, vp_stage=vp_stage, pg_collection=pg_collection)
+    layer: Any = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    if args.num_experts:
+        layer = get_gpt_decoder_block_spec(config, False, normalization=args.normalization, vp_stage=vp_stage)
+    return GPTModel(
+        config,
+        layer,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
 
 
 def renamed(pre_process: bool, post_process: bool, config: Any, **further: Any) -> GPTModel:
@@ -79,7 +101,7 @@ class RenamedMLP(MLP):
         return self.down(silu(gate) * up)
 
 
-def gpt(config: Any, pre_process: bool, post_process: bool, mlp: Any = MLP, **further: Any) -> GPTModel:
+def gpt(config: Any, pre_process: bool, post_process: bool, mlp: Any = MLP) -> GPTModel:
     """Build a pipeline stage of Megatron's plain layers."""
     layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.mlp.module = mlp
@@ -93,5 +115,50 @@ def gpt(config: Any, pre_process: bool, post_process: bool, mlp: Any = MLP, **fu
         post_process=post_process,
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
-        **further,
     )
+
+
+def set_up(path: Path) -> tuple[list[Any], Any, Any]:
+    """Return what Megatron-LM's setup_model_and_optimizer does, for the model at ``path`` on one process.
+
+    Call it inside `own_groups`. Its weights are random.
+    """
+    args = Namespace(**checkpoint_arguments(path)[0])
+    config = TransformerConfig(
+        num_layers=args.num_layers, hidden_size=args.hidden_size, ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads, num_query_groups=args.num_query_groups,
+        normalization="RMSNorm", layernorm_epsilon=args.layernorm_epsilon, gated_linear_unit=True,
+        activation_func=silu, add_bias_linear=False, add_qkv_bias=True, bias_activation_fusion=False,
+        bias_dropout_fusion=False, gradient_accumulation_fusion=False, hidden_dropout=0.0,
+        attention_dropout=0.0, calculate_per_token_loss=True,
+    )  # fmt: skip
+    with device.megatron_mode():
+        device.seed_tensor_parallel(1, 0)
+        chunk = gpt_builder(args, True, True, config=config)
+        buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        model: list[Any] = [DistributedDataParallel(config, buffers, chunk)]
+        settings = OptimizerConfig(
+            optimizer="adam", lr=1e-2, adam_eps=1e-2, weight_decay=0.01, adam_beta2=0.999, clip_grad=1.0,
+            use_distributed_optimizer=True,
+        )  # fmt: skip
+        optimizer = get_megatron_optimizer(settings, model)
+    scheduler = OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-2, lr_warmup_steps=0, lr_decay_steps=100,
+        lr_decay_style="constant", start_wd=0.01, end_wd=0.01, wd_incr_steps=0, wd_incr_style="constant",
+    )  # fmt: skip
+    return model, optimizer, scheduler
+
+
+@contextmanager
+def own_groups() -> Iterator[None]:
+    """Have Megatron's process-global groups, as a training script makes them."""
+    device.initialize()
+    state: Any = parallel_state
+    buffer, state._GLOBAL_MEMORY_BUFFER = state._GLOBAL_MEMORY_BUFFER, None
+    with device.megatron_mode():
+        parallel_state.initialize_model_parallel()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        state._GLOBAL_MEMORY_BUFFER = buffer

@@ -14,7 +14,8 @@ from megatron_rl.check.files import Files
 from megatron_rl.check.model_config import check_model_config
 from megatron_rl.check.model_tokens import check_tokenizer, has_chat_template, stop_errors
 from megatron_rl.check.model_weights import check_weights
-from megatron_rl.check.reward_function import Called, check_function, check_not_hidden, check_reward
+from megatron_rl.check.provider import provider_errors
+from megatron_rl.check.reward_function import check_not_hidden, check_reward
 from megatron_rl.check.reward_servers import check_servers, silent_servers
 from megatron_rl.config.checkpoint_meta import check_same_model, checkpoints, latest, read_meta
 from megatron_rl.config.derive import has_transformer_engine
@@ -22,7 +23,6 @@ from megatron_rl.config.load import flatten
 from megatron_rl.config.placement import role_of
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.environments.hosts import environment_errors
 from megatron_rl.errors import UserError
@@ -94,28 +94,6 @@ def check_attention(config: RunConfig) -> list[UserError]:
     ]
 
 
-def _provider(model: ModelConfig) -> list[UserError]:
-    """Return what is wrong with the places of the user's own model code, and with its parameters."""
-    if model.provider is None:
-        if model.weights is None:
-            return []
-        return [
-            UserError(
-                "names of parameters are given, but no model provider",
-                where="model.weights",
-                expected="model.provider beside it",
-                got=model.weights,
-                fix="set model.provider, or remove model.weights",
-            )
-        ]
-    further = ("vp_stage", "config", "pg_collection", "args")
-    stages = ("pre_process", "post_process")
-    errors = check_function(Called(model.provider, "model.provider", (), False, stages, further))
-    if model.weights is not None:
-        errors += check_function(Called(model.weights, "model.weights", (), False, (), ()))
-    return errors
-
-
 def _check_reward(check: Inputs) -> None:
     reward, first = check.config.reward, check.preview.first if check.preview else None
     errors = [*check_reward(reward), *check_servers(reward)]
@@ -144,7 +122,8 @@ def check_inputs(check: Inputs) -> None:
         check.shape = _model(check, config.model.path, "model.path")
         if config.job == TRAIN and check.fine("rollout.stop", "rollout.sampling_profiles"):
             check.errors.extend(stop_errors(Path(config.model.path), config.rollout))
-    check.errors.extend(_provider(config.model))
+    described = read_pretrained(check.models["actor"]) if check.shape is not None else None
+    check.errors.extend(provider_errors(config.model, described))
     for where, section in (("reference", config.reference), ("critic", config.critic)):
         if section is not None and check.fine(f"{where}.path"):
             _same_vocabulary(check, section.path, f"{where}.path")

@@ -21,7 +21,7 @@ from megatron_rl.config.sections.bounds import (
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.evaluation import EvaluationConfig
 from megatron_rl.config.sections.logging import LoggingConfig
-from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
+from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ReferenceConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import (
     AsynchronyConfig,
@@ -30,6 +30,7 @@ from megatron_rl.config.sections.rollout import (
     RolloutConfig,
 )
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
+from megatron_rl.config.sections.starting_model import ModelConfig
 from megatron_rl.config.setting import required, setting
 
 _NEVER = "a number above `steps` means never"

@@ -16,8 +16,8 @@ engines of two jobs meet at an address: see `rollout.vllm.backend.Meeting` and l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.hybrid_engine.sync import HybridEngine
@@ -27,15 +27,22 @@ from megatron_rl.rollout.vllm.setup import keep_weights_writable, prepare_vllm
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Hold one rank's bare GPTModel chunks and the transformers config of the model."""
+    """Hold one rank's bare GPTModel chunks and the transformers config of the model.
+
+    ``names`` has Megatron's own name of each parameter that layers of yours call otherwise, both below
+    ``decoder.layers.N``.
+    """
 
     chunks: Sequence[Any]
     hf_config: Any
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, chunks: Sequence[Any], hf_config: Any) -> TrainedModel:
+    def of(
+        cls, chunks: Sequence[Any], hf_config: Any, names: Mapping[str, str] | None = None
+    ) -> TrainedModel:
         """Take chunks as Megatron's training loop holds them, wrapped in DDP and Float16Module or bare."""
-        return cls([_bare(chunk) for chunk in chunks], hf_config)
+        return cls([_bare(chunk) for chunk in chunks], hf_config, names or {})
 
 
 def _bare(chunk: Any) -> Any:

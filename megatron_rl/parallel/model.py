@@ -25,7 +25,7 @@ from megatron_rl.parallel.latent import in_group
 from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, require_transformer_engine
 from megatron_rl.parallel.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
-from megatron_rl.parallel.provider import Provider, global_groups
+from megatron_rl.parallel.provider import Provider
 from megatron_rl.shapes.lora import ADAPTER, AdaptedModel
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
@@ -75,9 +75,14 @@ class ParallelModel:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Call Megatron with this model inside: on any device, and in its groups for a user's own code."""
-        groups = nullcontext() if self.provider is None else global_groups(self.groups)
+        groups = nullcontext() if self.provider is None else self.provider.scope(self.groups)
         with device.megatron_mode(), groups:
             yield
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Return Megatron's names of parameters by what the provider calls them."""
+        return {} if self.provider is None else self.provider.names
 
     @property
     def transformer_config(self) -> Any:
@@ -225,6 +230,7 @@ def build_model(
     if fused:
         require_transformer_engine()
     coordinates, settings = groups.coordinates, copy(spec.transformer_config)
+    provider = None if provider is None else provider.of(spec)
     chunks = []
     with device.megatron_mode():
         device.seed_tensor_parallel(seed, coordinates.tensor)
@@ -233,13 +239,19 @@ def build_model(
                 chunk = _build_chunk(spec, groups, stage, fused)
             else:
                 chunk = provider.build(spec, groups, stage, settings)
-            chunks.append(_finished(chunk, spec, seed).to(device.device()))
+            finish_chunk(chunk, spec, seed)
+            chunks.append(chunk.to(device.device()))
     for chunk in chunks:
         chunk.requires_grad_(trainable)
     if provider is not None:
         spec = replace(spec, transformer_config=chunks[0].config)
-        fused = any(type(module).__name__.startswith("TE") for module in chunks[0].modules())
+        fused = has_fused_layers(chunks[0])
     return ParallelModel(chunks, list(chunks), groups, spec, fused, provider=provider)
+
+
+def has_fused_layers(chunk: Any) -> bool:
+    """Say whether a chunk's layers are Transformer Engine's."""
+    return any(type(module).__name__.startswith("TE") for module in chunk.modules())
 
 
 class ScalarHead(torch.nn.Module):
@@ -280,17 +292,17 @@ def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: boo
     return chunk
 
 
-def _finished(chunk: Any, spec: ModelSpec, seed: int) -> Any:
+def finish_chunk(chunk: Any, spec: ModelSpec, seed: int) -> None:
     """Give a chunk the head of its model, and what Megatron's settings do not express."""
-    config = chunk.config
     spec.finish(chunk)
     if chunk.post_process:
         if spec.scalar_head:
-            deviation = config.init_method_std
-            chunk.output_layer = ScalarHead(config.hidden_size, deviation, config.params_dtype, seed)
+            config: Any = spec.transformer_config
+            chunk.output_layer = ScalarHead(
+                config.hidden_size, config.init_method_std, config.params_dtype, seed
+            )
         # The chunk returns hidden states: `token_outputs` projects them in bounded memory.
         chunk.output_layer.forward = _pass_hidden
-    return chunk
 
 
 def _pass_hidden(

@@ -87,6 +87,7 @@ class Optimizer:
         for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
             if part.init_state_fn is None:
                 part.init_state_fn = _nothing  # of SGD; Megatron calls it when a checkpoint is read
+        self.increment = 1
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0,
@@ -100,6 +101,14 @@ class Optimizer:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
+
+    @classmethod
+    def adopted(cls, model: ParallelModel, megatron: Any, scheduler: Any, increment: int) -> Optimizer:
+        """Return the optimizer of a training script, whose schedule counts ``increment`` a step."""
+        optimizer = cls.__new__(cls)
+        optimizer.model, optimizer.megatron = model, megatron
+        optimizer.scheduler, optimizer.increment = scheduler, increment
+        return optimizer
 
     def zero_grad(self) -> None:
         """Clear gradient buffers before a mini-batch."""
@@ -131,7 +140,7 @@ class Optimizer:
                 f"the gradient norm is {norm}: a loss, a log-prob or a gradient was not finite; resume from "
                 "the last checkpoint"
             )
-        self.scheduler.step(1)
+        self.scheduler.step(self.increment)
         return Metrics.of({"grad_norm": norm, "learning_rate": learning_rate})
 
     @property

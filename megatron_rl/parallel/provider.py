@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,14 +15,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.check.provider import ARGUMENTS
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import ModelSpec
 from megatron_rl.parallel.layers import PackedAttention, PackedRotaryEmbedding, RmsNorm
+from megatron_rl.shapes.megatron_arguments import ABSENT
 from megatron_rl.user_code import load_module
 
-_GROUPS = {
+GROUPS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tensor",
     "_PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
     "_MODEL_PARALLEL_GROUP": "model",
@@ -52,19 +55,22 @@ _RANKS = {
     "_CONTEXT_PARALLEL_GLOBAL_RANKS": "context",
     "_EXPERT_MODEL_PARALLEL_RANKS": "expert",
 }
-_COMPARED = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias",
-    "qk_layernorm", "num_moe_experts", "moe_router_topk", "multi_latent_attention", "params_dtype",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "context_parallel_size", "expert_model_parallel_size", "sequence_parallel", "hidden_dropout",
-    "attention_dropout",
-)  # fmt: skip
-"""Fields in which a provider's own TransformerConfig must say what config.json and the layout do."""
-_SCHEDULED = (
+_COMPARED = frozenset(ABSENT) | {
+    "layernorm_zero_centered_gamma", "softmax_scale", "apply_query_key_layer_scaling",
+    "virtual_pipeline_model_parallel_size", "moe_router_pre_softmax", "moe_router_score_function",
+    "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor",
+}  # fmt: skip
+"""Fields in which a provider's own TransformerConfig must be as expected, beside those that a run states."""
+_ITS_OWN = {
+    "init_method_std", "bias_activation_fusion", "bias_dropout_fusion", "moe_grouped_gemm",
+    "moe_token_dispatcher_type",
+}  # fmt: skip
+"""Fields that do not change what a model computes from its weights."""
+_SCHEDULED = {
     "calculate_per_token_loss", "variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm",
     "pipeline_dtype", "recompute_granularity", "recompute_method", "recompute_num_layers",
-)  # fmt: skip
+}  # fmt: skip
 """Fields that the trainer decides, whatever a provider's own TransformerConfig says."""
 
 
@@ -78,8 +84,31 @@ class Provider:
 
     place: str
     function: Callable[..., Any]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Namespace
     names: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, spec: ModelSpec) -> Provider:
+        """Return the provider with arguments that say of layout, precision and dropout what the spec does."""
+        values = {**vars(self.arguments)}
+        values |= {name: getattr(spec.transformer_config, name) for name in spec.stated}
+        multiple = values.get("make_vocab_size_divisible_by", 1) * values["tensor_model_parallel_size"]
+        values["padded_vocab_size"] = -(-spec.vocab_size // multiple) * multiple
+        return replace(self, arguments=Namespace(**values))
+
+    @contextmanager
+    def scope(self, groups: ParallelGroups, stage: int | None = None) -> Iterator[None]:
+        """Have Megatron's global groups, and Megatron-LM's get_args() where nobody set it, be the role's."""
+        held: Any = sys.modules.get("megatron.training.global_vars")
+        if held is None or held._GLOBAL_ARGS is not None:
+            with global_groups(groups, stage):
+                yield
+            return
+        held._GLOBAL_ARGS = self.arguments
+        try:
+            with global_groups(groups, stage):
+                yield
+        finally:
+            held._GLOBAL_ARGS = None
 
     def build(self, spec: ModelSpec, groups: ParallelGroups, stage: int, config: Any) -> Any:
         """Return the chunk of a virtual pipeline stage; raises UserError for what cannot be trained.
@@ -87,82 +116,77 @@ class Provider:
         ``config`` is the model's copy of the spec's TransformerConfig, which the provider may use or change.
         """
         layout = groups.layout
-        given = {
-            "pre_process": groups.is_first_stage and stage == 0,
-            "post_process": groups.is_last_stage and stage == layout.virtual_pipeline - 1,
-            "vp_stage": stage if layout.virtual_pipeline > 1 else None,
-            "config": config,
-            "pg_collection": groups.megatron,
-            "args": Namespace(**self.arguments),
-        }
+        values = (
+            groups.is_first_stage and stage == 0,
+            groups.is_last_stage and stage == layout.virtual_pipeline - 1,
+            stage if layout.virtual_pipeline > 1 else None,
+            config,
+            groups.megatron,
+            self.arguments,
+        )
+        given = dict(zip(ARGUMENTS, values, strict=True))
         parameters = inspect.signature(self.function).parameters
         asked = {name: value for name, value in given.items() if name in parameters}
-        _offer_arguments(given["args"])
-        with global_groups(groups, stage), _norms_of_any_layout():
+        with self.scope(groups, stage), _norms_of_any_layout():
             try:
                 chunk = self.function(**asked)
             except Exception as error:  # whatever the user's code raises
-                raise self._error(
+                raise UserError(
                     "the model provider raised an error",
+                    where=f"model.provider {self.place}",
                     expected=f"a GPTModel for the call with {', '.join(asked)}",
                     got=f"{type(error).__name__}: {error}",
                     fix="correct the provider; it is called in the role's groups, for one pipeline stage",
                 ) from error
-        self._check(chunk, given, spec)
-        return _fitted(chunk, spec)
+        check_chunk(chunk, f"model.provider {self.place}", values[0], values[1], spec)
+        fit_packed_rows(chunk, spec)
+        return chunk
 
-    def _check(self, chunk: Any, given: Mapping[str, Any], spec: ModelSpec) -> None:
-        if not isinstance(chunk, torch.nn.Module) or not hasattr(chunk, "decoder"):
-            raise self._error(
-                "the model provider returned something else than a bare GPTModel",
-                expected="a module with decoder.layers, not yet wrapped in Float16Module or DDP",
-                got=type(chunk).__name__,
-                fix="return the GPTModel itself",
-            )
-        for part, name in (("pre_process", "embedding"), ("post_process", "output_layer")):
-            if hasattr(chunk, name) != given[part] and not (name == "output_layer" and spec.tied):
-                raise self._error(
-                    f"the model provider does not follow {part}",
-                    expected=f"{'a' if given[part] else 'no'} chunk.{name} where {part} is {given[part]}",
-                    got="none" if given[part] else f"chunk.{name}",
-                    fix=f"pass {part} on to GPTModel",
-                )
-        config: Any = chunk.config
-        for name in _COMPARED:
-            expected, got = getattr(spec.transformer_config, name, None), getattr(config, name, None)
-            if expected != got:
-                raise self._error(
-                    "the provider's model is another than config.json and the layout describe",
-                    expected=f"{name}: {expected}",
-                    got=f"{name}: {got}",
-                    fix="take the `config` that the provider is given, or name the model's own config.json",
-                )
-        modules = chunk.named_modules()
-        others = [path for path, module in modules if getattr(module, "config", config) is not config]
-        if others:
-            raise self._error(
-                "modules of the provider's model have a TransformerConfig of their own",
-                expected="the chunk's, in every module",
-                got=f"another one in {others[0]}",
-                fix="pass the same object on",
-            )
-        for name in _SCHEDULED:
-            if hasattr(config, name):
-                setattr(config, name, getattr(spec.transformer_config, name))
 
-    def _error(self, message: str, *, expected: str, got: str, fix: str) -> UserError:
-        return UserError(message, where=f"model.provider {self.place}", expected=expected, got=got, fix=fix)
+def check_chunk(chunk: Any, place: str, pre_process: bool, post_process: bool, spec: ModelSpec) -> None:
+    """Raise UserError for what is no chunk of the model that a spec describes.
 
-    def unnamed(self, parameter: str, known: list[str]) -> UserError:
-        """Return the error of a parameter that corresponds to nothing in the model's checkpoint."""
-        return UserError(
-            f"nothing says which of the checkpoint's tensors {parameter} holds",
-            where=f"model.provider {self.place}",
-            expected=f"a parameter called as Megatron's own: {', '.join(known)}",
-            got=parameter,
-            fix='write a file with NAMES = {"your name": "Megatron\'s name"}, both below decoder.layers.N, '
-            "and set model.weights=that_file.py:NAMES",
+    Fields of its TransformerConfig that the trainer decides are set. ``place`` says whose code built it.
+    """
+    if not isinstance(chunk, torch.nn.Module) or not hasattr(chunk, "decoder"):
+        raise UserError(
+            "the model provider returned something else than a bare GPTModel",
+            where=place,
+            expected="a module with decoder.layers, not yet wrapped in Float16Module or DDP",
+            got=type(chunk).__name__,
+            fix="return the GPTModel itself",
         )
+    stages = ("pre_process", "embedding", pre_process), ("post_process", "output_layer", post_process)
+    for part, name, wanted in stages:
+        if hasattr(chunk, name) != wanted:
+            raise UserError(
+                f"the model provider does not follow {part}",
+                where=place,
+                expected=f"{'a' if wanted else 'no'} chunk.{name} where {part} is {wanted}",
+                got="none" if wanted else f"chunk.{name}",
+                fix=f"pass {part} on to GPTModel",
+            )
+    config: Any = chunk.config
+    for name in sorted((_COMPARED | spec.stated) - _ITS_OWN - _SCHEDULED):
+        expected, got = getattr(spec.transformer_config, name, None), getattr(config, name, None)
+        if expected != got:
+            raise UserError(
+                "the provider's model is another than config.json and the layout describe",
+                where=place,
+                expected=f"{name}: {expected}",
+                got=f"{name}: {got}",
+                fix="take the `config` that the provider is given, or name the model's own config.json",
+            )
+    # Some layers of Megatron's have copies of it.
+    for other in {id(config): config for config in _configs(chunk)}.values():
+        for name in _SCHEDULED & vars(other).keys():
+            setattr(other, name, getattr(spec.transformer_config, name))
+
+
+def _configs(chunk: Any) -> Iterator[Any]:
+    for module in chunk.modules():
+        if isinstance(getattr(module, "config", None), TransformerConfig):
+            yield module.config
 
 
 def load_provider(place: str, names: str | None, arguments: Mapping[str, Any]) -> Provider:
@@ -170,7 +194,7 @@ def load_provider(place: str, names: str | None, arguments: Mapping[str, Any]) -
     return Provider(
         place,
         _imported(place, "model.provider"),
-        arguments,
+        Namespace(**arguments),
         {} if names is None else dict(_imported(names, "model.weights")),
     )
 
@@ -189,19 +213,12 @@ def _imported(place: str, where: str) -> Any:
         ) from error
 
 
-def _offer_arguments(arguments: Namespace) -> None:
-    """Have Megatron-LM's get_args() answer where the provider's file imports it and nobody set arguments."""
-    held: Any = sys.modules.get("megatron.training.global_vars")
-    if held is not None and held._GLOBAL_ARGS is None:
-        held.set_args(arguments)
-
-
 @contextmanager
 def global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[None]:
     """Have Megatron's process-global groups be a role's inside the block, for code that asks for them."""
     state: Any = parallel_state
     virtual = groups.layout.virtual_pipeline
-    values: dict[str, Any] = {name: getattr(groups, group) for name, group in _GROUPS.items()}
+    values: dict[str, Any] = {name: getattr(groups, group) for name, group in GROUPS.items()}
     values |= {
         name: dist.get_process_group_ranks(group) if group is not None else None
         for name, group in ((name, getattr(groups, attribute)) for name, attribute in _RANKS.items())
@@ -223,7 +240,7 @@ def global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[
 
 @contextmanager
 def _norms_of_any_layout() -> Iterator[None]:
-    """Have Megatron's plain RMS norm be one that sequence parallelism is right with."""
+    """Have Megatron's plain RMS norm, which refuses sequence parallelism, be one that any layout takes."""
     plain = WrappedTorchNorm.__new__
 
     def make(cls: Any, config: Any, hidden_size: int, *further: Any, eps: float = 1e-5, **more: Any) -> Any:
@@ -238,7 +255,7 @@ def _norms_of_any_layout() -> Iterator[None]:
         setattr(WrappedTorchNorm, "__new__", plain)
 
 
-def _fitted(chunk: Any, spec: ModelSpec) -> Any:
+def fit_packed_rows(chunk: Any, spec: ModelSpec) -> None:
     """Give Megatron's plain layers attention and rotary angles of packed rows; others bring their own."""
     plain = False
     for layer in chunk.decoder.layers:
@@ -247,9 +264,11 @@ def _fitted(chunk: Any, spec: ModelSpec) -> Any:
         if isinstance(core, DotProductAttention):
             plain = True
             attention.core_attention = PackedAttention(
-                chunk.config, core.layer_number, pg_collection=attention.pg_collection
+                chunk.config,
+                core.layer_number,
+                softmax_scale=core.softmax_scale,
+                pg_collection=attention.pg_collection,
             )
     if plain and hasattr(chunk, "rotary_pos_emb"):
         place = next(chunk.parameters()).device
         chunk.rotary_pos_emb = PackedRotaryEmbedding(spec.inverse_frequencies.to(place))
-    return chunk

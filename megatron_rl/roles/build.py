@@ -95,17 +95,24 @@ class Roles:
         self.rollout.close()
 
 
-def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any, *, templated: bool = False) -> Roles:
+def build_roles(
+    config: RunConfig,
+    algorithm: Algorithm,
+    tokenizer: Any,
+    *,
+    templated: bool = False,
+    actor: ModelRole | None = None,
+) -> Roles:
     """Build every role with its starting weights; the engine's come with the first sync.
 
     ``config`` is resolved: nothing is left to derive. ``templated`` says whether prompts went through the
-    tokenizer's chat template. Collective over the world.
+    tokenizer's chat template. ``actor`` is one that is there already. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
     rollout = _build_rollout(
         config, tokenizer, templated, _records(config, "rollout"), _separate_adapters(config)
     )
-    actor = build_actor(config, updates=_updates(config))
+    actor = actor or build_actor(config, updates=_updates(config))
     critic = build_critic(config) if algorithm.needs_critic else None
     reference = _build_reference(config, actor) if algorithm.needs_reference else None
     models = tuple(_build_reward_model(config, name) for name in config.reward.models)
@@ -115,6 +122,19 @@ def build_roles(config: RunConfig, algorithm: Algorithm, tokenizer: Any, *, temp
     for role in roles.models:
         role.residency.leave()
     return roles
+
+
+def adopted_actor(config: RunConfig, model: ParallelModel, optimizer: Optimizer) -> ModelRole:
+    """Return the actor whose model and optimizer a training script has set up."""
+    return ModelRole(
+        "actor",
+        model.groups.layout,
+        model,
+        tokens_per_microbatch=_token_budget(config),
+        outputs=POLICY_OUTPUTS,
+        optimizer=optimizer,
+        prefix="policy",
+    )
 
 
 def build_frozen_roles(
@@ -329,8 +349,12 @@ def _stored(config: RunConfig, path: str | None) -> str:
     return path
 
 
-def _provider(config: RunConfig) -> Provider | None:
+def _provider(config: RunConfig, path: str) -> Provider | None:
+    """Return the user's code for the model at ``path``; models of other sizes are Megatron's own."""
     if config.model.provider is None:
+        return None
+    shapes = [read_pretrained(Path(place) / "config.json").shape for place in (config.model.path, path)]
+    if len({replace(shape, name="", scalar_head=False, tied=False) for shape in shapes}) > 1:
         return None
     arguments, _ = checkpoint_arguments(config.model.path)
     return load_provider(config.model.provider, config.model.weights, arguments)
@@ -363,7 +387,7 @@ def build_policy(
         head=head,
         trainable=trainable,
         seed=config.seed,
-        provider=_provider(config),
+        provider=_provider(config, path),
     )
     load_weights(model, path)
     return model

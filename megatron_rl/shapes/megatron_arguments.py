@@ -16,7 +16,7 @@ from megatron_rl.shapes.pretrained import PretrainedModel, describe
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron-Core's scaling of rotary angles, --use-rope-scaling, has beside its factor."""
-_ABSENT: Mapping[str, str] = {
+ABSENT: Mapping[str, str] = {
     "mtp_num_layers": "layers that predict further tokens",
     "squared_relu": "squared ReLU",
     "quick_geglu": "quick GEGLU",
@@ -223,7 +223,7 @@ def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
 
 def _refusals(arguments: Mapping[str, Any], where: str) -> Iterator[UserError]:
     """Yield an error for each argument that no model here has."""
-    for name, meaning in _ABSENT.items():
+    for name, meaning in ABSENT.items():
         if arguments.get(name):
             yield _refusal(where, name, arguments[name], f"not set: {meaning} cannot be trained here")
     for name, expected in (
@@ -271,7 +271,7 @@ def contradictions(
             )
         ]
     errors = [_refusal(where, name, arguments[name], f"not set: {meaning} is not in {place}")
-              for name, meaning in _ABSENT.items() if arguments.get(name)]  # fmt: skip
+              for name, meaning in ABSENT.items() if arguments.get(name)]  # fmt: skip
     stated, effective = _effective(arguments), _effective(expected)
     for name, value in effective.items():
         if name in stated and not _same(stated[name], value):

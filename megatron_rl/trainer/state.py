@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,13 +72,17 @@ class TrainerState:
         with roles.learners_resident():
             state = checkpoint.load(path, _parts(roles), TYPES, trusted=trusted)
         with checkpoint.written_by_this_version(path):
-            self.step = int(state["step"])
-            self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
-            self.prompts.load_state_dict(state["prompts"])
-            roles.hybrid_engine.version = int(state["policy_version"])
-            self.queue[:] = [SampledBatch(**item) for item in state["queue"]]
-            self.source.load_state_dict(state["rollouts"])
-            self.best = Best(**state["best"])
+            self.load_state_dict(state, roles)
+
+    def load_state_dict(self, state: Mapping[str, Any], roles: Roles) -> None:
+        """Continue from what `state_dict` returned."""
+        self.step = int(state["step"])
+        self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
+        self.prompts.load_state_dict(state["prompts"])
+        roles.hybrid_engine.version = int(state["policy_version"])
+        self.queue[:] = [SampledBatch(**item) for item in state["queue"]]
+        self.source.load_state_dict(state["rollouts"])
+        self.best = Best(**state["best"])
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """Return the plain values that are equal on every rank."""

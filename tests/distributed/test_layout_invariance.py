@@ -41,11 +41,12 @@ SPARSE: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 PROVIDED: tuple[dict[str, Any], ...] = tuple(
-    {"model": "qwen2", "budget": WIDE, "name": f"qwen2-{name}", "provider": name, **layout}
-    for name, layout in (
-        ("older", {"tensor": 2, "pipeline": 2, **SP}),
-        ("gpt_builder", {"tensor": 2, "pipeline": 2, **VPP, **SP}),
-        ("renamed", {"tensor": 2, **FULL}),
+    {"model": family, "budget": WIDE, "name": f"{family}-{name}", "provider": name, **layout}
+    for name, family, layout in (
+        ("older", "qwen2", {"tensor": 2, "pipeline": 2, **SP}),
+        ("renamed", "qwen2", {"tensor": 2, **FULL}),
+        ("gpt_builder", "qwen3-tied", {"tensor": 2, "pipeline": 2, **VPP, **SP}),
+        ("gpt_builder", "qwen3-moe", {"tensor": 2, "expert": 2, "pipeline": 2, **SP}),
     )
 )
 """Models that a user's own code builds."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_rl.errors import UserError
 from megatron_rl.parallel.trace import CopyRecorder, merge_boxes
 from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
@@ -114,10 +115,6 @@ _EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias))
 """One module per expert, or one grouped module with one weight per expert."""
 
 
-class UnknownParameterError(RuntimeError):
-    """Report a Megatron parameter that the importer has no rule for."""
-
-
 class CoverageError(RuntimeError):
     """Report parameters that the boxes do not fill exactly."""
 
@@ -132,7 +129,7 @@ def import_parameters(
 
     ``parameters`` are named ``decoder.layers.N.…`` with N counted over the whole model. ``sources`` holds
     whole tensors (or meta stand-ins) by checkpoint name. Rows that pad the vocabulary are left alone.
-    Raises UnknownParameterError for a parameter without a rule.
+    Raises UserError for a parameter without a rule.
     """
     shape = model.shape
     heads = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
@@ -145,7 +142,7 @@ def import_parameters(
         match = re.match(r"decoder\.layers\.(\d+)\.", name)
         if match is None:
             if name not in outer:
-                raise UnknownParameterError(name)
+                raise _unknown(name, outer)
             tensors = [sources[source.name] for source in outer[name].sources]
             _PLACES[outer[name].cut](target, tensors, dense)
             continue
@@ -155,7 +152,7 @@ def import_parameters(
         below = name[match.end() :]
         weight = weights[layer].get(_EXPERT.sub(r"\1{expert}", below))
         if weight is None:
-            raise UnknownParameterError(name)
+            raise _unknown(name, weights[layer])
         expert = _EXPERT.search(below)
         number = shard.expert * (shape.experts // shard.expert_size) + int(expert.group(2)) if expert else 0
         prefix = LAYER.format(layer=layer)
@@ -163,6 +160,17 @@ def import_parameters(
             _part(sources[prefix + source.name.format(expert=number)], source) for source in weight.sources
         ]
         _PLACES[weight.cut](target, tensors, sparse if weight.expert else dense)
+
+
+def _unknown(parameter: str, known: Iterable[str]) -> UserError:
+    return UserError(
+        f"nothing says which of the checkpoint's tensors the parameter {parameter} holds",
+        where="model.weights",
+        expected=f"a parameter called as Megatron's own: {', '.join(known)}",
+        got=parameter,
+        fix='write NAMES = {"your name": "Megatron\'s name"} into a file, without decoder.layers.N. in both, '
+        "and set model.weights=that_file.py:NAMES",
+    )
 
 
 def trace_import(

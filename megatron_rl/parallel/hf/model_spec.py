@@ -60,11 +60,13 @@ def with_scalar_head(hf_config: Any) -> Any:
 class ModelSpec:
     """Hold what GPTModel is built from, apart from the layer spec and the pipeline stage.
 
+    ``stated`` names the fields of the TransformerConfig that the model, the layout and the role set.
     ``gpt_kwargs`` are keyword arguments of GPTModel. ``padded_vocab_size`` is what the model allocates.
     ``inverse_frequencies`` [rotary_dim / 2] float32.
     """
 
     transformer_config: TransformerConfig
+    stated: frozenset[str]
     gpt_kwargs: Mapping[str, Any]
     model: PretrainedModel
     hf_config: Any
@@ -174,7 +176,9 @@ def model_spec(
         "rotary_percent": rotary_fraction(model.config),
         "rotary_base": rope_parameters(model.config)["rope_theta"],
     }
-    return ModelSpec(transformer_config, gpt_kwargs, model, hf_config, padded, frequencies)
+    return ModelSpec(
+        transformer_config, frozenset(settings), gpt_kwargs, model, hf_config, padded, frequencies
+    )
 
 
 def rotation(hf_config: Any) -> tuple[Tensor, float]:

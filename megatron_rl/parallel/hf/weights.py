@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.parallel.hf.importer import Shard, UnknownParameterError, trace_import, vocabulary_names
+from megatron_rl.parallel.hf.importer import Shard, trace_import, vocabulary_names
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles
 from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
 from megatron_rl.parallel.model import Chunked, live_parameters
@@ -35,20 +35,29 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
     """Return where each part of the checkpoint's tensors lies in this rank's parameters.
 
     Storage names are those of `live_parameters`. Raises CoverageError unless every element except the
-    padding of the vocabulary is filled exactly once, and UserError for what a provider calls otherwise than
-    Megatron.
+    padding of the vocabulary is filled exactly once, and UserError for parameters that nothing names.
     """
     parameters = live_parameters(model)
-    canonical = {global_name(model, storage): storage for storage in parameters}
+    canonical: dict[str, str] = {}
+    for storage in parameters:
+        other = canonical.setdefault(global_name(model, storage), storage)
+        if other != storage:
+            raise UserError(
+                f"two parameters of the model are called {global_name(model, storage)}",
+                where="model.weights",
+                expected="one name of Megatron's for each parameter",
+                got=f"{other} and {storage}",
+                fix="correct the names, or the layers that the model provider builds for a stage",
+            )
     stand_ins = {storage: torch.empty_like(value, device="meta") for storage, value in parameters.items()}
-    described, provider = pretrained(model.hf_config), getattr(model, "provider", None)
-    named = {name: stand_ins[storage] for name, storage in canonical.items()}
-    try:
-        return trace_import(named, described, shard_of(model), device.rank(), canonical)
-    except UnknownParameterError as error:
-        if provider is None:
-            raise
-        raise provider.unnamed(str(error), [weight.name for weight in described.weights(0)]) from error
+    shard = shard_of(model)
+    return trace_import(
+        {name: stand_ins[storage] for name, storage in canonical.items()},
+        pretrained(model.hf_config),
+        shard,
+        device.rank(),
+        canonical,
+    )
 
 
 def load_weights(model: Chunked, path: str | Path) -> None:
@@ -154,8 +163,7 @@ def shard_of(model: Chunked) -> Shard:
 def global_name(model: Chunked, storage: str) -> str:
     """Count layers over the whole model, not inside their chunk, and name parameters as Megatron does."""
     index, name = storage.split(".", 1)
-    provider = getattr(model, "provider", None)
-    names = {} if provider is None else provider.names
+    names: Mapping[str, str] = getattr(model, "names", {})
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if match is None:
         return names.get(name, name)

@@ -1,0 +1,39 @@
+"""Reinforcement learning inside a Megatron-LM training script; with Megatron-LM's folder on PYTHONPATH:
+
+torchrun --nproc-per-node 8 launch/examples/megatron_lm/in_your_loop.py --calculate-per-token-loss --save DIR
+"""
+
+from functools import partial
+
+from gpt_builders import gpt_builder  # yours may stand here
+from megatron.core.enums import ModelType
+from megatron.training import get_args, get_timers, print_rank_0
+from megatron.training.checkpointing import save_checkpoint
+from megatron.training.initialize import initialize_megatron
+from megatron.training.training import setup_model_and_optimizer
+from model_provider import model_provider
+
+from megatron_rl import EmbeddedTrainer
+
+
+def main() -> None:
+    initialize_megatron()
+    args, timers = get_args(), get_timers()
+    trained = setup_model_and_optimizer(partial(model_provider, gpt_builder), ModelType.encoder_or_decoder)
+    trainer = EmbeddedTrainer("rl.yaml", *trained, increment=args.global_batch_size)
+    if args.iteration:
+        trainer.load(f"{args.save}/rl_{args.iteration}.pt")
+    for iteration in range(args.iteration + 1, args.train_iters + 1):
+        timers("rl-step", log_level=0).start(barrier=True)
+        metrics = trainer.step()
+        timers("rl-step").stop()
+        print_rank_0(f"iteration {iteration}: reward {metrics['reward/mean']:.4f}")
+        timers.log(["rl-step"])
+        if iteration % args.save_interval == 0:
+            save_checkpoint(iteration, *trained, args.num_floating_point_operations_so_far)
+            trainer.save(f"{args.save}/rl_{iteration}.pt")
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()

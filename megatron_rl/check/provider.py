@@ -1,0 +1,44 @@
+"""The user's own model code: where it lies, what it is called with, and whether a run can train its model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_rl.check.reward_function import Called, check_function
+from megatron_rl.config.sections.starting_model import ModelConfig
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.megatron_arguments import arguments_of
+from megatron_rl.shapes.pretrained import PretrainedModel
+
+ARGUMENTS = ("pre_process", "post_process", "vp_stage", "config", "pg_collection", "args")
+"""What a provider is given of where it names them; the first two it must take."""
+
+
+def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> list[UserError]:
+    """Return what is wrong with `model.provider` and `model.weights`.
+
+    ``model`` is what config.json describes, None where it is not known.
+    """
+    if settings.provider is None:
+        if settings.weights is None:
+            return []
+        return [
+            UserError(
+                "names of parameters are given, but no model provider",
+                where="model.weights",
+                expected="model.provider beside it",
+                got=settings.weights,
+                fix="set model.provider, or remove model.weights",
+            )
+        ]
+    stages, further = ARGUMENTS[:2], ARGUMENTS[2:]
+    errors = check_function(Called(settings.provider, "model.provider", (), False, stages, further))
+    if settings.weights is not None:
+        errors += check_function(Called(settings.weights, "model.weights", (), False, (), ()))
+    try:
+        if model is not None:
+            arguments_of(model)
+    except UserError as error:
+        fix = "remove model.provider: Megatron's own GPTModel is built"
+        errors.append(replace(error, where="model.provider", fix=fix))
+    return errors

@@ -1,0 +1,89 @@
+"""Steps of reinforcement learning inside a Megatron training script of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.algorithms import algorithm_of, initial_state
+from megatron_rl.check.configuration import check_config
+from megatron_rl.config.load import load
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.tokenizing import load_tokenizer
+from megatron_rl.parallel import device
+from megatron_rl.parallel.adoption import adopt_model, layout_of
+from megatron_rl.parallel.exchange import barrier, gather_metrics
+from megatron_rl.parallel.hf.model_spec import read_hf_config
+from megatron_rl.parallel.optimizer import Optimizer
+from megatron_rl.roles.build import adopted_actor, build_roles
+from megatron_rl.trainer.loop import Phases, train_step
+from megatron_rl.trainer.sample import RolloutSource
+from megatron_rl.trainer.state import TrainerState
+
+
+class EmbeddedTrainer:
+    """Teach the model of a Megatron training script, step by step, inside its own loop.
+
+    ``model`` (DDP chunks), ``optimizer`` and ``scheduler`` are what Megatron-LM's setup_model_and_optimizer
+    returns; the schedule goes on by ``increment`` with each optimizer step. Arguments, layout, optimizer,
+    timers and checkpoints stay the script's. The YAML file at ``config`` says the rest: data, reward,
+    rollout, algorithm and batch; its ``model.path`` has config.json and the tokenizer, and what it says of
+    the actor's layout and optimizer does not count. Weights are those that ``model`` has.
+    Raises UserErrors for what does not fit. Collective over the world, as `step` is.
+    """
+
+    def __init__(
+        self,
+        config: str | Path,
+        model: Sequence[Any],
+        optimizer: Any,
+        scheduler: Any,
+        *,
+        increment: int = 1,
+        overrides: Iterable[str] = (),
+    ) -> None:
+        device.initialize()
+        layout = layout_of(model)
+        sizes = [f"actor.layout.{name}={size}" for name, size in layout.items()]
+        report = check_config(load(config, [*overrides, *sizes]), device.world_size(), training=True)
+        self.config = valid = report.valid()
+        self.algorithm = algorithm_of(valid)
+        tokenizer: Any = load_tokenizer(valid.model.path)
+        prompts = load_prompts(valid, "data.train", valid.data.train or "", tokenizer)
+        adopted = adopt_model(model, read_hf_config(valid.model.path))
+        stepped = Optimizer.adopted(adopted, optimizer, scheduler, increment)
+        actor = adopted_actor(valid, adopted, stepped)
+        self.roles = build_roles(valid, self.algorithm, tokenizer, templated=prompts.templated, actor=actor)
+        source = RolloutSource(valid, self.roles, self.algorithm, prompts.next)
+        self.state = TrainerState(prompts, initial_state(self.algorithm), valid.seed, source)
+        self._phases = Phases()
+
+    def step(self) -> dict[str, float]:
+        """Sample, judge and learn once; return the step's metrics, the same on every rank."""
+        state, phases = self.state, self._phases
+        phases.step = state.step + 1
+        result = train_step(
+            state.source, self.roles, self.algorithm, state.algorithm, self.config, phases.step, phases
+        )
+        state.step, state.algorithm = phases.step, result.algorithm_state
+        return (result.metrics + gather_metrics(phases.metrics())).values()
+
+    def save(self, path: str | Path) -> None:
+        """Write what the next step depends on beside model, optimizer and schedule.
+
+        Collective over the world.
+        """
+        if device.rank() == 0:
+            torch.save(self.state.state_dict(self.roles), path)
+        barrier()
+
+    def load(self, path: str | Path) -> None:
+        """Go on from what `save` wrote; the file may run code, so it must be the user's own."""
+        self.state.load_state_dict(torch.load(path, weights_only=False), self.roles)
+
+    def close(self) -> None:
+        """Release the engine and the processes of rewards."""
+        self.roles.close()
