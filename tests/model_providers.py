@@ -24,6 +24,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 
 NAMES = {"mlp.down.weight": "mlp.linear_fc2.weight"}
+TWICE = {"mlp.down.weight": "mlp.linear_fc1.weight"}
 
 
 def older(pre_process: bool = True, post_process: bool = True) -> GPTModel:

@@ -191,12 +191,16 @@ def _configs(chunk: Any) -> Iterator[Any]:
 
 def load_provider(place: str, names: str | None, arguments: Mapping[str, Any]) -> Provider:
     """Return the provider at ``module:function`` or ``file.py:function``; raises UserError where none is."""
-    return Provider(
-        place,
-        _imported(place, "model.provider"),
-        Namespace(**arguments),
-        {} if names is None else dict(_imported(names, "model.weights")),
-    )
+    named = {} if names is None else _imported(names, "model.weights")
+    if not isinstance(named, Mapping):
+        raise UserError(
+            "the names of parameters are no mapping",
+            where="model.weights",
+            expected='NAMES = {"your name": "Megatron\'s name"}',
+            got=f"{names} is a {type(named).__name__}",
+            fix="correct it, or name another",
+        )
+    return Provider(place, _imported(place, "model.provider"), Namespace(**arguments), named)
 
 
 def _imported(place: str, where: str) -> Any:

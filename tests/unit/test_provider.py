@@ -103,6 +103,10 @@ def test_parameters_that_are_called_otherwise_are_named_by_the_user(tmp_path: Pa
     with pytest.raises(UserError, match=r"decoder\.layers\.0\.mlp\.down\.weight") as caught:
         build(tmp_path, "renamed")
     assert "mlp.linear_fc2.weight" in str(caught.value) and "model.weights=" in str(caught.value)
+    with pytest.raises(UserError, match=r"are called decoder\.layers\.0\.mlp\.linear_fc1\.weight"):
+        build(tmp_path, "renamed", PLACE + "TWICE")
+    with pytest.raises(UserError, match="no mapping"):
+        build(tmp_path, "renamed", PLACE + "renamed")
     model = build(tmp_path, "renamed", PLACE + "NAMES")
     trained = dict(model.chunks[0].named_parameters())["decoder.layers.3.mlp.down.weight"]
     stored = load_file(tmp_path / "model.safetensors")["model.layers.3.mlp.down_proj.weight"]
