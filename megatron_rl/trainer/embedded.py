@@ -11,8 +11,11 @@ import torch
 from megatron_rl.algorithms import algorithm_of, initial_state
 from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
+from megatron_rl.config.placement import role_layout
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
+from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
 from megatron_rl.parallel.adoption import adopt_model, layout_of
 from megatron_rl.parallel.exchange import barrier, gather_metrics
@@ -31,7 +34,7 @@ class EmbeddedTrainer:
     returns; the schedule goes on by ``increment`` with each optimizer step. Arguments, layout, optimizer,
     timers and checkpoints stay the script's. The YAML file at ``config`` says the rest: data, reward,
     rollout, algorithm and batch; its ``model.path`` has config.json and the tokenizer, and what it says of
-    the actor's layout and optimizer does not count. Weights are those that ``model`` has.
+    the actor's layout, precision and optimizer does not count. Weights are those that ``model`` has.
     Raises UserErrors for what does not fit. Collective over the world, as `step` is.
     """
 
@@ -47,9 +50,11 @@ class EmbeddedTrainer:
     ) -> None:
         device.initialize()
         layout = layout_of(model)
-        sizes = [f"actor.layout.{name}={size}" for name, size in layout.items()]
-        report = check_config(load(config, [*overrides, *sizes]), device.world_size(), training=True)
+        stated = [f"actor.layout.{name}={size}" for name, size in layout.items()]
+        stated.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")
+        report = check_config(load(config, [*overrides, *stated]), device.world_size(), training=True)
         self.config = valid = report.valid()
+        _require_plain(valid)
         self.algorithm = algorithm_of(valid)
         tokenizer: Any = load_tokenizer(valid.model.path)
         prompts = load_prompts(valid, "data.train", valid.data.train or "", tokenizer)
@@ -87,3 +92,32 @@ class EmbeddedTrainer:
     def close(self) -> None:
         """Release the engine and the processes of rewards."""
         self.roles.close()
+
+
+def _require_plain(config: RunConfig) -> None:
+    """Raise UserErrors for what a run of its own does with an actor, and a training script's does not."""
+    actor, ranks = config.actor, role_layout(config.actor.layout, "actor.layout").ranks
+    refused = {
+        "actor.lora": actor.lora,
+        "actor.offload": actor.offload,
+        "actor.freeze_router": actor.freeze_router,
+        "actor.routing_replay": actor.routing_replay != "none",
+        "actor.layout.ranks": ranks != tuple(range(device.world_size())),
+        "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
+        "model.provider": config.model.provider,
+        "sft": config.sft,
+        "preference": config.preference,
+    }
+    errors = [
+        UserError(
+            f"a training script's own model is trained without {where}",
+            where=where,
+            expected="its default" if where != "actor.layout.ranks" else "every rank of the script",
+            got="another value",
+            fix=f"remove {where}, or train with `python -m megatron_rl train`",
+        )
+        for where, value in refused.items()
+        if value
+    ]
+    if errors:
+        raise UserErrors(errors)

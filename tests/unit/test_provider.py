@@ -177,6 +177,8 @@ def test_steps_of_rl_are_taken_in_a_scripts_own_loop(tmp_path: Path) -> None:
         load_weights(adopt_model(trained[0], read_hf_config(path)), path)
         trained[1].reload_model_params()
         before = [parameter.clone() for parameter in trained[0][0].parameters()]
+        with pytest.raises(UserError, match=r"without actor\.offload"):
+            EmbeddedTrainer(tmp_path / "rl.yaml", *trained, overrides=["actor.offload=true"])
         trainer = EmbeddedTrainer(tmp_path / "rl.yaml", *trained, increment=4)
         first = trainer.step()
         trainer.save(tmp_path / "rl.pt")
