@@ -37,6 +37,8 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
     _check_groups(groups)
     for chunk in wrapped:
         _check_gradients(chunk)
+        # Megatron's own check is for its own loop; `Optimizer.step` refuses a norm that is not finite.
+        chunk.ddp_config.check_for_nan_in_grad = chunk.ddp_config.check_for_large_grads = False
     fused = has_fused_layers(chunks[0])
     spec = model_spec(hf_config, layout, config.params_dtype, role_settings(layout), fused)
     for stage, chunk in enumerate(chunks):
