@@ -172,11 +172,12 @@ def check_chunk(chunk: Any, place: str, pre_process: bool, post_process: bool, s
         expected, got = getattr(spec.transformer_config, name, None), getattr(config, name, None)
         if expected != got:
             raise UserError(
-                "the provider's model is another than config.json and the layout describe",
+                "the model is another than config.json and the layout describe",
                 where=place,
                 expected=f"{name}: {expected}",
                 got=f"{name}: {got}",
-                fix="take the `config` that the provider is given, or name the model's own config.json",
+                fix="correct the code's settings (a provider may take the `config` that it is given), or name the "
+                "model's own config.json",
             )
     # Some layers of Megatron's have copies of it.
     for other in {id(config): config for config in _configs(chunk)}.values():
