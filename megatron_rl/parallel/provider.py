@@ -176,8 +176,8 @@ def check_chunk(chunk: Any, place: str, pre_process: bool, post_process: bool, s
                 where=place,
                 expected=f"{name}: {expected}",
                 got=f"{name}: {got}",
-                fix="correct the code's settings (a provider may take the `config` that it is given), or name the "
-                "model's own config.json",
+                fix="correct the code's settings, which a provider is given as `config`, or name the model's own "
+                "config.json",
             )
     # Some layers of Megatron's have copies of it.
     for other in {id(config): config for config in _configs(chunk)}.values():
