@@ -57,6 +57,7 @@ _RANKS = {
 }
 _COMPARED = frozenset(ABSENT) | {
     "layernorm_zero_centered_gamma", "softmax_scale", "apply_query_key_layer_scaling",
+    "yarn_rotary_scaling_factor",
     "virtual_pipeline_model_parallel_size", "moe_router_pre_softmax", "moe_router_score_function",
     "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_num_groups",
     "moe_router_group_topk", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor",
