@@ -177,7 +177,7 @@ def check_chunk(chunk: Any, place: str, pre_process: bool, post_process: bool, s
                 where=place,
                 expected=f"{name}: {expected}",
                 got=f"{name}: {got}",
-                fix="correct the code's settings, which a provider is given as `config`, or name the model's own "
+                fix="correct the code's settings, which a provider is given as `config`, or name the right "
                 "config.json",
             )
     # Some layers of Megatron's have copies of it.
