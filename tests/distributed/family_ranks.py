@@ -21,15 +21,18 @@ def command(*words: str | Path) -> None:
 def journey(folder: Path, experts: bool, adapters: bool) -> None:
     """Check, train with vLLM, resume on another layout, export, and check the export.
 
-    Mixtures repeat the engine's experts, and then those of their own scoring pass. Adapters are exported by
-    themselves too, and a run starts from them.
+    Mixtures repeat the engine's experts, and then those of their own scoring pass. Adapters go to vLLM's slot
+    for them, and then into the weights; they are exported by themselves too, and a run starts from them.
     """
     config, out = folder / "config.yaml", folder / "out"
-    before, after = ("expert", "tensor") if experts else ("tensor", "pipeline")
+    before, after = ("expert" if experts else "tensor"), ("tensor" if experts else "pipeline")
+    if adapters:
+        before, after = after, before  # so that adapters have a way to go
     first, second = f"actor.layout.{before}=2", f"actor.layout.{after}=2"
     command("check", config, first, "--world-size", "2")
     replays = [f"actor.routing_replay={name}" for name in ("rollout", "update") if experts]
-    command("train", config, first, *replays[:1])
+    apart = ["actor.lora.sync=adapter"] if adapters else []
+    command("train", config, first, *replays[:1], *apart)
     command("train", config, second, "steps=3", *replays[1:])
     command("export", folder / "run/checkpoints/step_3", "--out", out)
     command("check", config, second, f"model.path={out}", f"run_dir={folder / 'again'}", "--world-size", "2")
@@ -37,7 +40,7 @@ def journey(folder: Path, experts: bool, adapters: bool) -> None:
         command("export", folder / "run/checkpoints/step_3", "--out", folder / "peft", "--format", "peft")
         base = f"model.path={folder / 'run/stages/sft/hf'}"
         words = (base, f"actor.lora.path={folder / 'peft'}", f"run_dir={folder / 'next'}", "sft=null")
-        command("train", config, first, *words, "steps=1")
+        command("train", config, first, *words, *apart, "steps=1")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ from test_layout_invariance import sparse
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.shapes.families import FAMILIES as TABLE
-from megatron_rl.shapes.lora import PEFT_PREFIX
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import PEFT_PREFIX, Lora, default_targets
+from megatron_rl.shapes.pretrained import read_pretrained
+from megatron_rl.shapes.traffic import shared_bytes
 from tests.hf_models import FAMILIES, config_of, save_model
 from tests.readme_metrics import unwritten
 
@@ -86,6 +89,12 @@ def check_adapters(folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").open()]
     assert max(line["mismatch/abs_diff"] for line in lines) < 1e-5
     assert abs(lines[0]["kl/ref"]) < 1e-6 < lines[2]["kl/ref"]
+    # After the first sync, which brings what lies beneath them, adapters move alone.
+    shape, layout = read_pretrained(folder / "model/config.json").shape, ParallelLayout((0, 1), pipeline=2)
+    alone = shared_bytes(shape, layout, 2, 4, lora=Lora(8, default_targets(shape))).traffic((0, 1))
+    both = alone.received_most + shared_bytes(shape, layout, 2, 4).traffic((0, 1)).received_most
+    assert lines[1]["reshard/bytes_received_max"] == alone.received_most > 0
+    assert lines[0]["reshard/bytes_received_max"] == both
     start, base, merged = (
         load_file(folder / path / "model.safetensors") for path in ("model", "run/stages/sft/hf", "out")
     )
