@@ -61,9 +61,18 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if not arguments.quick:
         sections["imports"] = _imports()
+    errors = [finding for section in sections.values() for finding in section if finding.level == "error"]
+    if not speaks:  # at once: a machine with errors may not come to meet the others
+        for finding in errors:
+            fix = f"; fix: {finding.fix}" if finding.fix else ""
+            place = f"{socket.gethostname()}, rank {process_rank()}"
+            print(f"{place}: {finding.name}: {finding.text}{fix}", file=sys.stderr, flush=True)
     world = launch(joins=True).world_size
-    if world > 1 and not arguments.gpu:
-        sections["links between ranks"] = _links()
+    together = world > 1 and not arguments.gpu
+    if together:
+        sections["links between ranks"], others = _links(errors)
+        if others:
+            sections["other ranks"] = others
     elif world == 1 and not arguments.quick:
         text = "not measured: start with torchrun --nproc-per-node N -m megatron_rl doctor"
         sections["links between ranks"] = [Finding("note", "all-reduce", text)]
@@ -75,6 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     elif speaks:
         _print(sections)
+    if together:
+        from megatron_rl.parallel import watch
+
+        sys.stdout.flush()
+        watch.leave()  # the launcher ends rank 0 when another has ended with an error
     return 1 if _failed(sections) else 0
 
 
@@ -168,12 +182,24 @@ def _imports() -> list[Finding]:
     return findings
 
 
-def _links() -> list[Finding]:
-    """Measure the links between ranks. Collective over the world."""
+def _links(errors: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """Measure the links between ranks; return what they are, and the ``errors`` of ranks but the first.
+
+    What several ranks of a machine say is of the lowest of them. Collective over the world.
+    """
     from megatron_rl.cli.proof import link_findings
-    from megatron_rl.parallel import device, probe, watch
+    from megatron_rl.parallel import device, probe
+    from megatron_rl.parallel.exchange import gather_objects
 
     device.initialize(60.0)
     links = probe.probe_links(socket.gethostname())
-    watch.leave()
-    return link_findings(links)
+    said: dict[tuple[str, Finding], int] = {}
+    for rank, findings in enumerate(gather_objects(errors)):
+        for finding in findings:
+            said.setdefault((links.hosts[rank], finding), rank)
+    others = [
+        Finding("error", finding.name, f"{host}, rank {rank}: {finding.text}", finding.fix)
+        for (host, finding), rank in said.items()
+        if rank > 0
+    ]
+    return link_findings(links), others

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 from megatron_rl.metrics import read_metrics
+
+WORKERS = Path(__file__).parent / "workers"
 
 
 def test_ranks_prove_the_machine_that_they_are_on(torchrun, tmp_path: Path):
@@ -22,3 +25,12 @@ def test_ranks_prove_the_machine_that_they_are_on(torchrun, tmp_path: Path):
         assert words in output
     assert [line["step"] for line in read_metrics(folder / "train/metrics.jsonl")] == [1, 2, 3]
     assert "step_2 at step 2" in (folder / "logs/train_0.log").read_text()
+
+
+def test_errors_of_another_machine_are_told_by_the_first_rank(fork):
+    done = fork(WORKERS / "doctor_of_a_bad_machine.py", 2, check=False)
+    host = socket.gethostname()
+    assert done.returncode != 0
+    assert "temporary files" in done.stdout and f"{host}, rank 1: /nowhere is no directory" in done.stdout
+    assert "NOT HEALTHY: 1 to fix" in done.stdout and "all-reduce" in done.stdout
+    assert f"{host}, rank 1: temporary files: /nowhere is no directory; fix: set TMPDIR" in done.stderr
