@@ -7,7 +7,7 @@ room at once is dealt out alike in every run. Which replica samples a group chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from megatron_rl.parallel.exchange import Members
 from megatron_rl.rollout.engine import Sampler
@@ -57,13 +57,23 @@ class Dealt:
             group = self._next()
             if group is None:
                 break
-            numbers = self._groups[group]
-            rows = rows_of(self._flight, [self._open[number] for number in numbers], self._max_model_len)
-            self.numbers += numbers
-            self.rows += rows
-            self._going[group] = rows
-            busy += sum(row.finish_reason == UNFINISHED for row in rows)
+            busy += self._begin(group)
         return list(range(begun, len(self.rows)))
+
+    def take_over(self, begun: Collection[int]) -> None:
+        """Answer for the groups of which no row is ``begun`` by any replica."""
+        for group, numbers in self._groups.items():
+            if numbers[0] not in begun:
+                self._begin(group)
+
+    def _begin(self, group: int) -> int:
+        """Return how many rows of the group go on."""
+        numbers = self._groups[group]
+        rows = rows_of(self._flight, [self._open[number] for number in numbers], self._max_model_len)
+        self.numbers += numbers
+        self.rows += rows
+        self._going[group] = rows
+        return sum(row.finish_reason == UNFINISHED for row in rows)
 
     def complete(self, version: int) -> list[tuple[int, Episodes]]:
         """Return the groups whose rows have all ended since the last call, sampled by ``version``."""
@@ -160,6 +170,10 @@ def sample(
         for indices in members.gather_objects(ended if replica.tensor == 0 else []):
             rounds |= dict.fromkeys(indices, number)
     turns.close()
+    if sweep.tokens is not None:  # enough groups may have ended before others were begun
+        answered = members.gather_objects(dealt.numbers if replica.tensor == 0 else [])
+        if rank == layout.ranks[0]:
+            dealt.take_over({index for indices in answered for index in indices})
     if replica.tensor:
         return added_rows([], [], [], records)
     return added_rows(dealt.numbers, dealt.rows, [rounds.get(index, 0) for index in dealt.numbers], records)

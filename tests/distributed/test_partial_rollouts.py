@@ -61,6 +61,10 @@ def test_delays_and_a_resume_change_nothing_and_the_bound_holds(fork, material, 
         shutil.rmtree(tmp_path / f"parted/run/checkpoints/step_{step}")
     fork(DELAYED, 3, "train", parted, *APART)
     assert numbers(tmp_path / "parted") == numbers(tmp_path / "whole")
+    # As many are carried as a step wants: where these have ended, no replica begins the others.
+    changes["rollout"] |= {"oversample": 1.0, "max_in_flight": 2}
+    fork("megatron_rl", 3, "train", run(tmp_path / "idle", material, **changes), *APART, module=True)
+    assert [line["rollout/carried"] for line in metrics(tmp_path / "idle")] == [8] * 5
 
 
 TALK = """

@@ -82,7 +82,8 @@ def train(rank: int, checkpoint: Path, pipe: str) -> None:
     where = {"address": "127.0.0.1", "port": free_port(), "trainers": TRAINERS, "workers": 1}
     client = PipeClient(pipe) if rank == 0 else None
     sender = WeightTransferTrainerFactory.trainer_init(
-        TrainerMeeting(trained, rank=rank, **where), client=client
+        TrainerMeeting(trained, rank=rank, **where),
+        client=client,  # pyright: ignore[reportArgumentType]
     )
     for step in range(2):
         with torch.no_grad():

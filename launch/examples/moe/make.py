@@ -25,7 +25,7 @@ def make(source: Path, target: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=32,  # pyright: ignore[reportCallIssue]
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
