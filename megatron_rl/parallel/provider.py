@@ -17,13 +17,13 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.algorithms.lookup import load_path
 from megatron_rl.check.provider import ARGUMENTS
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import ModelSpec
 from megatron_rl.parallel.layers import PackedAttention, PackedRotaryEmbedding, RmsNorm
 from megatron_rl.shapes.megatron_arguments import ABSENT
-from megatron_rl.user_code import load_module
 
 GROUPS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tensor",
@@ -194,7 +194,7 @@ def _configs(chunk: Any) -> Iterator[Any]:
 
 def load_provider(place: str, names: str | None, arguments: Mapping[str, Any]) -> Provider:
     """Return the provider at ``module:function`` or ``file.py:function``; raises UserError where none is."""
-    named = {} if names is None else _imported(names, "model.weights")
+    named = {} if names is None else load_path(names, "model.weights")
     if not isinstance(named, Mapping):
         raise UserError(
             "the names of parameters are no mapping",
@@ -203,21 +203,7 @@ def load_provider(place: str, names: str | None, arguments: Mapping[str, Any]) -
             got=f"{names} is a {type(named).__name__}",
             fix="correct it, or name another",
         )
-    return Provider(place, _imported(place, "model.provider"), Namespace(**arguments), named)
-
-
-def _imported(place: str, where: str) -> Any:
-    module, _, name = place.rpartition(":")
-    try:
-        return getattr(load_module(module), name)
-    except Exception as error:  # whatever the user's code raises
-        raise UserError(
-            "the user's code cannot be imported",
-            where=where,
-            expected=f"{name} in {module}",
-            got=f"{type(error).__name__}: {error}",
-            fix="correct the file, or what it imports",
-        ) from error
+    return Provider(place, load_path(place, "model.provider"), Namespace(**arguments), named)
 
 
 @contextmanager

@@ -119,7 +119,7 @@ def test_parameters_that_are_called_otherwise_are_named_by_the_user(tmp_path: Pa
         ("raising", ["raised an error", "KeyError: 'seq_length'", "pre_process, post_process"]),
         ("elsewhere", ["something else than a bare GPTModel", "list"]),
         ("shallower", ["another than config.json", "num_layers: 4", "num_layers: 2"]),
-        ("nowhere", ["cannot be imported", "model.provider", "nowhere"]),
+        ("nowhere", ["has no 'nowhere'", "model.provider"]),
     ],
 )
 def test_what_is_no_model_of_the_run_is_refused(name: str, words: list[str], tmp_path: Path) -> None:
