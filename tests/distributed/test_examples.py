@@ -1,0 +1,36 @@
+"""Each example that two ranks run takes a step of the task, from the data that its own script makes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.data import quickstart
+
+RANKS = Path(__file__).with_name("example_ranks.py")
+EXAMPLES = Path(__file__).resolve().parents[2] / "launch/examples"
+SECONDS = 400.0
+
+
+def make(name: str, *arguments: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / name / "make.py"), *map(str, arguments)]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def test_each_example_takes_a_step(fork: Any, tmp_path: Path) -> None:
+    made, runs = tmp_path / "made", tmp_path / "runs"
+    quickstart.make(made / "quickstart")
+    make("moe", made / "quickstart/model", made / "moe")
+    make("own_data", made / "own_data")
+    make("tools", made / "tools")
+    said = fork(RANKS, 2, made, runs, timeout=SECONDS).stdout
+    names = ("own_reward", "own_loss", "moe", "own_data", "tools", "megatron_lm")
+    assert [name for name in names if f"example {name} ok" not in said] == []
+    for name in names:
+        lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").open()]
+        assert lines[-1]["step"] == 1 and lines[-1]["mismatch/abs_diff"] < 1e-4, name
+        assert "eval/held_out/accuracy" in lines[-1], name
+    assert (runs / "out/latest_checkpointed_iteration.txt").is_file()
