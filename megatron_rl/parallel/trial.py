@@ -30,8 +30,6 @@ from megatron_rl.shapes.pretrained import describe, read_json
 
 _PACKAGES = ("", ".transformer", ".fusions", ".quantization", ".dist_checkpointing", ".optimizer")
 _UNUSED = ("torch.distributed._tensor", "torch.distributed._symmetric_memory")
-_DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02}
-"""Values that a config.json may leave out and that no field depends on."""
 
 
 def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
@@ -40,7 +38,7 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     refused = {}
     for role in roles:
         try:
-            model = describe(_DEFAULTS | read_json(Path(role["model"])))
+            model = describe(read_json(Path(role["model"])))
             model = model.with_scalar_head() if role["scalar_head"] else model
             layout = ParallelLayout(**{**role["layout"], "ranks": tuple(role["layout"]["ranks"])})
             settings = transformer_settings(model, layout, getattr(torch, role["dtype"]), role["fused"])

@@ -12,6 +12,8 @@ from megatron_rl.shapes.model import ModelShape
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 """The activations of a gated MLP that can be trained, as transformers names them."""
+DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "initializer_range": 0.02}
+"""Values of most families where config.json leaves them out."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The scalings of rotary angles that do not depend on the sequence length."""
 LARGEST = 1 << 40
@@ -123,7 +125,7 @@ class Family:
     def normal(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json with every key spelled in one way and the defaults filled in."""
         spelled = {self.aliases.get(key, key): value for key, value in config.items()}
-        return {**self.defaults, **spelled}
+        return {**DEFAULTS, **self.defaults, **spelled}
 
     def shape(self, reader: ConfigReader) -> ModelShape:
         """Return the shape that a normal config.json describes; problems are left in ``reader.errors``."""

@@ -92,7 +92,7 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
         "use_rope_scaling": rope.get("rope_type") == "llama3",
         "multi_latent_attention": shape.mla,
         "num_experts": shape.experts or None,
-        "init_method_std": config.get("initializer_range", 0.02),
+        "init_method_std": config["initializer_range"],
     }
     if shape.mla:
         yarn = rope.get("rope_type") == "yarn"

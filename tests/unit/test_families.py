@@ -20,6 +20,7 @@ from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.model import build_model
 from megatron_rl.shapes.families import FAMILIES as TABLE
+from megatron_rl.shapes.family import DEFAULTS
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import read_json, read_pretrained
 from megatron_rl.shapes.published import load_shape
@@ -95,7 +96,7 @@ def test_defaults_are_those_of_transformers(family) -> None:
     whole = config_of(tiny).__class__().to_dict()
     normal = TABLE[family].normal(whole)
     aliases = {key: spelling for spelling, key in TABLE[family].aliases.items()}
-    for key, value in TABLE[family].defaults.items():
+    for key, value in (DEFAULTS | TABLE[family].defaults).items():
         if value is not None and normal.get(key) is not None:
             told = whole.get(key, whole.get(aliases.get(key, key)))
             assert told == value, key

@@ -35,6 +35,7 @@ FAMILY = Family(
         "n_shared_experts": 1,
         "n_group": 1,
         "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
     },
     aliases={"num_mtp_layers": "num_nextn_predict_layers"},
     partial_rotary=True,

@@ -13,6 +13,6 @@ FAMILY = Family(
     "MixtralForCausalLM",
     "MixtralForSequenceClassification",
     _structure,
-    defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
     renamed=(("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")),
 )

@@ -7,6 +7,7 @@ FAMILY = Family(
     "phi3",
     "Phi3ForCausalLM",
     "Phi3ForSequenceClassification",
+    defaults={"rms_norm_eps": 1e-5},
     renamed=(
         (".q_proj", ".qkv_proj"),
         (".k_proj", ".qkv_proj"),
