@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -108,7 +107,7 @@ def test_overrides_stand_before_or_after_options(workspace: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("actor.megatron.hidden_dropout=0.1",)], ids=["plain", "tried"])
-def test_check_is_quick_and_imports_nothing_heavy(workspace: Path, words: tuple[str, ...]) -> None:
+def test_check_imports_nothing_heavy(workspace: Path, words: tuple[str, ...]) -> None:
     program = (
         "import sys\n"
         "from megatron_rl.cli.main import main\n"
@@ -116,7 +115,6 @@ def test_check_is_quick_and_imports_nothing_heavy(workspace: Path, words: tuple[
         f"print('HEAVY', [name for name in {HEAVY!r} if name in sys.modules])\n"
         "sys.exit(code)\n"
     )
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -126,7 +124,6 @@ def test_check_is_quick_and_imports_nothing_heavy(workspace: Path, words: tuple[
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("HEAVY []")
-    assert time.monotonic() - start < 5
 
 
 SHIPPED = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "translated")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import psutil
@@ -63,13 +62,11 @@ def judged(programs: list[str], tests: Any, **settings: Any) -> RewardResult:
 
 
 def test_programs_get_what_they_earn_and_nothing_stays() -> None:
-    begun = time.monotonic()
     result = judged([program for program, _ in PROGRAMS.values()], CALLS, workers=2)
     assert not result.failures
     assert dict(zip(PROGRAMS, result.rewards.tolist(), strict=True)) == {
         name: reward for name, (_, reward) in PROGRAMS.items()
     }
-    assert time.monotonic() - begun < 60
     left = [
         process for process in psutil.process_iter(["cmdline"]) if "1234.5" in (process.info["cmdline"] or [])
     ]

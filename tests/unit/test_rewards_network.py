@@ -253,14 +253,14 @@ def test_the_circuit_opens_and_closes(server: Scorer) -> None:
     assert reward.score(samples("4", "5")).valid.all()
 
 
-def test_a_dead_server_costs_seconds_and_one_that_comes_back_is_used(server: Scorer) -> None:
+def test_a_dead_server_is_left_alone_and_one_that_comes_back_is_used(server: Scorer) -> None:
     reward = HttpReward(config(server, open_after=2, open_seconds=0.1))
     assert reward.score(samples("4")).valid.all()
     server.stop()
-    begun = time.monotonic()
     result = reward.score(samples(*["4"] * 200))
-    assert time.monotonic() - begun < 5 and not result.valid.any()
-    assert set(reasons(["4"] * 200, result).values()) <= {"unreachable", "circuit_open"}
+    assert not result.valid.any()
+    failed = Counter(failure.reason for failure in result.failures)
+    assert set(failed) == {"unreachable", "circuit_open"} and failed["circuit_open"] > 150
     time.sleep(0.15)
     again = Scorer(server.server_address[1])
     try:
