@@ -7,6 +7,9 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from megatron_rl.errors import UserError, nearest
 
 
 def load_module(place: str) -> ModuleType:
@@ -34,3 +37,43 @@ def load_module(place: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def load_path(path: str, where: str) -> Any:
+    """Return what ``file.py:Name`` or ``module:Name`` names; raises UserError, also where the code fails.
+
+    A file is relative to the directory that the run is started in.
+    """
+    place, _, name = path.rpartition(":")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise UserError(
+            f"the file {place} does not exist",
+            where=where,
+            expected="an existing Python file",
+            got=f"no such file, seen from {Path.cwd()}",
+            fix="correct the path; it is relative to the directory the run is started in",
+        )
+    try:
+        module = load_module(place)
+    except (Exception, SystemExit) as error:  # the user's own module may fail in any way, or be a script
+        absent = isinstance(error, ModuleNotFoundError) and error.name == place.partition(".")[0]
+        raise UserError(
+            f"cannot import {place}",
+            where=where,
+            expected="file.py:Name or module:Name that can be imported",
+            got=f"{type(error).__name__}: {error}",
+            fix="check the spelling, or add the module's folder to PYTHONPATH"
+            if absent
+            else "correct the module; python -c 'import ...' shows the same error",
+        ) from error
+    if not hasattr(module, name):
+        public = [key for key in vars(module) if not key.startswith("_")]
+        close = nearest(name, public)
+        raise UserError(
+            f"{place} has no {name!r}",
+            where=where,
+            expected="a name that it defines",
+            got=path,
+            fix=f"did you mean {close!r}?" if close else f"define {name} there",
+        )
+    return getattr(module, name)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.algorithms.lookup import load_path
 from megatron_rl.check.installed_source import InstalledField, class_fields, field_error
 from megatron_rl.errors import UserError, each
+from megatron_rl.user_code import load_path
 
 ENGINE_ARGUMENTS = ("vllm.engine.arg_utils", "EngineArgs")
 

@@ -122,8 +122,9 @@ def check_inputs(check: Inputs) -> None:
         check.shape = _model(check, config.model.path, "model.path")
         if config.job == TRAIN and check.fine("rollout.stop", "rollout.sampling_profiles"):
             check.errors.extend(stop_errors(Path(config.model.path), config.rollout))
-    described = read_pretrained(check.models["actor"]) if check.shape is not None else None
-    check.errors.extend(provider_errors(config.model, described))
+    provided = config.model.provider is not None and check.shape is not None
+    actor = read_pretrained(check.models["actor"]) if provided else None
+    check.errors.extend(provider_errors(config.model, actor))
     for where, section in (("reference", config.reference), ("critic", config.critic)):
         if section is not None and check.fine(f"{where}.path"):
             _same_vocabulary(check, section.path, f"{where}.path")

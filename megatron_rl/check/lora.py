@@ -14,8 +14,8 @@ from megatron_rl.shapes.lora import (
     ENGINE_RANKS,
     PEFT_CONFIG,
     TARGETS,
+    Lora,
     adapted,
-    default_targets,
     target_problems,
 )
 from megatron_rl.shapes.pretrained import PretrainedModel
@@ -66,7 +66,7 @@ def check_lora(lora: LoraConfig, engine: str) -> list[UserError]:
 
 def check_adapted_model(lora: LoraConfig, model: PretrainedModel) -> list[UserError]:
     """Return what is wrong between adapters and the actor's model, and with the file they start from."""
-    targets = lora.targets or default_targets(model.shape)
+    targets = Lora.of(model.shape, lora.rank, lora.targets).targets
     errors = target_problems(model.shape, targets, f"{_WHERE}.targets")
     if lora.sync == "adapter" and model.shape.experts:
         errors.append(

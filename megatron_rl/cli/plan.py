@@ -14,7 +14,7 @@ from megatron_rl.planner.constants import Machine, load_constants
 from megatron_rl.planner.groups import Problem
 from megatron_rl.planner.placement import ROLES, search
 from megatron_rl.planner.run import Paths, config_text, plan_record, planned_run, plans_text
-from megatron_rl.shapes.lora import Lora, default_targets
+from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.published import load_shape
 
 
@@ -155,7 +155,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
         roles.pop("reference")
     if args.no_reward_model:
         roles.pop("reward", None)
-    lora = Lora(args.lora_rank, default_targets(actor)) if args.lora_rank else None
+    lora = Lora.of(actor, args.lora_rank) if args.lora_rank else None
     return Problem(roles, args.algorithm, batch, Machine(cluster, constants, args.precision), lora=lora)
 
 

@@ -25,7 +25,7 @@ from megatron_rl.hybrid_engine.offline import (
 )
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.planner.constants import load_constants
-from megatron_rl.shapes.lora import Lora, default_targets
+from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.traffic import byte_words, received_by_peers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -120,7 +120,7 @@ def _lora(config: Any, rank: int | None) -> Lora | None:
     errors = check_lora(lora, "vllm") + check_adapted_model(lora, model)
     if errors:
         raise UserErrors(errors)
-    return Lora(rank, default_targets(model.shape))
+    return Lora.of(model.shape, rank)
 
 
 def _engine(words: str) -> tuple[int, bool]:

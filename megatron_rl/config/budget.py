@@ -13,7 +13,7 @@ from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count, default_targets
+from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (
     RUNTIME_BYTES,
     Layers,
@@ -191,10 +191,12 @@ def _trained(
     tokens = learner.tokens
     adapters, merged, lora = None, 0, config.actor.lora
     if role == "actor" and lora is not None:
-        targets = lora.targets or default_targets(shape)
-        adapters = adapter_parameter_count(shape, layout, stages[stage], Lora(lora.rank, targets))
+        learned = Lora.of(shape, lora.rank, lora.targets)
+        adapters = adapter_parameter_count(shape, layout, stages[stage], learned)
         if lora_apart(config) is None:
-            merged = built.dtype_bytes * adapted_parameter_count(shape, layout, stages[stage], targets)
+            merged = built.dtype_bytes * adapted_parameter_count(
+                shape, layout, stages[stage], learned.targets
+            )
     memory = training_memory(
         shape, layout, stages, stage, optimizer, built, tokens, learner.microbatches, adapters
     )

@@ -12,7 +12,7 @@ from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.lora import Lora, default_targets
+from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 from megatron_rl.shapes.pipeline_stages import STAGE_SETTINGS
 from megatron_rl.shapes.rank_order import best_rank_order
@@ -153,7 +153,7 @@ def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
         DTYPE_BYTES[config.model.dtype],
         settings=config.actor.megatron,
         whole_experts=bool(rollout.vllm.get("enable_expert_parallel")),
-        lora=None if lora is None else Lora(lora.rank, lora.targets or default_targets(shape)),
+        lora=None if lora is None else Lora.of(shape, lora.rank, lora.targets),
     )
 
 

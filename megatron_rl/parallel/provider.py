@@ -17,13 +17,13 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.algorithms.lookup import load_path
 from megatron_rl.check.provider import ARGUMENTS
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import ModelSpec
 from megatron_rl.parallel.layers import PackedAttention, PackedRotaryEmbedding, RmsNorm
 from megatron_rl.shapes.megatron_arguments import ABSENT
+from megatron_rl.user_code import load_path
 
 GROUPS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tensor",

@@ -27,7 +27,7 @@ from megatron_rl.planner.learn import (
     score_seconds,
 )
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.lora import Lora, default_targets
+from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pipeline_stages import end_settings
@@ -206,7 +206,7 @@ def _choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelSh
     section = (config.critic or CriticConfig()) if role == "critic" else config.actor
     optimizer = OptimizerChoice(distributed=section.optimizer.distributed, offload=section.optimizer.offload)
     engine, lora = config.model.attention != "torch", config.actor.lora if role == "actor" else None
-    adapters = None if lora is None else Lora(lora.rank, lora.targets or default_targets(model))
+    adapters = None if lora is None else Lora.of(model, lora.rank, lora.targets)
     return TrainChoice(model, layout, section.recompute, optimizer, transformer_engine=engine, lora=adapters)
 
 

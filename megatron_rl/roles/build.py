@@ -109,14 +109,13 @@ def build_roles(
     tokenizer's chat template. ``actor`` is one that is there already. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
-    rollout = _build_rollout(
-        config, tokenizer, templated, _records(config, "rollout"), _separate_adapters(config)
-    )
+    adapters = _separate_adapters(config)
+    rollout = _build_rollout(config, tokenizer, templated, _records(config, "rollout"), adapters)
     actor = actor or build_actor(config, updates=_updates(config))
     critic = build_critic(config) if algorithm.needs_critic else None
     reference = _build_reference(config, actor) if algorithm.needs_reference else None
     models = tuple(_build_reward_model(config, name) for name in config.reward.models)
-    engine = _hybrid_engine(config, actor, rollout, _separate_adapters(config) is not None)
+    engine = _hybrid_engine(config, actor, rollout, adapters is not None)
     scoring_pass = scoring_reason(config, algorithm) is not None
     roles = Roles(actor, rollout, engine, reward, critic, reference, models, scoring_pass)
     for role in roles.models:

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.lookup import load_path
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.types import FINISH_FAILED, SamplingParameters, TensorBox
+from megatron_rl.user_code import load_path
 
 ToolParser = Callable[[str, list[dict[str, Any]]], tuple[str, list[dict[str, Any]]]]
 """Takes a turn and the tools; returns the text beside the calls, and the name and arguments of each call."""

@@ -34,6 +34,11 @@ class Lora(NamedTuple):
     rank: int
     targets: tuple[str, ...]
 
+    @classmethod
+    def of(cls, shape: ModelShape, rank: int, targets: Sequence[str] | None = None) -> Lora:
+        """Return a model's adapters, in every layer that can have one where ``targets`` names none."""
+        return cls(rank, tuple(targets or default_targets(shape)))
+
 
 @dataclass(frozen=True)
 class AdaptedModel(PretrainedModel):
