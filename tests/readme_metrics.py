@@ -18,6 +18,7 @@ WRITTEN_BY = {
     "a run of a mixture": "router/",
     "a run that offloads": "offload/ time/offload",
     "a run that carries responses": "rollout/rounds rollout/partial rollout/carried staleness/token",
+    "a run in the open order": "rollout/due rollout/not_begun rollout/complete",
     "a run that discards responses": "rollout/discarded",
     "a run that samples ahead": "staleness/m time/idle_",
 }

@@ -34,7 +34,7 @@ def generate(
     count = len(prompts)
     sweep = Sweep(flight, (True,) * count, count, version)
     added = advanced(engine, flight, None, records)
-    return settle(sweep, added)[0].rollouts
+    return settle(sweep, added).flight.rollouts
 
 
 def continued(engine: Sampler, flight: Episodes, tokens: int, version: int) -> Episodes:

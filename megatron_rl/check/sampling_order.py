@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.rollout import CLOSED
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 
@@ -15,7 +16,34 @@ def check_asynchrony(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], algorithm: Algorithm | None = None
 ) -> list[UserError]:
     """Return the errors of the order in which a run samples and learns."""
-    return [*_check_ahead(config, layouts), *_check_staleness(config), *_check_oversample(config, algorithm)]
+    return [
+        *_check_open(config),
+        *_check_ahead(config, layouts),
+        *_check_staleness(config),
+        *_check_oversample(config, algorithm),
+    ]
+
+
+def _check_open(config: RunConfig) -> list[UserError]:
+    """Return the error of an open order without what it rests on."""
+    needs = {
+        "asynchrony.steps_ahead=1": config.asynchrony.steps_ahead > 0,
+        "rollout.partial=true": config.rollout.partial,
+        "rollout.oversample=1": config.rollout.oversample > 0,
+    }
+    lacks = [setting for setting, there in needs.items() if not there]
+    if config.rollout.order == CLOSED or not lacks:
+        return []
+    return [
+        UserError(
+            "nothing can be complete before the rest of its step, and the rest go on",
+            where="rollout.order",
+            expected="with open: rollout ranks of their own that sample ahead, more groups in flight than a "
+            "step takes, and responses that go on",
+            got=f"open without {', '.join(lacks)}",
+            fix=f"set {' '.join(lacks)}, or rollout.order=closed",
+        )
+    ]
 
 
 def _check_ahead(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> list[UserError]:

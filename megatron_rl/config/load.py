@@ -126,7 +126,7 @@ def changes(saved: str, config: RunConfig) -> list[str]:
 
 _WITHOUT_NUMBERS = ("run_dir", "checkpoint.", "rank_timeout")
 _ORDER = (
-    "seed", "data.", "batch.prompts_per_step", "rollout.oversample", "rollout.partial",
+    "seed", "data.", "batch.prompts_per_step", "rollout.order", "rollout.oversample", "rollout.partial",
     "rollout.round_tokens", "asynchrony.",
 )  # fmt: skip
 """Beginnings of the settings that decide which prompts make a step."""

@@ -181,8 +181,17 @@ def share(value: Any, ranks: tuple[int, ...]) -> Any:
 
 def ticket(name: str) -> int:
     """Return how many tickets of this ``name`` were drawn before, by all ranks of the job."""
+    return _add(name, 1) - 1
+
+
+def drawn(name: str) -> int:
+    """Return how many tickets of this ``name`` all ranks of the job have drawn so far."""
+    return _add(name, 0)
+
+
+def _add(name: str, count: int) -> int:
     store: Any = dist.distributed_c10d._get_default_store()
-    return store.add(f"ticket {name}", 1) - 1
+    return store.add(f"ticket {name}", count)
 
 
 def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:

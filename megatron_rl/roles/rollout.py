@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormat
 from megatron_rl.environments.hosts import Hosts
+from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import Members, share, ticket
 from megatron_rl.rollout.conversations import Conversations
 from megatron_rl.rollout.engine import Engine, ToolParser
-from megatron_rl.rollout.episodes import Added, Sweep, added_rows
-from megatron_rl.rollout.replica import OnComplete, sample
-from megatron_rl.rollout.turns import Groups, Led, SingleTurns, Turns
+from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows
+from megatron_rl.rollout.replica import OnComplete, Rendezvous, await_rendezvous, sample
+from megatron_rl.rollout.turns import Groups, Led, SingleTurns, Turns, Until
 from megatron_rl.shapes.layout import ParallelLayout
 
 
@@ -43,33 +47,50 @@ class RolloutRole:
             self._hosts = Hosts(environment)
 
     def infer(self, sweep: Sweep, on_complete: OnComplete | None = None) -> Added:
-        """Continue what is in flight; see `sample`. Collective over the role's ranks."""
+        """Continue what is in flight; see `sample`. Collective over the role's ranks.
+
+        An open sweep goes on until every rank without an engine waits in `gather`.
+        """
         if self.engine is None:
             return added_rows([], [], [], self._records)
         first = self.rank == self.layout.ranks[0]
         self._queue = share(ticket("sweeps") if first else 0, self.layout.ranks)
+        rendezvous = None
+        if sweep.rendezvous is not None:
+            rendezvous = Rendezvous(sweep, device.world_size() - len(self.layout.ranks))
+
+        def ended(group: int, episodes: Episodes) -> None:
+            if on_complete is not None:
+                on_complete(group, episodes)
+            if rendezvous is not None:
+                rendezvous.ended(group)
+
+        led = self.environment is not None or rendezvous is not None
         return sample(
             self.engine,
             self.layout,
             self.rank,
             sweep,
-            self._take,
-            self._turns,
+            partial(self._take, led),
+            partial(self._turns, rendezvous),
             self._records,
             self._most,
-            on_complete,
+            None if on_complete is None and rendezvous is None else ended,
         )
 
-    def _take(self) -> int:
-        """Return the sweep's next ticket, drawn by the first rank of a replica."""
+    def _take(self, led: bool) -> int:
+        """Return the sweep's next ticket, drawn by a replica's first rank, which with ``led`` is alone."""
         replica = self.layout.coordinates(self.rank)
-        number = ticket(f"of sweep {self._queue}") if replica.tensor == 0 else 0
-        if self.environment is not None:  # the first rank alone leads the rows
-            return number
-        return share(number, self.layout.groups("tensor")[replica.data])
+        number = ticket(f"of sweep {self._queue}") if replica.tensor == 0 else sys.maxsize
+        return number if led else share(number, self.layout.groups("tensor")[replica.data])
 
-    def gather(self, added: Added, members: Members) -> Added:
-        """Return what all replicas added, the same value on every member. Collective over the members."""
+    def gather(self, added: Added, members: Members, rendezvous: int | None = None) -> Added:
+        """Return what all replicas added to a sweep, the same value on every member.
+
+        Collective over the members.
+        """
+        if rendezvous is not None and self.engine is None:
+            await_rendezvous(rendezvous)
         shard, outcomes, prompts = members.gather_rows(added.shard), {}, {}
         if self.environment is not None:
             for ended, opened in members.gather_objects((added.outcomes, added.prompts)):
@@ -78,16 +99,19 @@ class RolloutRole:
         experts = None if added.experts is None else members.gather_rows(added.experts)
         return Added(shard, outcomes, prompts, experts)
 
-    def _turns(self, groups: Groups) -> Turns:
-        if self.environment is None:
-            return SingleTurns(groups)
-        leader = None
+    def _turns(self, rendezvous: Rendezvous | None, groups: Groups) -> Turns:
+        replica, leader = self.layout.coordinates(self.rank), None
         if self._hosts is not None:
             assert self._chat is not None
             assert self.engine is not None
             leader = Conversations(self._hosts, self._chat, groups, self._parse, self.engine.max_model_len)
-        replica = self.layout.coordinates(self.rank).data
-        return Led(leader, self.layout.groups("tensor")[replica])
+        elif self.environment is None:
+            if rendezvous is None:
+                return SingleTurns(groups)
+            leader = SingleTurns(groups) if replica.tensor == 0 else None
+        if rendezvous is not None and leader is not None:
+            leader = Until(leader, rendezvous.over)
+        return Led(leader, self.layout.groups("tensor")[replica.data])
 
     @property
     def not_enforced(self) -> tuple[str, ...]:

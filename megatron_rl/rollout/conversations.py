@@ -12,7 +12,7 @@ from megatron_rl.environments.hosts import Asks, Ended, Hosts, Restarted
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.worker import WRONG_TYPE
 from megatron_rl.rollout.engine import Completion, Request, ToolParser
-from megatron_rl.rollout.turns import Commands, Groups, Row
+from megatron_rl.rollout.turns import Commands, Groups, Row, take_unfinished
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, UNFINISHED, Outcome
 
 DIVERGED, ENGINE, PROMPT = "diverged", "engine", "prompt"
@@ -106,6 +106,10 @@ class Conversations:
             else:
                 self._ended(talk, event)
         return self._commands()
+
+    def interrupted(self, completions: Sequence[Completion]) -> None:
+        """See `Turns.interrupted`."""
+        take_unfinished([talk.row for talk in self._all], completions)
 
     def close(self) -> None:
         """End the environments of rows that go on in another step."""

@@ -99,6 +99,13 @@ class Sampler(Protocol):
         """Forget an open request; it is not answered any more."""
         ...
 
+    def interrupt(self) -> list[Completion]:
+        """End every open request where it is; answer what was sampled, as if its limit were reached.
+
+        A request without a token is not answered.
+        """
+        ...
+
 
 class WeightStore(Protocol):
     """Say where weights lie that somebody else writes, and take them into use.

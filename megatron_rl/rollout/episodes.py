@@ -25,6 +25,7 @@ from megatron_rl.types import (
     PromptBatch,
     Rollouts,
     observed_counts,
+    row_counts,
     row_index,
     split_rows,
     token_index,
@@ -220,7 +221,8 @@ class Sweep:
     """Say what one step continues: the open rows of ``flight``, by weights of ``version``.
 
     It ends when ``wanted`` groups are complete, and with them all that ``must``; which are, is looked at
-    after every ``tokens`` sampled tokens of a row, None for a sweep that ends with its last row.
+    after every ``tokens`` sampled tokens of a row, None for a sweep that ends with its last row. An open
+    sweep ends by the clock, at the `Rendezvous` of this number.
     """
 
     flight: Episodes
@@ -228,6 +230,7 @@ class Sweep:
     wanted: int
     version: int
     tokens: int | None = None
+    rendezvous: int | None = None
 
 
 def is_enough(ended: Iterable[bool], must: Sequence[bool], wanted: int) -> bool:
@@ -313,18 +316,32 @@ def added_rows(
     return Added(shard, outcomes, prompts, whole)
 
 
-def settle(sweep: Sweep, added: Added) -> tuple[Episodes, Episodes]:
-    """Return the groups that the learner takes and those that are left, from all that was added."""
+class Settled(NamedTuple):
+    """Hold a sweep's ``flight`` after it: ``taken`` groups go to the learner, ``left`` ones go on.
+
+    Of the ``untouched`` groups no row has a token or has ended.
+    """
+
+    flight: Episodes
+    taken: list[int]
+    left: list[int]
+    untouched: list[int]
+
+
+def settle(sweep: Sweep, added: Added) -> Settled:
+    """Return what becomes of the sweep's groups, from all that was added."""
     flight = extended(sweep.flight, added, sweep.version)
     groups, samples = len(flight.prompts), max(flight.samples, 1)
     rounds = torch.zeros(len(flight.rollouts), dtype=torch.long)
     rounds[sweep.flight.open_rows()] = added.shard.values["round"]
     last = rounds.view(groups, samples).amax(dim=1).tolist()
-    open_groups = (flight.rollouts.finish_reason == UNFINISHED).view(groups, samples).any(dim=1).tolist()
-    ended = [None if is_open else turn for turn, is_open in zip(last, open_groups, strict=True)]
+    going = (flight.rollouts.finish_reason == UNFINISHED).view(groups, samples)
+    ended = [None if is_open else turn for turn, is_open in zip(last, going.any(dim=1).tolist(), strict=True)]
     taken = choose(ended, sweep.must, sweep.wanted)
-    left = sorted(set(range(groups)) - set(taken))
-    return flight.groups(taken), flight.groups(left)
+    tokens = row_counts(flight.rollouts.response_mask, flight.rollouts.lengths).view(groups, samples)
+    begun = ((tokens > 0) | ~going).any(dim=1).tolist()
+    rest = sorted(set(range(groups)) - set(taken))
+    return Settled(flight, taken, [g for g in rest if begun[g]], [g for g in rest if not begun[g]])
 
 
 def conversation_metrics(rollouts: Rollouts) -> Metrics:

@@ -7,9 +7,9 @@ room at once is dealt out alike in every run. Which replica samples a group chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
-from megatron_rl.parallel.exchange import Members
+from megatron_rl.parallel.exchange import Members, drawn, ticket
 from megatron_rl.rollout.engine import Sampler
 from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, extended, is_enough
 from megatron_rl.rollout.turns import Row, Turns, drive
@@ -18,6 +18,39 @@ from megatron_rl.types import FINISH_FAILED, UNFINISHED, split_rows
 
 OnComplete = Callable[[int, Episodes], None]
 """Takes the place of a group in its sweep, and the group, whose episodes have all ended."""
+
+
+class Rendezvous:
+    """Say when an open sweep is over: its learners wait for it, and enough of its groups have ended.
+
+    Both are counted in the job's store and only grow: replicas see it at different steps and cannot disagree.
+    """
+
+    def __init__(self, sweep: Sweep, learners: int) -> None:
+        self._sweep, self._learners = sweep, learners
+        open_groups = {row // sweep.flight.samples for row in sweep.flight.open_rows()}
+        self._wanted = sweep.wanted - (len(sweep.flight.prompts) - len(open_groups))
+        self._must = sum(sweep.must[group] for group in open_groups)
+
+    def ended(self, group: int) -> None:
+        """Count a group that has ended."""
+        ticket(f"ended by rendezvous {self._sweep.rendezvous}")
+        if self._sweep.must[group]:
+            ticket(f"due and ended by rendezvous {self._sweep.rendezvous}")
+
+    def over(self) -> bool:
+        """Say whether the sweep is over."""
+        number = self._sweep.rendezvous
+        return (
+            drawn(f"waiting for rendezvous {number}") >= self._learners
+            and drawn(f"ended by rendezvous {number}") >= self._wanted
+            and drawn(f"due and ended by rendezvous {number}") >= self._must
+        )
+
+
+def await_rendezvous(number: int) -> None:
+    """Have the replicas know that this rank, which learns, waits for them."""
+    ticket(f"waiting for rendezvous {number}")
 
 
 class Dealt:
@@ -60,21 +93,6 @@ class Dealt:
             busy += self._begin(group)
         return list(range(begun, len(self.rows)))
 
-    def take_over(self, begun: Collection[int]) -> None:
-        """Answer for the groups of which no row is ``begun`` by any replica."""
-        for group, numbers in self._groups.items():
-            if numbers[0] not in begun:
-                self._begin(group)
-
-    def _begin(self, group: int) -> int:
-        """Return how many rows of the group go on."""
-        numbers = self._groups[group]
-        rows = rows_of(self._flight, [self._open[number] for number in numbers], self._max_model_len)
-        self.numbers += numbers
-        self.rows += rows
-        self._going[group] = rows
-        return sum(row.finish_reason == UNFINISHED for row in rows)
-
     def complete(self, version: int) -> list[tuple[int, Episodes]]:
         """Return the groups whose rows have all ended since the last call, sampled by ``version``."""
         ended = [
@@ -88,6 +106,20 @@ class Dealt:
             added = added_rows(list(range(len(rows))), rows, [0] * len(rows))
             result.append((group, extended(self._flight.groups([group]), added, version)))
         return result
+
+    def rest(self) -> None:
+        """Begin the groups that no replica has begun, so that each row has one that answers for it."""
+        while (group := self._next()) is not None:
+            self._begin(group)
+
+    def _begin(self, group: int) -> int:
+        """Return how many of the group's rows go on."""
+        numbers = self._groups[group]
+        rows = rows_of(self._flight, [self._open[number] for number in numbers], self._max_model_len)
+        self.numbers += numbers
+        self.rows += rows
+        self._going[group] = rows
+        return sum(row.finish_reason == UNFINISHED for row in rows)
 
     def _next(self) -> int | None:
         if self._first:
@@ -138,7 +170,8 @@ def sample(
     """Continue open rows, in rounds of ``sweep.tokens`` tokens each, until the sweep's groups have ended.
 
     Row i of the answer is what was added to ``flight.open_rows()[i]``. Which groups end in a round depends on
-    how long their responses are, not on time, ranks or replicas. ``take`` gives the sweep's tickets, see
+    how long their responses are, not on time, ranks or replicas; but an open sweep has one round, which ends
+    when the turns do, and with it some rows have not. ``take`` gives the sweep's tickets, see
     `Dealt`, and ``turns_of`` leads the rows; ``records`` as in `added_rows`; ``most`` rows are in flight on a
     replica, as many as the engine works on unless given. The first rank of a replica tells ``on_complete`` of
     every group that has ended, while others go on. Collective over the layout's ranks, whose communicator
@@ -156,7 +189,10 @@ def sample(
             for group, episodes in dealt.complete(sweep.version):
                 on_complete(group, episodes)
 
-    while not is_enough(_ended(sweep.flight, rows, rounds), sweep.must, sweep.wanted):
+    def enough() -> bool:
+        return is_enough(_ended(sweep.flight, rows, rounds), sweep.must, sweep.wanted)
+
+    while (sweep.rendezvous is not None and not number) or not enough():
         number += 1
         drive(engine, turns, sweep.tokens, tell)
         if sweep.tokens is None:
@@ -170,10 +206,7 @@ def sample(
         for indices in members.gather_objects(ended if replica.tensor == 0 else []):
             rounds |= dict.fromkeys(indices, number)
     turns.close()
-    if sweep.tokens is not None:  # enough groups may have ended before others were begun
-        answered = members.gather_objects(dealt.numbers if replica.tensor == 0 else [])
-        if rank == layout.ranks[0]:
-            dealt.take_over({index for indices in answered for index in indices})
+    dealt.rest()
     if replica.tensor:
         return added_rows([], [], [], records)
     return added_rows(dealt.numbers, dealt.rows, [rounds.get(index, 0) for index in dealt.numbers], records)

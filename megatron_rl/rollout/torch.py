@@ -195,6 +195,11 @@ class TorchEngine:
         """Forget an open request."""
         self._open.pop(number, None)
 
+    def interrupt(self) -> list[Completion]:
+        """Forget every open request: none has a token before `step` answers it whole."""
+        self._open.clear()
+        return []
+
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the model's weights by transformers' name; biases that balance experts are buffers there."""
         if self._model is None:

@@ -112,6 +112,10 @@ class Turns(Protocol):
         """Take what the engine answered; return what to ask now, None at the end of the round."""
         ...
 
+    def interrupted(self, completions: Sequence[Completion]) -> None:
+        """Take what was sampled of answers that were open when the round ended; see `Sampler.interrupt`."""
+        ...
+
     def close(self) -> None:
         """Let go of rows that go on in another step."""
         ...
@@ -151,6 +155,10 @@ class SingleTurns:
             return None
         return Commands(tuple(rows[place].request(place, self._limit) for place in going))
 
+    def interrupted(self, completions: Sequence[Completion]) -> None:
+        """See `Turns.interrupted`."""
+        take_unfinished(self._groups.rows, completions)
+
     def close(self) -> None:
         """See `Turns.close`."""
 
@@ -167,6 +175,31 @@ def drive(engine: Sampler, turns: Turns, limit: int | None, then: Callable[[], N
             commands = turns.next(engine.step())
             advance("engine steps")
             then()
+        turns.interrupted(engine.interrupt())
+
+
+def take_unfinished(rows: Sequence[Row], completions: Sequence[Completion]) -> None:
+    """Append what was sampled of open answers to the rows that go on; a request's number is a row's place."""
+    for completion in completions:
+        if rows[completion.number].finish_reason == UNFINISHED:
+            rows[completion.number].sampled(completion)
+
+
+class Until:
+    """Lead ``turns`` until they rest or a round is ``over``; see `Turns`."""
+
+    def __init__(self, turns: Turns, over: Callable[[], bool]) -> None:
+        self._turns, self._over = turns, over
+        self.interrupted, self.close = turns.interrupted, turns.close
+
+    def begin(self, limit: int | None) -> Commands | None:
+        """See `Turns.begin`."""
+        return None if self._over() else self._turns.begin(limit)
+
+    def next(self, completions: Sequence[Completion]) -> Commands | None:
+        """See `Turns.next`."""
+        commands = self._turns.next(completions)
+        return None if self._over() else commands
 
 
 class Led:
@@ -185,6 +218,11 @@ class Led:
     def next(self, completions: Sequence[Completion]) -> Commands | None:
         """See `Turns.next`."""
         return share(self._leader.next(completions) if self._leader else None, self._ranks)
+
+    def interrupted(self, completions: Sequence[Completion]) -> None:
+        """See `Turns.interrupted`."""
+        if self._leader:
+            self._leader.interrupted(completions)
 
     def close(self) -> None:
         """See `Turns.close`."""

@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.rollout import CLOSED
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.parallel.exchange import Members
 from megatron_rl.rewards.function import Failure
@@ -18,7 +19,7 @@ from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import COMPONENT, EarlyAnswers
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout import episodes
-from megatron_rl.rollout.episodes import Added, Episodes, Sweep
+from megatron_rl.rollout.episodes import Added, Episodes, Settled, Sweep
 from megatron_rl.types import (
     FINISH_FAILED,
     PromptBatch,
@@ -92,8 +93,11 @@ class RolloutSource:
     Without, the others are discarded and their prompts come first in the next step; prompts with short
     responses are then learned from more often.
 
-    ``draw(n)`` gives the next n prompts. ``carried``, ``waiting`` and ``informative`` (groups that taught
-    something, groups sampled) are state of the run.
+    In the open order nobody counts rounds: the rollout samples until the ranks that learn wait for it and the
+    wanted groups are complete. All others go on in the next step, those that nobody began as prompts.
+
+    ``draw(n)`` gives the next n prompts. ``carried``, what is ``judged`` of it, ``waiting`` and
+    ``informative`` (groups that taught something, groups sampled) are state of the run.
     """
 
     def __init__(
@@ -102,34 +106,44 @@ class RolloutSource:
         self.config, self.roles, self.algorithm, self.draw = config, roles, algorithm, draw
         self.carried: Episodes | None = None
         self.waiting: PromptBatch | None = None
+        self.judged: EarlyAnswers = {}
         self.informative = (0, 0)
+        self._rendezvous = 0
 
     def start(self, wanted: int, seed: int) -> Pending:
         """Sample on the ranks of the rollout; others return at once. Collective over the rollout's ranks."""
         sweep = self._sweep(wanted, seed)
-        reward = self.roles.reward
+        rollout, reward = self.roles.rollout, self.roles.reward
         on_complete = reward.begin if reward.judges_early and sweep.tokens is None else None
-        pending = Pending(sweep, self.roles.rollout.infer(sweep, on_complete))
+        pending = Pending(sweep, rollout.infer(sweep, on_complete))
         if not self.algorithm.needs_greedy_baseline:
             return pending
         greedy = whole(_greedy(sweep.flight.prompts), 1, seed, sweep.version)
-        return replace(pending, greedy=Pending(greedy, self.roles.rollout.infer(greedy)))
+        return replace(pending, greedy=Pending(greedy, rollout.infer(greedy)))
 
     def finish(self, pending: Pending, members: Members) -> SampledBatch:
         """Gather what was sampled and keep what is not given away. Collective over the members."""
-        rollout = self.roles.rollout
-        added = rollout.gather(pending.added, members)
-        taken, left = episodes.settle(pending.sweep, added)
+        rollout, sweep = self.roles.rollout, pending.sweep
+        added = rollout.gather(pending.added, members, sweep.rendezvous)
+        settled = episodes.settle(sweep, added)
+        taken, left = settled.flight.groups(settled.taken), settled.flight.groups(settled.left)
         metrics = episodes.conversation_metrics(taken.rollouts)
-        if pending.sweep.tokens is None:
+        early = self._early(settled, members) if sweep.tokens is None else {}
+        if not self.config.rollout.oversample:
             greedy = None if pending.greedy is None else gathered(rollout, pending.greedy, members)
-            early = self.roles.reward.early(members)
             return SampledBatch(taken.prompts, of_one_version(taken.rollouts), greedy, metrics, early)
-        rounds = added.shard.values["round"]
-        metrics += Metrics.of({
-            "rollout/rounds": float(rounds.max()) if len(rounds) else 0.0,
-            "rollout/partial_fraction": partial_fraction(taken.rollouts),
-        })  # fmt: skip
+        if sweep.rendezvous is None:
+            rounds = added.shard.values["round"]
+            metrics += Metrics.of({"rollout/rounds": float(rounds.max()) if len(rounds) else 0.0})
+        else:
+            open_groups = {row // left.samples for row in left.open_rows()}
+            metrics += Metrics.of({
+                "rollout/due": float(sum(sweep.must)),
+                "rollout/complete": float(len(left.prompts) - len(open_groups)),
+                "rollout/not_begun": float(len(settled.untouched)),
+            })  # fmt: skip
+        metrics += Metrics.of({"rollout/partial_fraction": partial_fraction(taken.rollouts)})
+        self._give_back(settled.flight.prompts.rows(settled.untouched))
         if self.config.rollout.partial:
             self.carried = left
             metrics += Metrics.of({
@@ -147,7 +161,18 @@ class RolloutSource:
             assert self.config.asynchrony.max_staleness is not None
             version = self.roles.hybrid_engine.version
             metrics += staleness(version, taken.rollouts, self.config.asynchrony.max_staleness)
-        return SampledBatch(taken.prompts, taken.rollouts, None, metrics)
+        return SampledBatch(taken.prompts, taken.rollouts, None, metrics, early)
+
+    def _early(self, settled: Settled, members: Members) -> EarlyAnswers:
+        """Return what is known of the rows that are taken, and keep what is of those that are left.
+
+        Collective over the members.
+        """
+        known = {name: dict(answers) for name, answers in self.judged.items()}
+        for name, answers in self.roles.reward.early(members).items():
+            known.setdefault(name, {}).update(answers)
+        self.judged = of_groups(known, settled.left, settled.flight.samples)
+        return of_groups(known, settled.taken, settled.flight.samples)
 
     def _sweep(self, wanted: int, seed: int) -> Sweep:
         """Return what was carried with as many new prompts as are to be in flight beside it."""
@@ -166,7 +191,10 @@ class RolloutSource:
             assert asynchrony.max_staleness is not None
             bound = asynchrony.max_staleness
             must = episodes.must_end(flight, version, ahead=asynchrony.steps_ahead, bound=bound)
-        return Sweep(flight, must, wanted, version, self.config.rollout.round_tokens)
+        if self.config.rollout.order == CLOSED:
+            return Sweep(flight, must, wanted, version, self.config.rollout.round_tokens)
+        self._rendezvous += 1
+        return Sweep(flight, must, wanted, version, rendezvous=self._rendezvous)
 
     def _prompts(self, count: int) -> PromptBatch:
         """Return ``count`` prompts: those that came back first, then new ones."""
@@ -181,22 +209,25 @@ class RolloutSource:
         return PromptBatch.concatenate([first, self.draw(count - len(first))])
 
     def _give_back(self, prompts: PromptBatch) -> None:
+        if not len(prompts):
+            return
         self.waiting = prompts if self.waiting is None else PromptBatch.concatenate([prompts, self.waiting])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is begun, what waits, and what is known of informative groups."""
-        return {"carried": self.carried, "waiting": self.waiting, "informative": self.informative}
+        """Return what is begun and what is known of it, what waits, and the number of informative groups."""
+        names = ("carried", "judged", "waiting", "informative")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; under settings that cannot continue a response its prompt starts anew."""
-        self.carried, self.waiting = state["carried"], state["waiting"]
+        self.carried, self.judged, self.waiting = state["carried"], state["judged"], state["waiting"]
         self.informative = tuple(state["informative"])
         if self.carried is None:
             return
         same = self.carried.samples in (0, self.config.batch.samples_per_prompt)
         if not (self.config.rollout.partial and same):
             self._give_back(self.carried.prompts)
-            self.carried = None
+            self.carried, self.judged = None, {}
 
 
 def whole(prompts: PromptBatch, samples: int, seed: int, version: int) -> Sweep:
@@ -207,8 +238,21 @@ def whole(prompts: PromptBatch, samples: int, seed: int, version: int) -> Sweep:
 
 def gathered(rollout: RolloutRole, pending: Pending, members: Members) -> Rollouts:
     """Return the rows of a sweep that has ended, grouped by prompt. Collective over the members."""
-    taken, _ = episodes.settle(pending.sweep, rollout.gather(pending.added, members))
-    return of_one_version(taken.rollouts)
+    flight, taken, *_ = episodes.settle(pending.sweep, rollout.gather(pending.added, members))
+    return of_one_version(flight.groups(taken).rollouts)
+
+
+def of_groups(answers: EarlyAnswers, groups: Sequence[int], samples: int) -> EarlyAnswers:
+    """Return what is known of the rows of ``groups``, by their rows where only these groups are."""
+    places = {
+        group * samples + sample: place * samples + sample
+        for place, group in enumerate(groups)
+        for sample in range(samples)
+    }
+    return {
+        name: {places[row]: answer for row, answer in known.items() if row in places}
+        for name, known in answers.items()
+    }
 
 
 def of_one_version(rollouts: Rollouts) -> Rollouts:

@@ -1,4 +1,7 @@
-"""Over-sampling with carried and with discarded responses: the same numbers wherever and whenever it runs."""
+"""Over-sampling with carried and with discarded responses: the same numbers wherever and whenever it runs.
+
+And the open order, whose numbers differ, but in which no prompt is lost.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import pytest
 import yaml
 from test_roles import grpo, metrics
 
+from megatron_rl.parallel.checkpoint import _read
+from megatron_rl.trainer.state import TYPES
 from tests.readme_metrics import unwritten
 
 DELAYED = Path(__file__).parent / "workers/delayed_train.py"
@@ -109,6 +114,46 @@ def test_replicas_that_draw_groups_change_nothing_and_discarded_prompts_come_aga
             )
     source = [json.loads(line)["prompt"] for line in (material / "train.jsonl").read_text().splitlines()]
     assert all(prompt in source for table in tables[1] for prompt in table["prompt"])
+
+
+def test_the_open_order_loses_no_prompt_and_learns_from_none_twice(fork, material, tmp_path):
+    """Groups that are complete first by the clock, before and after a resume, of prompts that all differ."""
+    texts = [f"{first}+{second}=" for first in range(10, 20) for second in range(10, 15)]
+    data = tmp_path / "distinct.jsonl"
+    data.write_text("".join(json.dumps({"prompt": text, "ground_truth": "1"}) + "\n" for text in texts))
+    changes = {
+        "actor": LEARNING,
+        "data": {"train": str(data)},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 2},
+        # One group at a time: the plain engine answers all that it has at once.
+        "rollout": ROLLOUT | {"partial": True, "oversample": 1.0, "order": "open", "max_in_flight": 2},
+        "asynchrony": {"steps_ahead": 1, "max_staleness": 3},
+        "checkpoint": {"every": 1},
+    }
+    whole = run(tmp_path / "whole", material, **changes)
+    fork(DELAYED, 3, "train", whole, *APART)
+    resumed = run(tmp_path / "resumed", material, **changes)
+    shutil.copytree(tmp_path / "whole/run", tmp_path / "resumed/run")
+    for step in (4, 5):
+        shutil.rmtree(tmp_path / f"resumed/run/checkpoints/step_{step}")
+    fork(DELAYED, 3, "train", resumed, *APART)
+    for folder in (tmp_path / "whole", tmp_path / "resumed"):
+        lines = metrics(folder)
+        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+        assert unwritten("a run in the open order", lines) == []
+        assert all(line["staleness/max"] <= 3 for line in lines)
+        assert any(line["rollout/carried"] + line["rollout/not_begun"] > 0 for line in lines)
+        for step in (3, 5):
+            state = _read(folder / f"run/checkpoints/step_{step}/state.pt", TYPES)["state"]
+            begun, waiting = state["rollouts"]["carried"].prompts, state["rollouts"]["waiting"]
+            kept = [begun, *([] if waiting is None else [waiting]), *(b["prompts"] for b in state["queue"])]
+            tables = [
+                pandas.read_parquet(folder / f"run/rollouts/step_{n}.parquet") for n in range(1, step + 1)
+            ]
+            assert all(len(table) >= 8 for table in tables)
+            learned = [text for table in tables for text in table["prompt"][::2]]
+            prompts = [*learned, *(text for batch in kept for text in batch.prompts)]
+            assert len(set(prompts)) == len(prompts) == state["prompts"]["position"]
 
 
 def test_dynamic_sampling_ahead_of_the_learner_samples_as_many_prompts_as_teach_enough(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from megatron_rl.rollout.conversations import Conversations
 from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended
 from megatron_rl.rollout.replica import Dealt
 from megatron_rl.rollout.torch import TorchEngine
-from megatron_rl.rollout.turns import Row, drive
+from megatron_rl.rollout.turns import Row, Until, drive
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_LENGTH,
@@ -92,14 +92,17 @@ def prompts(texts: list[str], turns: list[int], most: int = 60) -> PromptBatch:
     )
 
 
-def sweep(hosts: Hosts, flight: Episodes, *limits: int | None) -> Episodes:
+def sweep(
+    hosts: Hosts, flight: Episodes, *limits: int | None, over: Callable[[], bool] = lambda: False
+) -> Episodes:
     """Continue open rows in rounds of so many tokens, with environments made for this sweep alone."""
     engine = TorchEngine.from_logits(logits, max_model_len=200)
     dealt = Dealt(flight, len(flight.rollouts), 200)
     talks = Conversations(hosts, PlainText(TOKENIZER), dealt)
     for limit in limits:
-        drive(engine, talks, limit)
+        drive(engine, Until(talks, over), limit)
     talks.close()
+    dealt.rest()
     return extended(flight, added_rows(dealt.numbers, dealt.rows, [1] * len(dealt.rows)), version=3)
 
 
@@ -158,6 +161,13 @@ def test_interruptions_and_environments_made_anew_change_nothing(hosts: Hosts):
     for _ in range(20):
         if parted.open_rows():
             parted = sweep(hosts, parted, 3)
+    same(parted.rollouts, whole.rollouts)
+    parted, sweeps = flight, 0
+    while parted.open_rows():
+        sweeps += 1
+        asked = itertools.count()
+        parted = sweep(hosts, parted, None, over=lambda asked=asked, most=sweeps: next(asked) >= most)
+    assert sweeps > 2  # the first ends before it begins
     same(parted.rollouts, whole.rollouts)
     other = replace(flight, seeds=flight.seeds + 1)
     assert not torch.equal(sweep(hosts, other, None).rollouts.tokens, whole.rollouts.tokens)

@@ -11,6 +11,7 @@ from megatron_rl.config.setting import required, setting
 
 _RANKS_LISTED = "ours lists the ranks"
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
+CLOSED, OPEN = "closed", "open"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class RolloutConfig:
 
     With ``oversample`` a step takes the groups that are complete first. The others are continued in the next
     step with ``partial``, else discarded; their prompts then come again, and prompts with short responses
-    are learned from more often.
+    are learned from more often. Which are complete first is counted in rounds of tokens in the ``closed``
+    order, and told by the clock in the ``open`` one.
     """
 
     engine: str = setting(
@@ -159,6 +161,14 @@ class RolloutConfig:
     sampling_profiles: dict[str, dict[str, Any]] = setting(
         {},
         "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens, stop.",
+    )
+    order: str = setting(
+        CLOSED,
+        "What a step learns from: what was sampled for it, the same in every run (`closed`), or the groups "
+        "that are complete first by the clock (`open`).",
+        choices=(CLOSED, OPEN),
+        advice="open needs rollout ranks of their own, asynchrony.steps_ahead, rollout.oversample and "
+        "rollout.partial; its runs cannot be repeated",
     )
     oversample: float = setting(
         0.0,

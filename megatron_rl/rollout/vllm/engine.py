@@ -29,6 +29,9 @@ from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, TensorBox
 _HOST_BATCHED_TOKENS = 4096
 """vLLM's own default on the host for one step, per tensor-parallel rank."""
 
+_Asked = tuple[Request, Any, truncation.Support | None]
+"""A request, what vLLM was told of it, and where the support of its tokens is noted."""
+
 
 class VllmEngine:
     """One rank of a vLLM replica; ``layout.ranks`` in order form ``layout.data`` replicas.
@@ -69,7 +72,7 @@ class VllmEngine:
         self._records = records
         self._asleep: set[str] = set()
         self._requests = 0
-        self._open: dict[str, tuple[Request, Any, truncation.Support | None]] = {}
+        self._open: dict[str, _Asked] = {}
         self._failed: list[Completion] = []
         setup.prepare_vllm()
         arguments = self._arguments(config, layout.tensor, dtype, seed)
@@ -191,16 +194,18 @@ class VllmEngine:
         if self._open:
             for output in self._llm.llm_engine.step():
                 if output.finished and output.request_id in self._open:
-                    request, parameters, support = self._open.pop(output.request_id)
-                    answer = _completion(request.number, output.outputs[0])
-                    if self._truncates and answer.tokens:
-                        left = truncation.support_of(output.outputs[0], support, request.sampling)
-                        answer = replace(answer, support=left)
-                    if self._records and answer.tokens:
-                        experts = routing.experts_of(output.outputs[0], parameters, request)
-                        answer = replace(answer, experts=experts)
-                    answers.append(answer)
+                    answers.append(self._answer(self._open.pop(output.request_id), output.outputs[0]))
         return answers
+
+    def _answer(self, asked: _Asked, output: Any) -> Completion:
+        """Return vLLM's ``output`` as the answer to what was asked."""
+        request, parameters, support = asked
+        answer = _completion(request.number, output)
+        if self._truncates and answer.tokens:
+            answer = replace(answer, support=truncation.support_of(output, support, request.sampling))
+        if self._records and answer.tokens:
+            answer = replace(answer, experts=routing.experts_of(output, parameters, request))
+        return answer
 
     def abort(self, number: int) -> None:
         """Forget an open request."""
@@ -210,6 +215,16 @@ class VllmEngine:
             # One name a call: vLLM frees the blocks of several in the order of a set of strings, which is
             # another one on each rank.
             self._llm.llm_engine.abort_request([name])
+
+    def interrupt(self) -> list[Completion]:
+        """End every open request where it is; see `Sampler.interrupt`."""
+        answers, self._failed = self._failed, []
+        for name, asked in list(self._open.items()):
+            output = _unfinished(self._llm.llm_engine.output_processor, name)
+            if output.token_ids:
+                answers.append(self._answer(asked, output))
+            self.abort(asked[0].number)
+        return answers
 
     @property
     def adapters(self) -> AdapterSlots | None:
@@ -279,6 +294,15 @@ def _vllm_parameters(request: Request) -> Any:
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
+
+
+def _unfinished(processor: Any, name: str) -> Any:
+    """Return what vLLM would answer to the request ``name`` if its limit were reached now."""
+    from vllm.v1.engine import FinishReason
+
+    (internal,) = processor.external_req_ids[name]
+    state = processor.request_states[internal]
+    return state.make_request_output([], None, FinishReason.LENGTH, None).outputs[0]
 
 
 def _completion(number: int, output: Any) -> Completion:
