@@ -11,6 +11,8 @@ from megatron_rl.config.adapters import lora_apart
 from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.load import flatten, to_plain
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.rollout import OPEN
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, has_use, stage_plans
 from megatron_rl.errors import numbered
@@ -142,6 +144,7 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
         ),
         *_episode_lines(report, batch),
         *_scoring_line(report),
+        (f"{config.rollout.order} order", _order_words(config)),
         (f"{config.steps:,} steps x {batch.prompts:,} prompts", _passes(config.steps, batch, report.records)),
     ]
 
@@ -169,6 +172,19 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
         largest = max(caches, key=lambda item: item.bytes)
         lines.append((f"key-value cache {_bytes(largest.bytes)}", f"per rank, {largest.how}"))
     return lines
+
+
+def _order_words(config: RunConfig) -> str:
+    rollout, asynchrony = config.rollout, config.asynchrony
+    words = "a step learns from exactly its prompts"
+    if rollout.oversample:
+        words = f"a step learns from the groups complete first, in rounds of {rollout.round_tokens:,} tokens"
+    if rollout.order == OPEN:
+        words = "a step learns from the groups complete first by the clock, not repeatable"
+    if asynchrony.steps_ahead or rollout.partial:
+        bound = asynchrony.max_staleness
+        words += f"; no token is older than {_count(0 if bound is None else bound, 'update')}"
+    return words
 
 
 def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:

@@ -24,16 +24,14 @@ IDLE_SECONDS = 1.0
 class _Conversation:
     """One row, and what its environment knows of it: the first ``known`` tokens.
 
-    ``asking`` says that the environment waits for a turn; ``turn_over`` that the last turn among the tokens
-    has ended. ``granted`` tokens may still be sampled in this round, and ``turn_left`` in this turn.
-    ``calls`` are those of tools in each turn that was handed over.
+    ``asking`` says that the environment waits for a turn. ``granted`` tokens may still be sampled in this
+    round, and ``turn_left`` in this turn. ``calls`` are those of tools in each turn that was handed over.
     """
 
     row: Row
     number: int
     known: int = 0
     asking: bool = False
-    turn_over: bool = False
     in_engine: bool = False
     granted: int | None = None
     turn_left: int | None = None
@@ -44,6 +42,11 @@ class _Conversation:
     def rests(self) -> bool:
         """Say whether nothing more happens to the row in this round."""
         return self.row.finish_reason != UNFINISHED or (self.asking and not self.in_engine)
+
+    def turn_over(self, end: int) -> bool:
+        """Say whether the turn behind what the environment knows, up to the token ``end``, is complete."""
+        stopped = end > self.known and self.row.tokens[end - 1] in self.row.sampling.stop_token_ids
+        return stopped or self.row.full or end < len(self.row.tokens) or self.turn_left == 0
 
 
 class Conversations:
@@ -145,8 +148,7 @@ class Conversations:
         row.sampled(completion)
         talk.granted = None if talk.granted is None else talk.granted - count
         talk.turn_left = None if talk.turn_left is None else talk.turn_left - count
-        talk.turn_over = completion.finish_reason == FINISH_STOP or row.full or talk.turn_left == 0
-        if talk.turn_over and talk.asking:
+        if talk.asking and talk.turn_over(len(row.tokens)):
             self._hand_over(talk, len(row.tokens))
 
     def _hand_over(self, talk: _Conversation, end: int) -> None:
@@ -188,7 +190,6 @@ class Conversations:
                 return
             else:
                 row.observed(tail)
-                talk.turn_over = False
             talk.known += len(tail)
         elif event.messages:
             self._fail(talk, WRONG_TYPE, "something was observed before the policy's first turn")
@@ -198,11 +199,11 @@ class Conversations:
         end = talk.known
         while end < len(row.tokens) and row.mask[end]:
             end += 1
-        if end < len(row.tokens) or talk.turn_over:
+        talk.turn_left = None if event.limit is None else max(0, event.limit - (end - talk.known))
+        if talk.turn_over(end):
             self._hand_over(talk, end)
         else:
             talk.asking = True
-            talk.turn_left = None if event.limit is None else event.limit - (end - talk.known)
 
     def _opened(self, talk: _Conversation, opening: Opening) -> bool:
         """Make an environment's own messages the row's prompt; return whether they can be."""

@@ -132,7 +132,7 @@ class Dealt:
 
 
 def rows_of(flight: Episodes, numbers: Sequence[int], max_model_len: int | None) -> list[Row]:
-    """Return the episodes ``numbers`` of one group to be continued; one without room has failed."""
+    """Return the episodes ``numbers`` of one group to be continued; one without room to begin has failed."""
     group = numbers[0] // flight.samples
     chosen, sampling = flight.rollouts.rows(numbers), flight.prompts.sampling[group]
     result = []
@@ -151,7 +151,7 @@ def rows_of(flight: Episodes, numbers: Sequence[int], max_model_len: int | None)
         if max_model_len is not None:
             room = min(room, max_model_len - len(text))
         row = Row(text, sampling, seed, group, room, old, by_policy, values, [()] * len(old), len(old))
-        row.finish_reason = UNFINISHED if room > row.before else FINISH_FAILED
+        row.finish_reason = UNFINISHED if room > 0 or row.before else FINISH_FAILED
         result.append(row)
     return result
 
