@@ -17,8 +17,9 @@ WRITTEN_BY = {
     "a run with a critic": "critic/ reward/component/",
     "a run of a mixture": "router/",
     "a run that offloads": "offload/ time/offload",
-    "a run that carries responses": "rollout/rounds rollout/partial rollout/carried staleness/token",
-    "a run in the open order": "rollout/due rollout/not_begun rollout/complete",
+    "a run that carries responses": "rollout/rounds rollout/partial rollout/carried "
+    "rollout/not_begun staleness/token",
+    "a run in the open order": "rollout/due rollout/complete",
     "a run that discards responses": "rollout/discarded",
     "a run that samples ahead": "staleness/m time/idle_",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,10 @@ from megatron_rl.types import (
     Scores,
     row_counts,
 )
+
+
+_RENDEZVOUS = itertools.count(1)
+"""Numbers of open sweeps, equal on all ranks, of all sources that use the job's store."""
 
 
 class StalenessError(RuntimeError):
@@ -108,7 +113,6 @@ class RolloutSource:
         self.waiting: PromptBatch | None = None
         self.judged: EarlyAnswers = {}
         self.informative = (0, 0)
-        self._rendezvous = 0
 
     def start(self, wanted: int, seed: int) -> Pending:
         """Sample on the ranks of the rollout; others return at once. Collective over the rollout's ranks."""
@@ -140,7 +144,6 @@ class RolloutSource:
             metrics += Metrics.of({
                 "rollout/due": float(sum(sweep.must)),
                 "rollout/complete": float(len(left.prompts) - len(open_groups)),
-                "rollout/not_begun": float(len(settled.untouched)),
             })  # fmt: skip
         metrics += Metrics.of({"rollout/partial_fraction": partial_fraction(taken.rollouts)})
         self._give_back(settled.flight.prompts.rows(settled.untouched))
@@ -149,6 +152,7 @@ class RolloutSource:
             metrics += Metrics.of({
                 "rollout/carried": float(len(left.prompts)),
                 "rollout/carried_tokens": float(left.response_tokens()),
+                "rollout/not_begun": float(len(settled.untouched)),
             })  # fmt: skip
         else:
             self._give_back(left.prompts)
@@ -193,8 +197,7 @@ class RolloutSource:
             must = episodes.must_end(flight, version, ahead=asynchrony.steps_ahead, bound=bound)
         if self.config.rollout.order == CLOSED:
             return Sweep(flight, must, wanted, version, self.config.rollout.round_tokens)
-        self._rendezvous += 1
-        return Sweep(flight, must, wanted, version, rendezvous=self._rendezvous)
+        return Sweep(flight, must, wanted, version, rendezvous=next(_RENDEZVOUS))
 
     def _prompts(self, count: int) -> PromptBatch:
         """Return ``count`` prompts: those that came back first, then new ones."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import request_ranks
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
-from megatron_rl.rollout.engine import Request, Storage
+from megatron_rl.rollout.engine import Storage
 from megatron_rl.rollout.episodes import Episodes, begin
-from megatron_rl.rollout.sampling import row_seeds
 from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.setup import join_groups
@@ -312,44 +311,6 @@ def in_parts(engine: VllmEngine, flight: Episodes, parts, versions, between=None
     return flight
 
 
-def check_long_prompts(path: Path) -> None:
-    """Prompts of more tokens together than vLLM takes in one step, of which a seeded one would be cut."""
-    engine = build(path, 1, load=True, max_model_len=1024)
-    rows = [
-        torch.randint(0, 300, (900,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(6)
-    ]
-    whole = generate(engine, make_prompts(rows, SAMPLED), seed=5)
-    alone = generate(engine, make_prompts(rows[5:], SAMPLED), seed=5, rows=[5])
-    close_to(whole.rows([5]), alone)
-    transformers_agree(TorchEngine.from_hf(path), whole)
-    engine.close()
-
-
-def check_requests(path: Path) -> None:
-    """An aborted request is not answered and leaves the others as they are; a context ends what is open."""
-    engine = build(path, 2, load=True)
-    rows = random_rows(3, seed=4)
-    whole = generate(engine, make_prompts(rows, SAMPLED), seed=5)
-    seeds = row_seeds(5, range(3))
-    requests = [
-        Request(n, row, SAMPLED, 20, seed) for n, (row, seed) in enumerate(zip(rows, seeds, strict=True))
-    ]
-    answers: dict[int, list[int]] = {}
-    with engine.sampling():
-        for request in requests:
-            engine.submit(request)
-        for _ in range(3):
-            assert engine.step() == []
-        engine.abort(1)
-        while len(answers) < 2:
-            answers |= {answer.number: list(answer.tokens) for answer in engine.step()}
-        engine.submit(replace(requests[1], number=7))
-    assert answers == {n: responses(whole)[n] for n in (0, 2)}
-    again = generate(engine, make_prompts(rows, SAMPLED), seed=5)  # nothing was left running
-    assert torch.equal(again.tokens, whole.tokens)
-    engine.close()
-
-
 def check_replicas(path: Path) -> None:
     """Four ranks as two replicas in an order of our choice, then a replica on two of the ranks."""
     rank, reference = device.rank(), TorchEngine.from_hf(path)
@@ -386,8 +347,8 @@ def main() -> None:
         check_sampling(Path(paths[0]))
         check_updates(Path(paths[0]))
         check_parts(Path(paths[0]))
-        check_requests(Path(paths[0]))
-        check_long_prompts(Path(paths[0]))
+        request_ranks.check_requests(Path(paths[0]))
+        request_ranks.check_long_prompts(Path(paths[0]))
     else:
         check_replicas(Path(paths[0]))
     dist.barrier()

@@ -1,0 +1,69 @@
+"""What `rollout_ranks` checks of requests: aborted, interrupted, and longer than a step has room for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rollout_ranks import SAMPLED, build, close_to, make_prompts, random_rows, responses, transformers_agree
+
+from megatron_rl.rollout.engine import Request
+from megatron_rl.rollout.sampling import row_seeds
+from megatron_rl.rollout.torch import TorchEngine
+from megatron_rl.types import FINISH_LENGTH
+from tests.sampling import generate
+
+
+def check_long_prompts(path: Path) -> None:
+    """Prompts of more tokens together than vLLM takes in one step, of which a seeded one would be cut."""
+    engine = build(path, 1, load=True, max_model_len=1024)
+    rows = [
+        torch.randint(0, 300, (900,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(6)
+    ]
+    whole = generate(engine, make_prompts(rows, SAMPLED), seed=5)
+    alone = generate(engine, make_prompts(rows[5:], SAMPLED), seed=5, rows=[5])
+    close_to(whole.rows([5]), alone)
+    transformers_agree(TorchEngine.from_hf(path), whole)
+    engine.close()
+
+
+def check_requests(path: Path) -> None:
+    """An aborted request is not answered and leaves the others as they are; a context ends what is open.
+
+    An interrupted one is answered with what there is, which the whole answer begins with.
+    """
+    engine = build(path, 2, load=True)
+    rows = random_rows(3, seed=4)
+    whole = generate(engine, make_prompts(rows, SAMPLED), seed=5)
+    seeds = row_seeds(5, range(3))
+    requests = [
+        Request(n, row, SAMPLED, 20, seed) for n, (row, seed) in enumerate(zip(rows, seeds, strict=True))
+    ]
+    answers: dict[int, list[int]] = {}
+    with engine.sampling():
+        for request in requests:
+            engine.submit(request)
+        for _ in range(3):
+            assert engine.step() == []
+        engine.abort(1)
+        while len(answers) < 2:
+            answers |= {answer.number: list(answer.tokens) for answer in engine.step()}
+        engine.submit(replace(requests[1], number=7))
+        assert engine.interrupt() == []  # without a token yet
+        engine.submit(replace(requests[1], number=8))
+        for _ in range(5):
+            assert engine.step() == []
+        (cut,) = engine.interrupt()
+        assert engine.step() == []
+        engine.submit(replace(requests[1], number=9))
+    assert answers == {n: responses(whole)[n] for n in (0, 2)}
+    assert (cut.number, cut.finish_reason) == (8, FINISH_LENGTH)
+    count = len(cut.tokens)
+    assert 0 < count <= 5 and list(cut.tokens) == responses(whole)[1][:count]
+    row = whole.rows([1])
+    expected = row.rollout_log_probs[row.response_mask][:count]
+    torch.testing.assert_close(torch.tensor(cut.log_probs), expected, atol=1e-4, rtol=0)
+    again = generate(engine, make_prompts(rows, SAMPLED), seed=5)  # nothing was left running
+    assert torch.equal(again.tokens, whole.tokens)
+    engine.close()
