@@ -29,7 +29,6 @@ from megatron_rl.types import (
     row_counts,
 )
 
-
 _RENDEZVOUS = itertools.count(1)
 """Numbers of open sweeps, equal on all ranks, of all sources that use the job's store."""
 
