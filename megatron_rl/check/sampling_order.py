@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.rollout import CLOSED
+from megatron_rl.config.sections.rollout import CLOSED, KEEP, OPEN
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 
@@ -18,6 +18,7 @@ def check_asynchrony(
     """Return the errors of the order in which a run samples and learns."""
     return [
         *_check_open(config),
+        *_check_kept(config),
         *_check_ahead(config, layouts),
         *_check_staleness(config),
         *_check_oversample(config, algorithm),
@@ -42,6 +43,29 @@ def _check_open(config: RunConfig) -> list[UserError]:
             "step takes, and responses that go on",
             got=f"open without {', '.join(lacks)}",
             fix=f"set {' '.join(lacks)}, or rollout.order=closed",
+        )
+    ]
+
+
+def _check_kept(config: RunConfig) -> list[UserError]:
+    """Return the error of a cache that would be kept where no request stays in the engine."""
+    rollout = config.rollout
+    needs = {
+        "rollout.order=open": rollout.order == OPEN,
+        "rollout.engine=vllm": rollout.engine == "vllm",
+        "rollout.environment=null": rollout.environment is None,
+        "rollout.vllm.async_scheduling=false": not rollout.vllm.get("async_scheduling"),
+    }
+    lacks = [setting for setting, there in needs.items() if not there]
+    if rollout.on_update != KEEP or not lacks:
+        return []
+    return [
+        UserError(
+            "no request can stay in the engine with its cache while weights arrive",
+            where="rollout.on_update",
+            expected="with keep: vLLM in the open order, one step at a time, and no environment",
+            got=f"keep without {', '.join(lacks)}",
+            fix=f"set {' '.join(lacks)}, or rollout.on_update=recompute",
         )
     ]
 

@@ -12,7 +12,7 @@ from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.rollout import OPEN
+from megatron_rl.config.sections.rollout import KEEP, OPEN
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, has_use, stage_plans
 from megatron_rl.errors import numbered
@@ -181,6 +181,7 @@ def _order_words(config: RunConfig) -> str:
         words = f"a step learns from the groups complete first, in rounds of {rollout.round_tokens:,} tokens"
     if rollout.order == OPEN:
         words = "a step learns from the groups complete first by the clock, not repeatable"
+        words += f"; at an update prefixes are {'kept' if rollout.on_update == KEEP else 'computed again'}"
     if asynchrony.steps_ahead or rollout.partial:
         bound = asynchrony.max_staleness
         words += f"; no token is older than {_count(0 if bound is None else bound, 'update')}"

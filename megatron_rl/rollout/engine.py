@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +83,7 @@ class Sampler(Protocol):
         """Return a context for `submit` and `step` that leaves the process's random generators untouched.
 
         Requests that are still open at its end are aborted: nothing of a request stays in the engine while
-        its weights may change. Raises RuntimeError while the engine needs weights.
+        its weights may change, except of `kept` ones. Raises RuntimeError while the engine needs weights.
         """
         ...
 
@@ -103,6 +103,15 @@ class Sampler(Protocol):
         """End every open request where it is; answer what was sampled, as if its limit were reached.
 
         A request without a token is not answered.
+        """
+        ...
+
+    @property
+    def kept(self) -> Collection[int]:
+        """Return the seeds of interrupted requests whose cache the engine still has.
+
+        They go on from it when they are submitted with what was answered before the next `step`, which ends
+        the others.
         """
         ...
 

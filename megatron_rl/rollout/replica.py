@@ -7,7 +7,7 @@ room at once is dealt out alike in every run. Which replica samples a group chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.parallel.exchange import Members, drawn, ticket
 from megatron_rl.rollout.engine import Sampler
@@ -57,8 +57,9 @@ class Dealt:
     """Hold the rows of ``flight`` that a replica has begun, and begin more of them.
 
     The replica is the ``place``-th of ``replicas``; it has up to ``most`` rows in flight, or one group.
-    ``take`` gives the next ticket of the job, 0 at first, to one replica each. ``numbers`` says which of
-    ``flight.open_rows()`` each of ``rows`` is.
+    ``take`` gives the next ticket of the job, 0 at first, to one replica each. ``homes`` says by seed which
+    replica's engine has rows in its cache: it goes on with them, and all other groups are in the queue.
+    ``numbers`` says which of ``flight.open_rows()`` each of ``rows`` is.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Dealt:
         take: Callable[[], int] = lambda: 0,
         place: int = 0,
         replicas: int = 1,
+        homes: Mapping[int, int] | None = None,
     ) -> None:
         self.prompts = flight.prompts
         self.rows: list[Row] = []
@@ -79,9 +81,14 @@ class Dealt:
         self._open = flight.open_rows()
         for number, row in enumerate(self._open):
             self._groups.setdefault(row // flight.samples, []).append(number)
-        waiting = list(self._groups)
-        filled = max(1, most // max(flight.samples, 1)) * replicas
-        self._first, self._queue = waiting[:filled][place::replicas], waiting[filled:]
+        seeds, known = flight.seeds.tolist(), {}
+        for row in self._open:
+            if homes and seeds[row] in homes:
+                known[row // flight.samples] = homes[seeds[row]]
+        waiting = [group for group in self._groups if group not in known]
+        filled = 0 if known else max(1, most // max(flight.samples, 1)) * replicas
+        mine = [group for group, home in known.items() if home == place]
+        self._first, self._queue = [*mine, *waiting[:filled][place::replicas]], waiting[filled:]
 
     def more(self, busy: int) -> list[int]:
         """Begin further groups while there is room beside ``busy`` rows; return the places of their rows."""
@@ -179,7 +186,11 @@ def sample(
     """
     members, replica = Members(layout.ranks), layout.coordinates(rank)
     most = engine.most_rows if most is None else most
-    dealt = Dealt(sweep.flight, most, engine.max_model_len, take, replica.data, layout.data)
+    homes: dict[int, int] = {}
+    if sweep.rendezvous is not None:
+        for member, seeds in zip(layout.ranks, members.gather_objects(tuple(engine.kept)), strict=True):
+            homes |= dict.fromkeys(seeds, layout.coordinates(member).data)
+    dealt = Dealt(sweep.flight, most, engine.max_model_len, take, replica.data, layout.data, homes)
     turns, rows = turns_of(dealt), sweep.flight.open_rows()
     rounds: dict[int, int] = {}
     number = 0

@@ -200,6 +200,11 @@ class TorchEngine:
         self._open.clear()
         return []
 
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Return nothing: there is no cache to go on from."""
+        return ()
+
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the model's weights by transformers' name; biases that balance experts are buffers there."""
         if self._model is None:

@@ -1,13 +1,25 @@
-"""What `rollout_ranks` checks of requests: aborted, interrupted, and longer than a step has room for."""
+"""What `rollout_ranks` checks of requests: aborted, interrupted, too long for a step, under new weights."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from rollout_ranks import SAMPLED, build, close_to, make_prompts, random_rows, responses, transformers_agree
+from rollout_ranks import (
+    SAMPLED,
+    build,
+    close_to,
+    make_prompts,
+    random_rows,
+    responses,
+    transformers_agree,
+    write,
+)
+from transformers import AutoModelForCausalLM
 
+from megatron_rl.config.sections.rollout import KEEP, RECOMPUTE
 from megatron_rl.rollout.engine import Request
 from megatron_rl.rollout.sampling import row_seeds
 from megatron_rl.rollout.torch import TorchEngine
@@ -67,3 +79,55 @@ def check_requests(path: Path) -> None:
     again = generate(engine, make_prompts(rows, SAMPLED), seed=5)  # nothing was left running
     assert torch.equal(again.tokens, whole.tokens)
     engine.close()
+
+
+def check_updates_in_flight(path: Path) -> None:
+    """Log-probs after an update are the new weights' own; with ``keep`` from older keys and values."""
+    old, new = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2))
+    for parameter in new.parameters():
+        parameter.data.mul_(1.05)
+    rows, seeds = random_rows(3, seed=4), row_seeds(5, range(3))
+    requests = [
+        Request(n, row, SAMPLED, 20, seed) for n, (row, seed) in enumerate(zip(rows, seeds, strict=True))
+    ]
+    for on_update in (RECOMPUTE, KEEP):
+        engine = build(path, 2, on_update=on_update)
+        write(engine, path)
+        engine.finish_update(1)
+        with engine.sampling():
+            for request in requests:
+                engine.submit(request)
+            for _ in range(5):
+                assert engine.step() == []
+            parts = {answer.number: answer.tokens for answer in engine.interrupt()}
+        assert set(engine.kept) == (set(seeds) if on_update == KEEP else set())
+        write(engine, path, scale=1.05)
+        engine.finish_update(2)
+        with engine.sampling():
+            for n, request in enumerate(requests[:2]):
+                text = [*request.tokens, *parts[n]]
+                engine.submit(replace(request, number=n + 7, tokens=text, limit=15, done=5))
+            answers = engine.step()
+            assert not engine.kept  # the third is not asked for any more
+            while len(answers) < 2:
+                answers += engine.step()
+        for answer in answers:
+            text, tokens = [*rows[answer.number - 7], *parts[answer.number - 7]], list(answer.tokens)
+            assert len(tokens) == 15
+            anew = log_probs(new, [*text, *tokens])[-15:]
+            kept = log_probs(new, [text[-1], *tokens], old(torch.tensor([text[:-1]])).past_key_values)
+            assert float((anew - kept).abs().max()) > 1e-3
+            expected = kept if on_update == KEEP else anew
+            torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-4, rtol=0)
+        fresh = generate(engine, make_prompts(rows[:1], SAMPLED), seed=5)  # reads no older weights' prefix
+        expected = log_probs(new, fresh.tokens.tolist())[-20:]
+        torch.testing.assert_close(fresh.rollout_log_probs[-20:], expected, atol=1e-4, rtol=0)
+        engine.close()
+
+
+def log_probs(model: Any, tokens: list[int], cache: Any = None) -> torch.Tensor:
+    """Return what a model of transformers says of all tokens but the first, behind what ``cache`` has."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0, :-1].float()
+    scaled = (logits / SAMPLED.temperature).log_softmax(1)
+    return scaled.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]

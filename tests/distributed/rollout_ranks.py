@@ -348,6 +348,7 @@ def main() -> None:
         check_updates(Path(paths[0]))
         check_parts(Path(paths[0]))
         request_ranks.check_requests(Path(paths[0]))
+        request_ranks.check_updates_in_flight(Path(paths[0]))
         request_ranks.check_long_prompts(Path(paths[0]))
     else:
         check_replicas(Path(paths[0]))

@@ -205,6 +205,16 @@ def test_groups_from_a_queue_are_the_same_whichever_replica_has_them(hosts: Host
     same(extended(flight, added, version=3).rollouts, sweep(hosts, flight, None).rollouts)
 
 
+def test_groups_go_on_where_an_engine_has_their_cache():
+    flight = begin(prompts(["go"] * 5, [1] * 5), 2, seed=9, version=3)
+    homes = {int(flight.seeds[row]): 1 for row in (3, 6, 7)}
+    tickets = itertools.count()
+    for place, expected in ((1, [2, 3, 6, 7]), (0, [0, 1, 4, 5])):
+        dealt = Dealt(flight, 4, 200, lambda: next(tickets), place, 2, homes)
+        dealt.more(0)
+        assert dealt.numbers == expected
+
+
 PATIENT = """
 import asyncio, pathlib
 from megatron_rl import Environment

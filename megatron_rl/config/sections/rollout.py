@@ -12,6 +12,7 @@ from megatron_rl.config.setting import required, setting
 _RANKS_LISTED = "ours lists the ranks"
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
 CLOSED, OPEN = "closed", "open"
+RECOMPUTE, KEEP = "recompute", "keep"
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,14 @@ class RolloutConfig:
         choices=(CLOSED, OPEN),
         advice="open needs rollout ranks of their own, asynchrony.steps_ahead, rollout.oversample and "
         "rollout.partial; its runs cannot be repeated",
+    )
+    on_update: str = setting(
+        RECOMPUTE,
+        "How responses of the open order go on when weights arrive: from keys and values that the new "
+        "weights compute again (`recompute`), or from those of the older ones (`keep`).",
+        choices=(RECOMPUTE, KEEP),
+        advice="keep saves a prefill at each update; tokens after it are then of a mixture of policies, "
+        "which no weights alone agree with",
     )
     oversample: float = setting(
         0.0,

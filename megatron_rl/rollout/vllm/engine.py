@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megatron_rl.check.engine_arguments import check_engine_arguments
-from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
 from megatron_rl.rollout.engine import Completion, Request, failed
@@ -29,8 +29,18 @@ from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, TensorBox
 _HOST_BATCHED_TOKENS = 4096
 """vLLM's own default on the host for one step, per tensor-parallel rank."""
 
-_Asked = tuple[Request, Any, truncation.Support | None]
-"""A request, what vLLM was told of it, and where the support of its tokens is noted."""
+
+@dataclass
+class _Asked:
+    """Hold a request, what vLLM was told of it, and where the support of its tokens is noted.
+
+    ``rest`` is what is still asked, after what was answered when the request was interrupted.
+    """
+
+    request: Request
+    parameters: Any
+    support: truncation.Support | None
+    rest: Request
 
 
 class VllmEngine:
@@ -73,6 +83,8 @@ class VllmEngine:
         self._asleep: set[str] = set()
         self._requests = 0
         self._open: dict[str, _Asked] = {}
+        self._keeps = config.on_update == KEEP
+        self._kept: dict[int, tuple[str, _Asked]] = {}
         self._failed: list[Completion] = []
         setup.prepare_vllm()
         arguments = self._arguments(config, layout.tensor, dtype, seed)
@@ -96,7 +108,8 @@ class VllmEngine:
             self._model,
             shapes or self._path,
             rank,
-            reset_cache=lambda: self._llm.reset_prefix_cache(),
+            # Kept requests hold blocks of older weights; the salt of others keeps them from reading these.
+            reset_cache=lambda: self._keeps or self._llm.reset_prefix_cache(),
             loaded=load,
         )
         self._slots = None if adapters is None else AdapterSlots(self._llm, adapters, rank)
@@ -133,6 +146,8 @@ class VllmEngine:
                 arguments["attention_backend"] = "CPU_MLA"
         else:
             arguments |= {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
+            if config.on_update == KEEP:
+                arguments["async_scheduling"] = False  # no step may be under way while weights are written
             arguments["moe_backend"] = "triton"  # the one that reads experts as the checkpoint has them
         errors = check_engine_arguments(config.vllm)
         if errors:
@@ -159,8 +174,8 @@ class VllmEngine:
             try:
                 yield
             finally:
-                for number in [request.number for request, _, _ in self._open.values()]:
-                    self.abort(number)
+                for name in list(self._open):
+                    self._end(name)
 
     def submit(self, request: Request) -> None:
         """Take a request; one that is empty or has a token outside the vocabulary fails.
@@ -168,8 +183,14 @@ class VllmEngine:
         Its log-probs are those of the distribution that is sampled: at the temperature, after the filters.
         The prefix cache holds what earlier requests of a row computed as long as the weights stay.
         A sampled answer depends on where a row was interrupted, since vLLM starts each request's random
-        stream anew; a greedy one does not.
+        stream anew; a greedy one does not. A request that was `kept` goes on instead.
         """
+        if request.seed in self._kept:
+            name, asked = self._kept[request.seed]
+            if replace(asked.rest, number=request.number) == replace(request, tokens=list(request.tokens)):
+                del self._kept[request.seed]
+                asked.rest, self._open[name] = request, asked
+                return
         if not request.tokens or request.limit < 1 or max(request.tokens) >= self._vocabulary:
             self._failed.append(failed(request.number))
             return
@@ -183,14 +204,19 @@ class VllmEngine:
             raise ValueError("a request truncates, and the engine's RolloutConfig says that none does")
         if self._records:
             routing.ask(parameters, request, *self._records)
-        prompt = {"prompt_token_ids": list(request.tokens)}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.tokens)}
+        if self._keeps:
+            prompt["cache_salt"] = f"weights {self.weights_version}"
         adapter = None if self._slots is None else self._slots.request
         self._llm.llm_engine.add_request(name, prompt, parameters, lora_request=adapter)
-        self._open[name] = request, parameters, support
+        self._open[name] = _Asked(request, parameters, support, request)
 
     def step(self) -> list[Completion]:
         """Add a token to every row that vLLM's scheduler runs; return the answers that are complete."""
         answers, self._failed = self._failed, []
+        for name, _ in self._kept.values():
+            self._end(name)
+        self._kept.clear()
         if self._open:
             for output in self._llm.llm_engine.step():
                 if output.finished and output.request_id in self._open:
@@ -198,33 +224,56 @@ class VllmEngine:
         return answers
 
     def _answer(self, asked: _Asked, output: Any) -> Completion:
-        """Return vLLM's ``output`` as the answer to what was asked."""
-        request, parameters, support = asked
-        answer = _completion(request.number, output)
-        if self._truncates and answer.tokens:
-            answer = replace(answer, support=truncation.support_of(output, support, request.sampling))
-        if self._records and answer.tokens:
-            answer = replace(answer, experts=routing.experts_of(output, parameters, request))
+        """Return vLLM's ``output`` as the answer to what is asked, without what was answered before."""
+        request, answered = asked.request, len(asked.rest.tokens) - len(asked.request.tokens)
+        answer = _completion(asked.rest.number, output)
+        if not answer.tokens:
+            return answer
+        answer = replace(answer, tokens=answer.tokens[answered:], log_probs=answer.log_probs[answered:])
+        if self._truncates:
+            support = truncation.support_of(output, asked.support, request.sampling)
+            answer = replace(answer, support=support[answered:])
+        if self._records:
+            answer = replace(answer, experts=routing.experts_of(output, asked.parameters, request))
         return answer
 
     def abort(self, number: int) -> None:
         """Forget an open request."""
         self._failed = [answer for answer in self._failed if answer.number != number]
-        for name in [name for name, (request, _, _) in self._open.items() if request.number == number]:
-            del self._open[name]
-            # One name a call: vLLM frees the blocks of several in the order of a set of strings, which is
-            # another one on each rank.
-            self._llm.llm_engine.abort_request([name])
+        for name in [name for name, asked in self._open.items() if asked.rest.number == number]:
+            self._end(name)
+
+    def _end(self, name: str) -> None:
+        self._open.pop(name, None)
+        # One name a call: vLLM frees the blocks of several in the order of a set of strings, which is another
+        # one on each rank.
+        self._llm.llm_engine.abort_request([name])
 
     def interrupt(self) -> list[Completion]:
-        """End every open request where it is; see `Sampler.interrupt`."""
+        """End every open request where it is, or keep it in the engine; see `Sampler.interrupt`."""
         answers, self._failed = self._failed, []
         for name, asked in list(self._open.items()):
-            output = _unfinished(self._llm.llm_engine.output_processor, name)
-            if output.token_ids:
+            output, tokens = _unfinished(self._llm.llm_engine.output_processor, name), []
+            if len(asked.request.tokens) + len(output.token_ids) > len(asked.rest.tokens):
                 answers.append(self._answer(asked, output))
-            self.abort(asked[0].number)
+                tokens = list(answers[-1].tokens)
+            if self._keeps:
+                rest = asked.rest
+                asked.rest = replace(
+                    rest,
+                    tokens=[*rest.tokens, *tokens],
+                    limit=rest.limit - len(tokens),
+                    done=rest.done + len(tokens),
+                )
+                self._kept[rest.seed] = name, self._open.pop(name)
+            else:
+                self._end(name)
         return answers
+
+    @property
+    def kept(self) -> Collection[int]:
+        """Return the seeds of interrupted requests that are still in vLLM; see `Sampler.kept`."""
+        return self._kept.keys()
 
     @property
     def adapters(self) -> AdapterSlots | None:
