@@ -9,6 +9,7 @@ lines: the process that watches over the ranks, and its exit code.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -30,7 +31,18 @@ IMPORTED = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.cpu_model_runner",
     "vllm.model_executor.models.qwen2",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
     "torch._dynamo",
+    # What the first rank imports when it writes.
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "pandas",
+    "pyarrow.parquet",
+    "rich.progress",
+    "rich.table",
 )
 PATIENCE = 30.0
 """Seconds between asking the other ranks to end and ending them, after one rank failed."""
@@ -53,10 +65,12 @@ def preload() -> None:
     from megatron_rl.parallel import device
     from megatron_rl.rollout.vllm.setup import prepare_vllm
 
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow starts one otherwise
     device.prepare_megatron()
     prepare_vllm()
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # a rank's collections would go through, and copy, all that was imported
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would lose them"
 
