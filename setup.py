@@ -43,7 +43,8 @@ EXTRAS = {
     "gpu": ["torch", "megatron-core>=0.16.1,<0.17", "vllm>=0.32,<0.33", *TRAINING],
     # What some configurations name: experiment trackers, graders and tasks.
     "wandb": ["wandb>=0.18"],
-    "mlflow": ["mlflow>=3"],
+    # The client alone, and what its offline store needs.
+    "mlflow": ["mlflow-skinny>=3", "alembic", "sqlalchemy"],
     "swanlab": ["swanlab>=0.10"],
     "math": ["math-verify>=0.9"],
     "reasoning-gym": ["reasoning-gym>=0.1.25"],

@@ -239,6 +239,8 @@ class Mlflow(Client):
     def __init__(
         self, config: LoggingConfig, folder: RunFolder, about: Mapping[str, Any], given: str | None
     ) -> None:
+        if config.offline:
+            os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when the client is imported
         from mlflow import MlflowClient
 
         super().__init__(config, folder, about, given)
@@ -257,7 +259,7 @@ class Mlflow(Client):
             self._client.update_run(self.id, status="RUNNING")
         for key in ("versions", "hardware"):
             self._client.set_tag(self.id, key, json.dumps(self.about.get(key)))
-        self._client.log_dict(self.id, self.about, "about.json")
+        self._client.log_dict(self.id, dict(self.about), "about.json")
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker.write`."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+from importlib.metadata import distributions, requires
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from megatron_rl.cli.environment import TRIED
 
@@ -52,6 +55,23 @@ def test_lock_files_pin_every_package_once_and_hold_no_cuda_build() -> None:
     forbidden = {"torchvision", "torchaudio", "torchcodec", "triton", "vllm"}
     assert not forbidden.intersection(names)
     assert not [name for name in names if name.startswith("nvidia-")]
+
+
+def test_no_pinned_package_wants_another_version_of_one_that_is_installed() -> None:
+    locks = [(LAUNCH / f"requirements-{name}.txt").read_text(encoding="utf-8") for name in ("cpu", "dev")]
+    pins = dict(line.split("==") for lock in locks for line in lock.splitlines() if not line.startswith("#"))
+    on_path = [*distributions()][::-1]  # the first of a name counts
+    installed = {canonicalize_name(each.name): each.version for each in on_path}
+    refused = []
+    for name, version in pins.items():
+        if installed.get(canonicalize_name(name)) != version:
+            continue  # a machine with a stack of its own
+        for need in map(Requirement, requires(name) or []):
+            other = installed.get(canonicalize_name(need.name))
+            asked = need.marker is None or need.marker.evaluate({"extra": ""})
+            if asked and other is not None and not need.specifier.contains(other, prereleases=True):
+                refused.append(f"{name} wants {need}, not {other}")
+    assert not refused
 
 
 @pytest.mark.parametrize("lock", sorted(LAUNCH.glob("constraints-gpu-*.txt")), ids=lambda path: path.stem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import time
 import urllib.request
@@ -41,26 +42,61 @@ def trackers(folder: RunFolder, said: list[str], resumed: bool = False, **settin
     return Trackers(LoggingConfig(**settings), folder, about, resumed=resumed, say=said.append)
 
 
-def test_wandb_offline_has_everything_and_goes_on_after_a_restart(folder: RunFolder) -> None:
+def run_restart_and_run_anew(folder: RunFolder, tracker: str) -> str:
+    """Return the id of the last run: the first takes two steps with a restart between, the last takes one."""
     said: list[str] = []
     for resumed, step in ((False, 1), (True, 2), (False, 1)):
         with (
-            trackers(folder, said, resumed, trackers=("wandb",), offline=True, samples=1) as told,
+            trackers(folder, said, resumed, trackers=(tracker,), offline=True, samples=1) as told,
             MetricsLog(folder, 2, resumed_step=step - 1 if resumed else None, trackers=told) as log,
         ):
             log.write(step, {"reward/mean": 0.123456 * step, "policy/loss": math.nan})
             told.samples("step", step, {"prompt": ["1+1=", "2+2="], "reward": [0.5, 1.0]})
     assert said == []
+    return json.loads((folder.path / "trackers.json").read_text())[tracker]
+
+
+def test_wandb_offline_has_everything_and_goes_on_after_a_restart(folder: RunFolder) -> None:
+    last = run_restart_and_run_anew(folder, "wandb")
+    import wandb
+
+    wandb.teardown()  # its process goes on writing after a run has ended
     runs = sorted((folder.path / "wandb").glob("offline-run-*"))
     ids = [run.name.rpartition("-")[2] for run in runs]
     assert len(ids) == 3 and len(set(ids)) == 2 and ids.count(ids[0]) == 2, "one over a restart"
-    assert json.loads((folder.path / "trackers.json").read_text())["wandb"] in ids
+    assert ids.count(last) == 1
     stored = [next(run.glob("*.wandb")).read_bytes() for run in runs]
     assert sum(b"0.123456" in data and b"reward/mean" in data for data in stored) == 2
     assert sum(b"0.246912" in data for data in stored) == 1
     assert all(b'"seed":7' in data and b"processor" in data for data in stored), "configuration and hardware"
     (table,) = runs[0].glob("files/media/table/samples/*.json")
     assert json.loads(table.read_text()) == {"columns": ["prompt", "reward"], "data": [["1+1=", 0.5]]}
+
+
+def test_mlflow_offline_has_everything_and_goes_on_after_a_restart(folder: RunFolder) -> None:
+    last = run_restart_and_run_anew(folder, "mlflow")
+    from mlflow import MlflowClient  # the tracker has imported it, after it said that nothing is to be sent
+
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    client = MlflowClient(f"sqlite:///{folder.path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("megatron_rl")
+    assert experiment is not None
+    runs = {run.info.run_id: run for run in client.search_runs([experiment.experiment_id])}
+    assert len(runs) == 2 and last in runs, "one over a restart"
+    (first,) = runs.keys() - {last}
+    for run, steps in ((first, [1, 2]), (last, [1])):
+        assert runs[run].info.status == "FINISHED" and runs[run].info.run_name == "run"
+        rewards = client.get_metric_history(run, "reward/mean")
+        assert [(metric.step, metric.value) for metric in rewards] == [(n, 0.123456 * n) for n in steps]
+        assert "policy/loss" not in runs[run].data.metrics
+        assert "processor" in json.loads(runs[run].data.tags["hardware"])
+        artifacts = folder.path / "mlartifacts" / run / "artifacts"
+        about = json.loads((artifacts / "about.json").read_text())
+        assert about["configuration"] == {"seed": 7}
+        assert json.loads(runs[run].data.tags["versions"]) == about["versions"] != {}
+        tables = {table.name: json.loads(table.read_text()) for table in artifacts.glob("samples/*")}
+        table = {"columns": ["prompt", "reward"], "data": [["1+1=", 0.5]]}
+        assert tables == {f"step_{n}.json": table for n in steps}
 
 
 def test_samples_are_a_text_of_tensorboard(folder: RunFolder) -> None:
@@ -78,15 +114,21 @@ def test_a_tracker_that_fails_is_said_once_and_stops_nothing(folder: RunFolder) 
     said: list[str] = []
     folder.tensorboard.rmdir()
     folder.tensorboard.write_text("in the way")
+    (folder.path / "mlflow.db").write_text("no database")
+    names = ("tensorboard", "mlflow")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with trackers(folder, said, prometheus=address) as told, MetricsLog(folder, 3, trackers=told) as log:
+        with (
+            trackers(folder, said, trackers=names, offline=True, prometheus=address) as told,
+            MetricsLog(folder, 3, trackers=told) as log,
+        ):
             for step in (1, 2, 3):
                 log.write(step, {"reward/mean": 0.5})
                 told.samples("step", step, {"prompt": ["x"]})
     assert [line["step"] for line in read_metrics(folder.metrics)] == [1, 2, 3]
-    assert len(said) == 2 and all("failed, and gets nothing more of this run" in line for line in said)
-    assert "prometheus" in said[0] and "Address already in use" in said[0] and "tensorboard" in said[1]
+    assert len(said) == 3 and all("failed, and gets nothing more of this run" in line for line in said)
+    assert "mlflow" in said[0] and "not a database" in said[0]
+    assert "prometheus" in said[1] and "Address already in use" in said[1] and "tensorboard" in said[2]
 
 
 def test_prometheus_reads_the_newest_metrics_by_their_names(folder: RunFolder) -> None:
