@@ -56,6 +56,7 @@ EXTRAS = {
         "pyright[nodejs]",
         "pytest>=8",
         "pytest-timeout",
+        "pytest-xdist",
         "ruff",
     ],
 }

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Set up, run the static checks, then every test that needs no GPU.
 #
-#   launch/test.sh [pytest arguments]       e.g. launch/test.sh tests/unit -k metrics
+#   launch/test.sh [pytest arguments]       e.g. launch/test.sh tests/unit -k metrics; -n 0: in one process
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh --dev || exit 1
 
 bash launch/lint.sh
 lint=$?
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" .venv/bin/python -m pytest "$@"
+# Files in their order, so that what starts ranks comes last; see Schedule in tests/conftest.py.
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" .venv/bin/python -m pytest -n 2 --no-loadscope-reorder "$@"
 tests=$?
 if [ "$lint" -ne 0 ]; then echo "test: the static checks failed (see the top of this output)" >&2; fi
 if [ "$tests" -ne 0 ]; then exit "$tests"; fi

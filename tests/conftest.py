@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests import browser, nccl_rules
 
@@ -120,6 +121,31 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.line(name)
         places = f"one of {', '.join(browser.NAMES)} on the path, or {browser.VARIABLE}=/path/to/it"
         terminalreporter.line(f"fix: {places} (Debian, Ubuntu: apt-get install chromium)")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that reports, where tests run in several."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["not_looked_at"] = session.config.stash.get(NOT_LOOKED_AT, [])
+
+
+def pytest_testnodedown(node: Any) -> None:
+    """Hear it from a process of tests; one that was killed has said nothing."""
+    if names := getattr(node, "workeroutput", {}).get("not_looked_at", []):
+        node.config.stash[NOT_LOOKED_AT] = names
+
+
+class Schedule(LoadFileScheduling):
+    """Give each file to a process that is free, and all that starts ranks to one, which runs it alone."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        ranks = "tests/distributed"
+        return ranks if nodeid.startswith(f"{ranks}/") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Schedule:
+    """Return who shares out the tests."""
+    return Schedule(config, log)
 
 
 @pytest.fixture(autouse=True, scope="module")
