@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -17,6 +19,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = Path(__file__).parent / "workers/forked_torchrun.py"
 
 
 def endless(folder: Path, material: Path) -> Path:
@@ -39,12 +42,7 @@ def endless(folder: Path, material: Path) -> Path:
 
 
 def rank_process(launcher: int, rank: int) -> psutil.Process:
-    ranks = [
-        process
-        for process in psutil.Process(launcher).children(recursive=True)
-        if process.environ().get("RANK") == str(rank) and "megatron_rl" in " ".join(process.cmdline())
-    ]
-    return min(ranks, key=lambda process: process.create_time())
+    return sorted(psutil.Process(launcher).children(), key=lambda process: process.pid)[rank]
 
 
 def launch(folder: Path, config: Path) -> subprocess.Popen[bytes]:
@@ -60,27 +58,36 @@ def launch(folder: Path, config: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def await_step(folder: Path, launcher: subprocess.Popen[bytes]) -> None:
+def await_step(folder: Path, said_at_end: Callable[[], str | None]) -> None:
     metrics, deadline = folder / "run/metrics.jsonl", time.monotonic() + 180
     while not metrics.exists() or not metrics.read_text():
-        assert launcher.poll() is None and time.monotonic() < deadline, (folder / "output").read_text()
+        assert said_at_end() is None and time.monotonic() < deadline
         time.sleep(0.2)
 
 
+def signalled(fork, folder: Path, config: Path, sent: int, rank: int | None) -> tuple[int, str]:
+    """Send a signal to a rank, or to torchrun, after a step; return torchrun's exit code and what was said.
+
+    torchrun and its ranks are forked, which spares the imports.
+    """
+    known = folder / "torchrun"
+    words = (TORCHRUN, 1, known, "--standalone", "--nproc-per-node", 2, "-m", "megatron_rl", "train", config)
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(fork, *words, timeout=300)
+        await_step(folder, lambda: job.result().output if job.done() else None)
+        launcher = int(known.read_text())
+        os.kill(launcher if rank is None else rank_process(launcher, rank).pid, sent)
+        output = job.result().output
+    code = re.search(r"exit code of torchrun: (-?\d+)", output)
+    assert code, output
+    return int(code[1]), output
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_gone_ends_the_job_by_name(material, tmp_path, sent):
-    launcher = launch(tmp_path, endless(tmp_path, material))
-    try:
-        await_step(tmp_path, launcher)
-        os.kill(rank_process(launcher.pid, 1).pid, sent)
-        # A job that hangs is ended after rank_timeout, and torchrun gives a stopped process 30 s to end.
-        assert launcher.wait(timeout=180) == 1
-    except subprocess.TimeoutExpired:
-        pytest.fail((tmp_path / "output").read_text()[-3000:])
-    finally:
-        if launcher.poll() is None:
-            os.killpg(launcher.pid, signal.SIGKILL)
-    text = (tmp_path / "output").read_text()
+def test_a_rank_that_is_gone_ends_the_job_by_name(fork, material, tmp_path, sent):
+    # A job that hangs is ended after rank_timeout, and torchrun gives a stopped process 30 s to end.
+    code, text = signalled(fork, tmp_path, endless(tmp_path, material), sent, rank=1)
+    assert code == 1
     first, second = (
         rf"rank {rank} \(actor: tensor 0, pipeline {rank}, data 0; rollout: replica {rank}, tensor 0\)"
         for rank in (0, 1)
@@ -99,7 +106,8 @@ def test_a_folder_has_one_job_and_ranks_leave_with_their_launcher(fork, material
     config = endless(tmp_path, material)
     launcher = launch(tmp_path, config)
     try:
-        await_step(tmp_path, launcher)
+        said = tmp_path / "output"
+        await_step(tmp_path, lambda: None if launcher.poll() is None else said.read_text())
         ranks = [rank_process(launcher.pid, rank) for rank in (0, 1)]
         second = fork("megatron_rl", 2, "train", config, module=True, check=False)
         assert "another job trains in this run folder" in second.output and "fix:" in second.output
@@ -116,28 +124,19 @@ def test_a_folder_has_one_job_and_ranks_leave_with_their_launcher(fork, material
 
 
 @pytest.mark.parametrize(
-    ("sent", "to"),
+    ("sent", "rank"),
     [
-        (signal.SIGTERM, "launcher"),
-        (signal.SIGINT, "launcher"),
-        (signal.SIGHUP, "launcher"),
-        (signal.SIGUSR1, "rank"),
+        (signal.SIGTERM, None),
+        (signal.SIGINT, None),
+        (signal.SIGHUP, None),
+        (signal.SIGUSR1, 1),
     ],
 )
-def test_a_job_that_is_asked_to_stop_saves_after_its_step(fork, material, tmp_path, sent, to):
+def test_a_job_that_is_asked_to_stop_saves_after_its_step(fork, material, tmp_path, sent, rank):
     config = endless(tmp_path, material)
-    launcher = launch(tmp_path, config)
-    try:
-        await_step(tmp_path, launcher)
-        target = launcher.pid if to == "launcher" else rank_process(launcher.pid, 1).pid
-        os.kill(target, sent)
-        assert launcher.wait(timeout=120) != 0
-    finally:
-        if launcher.poll() is None:
-            os.killpg(launcher.pid, signal.SIGKILL)
-    text = (tmp_path / "output").read_text()
-    code = 128 + sent
-    told = re.search(rf"stopped by {sent.name} after step (\d+): saved (\S+); exit code {code}", text)
+    code, text = signalled(fork, tmp_path, config, sent, rank)
+    assert code != 0
+    told = re.search(rf"stopped by {sent.name} after step (\d+): saved (\S+); exit code {128 + sent}", text)
     assert told, text[-3000:]
     assert Path(told[2]).name == f"step_{told[1]}" and (Path(told[2]) / "meta.json").is_file()
     changes = [f"steps={int(told[1]) + 1}", "batch.prompts_per_step=4"]

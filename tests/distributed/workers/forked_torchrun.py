@@ -1,0 +1,17 @@
+"""torchrun with these arguments, forked as its ranks are; the first names a file for its process id."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from tests.campaign.forked import Forked, preload
+from tests.campaign.runs import LAUNCHER_NAMES
+
+if __name__ == "__main__":
+    preload()
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_NAMES}
+    torchrun = Forked([sys.executable, "-m", "torch.distributed.run", *sys.argv[2:]], env=environment)
+    Path(sys.argv[1]).write_text(str(torchrun.pid))
+    print("exit code of torchrun:", torchrun.wait(), flush=True)
