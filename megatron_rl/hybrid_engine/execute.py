@@ -185,8 +185,9 @@ def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, to
 # weighted by its position in the whole tensor, so that a changed bit, a shifted block and swapped rows or
 # columns all change it. Integers wrap: the order of summation does not matter.
 
-_CHUNK = 2**18
-"""Elements handled at once, which bounds temporary memory."""
+_CHUNK, _WIDE_CHUNK = 2**18, 2**24
+"""Words handled at once on the host, and on accelerators, where many small parts are slow to launch. Their
+products take at most 1 and 64 MiB."""
 
 
 class BoxSum:
@@ -194,17 +195,22 @@ class BoxSum:
 
     ``values`` has any strides; the box begins at ``start`` of its tensor. Values are converted to ``dtype``
     first, a part at a time. Any single changed element changes the result; several changes cancel with
-    probability 2**-32. The checksums of the parts of a box add up to its own, modulo 2**32.
+    probability 2**-32. The checksums of the parts of a box add up to its own, modulo 2**32, where columns are
+    cut between words of 4 bytes.
     """
 
     def __init__(self, values: Tensor, start: Sequence[int], dtype: torch.dtype) -> None:
         if values.dim() < 2:
             values, start = values.reshape(1, -1), (0, *(start or (0,)))
+        together = _elements_of_a_word(start[-1], values.shape[-1], dtype.itemsize)
         self._columns = _column_weights(start[-1], values.shape[-1], dtype.itemsize, values.device)
-        self._dtype = dtype
-        # Bits of 4-byte elements are seen through a view; others are copied, a part at a time.
-        in_place = values.dtype == dtype and dtype.itemsize == 4
-        step = values.shape[-2] if in_place else max(1, _CHUNK // values.shape[-1])
+        self._dtype, self._together = dtype, together
+        self._products = _has_integer_product(values.device.type)
+        # Words that lie in memory as they are summed are seen through a view; others are copied by parts.
+        in_place = values.dtype == dtype and _views_as_words(values, together)
+        chunk = _CHUNK if self._products else _WIDE_CHUNK
+        whole = in_place and self._products
+        step = values.shape[-2] if whole else max(1, chunk // len(self._columns))
         self._parts = [
             (part.view(torch.int32) if in_place else part, weights)
             for matrix, rows in _matrices(values, start)
@@ -217,10 +223,10 @@ class BoxSum:
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum(dtype=torch.int32)
 
     def _part(self, values: Tensor, rows: Tensor) -> Tensor:
-        bits = values if values.dtype == torch.int32 else _bits(values.to(self._dtype))
-        if _has_integer_product(bits.device.type):
-            return torch.dot(rows, torch.mv(bits, self._columns))
-        return ((bits * self._columns).sum(-1, dtype=torch.int32) * rows).sum(dtype=torch.int32)
+        words = values if values.dtype == torch.int32 else _words(values.to(self._dtype), self._together)
+        if self._products:
+            return torch.dot(rows, torch.mv(words, self._columns))
+        return ((words * self._columns).sum(-1, dtype=torch.int32) * rows).sum(dtype=torch.int32)
 
 
 def checksum(values: Tensor, start: Sequence[int], dtype: torch.dtype) -> int:
@@ -228,12 +234,26 @@ def checksum(values: Tensor, start: Sequence[int], dtype: torch.dtype) -> int:
     return int(BoxSum(values, start, dtype).compute()) % 2**32
 
 
-def _bits(values: Tensor) -> Tensor:
-    """Return the raw bits of values as int32, two numbers for an 8-byte element."""
-    if values.element_size() == 8:
-        return values.contiguous().view(torch.int32)
+def _elements_of_a_word(start: int, count: int, itemsize: int) -> int:
+    """Return how many elements of a row make a word of 4 bytes: 1 where rows begin or end inside a word."""
+    together = max(1, 4 // itemsize)
+    return together if start % together == 0 and count % together == 0 else 1
+
+
+def _views_as_words(values: Tensor, together: int) -> bool:
+    """Say whether words of ``together`` elements lie in memory as they are summed."""
+    if values.element_size() * together != 4:
+        return False
+    places = (values.storage_offset(), *values.stride()[:-1])
+    return together == 1 or (values.stride(-1) == 1 and all(place % together == 0 for place in places))
+
+
+def _words(values: Tensor, together: int) -> Tensor:
+    """Return the raw bits of values as int32: two for an 8-byte element, one for ``together`` narrow ones."""
     if values.element_size() == 4:
         return values.view(torch.int32)
+    if values.element_size() == 8 or together > 1:
+        return values.contiguous().view(torch.int32)
     narrow = torch.int16 if values.element_size() == 2 else torch.int8
     return values.view(narrow).to(torch.int32)
 
@@ -250,8 +270,8 @@ def _has_integer_product(kind: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _column_weights(start: int, count: int, itemsize: int, device: torch.device) -> Tensor:
-    words = 2 if itemsize == 8 else 1
-    return _mix(start * words, count * words, device)
+    together, words = _elements_of_a_word(start, count, itemsize), 2 if itemsize == 8 else 1
+    return _mix(start * words // together, count * words // together, device)
 
 
 def _matrices(values: Tensor, start: Sequence[int], weight: int = 1) -> Iterator[tuple[Tensor, Tensor]]:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import time
-import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 from torch.overrides import TorchFunctionMode
 
-from megatron_rl.errors import UserError
 from megatron_rl.launcher import launch
+from megatron_rl.parallel.rendezvous import no_meeting, open_store
 
 # Megatron's overlap of tensor parallelism needs it, and an accelerator reads it when it is first asked for.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -33,9 +29,8 @@ _ON_HOST = not torch.cuda.is_available()
 _installed = False
 _depth = 0
 _timeout: timedelta | None = None
+_unbacked = _earlier_peak = 0
 _DAYS = timedelta(days=7)
-_LOOKS = timedelta(seconds=0.5)
-"""Time between two looks at whether the job has begun anew while its ranks met."""
 
 
 def device() -> torch.device:
@@ -103,18 +98,30 @@ def host_buffer(size: int) -> Tensor:
 def peak_memory(reset: bool = False) -> int:
     """Return the largest number of bytes allocated on the device since the last reset.
 
+    PyTorch counts what vLLM's sleep has given back as allocated: see `set_unbacked`.
     On the host it is the largest resident set of the process, which cannot be reset.
     """
     if _ON_HOST:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    global _earlier_peak
     if not _in_use():
         return 0
-    peak = torch.cuda.max_memory_allocated()
+    peak = max(_earlier_peak, torch.cuda.max_memory_allocated() - _unbacked)
     if reset:
         torch.cuda.reset_peak_memory_stats()
+        _earlier_peak = 0
     return peak
+
+
+def set_unbacked(size: int) -> None:
+    """Say how many bytes of what counts as allocated have no memory behind them, as in a sleeping engine."""
+    global _unbacked, _earlier_peak
+    if _in_use():
+        _earlier_peak = peak_memory()
+        torch.cuda.reset_peak_memory_stats()
+    _unbacked = size
 
 
 def rank() -> int:
@@ -149,74 +156,13 @@ def initialize(timeout: float = 600.0, *, waits: bool = False) -> None:
             dist.init_process_group(
                 backends(),
                 timeout=_timeout,
-                store=_store(timedelta(seconds=timeout)),
+                store=open_store(timedelta(seconds=timeout)),
                 rank=rank(),
                 world_size=world_size(),
             )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise _no_meeting(error, timeout) from error
+            raise no_meeting(error, timeout) from error
     prepare_megatron()
-
-
-def _store(timeout: timedelta) -> dist.Store:
-    """Return where the ranks find each other, empty but for what they write. Collective over the world."""
-    if "MASTER_PORT" not in os.environ:
-        return dist.HashStore()
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not shared and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        return _store_of_one_host(int(os.environ["MASTER_PORT"]), timeout)
-    store, number, size = next(rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    if shared:
-        return dist.PrefixStore(meet(store, number, size, timeout), store)
-    return store
-
-
-def _store_of_one_host(port: int, timeout: timedelta) -> dist.Store:
-    """Return a store that other hosts cannot reach; torch's own listens on every interface."""
-    address, first = "127.0.0.1", rank() == 0
-    try:
-        listener = socket.create_server((address, port)).detach() if first else None
-    except OSError as error:
-        raise dist.DistNetworkError(f"port {port}: {error.strerror}") from error
-    return dist.TCPStore(address, port, world_size(), first, timeout, master_listen_fd=listener)
-
-
-def meet(store: dist.Store, number: int, size: int, timeout: timedelta) -> str:
-    """Agree on a name that the ranks of no earlier attempt have had; return it on each of ``size`` ranks.
-
-    torchrun keeps its store when it restarts the ranks, and in it the addresses of those that are gone; who
-    reads before its peers have written would wait for the dead. How often ranks were restarted does not tell
-    attempts apart: hosts may count it differently. So the first rank begins an attempt, answers what each
-    other one calls itself, and only that answer says that the attempt is not an earlier one. Raises
-    DistStoreError after ``timeout``. Collective over the world.
-    """
-    if number == 0:
-        attempt = store.add("attempt", 1)
-        for other in range(1, size):
-            store.set(f"{attempt} {store.get(f'{attempt} {other}').decode()}", "")
-        return f"attempt {attempt}"
-    me, limit = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    while True:
-        attempt = store.get("attempt").decode()
-        store.set(f"{attempt} {number}", me)
-        try:
-            store.wait([f"{attempt} {me}"], _LOOKS)
-            return f"attempt {attempt}"
-        except dist.DistStoreError:  # no answer yet, or from a rank that is gone
-            if time.monotonic() > limit:
-                raise
-
-
-def _no_meeting(error: Exception, timeout: float) -> UserError:
-    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return UserError(
-        "the ranks of the job do not meet",
-        where="environment: MASTER_ADDR, MASTER_PORT",
-        expected=f"all {world_size()} ranks at {place} within {timeout:g} s",
-        got=str(error).splitlines()[0],
-        fix="name the host of rank 0 and a port that is free there, and start every rank",
-    )
 
 
 def collective_timeout() -> timedelta | None:

@@ -21,6 +21,7 @@ from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import sum_over_ranks
 from megatron_rl.parallel.experts import RoutedTokens
+from megatron_rl.parallel.layers import warn_of_unfused_attention
 from megatron_rl.parallel.log_probs import Support
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.packing import PackedRows, partition
@@ -282,7 +283,7 @@ def _run(
     if model.routing is not None:
         model.routing.begin(learns=not forward_only)
     with model.scope():
-        return run(
+        results = run(
             forward_step_func=partial(_forward_step, model, consume),
             data_iterator=iterators if virtual else iterators[0],
             model=model.wrapped if virtual else model.wrapped[0],
@@ -293,6 +294,9 @@ def _run(
             p2p_communicator=communicator,
             pg_collection=groups,
         )
+    if model.uses_transformer_engine:
+        warn_of_unfused_attention()
+    return results
 
 
 def _finalize(

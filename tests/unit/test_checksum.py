@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.hybrid_engine import execute
 from megatron_rl.hybrid_engine.execute import checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -17,8 +18,21 @@ def test_strides_and_division_do_not_matter(dtype):
     values = torch.randn(60, 70).to(dtype)
     whole = checksum(values, (0, 0), dtype)
     assert checksum(values.t().contiguous().t(), (0, 0), dtype) == whole
-    parts = sum(checksum(values[a : a + 20, b : b + 35], (a, b), dtype) for a in (0, 20, 40) for b in (0, 35))
+    boxes = [(slice(a, a + 20), slice(*b)) for a in (0, 20, 40) for b in ((0, 36), (36, 70))]
+    parts = sum(checksum(values[box], (box[0].start, box[1].start), dtype) for box in boxes)
     assert parts % 2**32 == whole
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("start", "columns"), [(0, 70), (1, 70), (2, 69)])
+def test_devices_without_integer_products_agree(monkeypatch, dtype, start, columns):
+    padded = torch.randn(60, 73).to(dtype)
+    beside = padded[:, 1 : 1 + columns]  # words do not begin where its memory does
+    whole = checksum(beside.clone(), (0, start), dtype)
+    assert checksum(beside, (0, start), dtype) == whole
+    monkeypatch.setattr(execute, "_has_integer_product", lambda kind: False)
+    monkeypatch.setattr(execute, "_WIDE_CHUNK", 512)
+    assert checksum(beside, (0, start), dtype) == checksum(beside.clone(), (0, start), dtype) == whole
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,4 +1,4 @@
-"""Ranks that are started again by a launcher that keeps its store find each other, and nobody who is gone."""
+"""Ranks that are started again find each other and nobody who is gone; peaks count memory that was there."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from datetime import timedelta
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
-from megatron_rl.parallel.device import _store_of_one_host, meet
+from megatron_rl.parallel import device
+from megatron_rl.parallel.rendezvous import meet, store_of_one_host
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
 
@@ -46,9 +48,39 @@ def test_ranks_of_one_host_meet_where_no_other_host_reaches(monkeypatch: pytest.
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
         with pytest.raises(dist.DistNetworkError, match=str(port)):
-            _store_of_one_host(port, SHORT)
-    store = _store_of_one_host(port, LONG)
+            store_of_one_host(port, SHORT)
+    store = store_of_one_host(port, LONG)
     store.set("a", "b")
     assert store.get("a") == b"b"
     listening = [item.laddr for item in psutil.Process().net_connections("tcp") if item.status == "LISTEN"]
     assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
+
+
+def test_a_peak_leaves_out_what_a_sleeping_engine_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated = peak = 0
+
+    def allocate(size: int) -> None:
+        nonlocal allocated, peak
+        allocated += size
+        peak = max(peak, allocated)
+
+    def reset() -> None:
+        nonlocal peak
+        peak = allocated
+
+    monkeypatch.setattr(device, "_ON_HOST", False)
+    monkeypatch.setattr(device, "_in_use", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    allocate(40)  # an engine, awake
+    allocate(5)
+    allocate(-5)
+    device.set_unbacked(40)  # it sleeps, and still counts as allocated
+    allocate(20)
+    assert device.peak_memory(reset=True) == 45  # awake
+    assert device.peak_memory(reset=True) == 20  # asleep
+    device.set_unbacked(25)  # a part of it wakes
+    allocate(-20)
+    assert device.peak_memory(reset=True) == 35
+    device.set_unbacked(0)
+    assert device.peak_memory(reset=True) == 40

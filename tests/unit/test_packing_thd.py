@@ -7,6 +7,8 @@ packing, Megatron's rotary embedding of packed rows and its handling of the form
 
 from __future__ import annotations
 
+import sys
+import warnings
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import merge
-from megatron_rl.parallel import device
+from megatron_rl.parallel import device, layers
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.model import ParallelModel, build_model
@@ -182,3 +184,20 @@ def test_context_parallelism_of_whole_rows_is_refused(tmp_path):
     groups: Any = SimpleNamespace(layout=ParallelLayout((0, 1), context=2))
     with pytest.raises(UserError, match="whole rows"):
         build_model(reference.config, groups, dtype=torch.float32, attention="transformer_engine")
+
+
+def test_attention_without_a_fused_kernel_is_told_once(monkeypatch):
+    name = "transformer_engine.pytorch.attention.dot_product_attention"
+    chosen = {"use_flash_attention": False, "use_fused_attention": True, "use_unfused_attention": False}
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(_attention_backends=chosen))
+    monkeypatch.setattr(layers, "_unfused", False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        layers.warn_of_unfused_attention()
+        assert not told
+        chosen |= {"use_fused_attention": False, "use_unfused_attention": True}
+        layers.warn_of_unfused_attention()
+        layers.warn_of_unfused_attention()
+    assert [str(warning.message).split(",")[0] for warning in told] == [
+        "Transformer Engine computes attention without a fused kernel"
+    ]

@@ -304,6 +304,7 @@ class VllmEngine:
         self._wake("kv_cache")  # vLLM puts only a whole engine to sleep
         self._llm.sleep(self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
+        device.set_unbacked(setup.bytes_asleep())
         self._live.needs_weights = self._live.needs_weights or self._sleep_level > 1
 
     def wake(self) -> None:
@@ -315,6 +316,7 @@ class VllmEngine:
             if tag in self._asleep:
                 self._llm.wake_up([tag])
                 self._asleep.discard(tag)
+                device.set_unbacked(setup.bytes_asleep())
 
     def close(self) -> None:
         """Shut this engine down and leave the job's process groups alone. May be called twice."""

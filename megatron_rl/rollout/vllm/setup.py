@@ -180,6 +180,14 @@ def _rotate_heads_apart() -> None:
     setattr(RotaryEmbedding, "forward_cpu", rotate)
 
 
+def bytes_asleep() -> int:
+    """Return how many bytes of vLLM's sleeping allocations are given back, and still count as allocated."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocations = CuMemAllocator.get_instance().pointer_to_data.values()
+    return sum(allocation.handle[1] for allocation in allocations if allocation.is_asleep)
+
+
 def host_cache_bytes(path: str | Path, tensor: int, dtype: str, max_model_len: int) -> int:
     """Return the size of one rank's key-value cache on the host: 256 rows of full length, at most 1 GiB.
 
