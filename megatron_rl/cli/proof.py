@@ -44,12 +44,15 @@ class Task:
     fix: str
 
 
-def tasks(folder: Path) -> list[Task]:
-    """Return the jobs in their order; what each leaves lies in a folder of its name."""
+def tasks(folder: Path, world: int) -> list[Task]:
+    """Return the jobs in their order; what each leaves lies in a folder of its name.
+
+    One rank alone has no parallelism to compare.
+    """
     warm_up = (f"sft.data={folder / 'material/sft.jsonl'}", f"sft.steps={_STEPS}", "sft.rows_per_step=64")
     one = ("actor.layout={ranks: [0]}",)
     again = "resume a run of your own on one machine, and compare its metrics.jsonl with an uninterrupted one"
-    return [
+    jobs = [
         Task("one_rank", "a training step on one rank", "sft", (*warm_up, *one), "read the log of rank 0"),
         Task(
             "all_ranks",
@@ -67,6 +70,7 @@ def tasks(folder: Path) -> list[Task]:
         ),
         Task("train", "resume from the checkpoint", "train", (f"steps={_STEPS + 1}",), again),
     ]
+    return [job for job in jobs if world > 1 or job.name != "all_ranks"]
 
 
 def settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
@@ -118,7 +122,7 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
         fix = "name a folder on a file system that all machines share: --out FOLDER"
         yield Finding("error", "shared folder", f"{folder} of rank 0 is not seen on {blind[0]}", fix)
         return
-    for task in tasks(folder):
+    for task in tasks(folder, world):
         finding = _do(task, folder)
         if finding.level == "ok" and task.name == "all_ranks":
             finding = compare(folder, finding, TOLERANCE["float32" if device.on_host() else "bfloat16"])
@@ -193,7 +197,7 @@ def _write(folder: Path, world: int, *, on_host: bool) -> None:
             got=str(folder),
             fix="name another folder",
         )
-    for name in {task.name for task in tasks(folder)} | {"material", "logs"}:
+    for name in {task.name for task in tasks(folder, 2)} | {"material", "logs"}:
         shutil.rmtree(folder / name, ignore_errors=True)
     quickstart.make(folder / "material", "small" if on_host else "medium")
     (folder / "proof.yaml").write_text(yaml.safe_dump(settings(folder, world, on_host=on_host)))
