@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.config.adapters import lora_apart, reference_is_base
 from megatron_rl.config.derive import BatchPlan, spread
-from megatron_rl.config.placement import megatron_settings, role_of
+from megatron_rl.config.placement import megatron_settings, role_of, sleeping_ranks
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.stage_plan import stage_plans
@@ -94,7 +94,8 @@ def memory_plan(
                 continue
             assert batch is not None
             if role == "rollout":
-                items += _rollout(config, layout, shape, batch)
+                asleep = rank in sleeping_ranks(layouts)
+                items += _rollout(config, layout, shape, batch, ("generate",) if asleep else PHASES)
             else:
                 items += _frozen(config, role, layout, rank, shape, batch)
         if config.gpu_memory_gib is not None:
@@ -271,8 +272,9 @@ def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
 
 
 def _rollout(
-    config: RunConfig, layout: ParallelLayout, shape: ModelShape, batch: BatchPlan
+    config: RunConfig, layout: ParallelLayout, shape: ModelShape, batch: BatchPlan, awake: tuple[str, ...]
 ) -> list[MemoryItem]:
+    """Return what an engine holds that is ``awake`` in these phases."""
     size = DTYPE_BYTES[config.model.dtype]
     parameters = rollout_parameters(shape, layout.tensor)
     weights = size * parameters
@@ -289,9 +291,7 @@ def _rollout(
                 f"what memory_fraction leaves; holds {room // max(1, per_token):,} tokens at once",
             )
     return [
-        MemoryItem(
-            "rollout weights", weights, ("generate",), f"{parameters / 1e6:,.1f}M parameters x {size} B"
-        ),
-        MemoryItem("key-value cache", cache, ("generate",), how),
+        MemoryItem("rollout weights", weights, awake, f"{parameters / 1e6:,.1f}M parameters x {size} B"),
+        MemoryItem("key-value cache", cache, awake, how),
         MemoryItem("sync staging", staging, ("generate",), "at most, while weights move"),
     ]

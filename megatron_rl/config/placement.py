@@ -143,6 +143,13 @@ def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout
     return layouts
 
 
+def sleeping_ranks(layouts: Mapping[str, ParallelLayout]) -> frozenset[int]:
+    """Return the rollout ranks whose engine sleeps while others work: replicas that another role shares."""
+    used = {rank for role, layout in layouts.items() if role != "rollout" for rank in layout.ranks}
+    replicas = layouts["rollout"].groups("tensor")
+    return frozenset(rank for replica in replicas if used.intersection(replica) for rank in replica)
+
+
 def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
     """Return what actor and rollout engine have in common of the actor's weights, once ranks are named."""
     rollout, lora = config.rollout, lora_apart(config)

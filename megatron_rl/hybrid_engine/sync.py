@@ -112,7 +112,8 @@ class HybridEngine:
     ranks call `sync` and `generation_mode` together. ``resident`` gives a context in which the weights of the
     model are in device memory, for a model that is elsewhere between uses. ``apart`` keeps the model's
     adapters apart from its weights: they go to the engine's ``adapters`` (None on ranks without an engine)
-    each time, the weights once.
+    each time, the weights once. ``sleeps`` says whether the engine on this rank gives its memory to others
+    between uses.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class HybridEngine:
         resident: Callable[[], AbstractContextManager[None]] = nullcontext,
         apart: bool = False,
         adapters: Storage | None = None,
+        sleeps: bool = True,
     ) -> None:
         if verify not in VERIFY:
             raise UserError(
@@ -136,7 +138,7 @@ class HybridEngine:
             )
         self.version = 0
         self._model, self._engine, self._group = model, engine, group
-        self._resident, self._verify = resident, verify
+        self._resident, self._verify, self._sleeps = resident, verify, sleeps
         self._movements = [_Movement(_weights(model, apart), engine, staging_bytes, group)]
         if apart:
             self._movements.append(_Movement(_adapters(model), adapters, staging_bytes, group))
@@ -204,7 +206,7 @@ class HybridEngine:
 
     @contextmanager
     def generation_mode(self) -> Iterator[Metrics]:
-        """Wake the engine, bring its weights up to ``version``, and put it to sleep again at the end.
+        """Wake the engine and bring its weights up to ``version``; at the end it ``sleeps``, or stays awake.
 
         Yields what the sync measured, nothing where no weights had to be moved. Collective over the group.
         """
@@ -217,7 +219,7 @@ class HybridEngine:
         try:
             yield synced
         finally:
-            if self._engine is not None:
+            if self._engine is not None and self._sleeps:
                 self._engine.sleep()
 
     def _is_stale(self) -> bool:

@@ -15,7 +15,7 @@ from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.config.adapters import lora_apart, reference_is_base
 from megatron_rl.config.derive import longest_row
-from megatron_rl.config.placement import megatron_settings, role_layout, rollout_layout
+from megatron_rl.config.placement import megatron_settings, role_layout, role_layouts, sleeping_ranks
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig, CriticConfig
 from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans, starting_model
@@ -168,6 +168,7 @@ def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole, ap
         resident=partial(actor.resident, Use.READ),
         apart=apart,
         adapters=rollout.engine.adapters if rollout.engine is not None else None,
+        sleeps=device.rank() in sleeping_ranks(role_layouts(config, device.world_size())),
     )
 
 
@@ -195,7 +196,8 @@ def _build_rollout(
     records: tuple[int, int] | None = None,
     adapters: AdaptedModel | None = None,
 ) -> RolloutRole:
-    layout, environment = rollout_layout(config.rollout).checked(), config.rollout.environment
+    layouts = role_layouts(config, device.world_size())
+    layout, environment = layouts["rollout"].checked(), config.rollout.environment
     communicator(layout.ranks)
     chat = parse = None
     if environment is not None:
@@ -214,7 +216,7 @@ def _build_rollout(
         records=records,
         adapters=adapters,
     )
-    if engine is not None:
+    if engine is not None and device.rank() in sleeping_ranks(layouts):
         engine.sleep()
     most = config.rollout.max_in_flight
     return RolloutRole(layout, engine, device.rank(), environment, chat, records, most, parse)

@@ -217,6 +217,7 @@ def check_sampling(path: Path) -> None:
         engine, begin(make_prompts(rows, *mixed), 1, seed=5, version=0), (6, 20), (0, 0)
     ).rollouts
     transformers_agree(reference, first)
+    assert truncated.support_sizes is not None
     sizes = [row[row > 0].float() for row in split_rows(truncated.support_sizes, truncated.lengths)]
     assert [len(row) for row in sizes] == [0, 20, 20, 20] * 2
     assert float(sizes[1].mean()) == 3 and all(1 < float(sizes[row].mean()) < 100 for row in (2, 3))

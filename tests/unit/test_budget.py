@@ -10,7 +10,7 @@ from config_workspace import CONFIG
 from megatron_rl.config.budget import memory_plan, state_bytes
 from megatron_rl.config.derive import batch_plan, resolve
 from megatron_rl.config.load import load_text
-from megatron_rl.config.placement import role_layouts
+from megatron_rl.config.placement import role_layouts, sleeping_ranks
 from megatron_rl.config.sections.models import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import TARGETS
@@ -41,7 +41,7 @@ def test_roles_on_one_rank_work_in_turn() -> None:
     config = load_text(CONFIG).valid()
     config = replace(config, critic=CriticConfig(), reference=ReferenceConfig())
     layout = ParallelLayout((0,))
-    layouts = dict.fromkeys(("actor", "critic", "reference", "rollout"), layout)
+    layouts: dict[str, ParallelLayout] = dict.fromkeys(("actor", "critic", "reference", "rollout"), layout)
     (rank,) = memory_plan(config, layouts, {"actor": SHAPE}, batch_plan(config, layouts))
     size = {item.name: item.bytes for item in rank.items}
     stays = sum(item.bytes for item in rank.items if item.turn is None and "learn" in item.phases)
@@ -92,3 +92,21 @@ def test_adapters_alone_have_gradients_and_the_reference_is_their_base() -> None
     assert size["gradients"] == 4 * 4 * (SHAPE.layers // 2) * (attention + mlp)
     assert size["optimizer"] == 2 * size["gradients"]
     assert size["reference weights"] == 0 < size["merged weights"] < size["actor weights"]
+
+
+def test_an_engine_sleeps_only_where_another_role_shares_its_ranks() -> None:
+    rollout = ParallelLayout((1, 2, 3, 4, 5, 6), tensor=2)
+    layouts = {"actor": ParallelLayout((0, 1)), "reference": ParallelLayout((6,)), "rollout": rollout}
+    # Whole replicas: of ranks 1 and 2 rank 1 is shared.
+    assert sleeping_ranks(layouts) == {1, 2, 5, 6}
+    assert not sleeping_ranks({"actor": ParallelLayout((0,)), "rollout": rollout})
+    config = load_text(CONFIG).valid()
+    held = {}
+    for ranks in ((0,), (1,)):
+        layouts = {"actor": ParallelLayout((0,)), "rollout": ParallelLayout(ranks)}
+        plan = memory_plan(config, layouts, {"actor": SHAPE}, batch_plan(config, layouts))
+        held |= {ranks: {i.name: i.phases for rank in plan for i in rank.items if "cache" in i.name}}
+    assert held == {
+        (0,): {"key-value cache": ("generate",)},
+        (1,): {"key-value cache": ("generate", "score", "learn")},
+    }

@@ -15,7 +15,7 @@ import torch
 from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatTemplate, PlainText
-from megatron_rl.data.quickstart import build_tokenizer
+from megatron_rl.data.quickstart import EOS, SPECIAL, build_tokenizer
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.exchange import Members
@@ -57,7 +57,7 @@ class Counting(Environment):
         return {"reward": len(said), "characters": sum(map(len, said))}
 '''
 TOKENIZER = build_tokenizer()
-STOP = int(TOKENIZER.eos_token_id)
+STOP = SPECIAL.index(EOS)
 
 
 def logits(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

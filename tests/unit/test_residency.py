@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def learner(tmp_path: Path) -> Residency:
 
 
 def gradients(model: ParallelModel) -> list[torch.Tensor]:
-    return [buffer.grad_data for wrapped in model.wrapped for buffer in wrapped.buffers]
+    return [buffer.grad_data for wrapped in model.wrapped for buffer in wrapped.buffers]  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def main_weights(residency: Residency) -> list[torch.Tensor]:
@@ -112,6 +113,30 @@ def test_a_plan_stays_compiled_while_weights_come_and_go(learner: Residency, tmp
     with hybrid.generation_mode() as synced:
         assert synced.values() and hybrid._movements[0]._execution is first is not None
     assert held.numel()
+
+
+class Sleeper(TorchEngine):
+    """Lose the weights in sleep, as vLLM does on an accelerator."""
+
+    def sleep(self) -> None:
+        self.needs_weights = True
+        for weights in self.parameters().values():
+            weights.data.fill_(math.nan)
+
+    def finish_update(self, version: int) -> None:
+        super().finish_update(version)
+        self.needs_weights = False
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_an_engine_that_stays_awake_has_its_weights(learner: Residency, tmp_path: Path, sleeps: bool) -> None:
+    engine = Sleeper.from_hf(tmp_path, dtype=torch.bfloat16)
+    hybrid = HybridEngine(learner.model, engine, sleeps=sleeps)
+    for number in range(2):
+        with hybrid.generation_mode() as synced:
+            assert bool(synced.values()) == (sleeps or not number)
+            assert not any(weights.isnan().any() for weights in engine.parameters().values())
+        assert engine.needs_weights == sleeps
 
 
 def test_adapters_reach_the_engine_from_host_memory(tmp_path: Path) -> None:

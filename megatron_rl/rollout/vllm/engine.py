@@ -295,10 +295,9 @@ class VllmEngine:
     def sleep(self) -> None:
         """Give device memory back: the cache, and the weights for good (level 2) or to host memory (1).
 
-        The host has nothing to give back, and an engine that keeps requests needs its cache: there it does
-        nothing.
+        The host has nothing to give back: there it does nothing.
         """
-        if device.on_host() or self._keeps or "weights" in self._asleep:
+        if device.on_host() or "weights" in self._asleep:
             return
         self._live.map()  # tracing needs the weights' storage, if only to leave it alone
         self._wake("kv_cache")  # vLLM puts only a whole engine to sleep
