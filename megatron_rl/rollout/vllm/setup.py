@@ -23,7 +23,12 @@ _REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so its weights can be written
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin the trainer's threads too
 }
-_DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+_DEFAULTS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # It returns no log-probs of the distribution that is sampled, so no request here could use it.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 _HOST_CACHE_BYTES = 2**30
 _HOST_CACHE_ROWS = 256
 _HOST_BLOCK = 128  # tokens, as vLLM's attention on the host cuts its cache
