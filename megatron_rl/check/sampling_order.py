@@ -138,13 +138,14 @@ def _check_oversample(config: RunConfig, algorithm: Algorithm | None) -> list[Us
         )
     if rollout.oversample == 0:
         return errors
-    if rollout.round_tokens is not None and rollout.round_tokens >= rollout.max_response_tokens:
+    rounds = rollout.round_tokens if rollout.order == CLOSED else None
+    if rounds is not None and rounds >= rollout.max_response_tokens:
         errors.append(
             UserError(
                 "every response would end in its first round, and nothing be gained by over-sampling",
                 where="rollout.round_tokens",
                 expected=f"less than rollout.max_response_tokens ({rollout.max_response_tokens})",
-                got=str(rollout.round_tokens),
+                got=str(rounds),
                 fix=f"set rollout.round_tokens={max(1, rollout.max_response_tokens // 8)}, or remove it",
             )
         )

@@ -113,12 +113,14 @@ def batch_lines(report: CheckReport) -> list[str]:
 def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
     config = report.config
     minibatch = f"{_pair(batch.rows_per_minibatch)} rows"
+    more = f" of {batch.prompts_in_flight:,} prompts in flight" if config.rollout.oversample else ""
     steps = f"{_count(batch.updates, 'optimizer step')} per training step"
     prompt, response = config.data.max_prompt_tokens, batch.longest_row - config.data.max_prompt_tokens
     return [
         (f"{batch.prompts:,} prompts x {batch.samples:,} samples", f"{batch.rows:,} rows per step"),
         (
-            f"{batch.rows:,} rows / {_count(batch.replicas, 'rollout replica')}",
+            f"{batch.prompts_in_flight * batch.samples:,} rows{more} / "
+            f"{_count(batch.replicas, 'rollout replica')}",
             f"{_pair(batch.rows_per_replica)} rows to generate per replica",
         ),
         (
@@ -155,7 +157,7 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
     if environment is None:
         return []
     rows, flight = batch.rows_per_replica[1], episodes_in_flight(report.config, batch)
-    waiting = max(0, batch.prompts - flight // batch.samples * batch.replicas)
+    waiting = max(0, batch.prompts_in_flight - flight // batch.samples * batch.replicas)
     queue = f"{_count(waiting, 'group')} of the step wait in the queue" if waiting else "no group waits"
     bound = " (fewer where the engine takes fewer)" if flight == rows else ""
     turns, per_turn = _count(environment.max_turns, "turn"), f"{environment.turn_timeout:g} s"

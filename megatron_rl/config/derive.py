@@ -46,12 +46,14 @@ class BatchPlan:
     """Hold the arithmetic of one step, from prompts to micro-batches.
 
     A pair is (fewest, most) where a number does not divide evenly. ``longest_row`` and the token counts
-    are upper bounds: prompts and responses at their limits.
+    are upper bounds: prompts and responses at their limits. Replicas sample all ``prompts_in_flight`` of a
+    step, of which it takes ``prompts``.
     """
 
     prompts: int
     samples: int
     rows: int
+    prompts_in_flight: int
     optimizer_steps: int
     epochs: int
     prompts_per_minibatch: tuple[int, int]
@@ -84,6 +86,16 @@ class Resolved:
 def spread(total: int, parts: int) -> tuple[int, int]:
     """Return the smallest and largest share of ``total`` dealt out evenly to ``parts``."""
     return total // parts, -(-total // parts)
+
+
+def prompts_in_flight(wanted: int, oversample: float) -> int:
+    """Return how many prompts are sampled at once for ``wanted`` complete groups.
+
+    Example:
+        >>> prompts_in_flight(8, 0.3)
+        11
+    """
+    return wanted + math.ceil(wanted * oversample - 1e-9)
 
 
 def smallest_world(config: RunConfig) -> int:
@@ -145,6 +157,7 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
     """Return the batch arithmetic of a consistent configuration with its token budget filled in."""
     batch, actor, rollout = config.batch, layouts["actor"], layouts["rollout"]
     rows = batch.prompts_per_step * batch.samples_per_prompt
+    flight = prompts_in_flight(batch.prompts_per_step, config.rollout.oversample)
     prompts = spread(batch.prompts_per_step, batch.optimizer_steps)
     per_minibatch = (prompts[0] * batch.samples_per_prompt, prompts[1] * batch.samples_per_prompt)
     per_rank = (per_minibatch[0] // actor.data, -(-per_minibatch[1] // actor.data))
@@ -155,6 +168,7 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
         prompts=batch.prompts_per_step,
         samples=batch.samples_per_prompt,
         rows=rows,
+        prompts_in_flight=flight,
         optimizer_steps=batch.optimizer_steps,
         epochs=batch.epochs,
         prompts_per_minibatch=prompts,
@@ -162,7 +176,7 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
         actor_data=actor.data,
         rows_per_actor_rank=per_rank,
         replicas=rollout.data,
-        rows_per_replica=spread(rows, rollout.data),
+        rows_per_replica=spread(flight * batch.samples_per_prompt, rollout.data),
         longest_row=longest,
         tokens_per_step=rows * longest,
         tokens_per_microbatch=budget,

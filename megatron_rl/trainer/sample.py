@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithms import Algorithm
+from megatron_rl.config.derive import prompts_in_flight
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import CLOSED
 from megatron_rl.metrics import Metrics, merge
@@ -185,7 +185,9 @@ class RolloutSource:
             return whole(self._prompts(wanted), samples, seed, version)
         carried, self.carried = self.carried, None
         flights = [carried] if carried is not None and len(carried.prompts) else []
-        count = in_flight(wanted, self.config.rollout.oversample) - sum(len(f.prompts) for f in flights)
+        count = prompts_in_flight(wanted, self.config.rollout.oversample) - sum(
+            len(f.prompts) for f in flights
+        )
         if count > 0:
             flights.append(episodes.begin(self._prompts(count), samples, seed, version))
         flight = episodes.join(flights)
@@ -260,16 +262,6 @@ def of_groups(answers: EarlyAnswers, groups: Sequence[int], samples: int) -> Ear
 def of_one_version(rollouts: Rollouts) -> Rollouts:
     """Return rows without a version per token: all are of their row's."""
     return replace(rollouts, token_versions=None)
-
-
-def in_flight(wanted: int, oversample: float) -> int:
-    """Return how many prompts are sampled at once for ``wanted`` complete groups.
-
-    Example:
-        >>> in_flight(8, 0.3)
-        11
-    """
-    return wanted + math.ceil(wanted * oversample - 1e-9)
 
 
 def partial_fraction(rollouts: Rollouts) -> float:

@@ -60,9 +60,8 @@ def batch_holds(report: CheckReport) -> None:
     assert batch.rows_per_actor_rank[0] * batch.actor_data <= batch.rows_per_minibatch[0]
     assert batch.rows_per_actor_rank[1] * batch.actor_data >= batch.rows_per_minibatch[1]
     assert batch.replicas * rollout.tensor == len(rollout.ranks)
-    assert (
-        batch.rows_per_replica[0] * batch.replicas <= batch.rows <= batch.rows_per_replica[1] * batch.replicas
-    )
+    flight = batch.prompts_in_flight * batch.samples
+    assert batch.rows_per_replica[0] * batch.replicas <= flight <= batch.rows_per_replica[1] * batch.replicas
     assert batch.longest_row >= config.data.max_prompt_tokens + config.rollout.max_response_tokens
     assert batch.tokens_per_microbatch >= batch.rows_per_microbatch * batch.longest_row
     assert batch.microbatches * batch.rows_per_microbatch >= batch.rows_per_actor_rank[1]
@@ -75,6 +74,16 @@ def test_the_batch_in_numbers() -> None:
     assert (batch.rows, batch.rows_per_minibatch, batch.updates) == (64, (16, 16), 8)
     assert (batch.actor_data, batch.replicas, batch.rows_per_replica) == (1, 2, (32, 32))
     assert (batch.longest_row, batch.tokens_per_microbatch, batch.microbatches) == (16, 32, 8)
+    more = check("rollout.oversample=0.5").batch
+    assert more is not None
+    assert (more.rows, more.prompts_in_flight, more.rows_per_replica) == (64, 24, (48, 48))
+
+
+def test_only_the_closed_order_has_rounds() -> None:
+    ahead = ("placement=standalone", "actor.layout={tensor: 2}", "asynchrony.steps_ahead=1")
+    carried = ("rollout.partial=true", "rollout.oversample=1", "rollout.round_tokens=100000")
+    assert "rollout.round_tokens" in [error.where for error in check(*ahead, *carried).errors]
+    assert not check(*ahead, *carried, "rollout.order=open").errors
 
 
 def test_every_value_has_an_origin_and_derived_ones_a_reason() -> None:

@@ -11,10 +11,11 @@ from whole_steps import algorithm_of, policy
 from whole_steps import step as whole_step
 
 from megatron_rl.algorithms import estimate, minibatches, policy_objective
+from megatron_rl.config.derive import prompts_in_flight
 from megatron_rl.config.sections.rollout import MismatchConfig
 from megatron_rl.errors import UserError
 from megatron_rl.trainer.loop import MismatchError, check_mismatch, fresh_difference, require_tokens
-from megatron_rl.trainer.sample import StalenessError, in_flight, partial_fraction, staleness
+from megatron_rl.trainer.sample import StalenessError, partial_fraction, staleness
 from megatron_rl.types import FINISH_LENGTH, Rollouts, Scores
 
 MIXED = Rollouts(
@@ -85,5 +86,5 @@ def test_a_step_without_a_token_to_learn_from_stops_the_run(bypass):
 
 
 def test_prompts_in_flight():
-    assert [in_flight(8, share) for share in (0.0, 0.1, 0.25, 0.3, 1.0)] == [8, 9, 10, 11, 16]
-    assert in_flight(10, 0.1) == 11
+    assert [prompts_in_flight(8, share) for share in (0.0, 0.1, 0.25, 0.3, 1.0)] == [8, 9, 10, 11, 16]
+    assert prompts_in_flight(10, 0.1) == 11

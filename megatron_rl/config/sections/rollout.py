@@ -189,7 +189,7 @@ class RolloutConfig:
     partial: bool = setting(False, "Continue unfinished responses in the next step.")
     round_tokens: int | None = setting(
         None,
-        "Tokens per response after which over-sampling looks at which groups are complete.",
+        "Tokens per response after which the closed order looks at which over-sampled groups are complete.",
         unit="tokens",
         unset="an eighth of max_response_tokens",
         at_least=1,
