@@ -88,16 +88,6 @@ def spread(total: int, parts: int) -> tuple[int, int]:
     return total // parts, -(-total // parts)
 
 
-def prompts_in_flight(wanted: int, oversample: float) -> int:
-    """Return how many prompts are sampled at once for ``wanted`` complete groups.
-
-    Example:
-        >>> prompts_in_flight(8, 0.3)
-        11
-    """
-    return wanted + math.ceil(wanted * oversample - 1e-9)
-
-
 def smallest_world(config: RunConfig) -> int:
     """Return the smallest number of processes that every role's sizes divide."""
     layouts = [layout for layout in layout_sections(config).values() if layout is not None]
@@ -157,7 +147,7 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
     """Return the batch arithmetic of a consistent configuration with its token budget filled in."""
     batch, actor, rollout = config.batch, layouts["actor"], layouts["rollout"]
     rows = batch.prompts_per_step * batch.samples_per_prompt
-    flight = prompts_in_flight(batch.prompts_per_step, config.rollout.oversample)
+    flight = config.rollout.prompts_in_flight(batch.prompts_per_step)
     prompts = spread(batch.prompts_per_step, batch.optimizer_steps)
     per_minibatch = (prompts[0] * batch.samples_per_prompt, prompts[1] * batch.samples_per_prompt)
     per_rank = (per_minibatch[0] // actor.data, -(-per_minibatch[1] // actor.data))

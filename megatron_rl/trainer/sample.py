@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithms import Algorithm
-from megatron_rl.config.derive import prompts_in_flight
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import CLOSED
 from megatron_rl.metrics import Metrics, merge
@@ -185,9 +184,7 @@ class RolloutSource:
             return whole(self._prompts(wanted), samples, seed, version)
         carried, self.carried = self.carried, None
         flights = [carried] if carried is not None and len(carried.prompts) else []
-        count = prompts_in_flight(wanted, self.config.rollout.oversample) - sum(
-            len(f.prompts) for f in flights
-        )
+        count = self.config.rollout.prompts_in_flight(wanted) - sum(len(f.prompts) for f in flights)
         if count > 0:
             flights.append(episodes.begin(self._prompts(count), samples, seed, version))
         flight = episodes.join(flights)
@@ -223,7 +220,10 @@ class RolloutSource:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; under settings that cannot continue a response its prompt starts anew."""
+        """Continue from ``state``; under settings that cannot continue a response its prompt starts anew.
+
+        They cannot where a smaller bound makes its group too old. The engine's version is there already.
+        """
         self.carried, self.judged, self.waiting = state["carried"], state["judged"], state["waiting"]
         self.informative = tuple(state["informative"])
         if self.carried is None:
@@ -232,6 +232,33 @@ class RolloutSource:
         if not (self.config.rollout.partial and same):
             self._give_back(self.carried.prompts)
             self.carried, self.judged = None, {}
+        elif len(self.carried.prompts):
+            ages = episodes.group_ages(self.carried, self.roles.hybrid_engine.version)
+            late = [group for group, age in enumerate(ages) if self._too_old(age, self._ahead)]
+            kept = sorted(set(range(len(ages))) - set(late))
+            self._give_back(self.carried.prompts.rows(late))
+            self.judged = of_groups(self.judged, kept, self.carried.samples)
+            self.carried = self.carried.groups(kept)
+
+    def still_wanted(self, queue: Sequence[SampledBatch]) -> list[SampledBatch]:
+        """Return the batches that can be learned from, each in its turn; the prompts of others start anew."""
+        version, kept, left = self.roles.hybrid_engine.version, [], []
+        for batch in queue:
+            age = version - int(batch.rollouts.policy_version.min())
+            fits = len(kept) < self._ahead and not self._too_old(age, len(kept))
+            (kept if fits else left).append(batch)
+        for batch in reversed(left):
+            self._give_back(batch.prompts)
+        return kept
+
+    @property
+    def _ahead(self) -> int:
+        return self.config.asynchrony.steps_ahead
+
+    def _too_old(self, age: int, later: int) -> bool:
+        """Say whether tokens of this age may not be learned from ``later`` updates from now."""
+        assert self.config.asynchrony.max_staleness is not None
+        return age + later > self.config.asynchrony.max_staleness
 
 
 def whole(prompts: PromptBatch, samples: int, seed: int, version: int) -> Sweep:

@@ -80,8 +80,8 @@ class TrainerState:
         self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
         self.prompts.load_state_dict(state["prompts"])
         roles.hybrid_engine.version = int(state["policy_version"])
-        self.queue[:] = [SampledBatch(**item) for item in state["queue"]]
         self.source.load_state_dict(state["rollouts"])
+        self.queue[:] = self.source.still_wanted([SampledBatch(**item) for item in state["queue"]])
         self.best = Best(**state["best"])
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:

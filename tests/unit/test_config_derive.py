@@ -82,7 +82,8 @@ def test_the_batch_in_numbers() -> None:
 def test_only_the_closed_order_has_rounds() -> None:
     ahead = ("placement=standalone", "actor.layout={tensor: 2}", "asynchrony.steps_ahead=1")
     carried = ("rollout.partial=true", "rollout.oversample=1", "rollout.round_tokens=100000")
-    assert "rollout.round_tokens" in [error.where for error in check(*ahead, *carried).errors]
+    (error,) = check(*ahead, *carried).errors
+    assert "rollout.round_tokens" in str(error.where)
     assert not check(*ahead, *carried, "rollout.order=open").errors
 
 

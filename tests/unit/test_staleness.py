@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from config_workspace import CONFIG
 from ragged_batches import Batch
 from whole_steps import algorithm_of, policy
 from whole_steps import step as whole_step
 
 from megatron_rl.algorithms import estimate, minibatches, policy_objective
-from megatron_rl.config.derive import prompts_in_flight
-from megatron_rl.config.sections.rollout import MismatchConfig
+from megatron_rl.config.load import load_text
+from megatron_rl.config.sections.rollout import AsynchronyConfig, MismatchConfig, RolloutConfig
 from megatron_rl.errors import UserError
+from megatron_rl.metrics import Metrics
+from megatron_rl.rollout.episodes import Episodes, begin
 from megatron_rl.trainer.loop import MismatchError, check_mismatch, fresh_difference, require_tokens
-from megatron_rl.trainer.sample import StalenessError, partial_fraction, staleness
-from megatron_rl.types import FINISH_LENGTH, Rollouts, Scores
+from megatron_rl.trainer.sample import (
+    RolloutSource,
+    SampledBatch,
+    StalenessError,
+    partial_fraction,
+    staleness,
+)
+from megatron_rl.types import FINISH_LENGTH, PromptBatch, Rollouts, SamplingParameters, Scores
 
 MIXED = Rollouts(
     tokens=torch.arange(7),
@@ -86,5 +97,52 @@ def test_a_step_without_a_token_to_learn_from_stops_the_run(bypass):
 
 
 def test_prompts_in_flight():
-    assert [prompts_in_flight(8, share) for share in (0.0, 0.1, 0.25, 0.3, 1.0)] == [8, 9, 10, 11, 16]
-    assert prompts_in_flight(10, 0.1) == 11
+    shares = {0.0: 8, 0.1: 9, 0.25: 10, 0.3: 11, 1.0: 16}
+    assert {share: RolloutConfig(oversample=share).prompts_in_flight(8) for share in shares} == shares
+    assert RolloutConfig(oversample=0.1).prompts_in_flight(10) == 11
+
+
+def test_what_a_smaller_bound_makes_too_old_is_sampled_anew():
+    def flight(first: int, versions: list[int]) -> Episodes:
+        count = len(versions)
+        prompts = PromptBatch(
+            tokens=torch.tensor([1, 2] * count),
+            lengths=torch.tensor([2] * count),
+            prompt_ids=torch.arange(first, first + count),
+            tasks=("",) * count,
+            prompts=("",) * count,
+            ground_truths=(None,) * count,
+            metadata=({},) * count,
+            sampling=(SamplingParameters(),) * count,
+        )
+        begun = begin(prompts, 1, seed=1, version=0)
+        return replace(begun, rollouts=replace(begun.rollouts, policy_version=torch.tensor(versions)))
+
+    def resumed(ahead: int, bound: int) -> tuple[list[list[int]], ...]:
+        """Return the prompts that go on, those of the queue and those that come again, at version 5."""
+        config = load_text(CONFIG).valid()
+        config = replace(
+            config,
+            rollout=replace(config.rollout, partial=True, oversample=1.0),
+            batch=replace(config.batch, samples_per_prompt=1),
+            asynchrony=AsynchronyConfig(ahead, bound),
+        )
+        roles: Any = SimpleNamespace(hybrid_engine=SimpleNamespace(version=5))
+        algorithm: Any = None
+        draw: Any = None  # nothing new is drawn
+        source = RolloutSource(config, roles, algorithm, draw)
+        judged = {"tests": {0: "old", 2: "young"}}
+        state = {"carried": flight(0, [2, 3, 4]), "judged": judged, "waiting": None, "informative": (0, 0)}
+        source.load_state_dict(state)
+        queue = [
+            SampledBatch(f.prompts, f.rollouts, None, Metrics()) for f in (flight(3, [3]), flight(4, [4]))
+        ]
+        queued = [batch.prompts for batch in source.still_wanted(queue)]
+        assert source.carried is not None
+        parts = ([source.carried.prompts], queued, [source.waiting] if source.waiting else [])
+        assert source.judged["tests"].get(len(source.carried.prompts) - 1) == "young"
+        return tuple([number for part in each for number in part.prompt_ids.tolist()] for each in parts)
+
+    assert resumed(2, 5) == ([0, 1, 2], [3, 4], [])
+    assert resumed(2, 4) == ([1, 2], [3, 4], [0])
+    assert resumed(1, 2) == ([2], [3], [4, 0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,6 +230,15 @@ class RolloutConfig:
     vllm: dict[str, Any] = setting(
         {}, "Fields of vLLM's EngineArgs.", also_called={"verl": "engine_kwargs", "NeMo-RL": "vllm_cfg"}
     )
+
+    def prompts_in_flight(self, wanted: int) -> int:
+        """Return how many prompts are sampled at once for ``wanted`` complete groups.
+
+        Example:
+            >>> RolloutConfig(oversample=0.3).prompts_in_flight(8)
+            11
+        """
+        return wanted + math.ceil(wanted * self.oversample - 1e-9)
 
     @property
     def truncates(self) -> bool:
