@@ -181,7 +181,7 @@ def _choose(run: Path) -> dict[str, Any]:
 def resumed(folder: Path, intact: list[str], expected: Any, work: Path) -> Result:
     """Restart the run, compare what it leaves where it can go on, and return what it said."""
     config = runs.write(RUN, folder, work)
-    environment = {"CAMPAIGN_SOCKET": str(folder / "nobody"), "CAMPAIGN_LAUNCH": "1"}
+    environment = {"CAMPAIGN_PORT": "9", "CAMPAIGN_LAUNCH": "1"}  # a port that nobody reads
     launcher = runs.launch(config, 1, restarts=0, env=environment)
     code = kills.wait_for(launcher.pid, kills.PATIENCE)
     text = (folder / "output").read_text()

@@ -103,7 +103,8 @@ class Chain:
     def start(self) -> None:
         """Start torchrun, as a person would after it ended."""
         self.launches, self.restarts = self.launches + 1, 0
-        environment = {"CAMPAIGN_SOCKET": self.ears.getsockname(), "CAMPAIGN_LAUNCH": str(self.launches)}
+        port = self.ears.getsockname()[1]
+        environment = {"CAMPAIGN_PORT": str(port), "CAMPAIGN_LAUNCH": str(self.launches)}
         self.launcher = runs.launch(self.config, self.ranks, forked=self.forked, env=environment)
         self.launchers.append(self.launcher.pid)
 
@@ -138,8 +139,8 @@ def try_case(case: Case, work: Path) -> Result:
     shutil.rmtree(folder, ignore_errors=True)
     config = runs.write(settings["run"], folder, work)
     ranks = runs.RUNS[settings["run"]][0]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears:
-        ears.bind(str(folder / "phases"))
+    with socket.socket(type=socket.SOCK_DGRAM) as ears:
+        ears.bind(("127.0.0.1", 0))
         chain = Chain(config, ranks, settings["forked"], ears, durations)
         try:
             for kill in settings["kills"]:
@@ -255,8 +256,8 @@ def uninterrupted(name: str, work: Path) -> tuple[dict[str, Any], dict[str, floa
     if not result.exists():
         shutil.rmtree(folder, ignore_errors=True)
         config = runs.write(name, folder, work)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears:
-            ears.bind(str(folder / "phases"))
+        with socket.socket(type=socket.SOCK_DGRAM) as ears:
+            ears.bind(("127.0.0.1", 0))
             chain = Chain(config, runs.RUNS[name][0], True, ears, {})
             chain.start()
             begun: list[tuple[str, float]] = []

@@ -1,4 +1,4 @@
-"""Run the command line as a rank does and tell a socket which phase of which step the rank enters."""
+"""Run the command line as a rank does and tell a port which phase of which step the rank enters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from megatron_rl.trainer.loop import Phases
 
 
 def announce_phases() -> None:
-    """Send a datagram at each phase's begin to the socket that the environment names."""
-    target = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    """Send a datagram at each phase's begin to the port of this host that the environment names."""
+    sender = socket.socket(type=socket.SOCK_DGRAM)
+    listener = "127.0.0.1", int(os.environ["CAMPAIGN_PORT"])
     original = Phases.__call__
     facts = {"rank": int(os.environ["RANK"]), "process": os.getpid()}
     facts |= {"launch": int(os.environ["CAMPAIGN_LAUNCH"])}
@@ -26,7 +27,7 @@ def announce_phases() -> None:
         with original(phases, name):
             with suppress(OSError):  # nobody listens any more
                 message = json.dumps(facts | {"phase": name, "step": phases.step})
-                target.sendto(message.encode(), os.environ["CAMPAIGN_SOCKET"])
+                sender.sendto(message.encode(), listener)
             yield
 
     setattr(Phases, "__call__", announced)
