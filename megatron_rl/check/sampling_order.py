@@ -126,7 +126,7 @@ def _check_oversample(config: RunConfig, algorithm: Algorithm | None) -> list[Us
     """Return the errors of settings that over-sampling needs or cannot have beside it."""
     rollout = config.rollout
     errors = []
-    if rollout.partial and rollout.oversample == 0:
+    if rollout.order == CLOSED and rollout.partial and rollout.oversample == 0:
         errors.append(
             UserError(
                 "no response would be left to continue: a step without over-sampling waits for all it began",

@@ -1,4 +1,4 @@
-"""What the commands that take a configuration share."""
+"""What the commands share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.check.model_settings import LONG_PATIENCE, PATIENCE
 from megatron_rl.config.load import load
+from megatron_rl.errors import UserError
 from megatron_rl.launcher import process_rank
 
 
@@ -21,6 +22,21 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="values that replace the file's, such as actor.layout.tensor=2",
     )
+
+
+def require_counts(arguments: argparse.Namespace, *names: str) -> None:
+    """Raise UserError for the first of the named arguments that is given and below 1."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            option = "--" + name.replace("_", "-")
+            raise UserError(
+                f"{option} must be 1 or more",
+                where=option,
+                expected="1 or more",
+                got=str(value),
+                fix=f"set {option} to 1 or more",
+            )
 
 
 def checked(

@@ -7,6 +7,7 @@ import json
 import time
 from pathlib import Path
 
+from megatron_rl.cli.common import require_counts
 from megatron_rl.errors import UserError
 from megatron_rl.planner.batch import StepBatch, response_lengths
 from megatron_rl.planner.calibrate import calibrate
@@ -93,23 +94,10 @@ def _calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _positive(args: argparse.Namespace) -> None:
-    counts = (
-        "gpus",
-        "prompts",
-        "samples",
-        "optimizer_steps",
-        "prompt_tokens",
-        "response_tokens",
-        "lora_rank",
+def _check_numbers(args: argparse.Namespace) -> None:
+    require_counts(
+        args, "gpus", "prompts", "samples", "optimizer_steps", "prompt_tokens", "response_tokens", "lora_rank"
     )
-    for name in counts:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            option = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{option} must be at least 1", where=option, expected="1 or more", got=str(value)
-            )
     if args.optimizer_steps > args.prompts:
         raise UserError(
             "more optimizer steps than prompts",
@@ -129,7 +117,7 @@ def _positive(args: argparse.Namespace) -> None:
 
 def problem_of(args: argparse.Namespace) -> Problem:
     """Return what the command line asks for; raises UserError."""
-    _positive(args)
+    _check_numbers(args)
     constants = load_constants(args.constants)
     cluster = constants.cluster(
         args.gpu or "h100",

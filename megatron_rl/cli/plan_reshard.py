@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_rl.check.lora import check_adapted_model, check_lora
+from megatron_rl.cli.common import require_counts
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.hybrid_engine.offline import (
@@ -64,17 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Build the plan, add it up and print it; raises UserError for what does not fit together."""
     begun = time.perf_counter()
-    for name in ("ranks_per_node", "staging_bytes", "rollout_ranks", "lora_rank"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            option = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{option} must be 1 or more",
-                where=option,
-                expected="1 or more",
-                got=str(value),
-                fix=f"set {option} to 1 or more",
-            )
+    require_counts(arguments, "ranks_per_node", "staging_bytes", "rollout_ranks", "lora_rank")
     constants = load_constants(arguments.constants)
     clusters = arguments.cluster or CLUSTERS
     for name in clusters:
