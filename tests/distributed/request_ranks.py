@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_ranks import (
+from engines import (
     SAMPLED,
     build,
     close_to,

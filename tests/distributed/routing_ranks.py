@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_ranks import SAMPLED, build, make_prompts, random_rows, write
+from engines import SAMPLED, build, make_prompts, random_rows, write
 
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import barrier, gather_objects
