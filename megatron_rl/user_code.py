@@ -39,20 +39,25 @@ def load_module(place: str) -> ModuleType:
     return module
 
 
+def require_file(place: str, where: str, what: str = "file") -> None:
+    """Raise UserError where ``place`` is the path of a Python file that does not exist."""
+    if place.endswith(".py") and not Path(place).is_file():
+        raise UserError(
+            f"the {what} {place} does not exist",
+            where=where,
+            expected="an existing Python file",
+            got=f"no such file, seen from {Path.cwd()}",
+            fix="correct the path; it is relative to the directory the run is started in",
+        )
+
+
 def load_path(path: str, where: str) -> Any:
     """Return what ``file.py:Name`` or ``module:Name`` names; raises UserError, also where the code fails.
 
     A file is relative to the directory that the run is started in.
     """
     place, _, name = path.rpartition(":")
-    if place.endswith(".py") and not Path(place).is_file():
-        raise UserError(
-            f"the file {place} does not exist",
-            where=where,
-            expected="an existing Python file",
-            got=f"no such file, seen from {Path.cwd()}",
-            fix="correct the path; it is relative to the directory the run is started in",
-        )
+    require_file(place, where)
     try:
         module = load_module(place)
     except (Exception, SystemExit) as error:  # the user's own module may fail in any way, or be a script

@@ -12,7 +12,22 @@ from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, beg
 from megatron_rl.rollout.replica import Dealt
 from megatron_rl.rollout.sampling import row_seeds
 from megatron_rl.rollout.turns import SingleTurns, drive
-from megatron_rl.types import PromptBatch, Rollouts
+from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
+
+
+def make_prompts(rows: list[list[int]], *sampling: SamplingParameters) -> PromptBatch:
+    """Return prompts of these tokens and nothing else; ``sampling`` is one for all, or one each."""
+    count = len(rows)
+    return PromptBatch(
+        tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int64),
+        lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
+        prompt_ids=torch.arange(count),
+        tasks=("",) * count,
+        prompts=("",) * count,
+        ground_truths=(None,) * count,
+        metadata=({},) * count,
+        sampling=sampling if len(sampling) == count else sampling[:1] * count,
+    )
 
 
 def generate(

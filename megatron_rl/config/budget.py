@@ -82,6 +82,7 @@ def memory_plan(
     is None for a job of one stage, which only learns.
     """
     learners = _stage_learners(config, layouts) if batch is None else _learners(config, batch)
+    asleep = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
     first_rank: dict[tuple[MemoryItem, ...], int] = {}
     for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
         items: list[MemoryItem] = []
@@ -94,8 +95,8 @@ def memory_plan(
                 continue
             assert batch is not None
             if role == "rollout":
-                asleep = rank in sleeping_ranks(layouts)
-                items += _rollout(config, layout, shape, batch, ("generate",) if asleep else PHASES)
+                awake = ("generate",) if rank in asleep else PHASES
+                items += _rollout(config, layout, shape, batch, awake)
             else:
                 items += _frozen(config, role, layout, rank, shape, batch)
         if config.gpu_memory_gib is not None:

@@ -10,7 +10,6 @@ from megatron_rl.config.adapters import lora_apart
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.config.sections.rewards import RewardModelConfig
-from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
@@ -123,12 +122,6 @@ def role_layout(section: LayoutConfig, path: str) -> ParallelLayout:
     )
 
 
-def rollout_layout(section: RolloutConfig) -> ParallelLayout:
-    """Return the layout of a rollout section whose ranks are named: data-parallel copies are replicas."""
-    assert section.ranks is not None
-    return ParallelLayout(section.ranks, tensor=section.tensor, path="rollout")
-
-
 def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout]:
     """Return the layout of every role; what does not fit together is returned as it stands."""
     config = placed(config, world_size)
@@ -139,7 +132,9 @@ def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout
     if config.job == "reward-model":
         del layouts["actor"]  # its sizes are those of models without a layout of their own
     if config.job == TRAIN:
-        layouts["rollout"] = rollout_layout(config.rollout)
+        section = config.rollout
+        assert section.ranks is not None
+        layouts["rollout"] = ParallelLayout(section.ranks, tensor=section.tensor, path="rollout")
     return layouts
 
 

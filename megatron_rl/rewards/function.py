@@ -9,7 +9,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.progress import advance
 from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, Answer, Traits, answers_of
+from megatron_rl.user_code import require_file
 
 LIMIT, DISORDER = "limit", "disorder"
 CHUNK = 64
@@ -367,11 +367,4 @@ def check_spec(spec: str, where: str = "reward.function") -> None:
             got=repr(spec),
             fix="add ':' and the function's name",
         )
-    if place.endswith(".py") and not Path(place).is_file():
-        raise UserError(
-            f"the reward file {place} does not exist",
-            where=where,
-            expected="an existing Python file",
-            got=f"no such file, seen from {Path.cwd()}",
-            fix="correct the path; it is relative to the directory the run is started in",
-        )
+    require_file(place, where, "reward file")

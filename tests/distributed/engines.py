@@ -17,27 +17,12 @@ from megatron_rl.rollout.vllm.weights import model_parameters
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.types import (
-    PromptBatch,
     Rollouts,
     SamplingParameters,
     split_rows,
 )
 
 MAX_LEN = 384
-
-
-def make_prompts(rows: list[list[int]], *sampling: SamplingParameters) -> PromptBatch:
-    count = len(rows)
-    return PromptBatch(
-        tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int64),
-        lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
-        prompt_ids=torch.arange(count),
-        tasks=("",) * count,
-        prompts=("",) * count,
-        ground_truths=(None,) * count,
-        metadata=({},) * count,
-        sampling=sampling if len(sampling) == count else sampling[:1] * count,
-    )
 
 
 def random_rows(count: int, seed: int) -> list[list[int]]:

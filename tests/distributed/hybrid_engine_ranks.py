@@ -36,7 +36,7 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import shared_bytes
 from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
 from tests.hf_models import make_model
-from tests.sampling import generate
+from tests.sampling import generate, make_prompts
 
 SHAPE = {"hidden_size": 128, "vocab_size": 301, "max_position_embeddings": 512}
 STAGING = 200_000
@@ -145,17 +145,8 @@ def engine_on(
 def prompts() -> PromptBatch:
     """Return rows that share a prefix longer than one block of the key-value cache."""
     shared = torch.arange(150) % 301
-    rows = [torch.cat((shared, torch.tensor([7, number, 3 * number]))) for number in range(3)]
-    return PromptBatch(
-        tokens=torch.cat(rows),
-        lengths=torch.tensor([len(row) for row in rows]),
-        prompt_ids=torch.arange(3),
-        tasks=("",) * 3,
-        prompts=("",) * 3,
-        ground_truths=(None,) * 3,
-        metadata=({},) * 3,
-        sampling=(SamplingParameters(temperature=0.0, max_response_tokens=12),) * 3,
-    )
+    rows = [torch.cat((shared, torch.tensor([7, number, 3 * number]))).tolist() for number in range(3)]
+    return make_prompts(rows, SamplingParameters(temperature=0.0, max_response_tokens=12))
 
 
 def change(model: Any, factor: float) -> None:

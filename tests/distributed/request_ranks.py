@@ -11,7 +11,6 @@ from engines import (
     SAMPLED,
     build,
     close_to,
-    make_prompts,
     random_rows,
     responses,
     transformers_agree,
@@ -24,7 +23,7 @@ from megatron_rl.rollout.engine import Request
 from megatron_rl.rollout.sampling import row_seeds
 from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.types import FINISH_LENGTH
-from tests.sampling import generate
+from tests.sampling import generate, make_prompts
 
 
 def check_long_prompts(path: Path) -> None:

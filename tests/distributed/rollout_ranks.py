@@ -14,7 +14,6 @@ from engines import (
     SAMPLED,
     build,
     close_to,
-    make_prompts,
     random_rows,
     responses,
     same_weights,
@@ -37,7 +36,7 @@ from megatron_rl.types import (
     FINISH_STOP,
     split_rows,
 )
-from tests.sampling import continued, generate
+from tests.sampling import continued, generate, make_prompts
 
 
 def check_family(path: Path, tensor: int) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import SAMPLED, build, make_prompts, random_rows, write
+from engines import SAMPLED, build, random_rows, write
 
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import barrier, gather_objects
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.schedule import score
 from megatron_rl.types import Rollouts, TrainBatch
-from tests.sampling import generate
+from tests.sampling import generate, make_prompts
 
 sys.path.insert(0, str(Path(__file__).parent / "workers"))
 import training

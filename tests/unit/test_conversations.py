@@ -36,6 +36,7 @@ from megatron_rl.types import (
     split_rows,
     turn_starts,
 )
+from tests.sampling import make_prompts
 
 SOURCE = '''
 import asyncio, random
@@ -80,16 +81,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 def prompts(texts: list[str], turns: list[int], most: int = 60) -> PromptBatch:
     rows = [TOKENIZER.encode("1+2=") for _ in texts]
-    return PromptBatch(
-        tokens=torch.tensor([token for row in rows for token in row]),
-        lengths=torch.tensor([len(row) for row in rows]),
-        prompt_ids=torch.arange(len(texts)),
-        tasks=("",) * len(texts),
-        prompts=tuple(texts),
-        ground_truths=tuple(turns),
-        metadata=({},) * len(texts),
-        sampling=(SamplingParameters(0.8, max_response_tokens=most, stop_token_ids=(STOP,)),) * len(texts),
-    )
+    sampling = SamplingParameters(0.8, max_response_tokens=most, stop_token_ids=(STOP,))
+    return replace(make_prompts(rows, sampling), prompts=tuple(texts), ground_truths=tuple(turns))
 
 
 def sweep(

@@ -27,7 +27,8 @@ from megatron_rl.trainer.sample import (
     partial_fraction,
     staleness,
 )
-from megatron_rl.types import FINISH_LENGTH, PromptBatch, Rollouts, SamplingParameters, Scores
+from megatron_rl.types import FINISH_LENGTH, Rollouts, SamplingParameters, Scores
+from tests.sampling import make_prompts
 
 MIXED = Rollouts(
     tokens=torch.arange(7),
@@ -105,16 +106,8 @@ def test_prompts_in_flight():
 def test_what_a_smaller_bound_makes_too_old_is_sampled_anew():
     def flight(first: int, versions: list[int]) -> Episodes:
         count = len(versions)
-        prompts = PromptBatch(
-            tokens=torch.tensor([1, 2] * count),
-            lengths=torch.tensor([2] * count),
-            prompt_ids=torch.arange(first, first + count),
-            tasks=("",) * count,
-            prompts=("",) * count,
-            ground_truths=(None,) * count,
-            metadata=({},) * count,
-            sampling=(SamplingParameters(),) * count,
-        )
+        prompts = make_prompts([[1, 2]] * count, SamplingParameters())
+        prompts = replace(prompts, prompt_ids=torch.arange(first, first + count))
         begun = begin(prompts, 1, seed=1, version=0)
         return replace(begun, rollouts=replace(begun.rollouts, policy_version=torch.tensor(versions)))
 

@@ -25,24 +25,13 @@ from megatron_rl.types import (
     SamplingParameters,
 )
 from tests.hf_models import FAMILIES, save_model
-from tests.sampling import continued, generate
+from tests.sampling import continued, generate, make_prompts
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
 
 
 def prompts(rows: list[list[int]], **sampling: object) -> PromptBatch:
-    count = len(rows)
-    parameters = SamplingParameters(**{"max_response_tokens": 12, **sampling})  # pyright: ignore[reportArgumentType]
-    return PromptBatch(
-        tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int64),
-        lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
-        prompt_ids=torch.arange(count),
-        tasks=("",) * count,
-        prompts=("",) * count,
-        ground_truths=(None,) * count,
-        metadata=({},) * count,
-        sampling=(parameters,) * count,
-    )
+    return make_prompts(rows, SamplingParameters(**{"max_response_tokens": 12, **sampling}))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture(scope="module")
