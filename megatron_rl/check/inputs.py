@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.check.data_sets import DataPreview, check_data
@@ -15,9 +15,9 @@ from megatron_rl.check.model_config import check_model_config
 from megatron_rl.check.model_tokens import check_tokenizer, has_chat_template, stop_errors
 from megatron_rl.check.model_weights import check_weights
 from megatron_rl.check.provider import provider_errors
+from megatron_rl.check.resume import resume_errors
 from megatron_rl.check.reward_function import check_not_hidden, check_reward
 from megatron_rl.check.reward_servers import check_servers, silent_servers
-from megatron_rl.config.checkpoint_meta import check_same_model, checkpoints, latest, read_meta
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.load import flatten
 from megatron_rl.config.placement import role_of
@@ -156,7 +156,7 @@ def check_inputs(check: Inputs) -> None:
     if check.fine("run_dir"):
         check.errors.extend(_run_dir(Path(config.run_dir)))
     if config.job == TRAIN and check.fine("checkpoint.resume", "run_dir", "model.path"):
-        check.errors.extend(_resume(config))
+        check.errors.extend(resume_errors(config))
 
 
 def _check_stage_data(check: Inputs, plan: StagePlan, fields: dict[str, str]) -> None:
@@ -167,70 +167,6 @@ def _check_stage_data(check: Inputs, plan: StagePlan, fields: dict[str, str]) ->
         path, where = getattr(plan.settings, name), f"{plan.where}.{name}"
         if path is not None and check.fine("data.prompt_field", where, *settings.values()):
             check_data(Path(path), where, {**fields, **responses}, check.files)
-
-
-def _resume(config: RunConfig) -> list[UserError]:
-    """Return the error of a checkpoint that is missing, broken or of another model.
-
-    A broken one stops nothing while there is an older one to continue from.
-    """
-    resume, folder = config.checkpoint.resume, RunFolder(config.run_dir)
-    if resume == "never":
-        return []
-    if resume == "auto":
-        errors = []
-        for path in reversed(checkpoints(folder.checkpoints)):
-            readable, error = _resumable(path, config)
-            if readable:
-                return [error] if error is not None else []
-            errors.append(error)
-        return [error for error in errors[:1] if error is not None]
-    if Path(resume).is_dir():
-        error = _resumable(Path(resume), config)[1]
-        return [error] if error is not None else []
-    near = latest(folder.checkpoints)
-    return [
-        UserError(
-            "the checkpoint to resume from does not exist",
-            where="checkpoint.resume",
-            expected="auto, never, or the directory of a checkpoint",
-            got=repr(resume),
-            fix=f"the newest of this run is {near}" if near else "write auto, or a directory that exists",
-        )
-    ]
-
-
-def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
-    """Return whether a checkpoint says what it is of, and the error that stands against resuming from it."""
-    try:
-        meta = read_meta(path)
-    except UserError as error:
-        return False, replace(error, got=error.got or f"no such file in {path}")
-    try:
-        model = read_pretrained(Path(config.model.path) / "config.json")
-    except UserError:
-        return True, None  # the model's own check says so
-    try:
-        check_same_model(path, meta["model"], model)
-        if meta["step"] > config.steps:
-            raise UserError(
-                "the run has taken more steps than it is to take",
-                where="steps",
-                expected=f"{meta['step']} or more, to go on from {path}",
-                got=str(config.steps),
-                fix="raise steps, name an earlier checkpoint in checkpoint.resume, or set another run_dir",
-            )
-    except UserError as error:
-        return True, error
-    except (KeyError, TypeError, AttributeError) as error:
-        return False, UserError(
-            "the checkpoint's meta.json is not what a save leaves",
-            where=str(path),
-            expected="what a save has written",
-            got=f"{type(error).__name__}: {error}",
-            fix="resume from another checkpoint, or checkpoint.resume=never with a new run_dir",
-        )
-    return True, None
 
 
 def _model(check: Inputs, path: str, where: str) -> ModelShape | None:

@@ -18,7 +18,13 @@ from megatron_rl.errors import UserError
 from megatron_rl.shapes.pretrained import PretrainedModel
 
 META = "meta.json"
+STATE_FORMAT = 1
+"""Form of the state that a run resumes from: raised where a change of it would misread what is on disks.
+
+Models are read from checkpoints of every number; one that names none is of 0.
+"""
 _FORMAT = 3
+"""Form of the folder, its meta.json and the weights in it."""
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -114,9 +120,23 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
     return meta
 
 
+def require_state_format(directory: str | Path, meta: Mapping[str, Any]) -> None:
+    """Raise UserError unless this version resumes from a checkpoint with the meta.json ``meta``."""
+    got = meta.get("state_format", 0)
+    if got != STATE_FORMAT:
+        raise UserError(
+            "the checkpoint holds another state than this version of megatron_rl resumes from",
+            where=str(directory),
+            expected=f"state of format {STATE_FORMAT}",
+            got=f"format {got}, saved by {meta.get('versions')}",
+            fix="resume with the version that saved it; or export its model, which any version reads "
+            f"(python -m megatron_rl export {directory} --out DIR), and start from that in a new run_dir",
+        )
+
+
 def write_meta(directory: Path, meta: Mapping[str, Any]) -> None:
     """Write meta.json, the last file of a checkpoint."""
-    text = json.dumps({"format": _FORMAT, **meta}, indent=2, sort_keys=True)
+    text = json.dumps({"format": _FORMAT, "state_format": STATE_FORMAT, **meta}, indent=2, sort_keys=True)
     (directory / META).write_text(text + "\n", encoding="utf-8")
 
 

@@ -7,10 +7,9 @@ ranks, ``meta.json`` what the checkpoint is of, and ``checksums.json`` the diges
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from megatron_rl.config.checkpoint_meta import (
     model_identity,
     prune,
     read_meta,
+    require_state_format,
     write_meta,
 )
 from megatron_rl.errors import UserError
@@ -129,11 +129,11 @@ def load(
     """
     folder = Path(directory)
     meta = read_meta(folder)
-    with written_by_this_version(folder):
-        _check_roles(folder, meta, parts)
-        for name, part in parts.items():
-            if part.model is not None:
-                _check(folder, meta["roles"][name], name, part.model, part.optimizer)
+    require_state_format(folder, meta)
+    _check_roles(folder, meta, parts)
+    for name, part in parts.items():
+        if part.model is not None:
+            _check(folder, meta["roles"][name], name, part.model, part.optimizer)
     for name in parts:
         refuse_code(folder / name, trusted=trusted)
     content = _read(folder / "state.pt", types)
@@ -142,8 +142,7 @@ def load(
         if part.optimizer is not None:
             # The schedule's position is state; its shape is the configuration's.
             part.optimizer.scheduler.num_steps = 0
-            with written_by_this_version(folder):
-                part.optimizer.scheduler.step(content["schedules"][name])
+            part.optimizer.scheduler.step(content["schedules"][name])
     layouts = {
         name: _from_member(_layout(part.model) if part.model else None, part.model)
         for name, part in parts.items()
@@ -158,25 +157,8 @@ def load(
 
 def read_state(directory: str | Path) -> dict[str, Any]:
     """Return the saved ``state`` of a checkpoint of plain values and tensors alone."""
+    require_state_format(directory, read_meta(directory))
     return _read(Path(directory) / "state.pt")["state"]
-
-
-@contextlib.contextmanager
-def written_by_this_version(directory: str | Path) -> Iterator[None]:
-    """Raise UserError where what the block takes from a checkpoint's state is not in it, or of another form.
-
-    Its files are what was written (their digests say so): another version wrote them.
-    """
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise UserError(
-            "the checkpoint holds another state than this version of megatron_rl saves",
-            where=str(directory),
-            expected="what a run of this version has saved",
-            got=f"{type(error).__name__}: {error}, saved by {read_meta(directory).get('versions')}",
-            fix="go on with the version that saved it, or start anew in another run_dir",
-        ) from error
 
 
 def _read(path: Path, types: Sequence[type] = ()) -> Any:
@@ -205,8 +187,7 @@ def load_model(
     meta = read_meta(folder)
     refuse_code(folder / "actor", trusted=trusted)
     if model is not None:
-        with written_by_this_version(folder):
-            _check(folder, meta, "actor", model, None)
+        _check(folder, meta, "actor", model, None)
     load_tensors(folder / "actor", model, None)
     return meta
 

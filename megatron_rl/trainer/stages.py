@@ -253,9 +253,8 @@ def _take_steps(stage: Stage, job: Job) -> None:
     done, loss = 0, None
     if newest is not None:
         state = checkpoint.read_state(newest)
-        with checkpoint.written_by_this_version(newest):
-            done, loss = int(state["step"]), state["held_out_loss"]
-            data.train.load_state_dict(state["data"])
+        done, loss = int(state["step"]), state["held_out_loss"]
+        data.train.load_state_dict(state["data"])
     # The reference is the policy before the stage: it scores before the checkpoint is read.
     batches, held_out = _batches(stage, job, done)
     if newest is not None:

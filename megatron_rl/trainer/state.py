@@ -71,8 +71,7 @@ class TrainerState:
         """Continue from a checkpoint of any layout; see `checkpoint.load`. Collective over the world."""
         with roles.learners_resident():
             state = checkpoint.load(path, _parts(roles), TYPES, trusted=trusted)
-        with checkpoint.written_by_this_version(path):
-            self.load_state_dict(state, roles)
+        self.load_state_dict(state, roles)
 
     def load_state_dict(self, state: Mapping[str, Any], roles: Roles) -> None:
         """Continue from what `state_dict` returned."""

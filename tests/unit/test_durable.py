@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import inspect
+import json
 import os
 import shutil
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl import durable
-from megatron_rl.config.checkpoint_meta import write_meta
+from megatron_rl.algorithms import AlgorithmState
+from megatron_rl.config.checkpoint_meta import META, STATE_FORMAT, read_meta, write_meta
+from megatron_rl.data.order import ShuffledOrder
+from megatron_rl.data.prompts import PromptSource
+from megatron_rl.data.responses import ResponseSource
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint
+from megatron_rl.trainer.sample import RolloutSource, SampledBatch
+from megatron_rl.trainer.state import TYPES, Best, TrainerState
+
+STATE_DIGESTS = {1: "e13fc6ca"}
+"""Digest of what says which state is saved, by its number."""
 
 
 def folder_with(path: Path) -> Path:
@@ -98,8 +113,25 @@ def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
 
 def test_a_state_that_another_version_saved_is_named(tmp_path: Path) -> None:
     write_meta(tmp_path, {"versions": {"megatron-rl": "0.0.9"}})
-    state = {"step": 3}
-    with pytest.raises(UserError) as refused, checkpoint.written_by_this_version(tmp_path):
-        assert state["held_out_loss"]
-    assert refused.value.where == str(tmp_path) and "'held_out_loss'" in str(refused.value.got)
-    assert "0.0.9" in str(refused.value.got)
+    for number in (STATE_FORMAT + 1, 0, None):
+        meta = {name: value for name, value in read_meta(tmp_path).items() if name != "state_format"}
+        (tmp_path / META).write_text(json.dumps(meta if number is None else {**meta, "state_format": number}))
+        with pytest.raises(UserError, match=f"format {number or 0}, saved by .*0.0.9") as refused:
+            checkpoint.read_state(tmp_path)
+        assert refused.value.where == str(tmp_path) and "export" in str(refused.value.fix)
+        assert refused.value.expected == f"state of format {STATE_FORMAT}"
+
+
+def _function(function: Any) -> Any:
+    return ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+
+
+def test_a_change_of_the_state_raises_its_format() -> None:
+    """Methods that say what a checkpoint holds, however they are laid out, and the fields of its values."""
+    saved_by = (AlgorithmState, ShuffledOrder, PromptSource, ResponseSource, RolloutSource, TrainerState)
+    bodies = [" ".join(map(ast.unparse, _function(one.state_dict).body[1:])) for one in saved_by]
+    fields = [f"{one.__name__} {list(one.__annotations__)}" for one in (*TYPES, Best, SampledBatch)]
+    digest = hashlib.sha256("\n".join(bodies + fields).encode()).hexdigest()[:8]
+    assert digest == STATE_DIGESTS[STATE_FORMAT], (
+        f"raise STATE_FORMAT where old checkpoints would be misread; its digest is {digest}"
+    )

@@ -1,0 +1,83 @@
+"""Check the checkpoint that a run goes on from, before a model is built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_rl.config.checkpoint_meta import (
+    check_same_model,
+    checkpoints,
+    latest,
+    read_meta,
+    require_state_format,
+)
+from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.pretrained import read_pretrained
+
+
+def resume_errors(config: RunConfig) -> list[UserError]:
+    """Return the error of a checkpoint that is missing, broken or of another model.
+
+    A broken one stops nothing while there is an older one to continue from.
+    """
+    resume, folder = config.checkpoint.resume, RunFolder(config.run_dir)
+    if resume == "never":
+        return []
+    if resume == "auto":
+        errors = []
+        for path in reversed(checkpoints(folder.checkpoints)):
+            readable, error = _resumable(path, config)
+            if readable:
+                return [error] if error is not None else []
+            errors.append(error)
+        return [error for error in errors[:1] if error is not None]
+    if Path(resume).is_dir():
+        error = _resumable(Path(resume), config)[1]
+        return [error] if error is not None else []
+    near = latest(folder.checkpoints)
+    return [
+        UserError(
+            "the checkpoint to resume from does not exist",
+            where="checkpoint.resume",
+            expected="auto, never, or the directory of a checkpoint",
+            got=repr(resume),
+            fix=f"the newest of this run is {near}" if near else "write auto, or a directory that exists",
+        )
+    ]
+
+
+def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
+    """Return whether a checkpoint says what it is of, and the error that stands against resuming from it."""
+    try:
+        meta = read_meta(path)
+    except UserError as error:
+        return False, replace(error, got=error.got or f"no such file in {path}")
+    try:
+        model = read_pretrained(Path(config.model.path) / "config.json")
+    except UserError:
+        return True, None  # the model's own check says so
+    try:
+        require_state_format(path, meta)
+        check_same_model(path, meta["model"], model)
+        if meta["step"] > config.steps:
+            raise UserError(
+                "the run has taken more steps than it is to take",
+                where="steps",
+                expected=f"{meta['step']} or more, to go on from {path}",
+                got=str(config.steps),
+                fix="raise steps, name an earlier checkpoint in checkpoint.resume, or set another run_dir",
+            )
+    except UserError as error:
+        return True, error
+    except (KeyError, TypeError, AttributeError) as error:
+        return False, UserError(
+            "the checkpoint's meta.json is not what a save leaves",
+            where=str(path),
+            expected="what a save has written",
+            got=f"{type(error).__name__}: {error}",
+            fix="resume from another checkpoint, or checkpoint.resume=never with a new run_dir",
+        )
+    return True, None
