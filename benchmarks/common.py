@@ -230,8 +230,10 @@ def torchrun(
 
 
 def _tail(log: Path, lines: int = 25) -> str:
-    """Return the last lines that the ranks wrote, before the launcher's own account of the failure."""
+    """Return the last lines that the ranks wrote, and what torchrun says of the first failure."""
     text = log.read_text(errors="replace").splitlines()
     launcher = [number for number, line in enumerate(text) if "torch/distributed/elastic/" in line]
+    causes = [number for number, line in enumerate(text) if line.startswith("Root Cause")]
+    cause = text[causes[-1] :] if causes else []
     text = text[: launcher[0]] if launcher and launcher[0] else text
-    return "\n".join([f"the end of {log}:", *text[-lines:]])
+    return "\n".join([f"the end of {log}:", *text[-lines:], *cause])

@@ -15,13 +15,16 @@ exit code is 1 where a recipe's median accuracy did not rise, or a run failed.
 
 from __future__ import annotations
 
+import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from common import HERE, ChildFailed, Report, arguments, mean_and_spread, say, torchrun, warn_if_busy
 
+from megatron_rl.config.load import load_config
 from megatron_rl.metrics import read_metrics
 
 RECIPES = HERE.parent / "configs" / "recipes"
@@ -44,6 +47,10 @@ def warm_model(folder: Path) -> Path:
     run = folder / "warm"
     if not (run / "hf" / "config.json").is_file():
         say("recipes", "the supervised warm-up that all recipes start from")
+        for data, command in load_config(QUICKSTART).prepare.items():
+            if not Path(data).exists():
+                program = [sys.executable, *shlex.split(command.removeprefix("python "))]
+                subprocess.run(program, check=True, stdout=subprocess.DEVNULL)
         # A run has at least one step; this one's is too small to change a weight.
         tiny = ["actor.optimizer={learning_rate: 1e-15}", "steps=1", "batch.prompts_per_step=8"]
         train(QUICKSTART, run, [*tiny, "evaluation.sets={}", "checkpoint.every=1"])
@@ -88,7 +95,11 @@ def main() -> int:
     steps = options.steps or (10 if options.quick else 30)
     folder = options.folder.resolve()
     report.note(f"{steps} steps each, from one model after the supervised warm-up")
-    model = warm_model(folder)
+    try:
+        model = warm_model(folder)
+    except ChildFailed as error:
+        report.fail(f"warm-up: {error}")
+        return report.finish(options.json)
     for name in options.only.split(","):
         seeds = range(1, 1 + (options.repeats or (1 if options.quick else 3)))
         try:
