@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
+from megatron_rl.algorithms.returns import Vapo
 from megatron_rl.config.budget import PHASES, RankMemory
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.ranges import format_ranges
@@ -76,6 +77,15 @@ def _sampling(
             "1",
             "set it to 8 or more, or choose an algorithm without groups",
             "2 or more",
+        )
+    advantage, longest = algorithm and algorithm.advantage, rollout.max_response_tokens
+    if isinstance(advantage, Vapo) and advantage.alpha * longest <= 1:
+        warnings.add(
+            "VAPO's lambda is 0 for every response: the policy learns from the critic's errors alone",
+            "algorithm.advantage",
+            f"alpha {advantage.alpha:g} with responses of at most {longest} tokens",
+            f"set algorithm.advantage={{name: vapo, alpha: {20 / longest:.2g}}}",
+            f"alpha above {1 / longest:.3g}: lambda is 1 - 1 / (alpha * response length)",
         )
     for name, described in config.evaluation.sets.items():
         where = f"evaluation.sets.{name}"
