@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.errors import UserError
@@ -131,6 +132,18 @@ def _refused(why: str, got: Sequence[str]) -> UserError:
     )
 
 
-def chat_format(tokenizer: PreTrainedTokenizerBase, templated: bool) -> ChatFormat:
-    """Return the format of prompts that went through the tokenizer's chat template, or did not."""
-    return ChatTemplate(tokenizer) if templated else PlainText(tokenizer)
+class ChatFormats:
+    """Hold the format of the data's ``prompts``, and of conversations that an environment ``opened``.
+
+    ``templated`` says whether the prompts went through the tokenizer's chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, templated: bool = False) -> None:
+        self.prompts: ChatFormat = ChatTemplate(tokenizer) if templated else PlainText(tokenizer)
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def opened(self) -> ChatFormat:
+        """Put messages through the template where there is one, also beside prompts that are text."""
+        has = getattr(self._tokenizer, "chat_template", None)
+        return ChatTemplate(self._tokenizer) if has else PlainText(self._tokenizer)

@@ -82,7 +82,9 @@ class Conversation:
                 self._episode.observe(*messages[len(self._said) :])
             message = await self._episode.generate(limit)
         except Truncated as error:
-            raise Refused(400, "context_length_exceeded", str(error)) from None
+            # OpenAI's words, by which clients know that a conversation has no room left.
+            words = f"This model's maximum context length is reached: {error}"
+            raise Refused(400, "context_length_exceeded", words) from None
         except WrongUse as error:
             raise Refused(400, "messages", str(error)) from None
         answer: dict[str, Any] = {"role": "assistant", "content": str(message)}

@@ -19,7 +19,7 @@ from megatron_rl.config.placement import megatron_settings, role_layout, role_la
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig, CriticConfig
 from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans, starting_model
-from megatron_rl.data.chat_format import chat_format
+from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
@@ -201,7 +201,7 @@ def _build_rollout(
     communicator(layout.ranks)
     chat = parse = None
     if environment is not None:
-        chat = chat_format(tokenizer, templated)
+        chat = ChatFormats(tokenizer, templated)
         parse = make_tool_parser(environment.tool_parser, tokenizer)
     for ranks in layout.groups("tensor"):
         communicator(ranks)

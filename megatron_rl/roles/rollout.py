@@ -6,7 +6,7 @@ import sys
 from functools import partial
 
 from megatron_rl.config.sections.rollout import EnvironmentConfig
-from megatron_rl.data.chat_format import ChatFormat
+from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import Members, share, ticket
@@ -34,7 +34,7 @@ class RolloutRole:
         engine: Engine | None,
         rank: int,
         environment: EnvironmentConfig | None = None,
-        chat: ChatFormat | None = None,
+        chat: ChatFormats | None = None,
         records: tuple[int, int] | None = None,
         most: int | None = None,
         parse: ToolParser | None = None,

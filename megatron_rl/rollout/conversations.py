@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.data.chat_format import ChatFormat
+from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.environments.environment import Opening
 from megatron_rl.environments.hosts import Asks, Ended, Hosts, Restarted
 from megatron_rl.errors import UserError
@@ -58,7 +58,7 @@ class Conversations:
     def __init__(
         self,
         hosts: Hosts,
-        chat: ChatFormat,
+        chat: ChatFormats,
         groups: Groups,
         parse: ToolParser | None = None,
         max_model_len: int | None = None,
@@ -156,9 +156,9 @@ class Conversations:
         turn = talk.row.tokens[talk.known : end]
         cut = not turn or turn[-1] not in talk.row.sampling.stop_token_ids
         log_probs, context = talk.row.log_probs[talk.known : end], len(talk.row.prompt) + talk.known
-        text, calls = self._chat.text(turn), []
+        text, calls = self._chat.prompts.text(turn), []
         if self._parse is not None and talk.tools:
-            said = self._chat.text(turn if cut else turn[:-1], special=True)
+            said = self._chat.prompts.text(turn if cut else turn[:-1], special=True)
             content, parsed = self._parse(said, talk.tools)
             if parsed:
                 # Numbered, not named at random: an environment made anew is told the same.
@@ -176,7 +176,8 @@ class Conversations:
         if talk.known:
             last = row.tokens[talk.known - 1]
             stopped = last if last in row.sampling.stop_token_ids else None
-            tail = self._chat.extend(stopped, event.messages)
+            chat = self._chat.opened if row.opened else self._chat.prompts
+            tail = chat.extend(stopped, event.messages)
             if not tail:
                 self._fail(talk, WRONG_TYPE, "nothing was observed that has a token")
                 return
@@ -209,7 +210,7 @@ class Conversations:
         """Make an environment's own messages the row's prompt; return whether they can be."""
         row, most = talk.row, self._max_model_len
         try:
-            tokens = self._chat.start(*opening)
+            tokens = self._chat.opened.start(*opening)
         except UserError as error:
             self._fail(talk, PROMPT, str(error))
             return False

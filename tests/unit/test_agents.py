@@ -12,7 +12,7 @@ from test_conversations import STOP, TOKENIZER, logits, prompts, turns_of
 
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
-from megatron_rl.data.chat_format import ChatTemplate, PlainText
+from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.environments.hosts import Hosts, environment_errors
 from megatron_rl.roles.reward import RewardRole
@@ -100,7 +100,7 @@ def play(tmp_path: Path):
         made.append(Hosts(config))
         flight = begin(prompts(texts, [0] * len(texts)), samples, seed=4, version=3)
         dealt = Dealt(flight, 99, 200)
-        talks = Conversations(made[-1], PlainText(TOKENIZER), dealt, None, 200)
+        talks = Conversations(made[-1], ChatFormats(TOKENIZER), dealt, None, 200)
         drive(TorchEngine.from_logits(logits, max_model_len=200), talks, None)
         return extended(flight, added_rows(dealt.numbers, dealt.rows, [1] * len(dealt.rows)), version=3)
 
@@ -185,7 +185,7 @@ def test_conversations_tell_their_turns_and_the_calls_in_them(tmp_path: Path):
         return text, [{"name": name, "arguments": "{}"}] if name else []
 
     hosts = Hosts(EnvironmentConfig(f"{tmp_path / 'calling.py'}:Calling", max_turns=5, turn_timeout=100.0))
-    talks = Conversations(hosts, ChatTemplate(tokenizer), dealt, parse, 200)
+    talks = Conversations(hosts, ChatFormats(tokenizer), dealt, parse, 200)
     drive(TorchEngine.from_logits(logits, max_model_len=200), talks, None)
     hosts.close()
     rollouts = extended(flight, added_rows(dealt.numbers, dealt.rows, [1]), version=3).rollouts

@@ -14,7 +14,7 @@ import torch
 
 from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
-from megatron_rl.data.chat_format import ChatTemplate, PlainText
+from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import EOS, SPECIAL, build_tokenizer
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.errors import UserError
@@ -91,7 +91,7 @@ def sweep(
     """Continue open rows in rounds of so many tokens, with environments made for this sweep alone."""
     engine = TorchEngine.from_logits(logits, max_model_len=200)
     dealt = Dealt(flight, len(flight.rollouts), 200)
-    talks = Conversations(hosts, PlainText(TOKENIZER), dealt)
+    talks = Conversations(hosts, ChatFormats(TOKENIZER), dealt)
     for limit in limits:
         drive(engine, Until(talks, over), limit)
     talks.close()
@@ -188,7 +188,7 @@ def test_groups_from_a_queue_are_the_same_whichever_replica_has_them(hosts: Host
     for place in order:
         dealt = Dealt(flight, 2, 200, lambda: next(tickets), place, len(order))
         drive(TorchEngine.from_logits(logits, max_model_len=200),
-              Conversations(hosts, PlainText(TOKENIZER), dealt), None)  # fmt: skip
+              Conversations(hosts, ChatFormats(TOKENIZER), dealt), None)  # fmt: skip
         numbers += dealt.numbers
         rows += dealt.rows
         assert len(dealt.rows) == (2 * (6 - len(order)) if place == order[0] else 2)
@@ -241,7 +241,7 @@ def test_a_group_is_judged_when_it_is_complete_while_others_go_on(tmp_path: Path
             reward.begin(group, episodes)
 
     engine = TorchEngine.from_logits(logits, max_model_len=200)
-    drive(engine, Conversations(patient, PlainText(TOKENIZER), dealt), None, judge)
+    drive(engine, Conversations(patient, ChatFormats(TOKENIZER), dealt), None, judge)
     assert [row.outcome.failure for row in dealt.rows if row.outcome] == [None] * 4
     alone = cast(Members, SimpleNamespace(ranks=(0,), rank=0, gather_objects=lambda value: [value]))
     early = reward.early(alone)["function"]
