@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 from config_workspace import write_model, write_workspace
 
+from megatron_rl.check import packages
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.config.checkpoint_meta import model_identity, write_meta
 from megatron_rl.config.load import load
@@ -231,8 +231,9 @@ def test_a_run_that_has_taken_more_steps_than_it_is_to_take_is_an_error() -> Non
     assert not check("steps=12").errors and not check("checkpoint.resume=run/checkpoints/step_8").errors
 
 
-def test_packages_that_are_not_there() -> None:
-    assert find_spec("swanlab") is None, "it does not resolve beside the lock file"
+def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    present = packages.find_spec
+    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "swanlab" else present(name))
     asked, anew = "logging.trackers=[swanlab]", "checkpoint.resume=never"
     (error,) = check(asked, anew, training=True).errors
     assert error.where.startswith("logging.trackers (override") and error.fix is not None

@@ -6,11 +6,13 @@ import json
 import math
 import os
 import socket
+import struct
 import time
 import urllib.request
 from pathlib import Path
 
 import pytest
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.config.run_folder import RunFolder
@@ -97,6 +99,21 @@ def test_mlflow_offline_has_everything_and_goes_on_after_a_restart(folder: RunFo
         tables = {table.name: json.loads(table.read_text()) for table in artifacts.glob("samples/*")}
         table = {"columns": ["prompt", "reward"], "data": [["1+1=", 0.5]]}
         assert tables == {f"step_{n}.json": table for n in steps}
+
+
+def test_swanlab_offline_has_everything_and_goes_on_after_a_restart(folder: RunFolder) -> None:
+    last = run_restart_and_run_anew(folder, "swanlab")
+    runs = sorted((folder.path / "swanlab").glob("run-*"))
+    ids = [run.name.rpartition("-")[2] for run in runs]
+    assert len(ids) == 3 and ids[0] == ids[1] != ids[2] == last, "one over a restart"
+    stored = [next(run.glob("*.swanlab")).read_bytes() for run in runs]
+    assert all(b"reward/mean" in data for data in stored)
+    rewards = [[struct.pack("<d", 0.123456 * step) in data for step in (1, 2)] for data in stored]
+    assert rewards == [[True, False], [False, True], [True, False]]
+    about = yaml.safe_load((runs[0] / "files" / "config.yaml").read_text())
+    assert about["configuration"]["value"] == {"seed": 7} and about["hardware"]["value"]["processor"]
+    (table,) = runs[0].glob("media/echarts/*.json")
+    assert json.loads(table.read_text())["rowData"] == [{"prompt": "1+1=", "reward": 0.5}]
 
 
 def test_samples_are_a_text_of_tensorboard(folder: RunFolder) -> None:
