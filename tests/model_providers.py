@@ -119,10 +119,10 @@ def gpt(config: Any, pre_process: bool, post_process: bool, mlp: Any = MLP) -> G
     )
 
 
-def set_up(path: Path) -> tuple[list[Any], Any, Any]:
+def set_up(path: Path, distributed: bool = True) -> tuple[list[Any], Any, Any]:
     """Return what Megatron-LM's setup_model_and_optimizer does, for the model at ``path`` on one process.
 
-    Call it inside `own_groups`. Its weights are random.
+    ``distributed`` chooses its optimizer. Call it inside `own_groups`. Its weights are random.
     """
     args = Namespace(**checkpoint_arguments(path)[0])
     config = TransformerConfig(
@@ -136,11 +136,13 @@ def set_up(path: Path) -> tuple[list[Any], Any, Any]:
     with device.megatron_mode():
         device.seed_tensor_parallel(1, 0)
         chunk = gpt_builder(args, True, True, config=config)
-        buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        buffers = DistributedDataParallelConfig(
+            use_distributed_optimizer=distributed, grad_reduce_in_fp32=True
+        )
         model: list[Any] = [DistributedDataParallel(config, buffers, chunk)]
         settings = OptimizerConfig(
             optimizer="adam", lr=1e-2, adam_eps=1e-2, weight_decay=0.01, adam_beta2=0.999, clip_grad=1.0,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=distributed,
         )  # fmt: skip
         optimizer = get_megatron_optimizer(settings, model)
     scheduler = OptimizerParamScheduler(

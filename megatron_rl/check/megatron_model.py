@@ -43,7 +43,9 @@ def with_megatron_models(
     """
     refused, origins = {}, {}
     if config.model.hf_path is not None and config.model.megatron is None and "model.megatron" not in broken:
-        refused["model.hf_path"] = [_without_checkpoint(config.model.hf_path)]
+        refused["model.hf_path"] = [_without_checkpoint("model.hf_path", config.model.hf_path)]
+    if config.model.resume_optimizer and "model.megatron" not in broken:
+        refused["model.resume_optimizer"] = _optimizer_errors(config)
     named = {"model": config.model.megatron, **_megatron_paths(config)}
     folders: dict[str, Path] = {}
     for section, path in named.items():
@@ -140,7 +142,10 @@ def _write(config: RunConfig, path: Path, where: str, folder: Path) -> MegatronC
     if raw is None or (errors and not policy):  # another role's model may be of another size
         vocabulary = _vocabulary(config, policy, tokenizer)
         raw, errors = derived(checkpoint.arguments, where, vocabulary), []
-    errors += checkpoint.parameters(describe(raw, where).shape)[1] if not errors else []
+    shape = describe(raw, where).shape
+    errors += checkpoint.parameters(shape)[1] if not errors else []
+    if policy and config.model.resume_optimizer and not errors:
+        errors += checkpoint.optimizer_errors(shape, "model.resume_optimizer")
     errors += checkpoint.file_errors()
     if errors:
         raise UserErrors(errors)
@@ -225,11 +230,35 @@ def _fill(folder: Path, contents: Mapping[str, bytes]) -> None:
             os.replace(aside, file)
 
 
-def _without_checkpoint(path: str) -> UserError:
+def _without_checkpoint(where: str, got: str) -> UserError:
     return UserError(
-        "model.hf_path belongs to model.megatron, which is not set",
-        where="model.hf_path",
+        f"{where} belongs to model.megatron, which is not set",
+        where=where,
         expected="model.megatron, the checkpoint with the weights",
-        got=path,
+        got=got,
         fix="set model.megatron, or name a Hugging Face model in model.path alone",
     )
+
+
+def _optimizer_errors(config: RunConfig) -> list[UserError]:
+    """Return why the actor's optimizer is not one that the checkpoint's Adam could go on in."""
+    where, actor = "model.resume_optimizer", config.actor
+    if config.model.megatron is None:
+        return [_without_checkpoint(where, "true")]
+    others = {
+        "actor.optimizer.name": actor.optimizer.name if actor.optimizer.name != "adam" else None,
+        "actor.lora": "adapters" if actor.lora is not None else None,
+        "sft": "a stage before" if config.sft is not None else None,
+        "preference": "a stage before" if config.preference is not None else None,
+    }
+    return [
+        UserError(
+            f"{path} has the actor learn otherwise than the checkpoint's moments are for",
+            where=where,
+            expected="Adam on all of the weights, from those of the checkpoint",
+            got=f"{path}: {got}",
+            fix=f"remove {where} or {path}",
+        )
+        for path, got in others.items()
+        if got is not None
+    ]

@@ -1,4 +1,4 @@
-"""Weights as a checkpoint that Megatron-LM loads: arguments, iteration, tracker, and the model's tensors."""
+"""Weights as a checkpoint that Megatron-LM loads, and the state of Adam that one has which it saved."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
 
 from megatron_rl import durable
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_files import disk_or, everywhere
-from megatron_rl.parallel.checkpoint_tensors import sharded_state, write
+from megatron_rl.parallel.checkpoint_tensors import initialise_states, parts_of, sharded_state, write
+from megatron_rl.parallel.hf.megatron_files import MegatronFiles
+from megatron_rl.parallel.hf.weights import fill
 from megatron_rl.parallel.lora import without_adapters
-from megatron_rl.parallel.model import ParallelModel
+from megatron_rl.parallel.model import ParallelModel, live_parameters
+from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.shapes.megatron_arguments import arguments_of
-from megatron_rl.shapes.megatron_checkpoint import TRACKER, pointer
+from megatron_rl.shapes.megatron_checkpoint import MASTERS, TRACKER, pointer
 from megatron_rl.shapes.pretrained import read_pretrained
 
 VOCABULARY_MULTIPLE = 128
@@ -90,6 +94,55 @@ def save_megatron(
         raise disk_or(error, final) from error
     everywhere(publish, "complete the Megatron checkpoint", final)
     return final
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
+    """Have Adam go on from the Megatron checkpoint that a model's folder points to: moments and steps.
+
+    The weights that it steps in float32 come too, where they were saved. Each rank reads the slices of its
+    tensors, on any layout; learning rate and decay stay as configured.
+    """
+    model = optimizer.model
+    with model.scope():
+        initialise_states(optimizer)
+    checkpoint = MegatronFiles(source).checkpoint
+    assert checkpoint.steps is not None, "checked before"
+    for state in checkpoint.states:
+        # On the host, one kind at a time: a rank keeps its share of the data-parallel ranks alone.
+        values = {
+            name: torch.zeros(parameter.shape, device=device.host())
+            for name, parameter in live_parameters(model).items()
+        }
+        fill(values, model, MegatronFiles(source, state))
+        name = "param" if state in MASTERS else state
+        for part in parts_of(optimizer):
+            _set_state(model, part, name, values)
+    for part in parts_of(optimizer):
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = checkpoint.steps
+        for state in part.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(checkpoint.steps)
+        if hasattr(part.optimizer, "sub_optimizers"):
+            part.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def _set_state(model: ParallelModel, part: Any, state: str, values: Mapping[str, Tensor]) -> None:
+    """Give the parameters of one of Megatron's optimizers a state of theirs, from whole tensors by name."""
+    for index, chunk in enumerate(model.chunks):
+        for name, parameter in chunk.named_parameters():
+            value = values[f"{index}.{name}"]
+            if not hasattr(part, "model_param_gbuf_map"):
+                main = getattr(parameter, "main_param", parameter)
+                if main in part.optimizer.state:
+                    (main if state == "param" else part.optimizer.state[main][state]).copy_(value)
+            elif parameter in part.model_param_gbuf_map:
+                held = part._get_model_param_range_map(parameter)["param"]
+                current = part._get_main_param_and_optimizer_states(parameter)
+                share = value.flatten()[held.start : held.end].to(current[state].device)
+                part._set_main_param_and_optimizer_states(parameter, {**current, state: share})
 
 
 def _older(final: Path, keep: int | None) -> list[Path]:

@@ -50,7 +50,7 @@ def save_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer
         sharded: dict[str, Any] = {}
         if model is not None:
             if optimizer is not None:
-                _initialise_states(optimizer)
+                initialise_states(optimizer)
             sharded, _ = sharded_state(model, optimizer, is_loading=False)
         write(folder, model, sharded)
 
@@ -80,7 +80,7 @@ def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer
             dist_checkpointing.load({}, str(folder), TorchDistLoadShardedStrategy())
             return
         if optimizer is not None:
-            _initialise_states(optimizer)
+            initialise_states(optimizer)
         sharded, local = sharded_state(model, optimizer, is_loading=True)
         strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), model.groups.data_context)
         loaded: Any = dist_checkpointing.load(sharded, str(folder), strategy)
@@ -172,7 +172,7 @@ def parts_of(optimizer: Optimizer) -> list[Any]:
     return [part for part in parts if getattr(part, "optimizer", None) is not None]
 
 
-def _initialise_states(optimizer: Optimizer) -> None:
+def initialise_states(optimizer: Optimizer) -> None:
     """Give every parameter its optimizer state, as before the first step, where it has none yet."""
     for part in parts_of(optimizer):
         inner = part.optimizer

@@ -22,7 +22,7 @@ from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans,
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.parallel import device
-from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
+from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, load_optimizer
 from megatron_rl.parallel.groups import ParallelGroups, communicator
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import load_weights
@@ -244,6 +244,8 @@ def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
         if config.actor.freeze_router:
             model.freeze_routers()
     optimizer = None if updates is None else _optimizer(model, config.actor, updates)
+    if optimizer is not None and config.model.resume_optimizer:
+        load_optimizer(optimizer, config.model.path)
     return ModelRole(
         "actor",
         layout,

@@ -63,7 +63,7 @@ class _Reader(pickle.Unpickler):
         return type(global_name, (Inert,), {"name": f"{module_name}.{global_name}"})
 
     def persistent_load(self, pid: Any, /) -> Any:
-        return Inert()
+        return Inert(*pid) if isinstance(pid, tuple) else Inert()
 
 
 def read_pickle(content: bytes) -> Any:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ POINTER = "megatron.json"
 """In the folder of a model whose weights lie in a Megatron checkpoint: which, and what its arguments were."""
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
 """How the names of a model's tensors begin; others are of the optimizer and of random generators."""
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+"""What the optimizer keeps of a model's tensor, where it is stored as that tensor is."""
+MASTERS = ("param", "fp32_param")
+"""Names of the state that is the weights themselves, as the optimizer steps them."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _CONVERT = (
     "convert it with Megatron-LM: pretrain_gpt.py ARGUMENTS --load {folder} --ckpt-format torch "
     "--ckpt-convert-format torch_dist --ckpt-convert-save NEW"
@@ -64,12 +70,51 @@ class Place:
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """Hold what one ``iter_*`` folder says of itself: arguments as plain values, and the model's tensors."""
+    """Hold what one ``iter_*`` folder says of itself: arguments as plain values, and the model's tensors.
+
+    ``states`` are what the optimizer keeps for each tensor, by kind, where they are stored as the tensors
+    are; ``sharding`` is how the distributed optimizer says that it stored them. ``steps`` are its steps.
+    """
 
     path: Path
     iteration: int
     arguments: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+    states: Mapping[str, Mapping[str, StoredTensor]]
+    sharding: str | None
+    steps: int | None
+
+    def state(self, name: str) -> MegatronCheckpoint:
+        """Return the checkpoint with a kind of the optimizer's states in the place of the weights.
+
+        Biases that balance experts stay: no optimizer steps them.
+        """
+        biases = {key: value for key, value in self.tensors.items() if key.endswith("expert_bias")}
+        return replace(self, tensors={**biases, **self.states[name]})
+
+    def optimizer_errors(self, shape: ModelShape, where: str) -> list[UserError]:
+        """Return why Adam cannot go on from the checkpoint's moments with a model."""
+        missing = set(MOMENTS) - set(self.states)
+        if not missing and self.steps is not None:
+            states = [self.state(name) for name in self.states]
+            return [
+                error for state in states for error in (*state.parameters(shape)[1], *state.file_errors())
+            ]
+        got, fix = "no optimizer state, or not of Adam", "save it without --no-save-optim"
+        if missing and self.sharding is not None:
+            got = f"{self.sharding}, which is bound to the buffers of the layout that wrote it"
+            fix = "load and save it with Megatron-LM on that layout, with --dist-ckpt-optim-fully-reshardable"
+        elif not missing:
+            got = "moments without a number of steps"
+        return [
+            UserError(
+                "the optimizer's state in the Megatron checkpoint cannot be gone on with",
+                where=where,
+                expected="Adam's moments for each tensor: of the distributed optimizer fully_reshardable",
+                got=f"{self.path}: {got}",
+                fix=f"{fix}; or remove {where}: the optimizer starts anew",
+            )
+        ]
 
     def parameters(self, shape: ModelShape) -> tuple[dict[str, Place], list[UserError]]:
         """Return where each parameter of a model lies, and how the tensors differ from the model's."""
@@ -199,7 +244,7 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
             got=f"{folder}: " + (repr(backend) if backend else f"no {FORMAT}"),
             fix="save it with --ckpt-format torch_dist",
         )
-    common = _common(folder / ARGUMENTS)
+    common, steps = _common(folder / ARGUMENTS)
     arguments = common.get("args")
     if not isinstance(arguments, Inert):
         raise UserError(
@@ -212,12 +257,14 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
     named = re.fullmatch(r"iter_(\d+)", folder.name)
     iteration = common.get("iteration", int(named[1]) if named else 0)
     try:
-        tensors = _tensors(folder / DIRECTORY)
+        tensors, states = _tensors(folder / DIRECTORY)
     except UserError:
         raise
     except Exception as error:  # whatever a damaged pickle leads to
         raise _damaged(folder / DIRECTORY, error) from error
-    return MegatronCheckpoint(folder, int(iteration), dict(_plain(vars(arguments.state))), tensors)
+    plain, sharding = dict(_plain(vars(arguments.state))), set(_under(common, "param_state_sharding_type"))
+    name = str(sharding.pop()) if sharding else None
+    return MegatronCheckpoint(folder, int(iteration), plain, tensors, states, name, steps)
 
 
 def _parameters(shape: ModelShape) -> Iterator[tuple[str, list[Place], tuple[int, ...]]]:
@@ -275,29 +322,59 @@ def _is_legacy(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("mp_rank_*"))
 
 
-def _common(path: Path) -> Mapping[Any, Any]:
+def _common(path: Path) -> tuple[Mapping[Any, Any], int | None]:
+    """Return what all ranks have in common, and the steps that the optimizer has taken."""
     try:
         with zipfile.ZipFile(path) as archive:
             (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
-            content = read_pickle(archive.read(name))
+            content, folder = read_pickle(archive.read(name)), name.removesuffix("data.pkl")
+            if not isinstance(content, dict):
+                raise TypeError(type(content).__name__)
+            stated = content.get("optimizer")
+            counts = {
+                _count(value, archive, folder)
+                for name in ("step", "common_step")
+                for value in _under(stated, name)
+            } - {None}
     except Exception as error:  # whatever a damaged pickle leads to
         raise _damaged(path, error) from error
-    if not isinstance(content, dict):
-        raise _damaged(path, TypeError(type(content).__name__))
-    return content
+    return content, counts.pop() if len(counts) == 1 else None
 
 
-def _tensors(path: Path) -> dict[str, StoredTensor]:
+def _under(value: Any, name: str) -> Iterator[Any]:
+    """Yield what stands under a name in nested dictionaries and lists."""
+    if isinstance(value, dict):
+        yield from (value[key] for key in value if key == name)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _under(item, name)
+
+
+def _count(value: Any, archive: zipfile.ZipFile, folder: str) -> int | None:
+    """Return a number that may be a tensor, as the steps of torch's own Adam are; None for other values."""
+    if isinstance(value, Inert) and len(value.given) > 1 and len(value.given[0].given) > 2:
+        (_, kind, key, *_), offset = value.given[0].given, value.given[1]
+        form = {"torch.FloatStorage": "<f", "torch.IntStorage": "<i"}.get(kind.name)
+        if form is not None:
+            (value,) = struct.unpack_from(form, archive.read(f"{folder}data/{key}"), 4 * offset)
+    return int(value) if isinstance(value, int | float) else None
+
+
+def _tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StoredTensor]]]:
+    """Return the model's tensors, and the optimizer's states of them."""
     directory = vars(read_pickle(path.read_bytes()).state)
     stored: dict[str, dict[tuple[int, ...], Any]] = {}
     for index, place in directory["storage_data"].items():
         entry, place = vars(index.state), vars(place.state)
         stored.setdefault(entry["fqn"], {})[tuple(entry.get("offset") or ())] = place
-    tensors = {}
+    tensors, states = {}, {}
     for name, entry in directory["state_dict_metadata"].items():
-        entry = vars(entry.state)
-        if "chunks" not in entry or not name.startswith(_MODEL) or "_extra_state" in name:
+        entry, state = vars(entry.state), _STATE.fullmatch(name)
+        if state is not None and state[1] not in (*MOMENTS, *MASTERS):
             continue
+        key = state[2] if state else name
+        if "chunks" not in entry or not key.startswith(_MODEL) or "_extra_state" in key:
+            continue
+        kind = states.setdefault(state[1], {}) if state else tensors
         chunks = []
         for chunk in entry["chunks"]:
             chunk = vars(chunk.state)
@@ -310,10 +387,10 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
                     )
                 )
         dtype = entry["properties"].given[0]
-        tensors[name] = StoredTensor(tuple(entry["size"]), str(getattr(dtype, "name", dtype)), tuple(chunks))
-    if any(Path(chunk.file).name != chunk.file for tensor in tensors.values() for chunk in tensor.chunks):
-        raise ValueError("it names files outside of its folder")
-    return tensors
+        if any(Path(chunk.file).name != chunk.file for chunk in chunks):
+            raise ValueError("it names files outside of its folder")
+        kind[key] = StoredTensor(tuple(entry["size"]), str(getattr(dtype, "name", dtype)), tuple(chunks))
+    return tensors, states
 
 
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron_rl.algorithms import algorithm_of, initial_state
 from megatron_rl.check.configuration import check_config
@@ -18,7 +16,7 @@ from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
 from megatron_rl.parallel.adoption import adopt_model, layout_of
-from megatron_rl.parallel.exchange import barrier, gather_metrics
+from megatron_rl.parallel.exchange import gather_metrics
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.roles.build import adopted_actor, build_roles
@@ -32,9 +30,10 @@ class EmbeddedTrainer:
 
     ``model`` (DDP chunks), ``optimizer`` and ``scheduler`` are what Megatron-LM's setup_model_and_optimizer
     returns; the schedule goes on by ``increment`` with each optimizer step. Arguments, layout, optimizer,
-    timers and checkpoints stay the script's. The YAML file at ``config`` says the rest: data, reward,
-    rollout, algorithm and batch; its ``model.path`` has config.json and the tokenizer, and what it says of
-    the actor's layout, precision and optimizer does not count. Weights are those that ``model`` has.
+    timers and checkpoints stay the script's; `state_dict` belongs into these. The YAML file at ``config``
+    says the rest: data, reward, rollout, algorithm and batch; its ``model.path`` has config.json and the
+    tokenizer, and what it says of the actor's layout, precision and optimizer does not count. Weights are
+    those that ``model`` has.
     Raises UserErrors for what does not fit. Collective over the world, as `step` is.
     """
 
@@ -76,18 +75,17 @@ class EmbeddedTrainer:
         state.step, state.algorithm = phases.step, result.algorithm_state
         return (result.metrics + gather_metrics(phases.metrics())).values()
 
-    def save(self, path: str | Path) -> None:
-        """Write what the next step depends on beside model, optimizer and schedule.
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next step depends on beside the script's model, optimizer, schedule and generators.
 
-        Collective over the world.
+        That is the step, the position in the data, what the algorithm carries, and responses that are begun
+        or not yet learned from. It is the same on every rank, and small: one of them saves it.
         """
-        if device.rank() == 0:
-            torch.save(self.state.state_dict(self.roles), path)
-        barrier()
+        return self.state.state_dict(self.roles)
 
-    def load(self, path: str | Path) -> None:
-        """Go on from what `save` wrote; the file may run code, so it must be the user's own."""
-        self.state.load_state_dict(torch.load(path, weights_only=False), self.roles)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, beside the model and the optimizer of the same step."""
+        self.state.load_state_dict(state, self.roles)
 
     def close(self) -> None:
         """Release the engine and the processes of rewards."""
@@ -105,6 +103,7 @@ def _require_plain(config: RunConfig) -> None:
         "actor.layout.ranks": ranks != tuple(range(device.world_size())),
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
         "model.provider": config.model.provider,
+        "critic": algorithm_of(config).needs_critic,  # whose weights the script's checkpoints would lack
         "sft": config.sft,
         "preference": config.preference,
     }
@@ -114,7 +113,8 @@ def _require_plain(config: RunConfig) -> None:
             where=where,
             expected="its default" if where != "actor.layout.ranks" else "every rank of the script",
             got="another value",
-            fix=f"remove {where}, or train with `python -m megatron_rl train`",
+            fix=("choose an algorithm without a critic" if where == "critic" else f"remove {where}")
+            + ", or train with `python -m megatron_rl train`",
         )
         for where, value in refused.items()
         if value

@@ -30,8 +30,13 @@ BF16 = {"dtype": "bfloat16"}
 PLAIN = {"distributed": False}
 LORA = {"lora": {"rank": 4}}
 
+IN_MEGATRON = {"megatron": "megatron"}
+IN_BF16 = {"megatron": "megatron-bf16"}
+
 FOUR = [
-    {"name": "straight", "action": "save", "to": "run/checkpoints/step_3", **QWEN, **TP2PP2},
+    {"name": "straight", "action": "save", "to": "run/checkpoints/step_3", **QWEN, **TP2PP2, **IN_MEGATRON},
+    {"name": "megatron-same", "action": "load", "same": "straight", **QWEN, **TP2PP2, **IN_MEGATRON},
+    {"name": "megatron-dp4", "action": "load", **QWEN, **DP4, **PLAIN, **IN_MEGATRON},
     {
         "name": "same",
         "action": "load",
@@ -44,7 +49,8 @@ FOUR = [
     {"name": "pp2dp2", "action": "load", "from": "run/checkpoints/step_3", **QWEN, **PP2DP2},
     {"name": "tp2dp2", "action": "load", "from": "run/checkpoints/step_3", **QWEN, **TP2DP2},
     {"name": "vpp", "action": "load", "from": "run/checkpoints/step_3", **QWEN, **VPP},
-    {"name": "vpp-straight", "action": "save", "to": "vpp", **LLAMA, **VPP, **BF16},
+    {"name": "vpp-straight", "action": "save", "to": "vpp", **LLAMA, **VPP, **BF16, **IN_BF16},
+    {"name": "megatron-vpp", "action": "load", **LLAMA, **VPP, **BF16, **PLAIN, **IN_BF16},
     {"name": "vpp-same", "action": "load", "from": "vpp", "same": "vpp-straight", **LLAMA, **VPP, **BF16},
     {"name": "zero-straight", "action": "save", "to": "zero", "untrained": True, **LLAMA, **PP2DP2},
     {"name": "zero-same", "action": "load", "from": "zero", **LLAMA, **PP2DP2},
@@ -130,6 +136,8 @@ def test_resume(folder: Path, fork: Any) -> None:
 
     same = result(folder, "same")
     assert_same_bits(same, straight)
+    assert_same_bits(result(folder, "megatron-same"), straight)
+    assert_same_bits(result(folder, "megatron-vpp"), result(folder, "vpp-straight"))
     assert same["draws"] == straight["draws"]
     assert len({tuple(draw) for draw in same["draws"]}) == 4
     assert same["state"]["position"] == {"epoch": 1, "row": 5}
@@ -158,7 +166,7 @@ def test_resume(folder: Path, fork: Any) -> None:
     assert weights["meta"]["step"] == 3
 
 
-LAYOUTS = ("dp4", "pp2dp2", "tp2dp2", "vpp", "alone")
+LAYOUTS = ("dp4", "pp2dp2", "tp2dp2", "vpp", "alone", "megatron-dp4")
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from megatron_rl import EmbeddedTrainer
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.data import quickstart
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.adoption import adopt_model
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
+from megatron_rl.parallel.checkpoint_tensors import load_tensors, save_tensors
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import global_name, load_weights
@@ -177,17 +178,34 @@ def test_steps_of_rl_are_taken_in_a_scripts_own_loop(tmp_path: Path) -> None:
         load_weights(adopt_model(trained[0], read_hf_config(path)), path)
         trained[1].reload_model_params()
         before = [parameter.clone() for parameter in trained[0][0].parameters()]
-        with pytest.raises(UserError, match=r"without actor\.offload"):
-            EmbeddedTrainer(tmp_path / "rl.yaml", *trained, overrides=["actor.offload=true"])
+        with pytest.raises(UserErrors, match=r"(?s)without actor\.offload.*without critic"):
+            words = ["actor.offload=true", "algorithm.name=ppo"]
+            EmbeddedTrainer(tmp_path / "rl.yaml", *trained, overrides=words)
         trainer = EmbeddedTrainer(tmp_path / "rl.yaml", *trained, increment=4)
         first = trainer.step()
-        trainer.save(tmp_path / "rl.pt")
-        second = trainer.step()
-        trainer.load(tmp_path / "rl.pt")
+        # The script's own checkpoint of model, optimizer and schedule; ours beside it.
+        actor = trainer.roles.actor
+        (tmp_path / "saved").mkdir()
+        save_tensors(tmp_path / "saved", actor.model, actor.optimizer)
+        torch.save((trained[2].state_dict(), trainer.state_dict()), tmp_path / "rl.pt")
+        second, third = trainer.step(), trainer.step()
+        trainer.close()
+        again = set_up(path)
+        trainer = EmbeddedTrainer(tmp_path / "rl.yaml", *again, increment=4)
+        load_tensors(tmp_path / "saved", trainer.roles.actor.model, trainer.roles.actor.optimizer)
+        schedule, state = torch.load(tmp_path / "rl.pt", weights_only=True)
+        again[2].load_state_dict(schedule)
+        trainer.load_state_dict(state)
+        resumed = [trainer.step(), trainer.step()]
         trainer.close()
     after = list(trained[0][0].parameters())
     assert not all(map(torch.equal, before, after)), "the script's own parameters have moved"
-    assert trained[2].num_steps == 8 and trainer.state.step == 1
-    for metrics in (first, second):
+    assert all(map(torch.equal, after, again[0][0].parameters()))
+    assert trained[2].num_steps == again[2].num_steps == 12 and trainer.state.step == 3
+    for metrics in (first, second, third):
         assert metrics["policy/grad_norm"] > 0
         assert metrics["mismatch/abs_diff"] < 1e-5, "the engine samples with the script's weights"
+    for metrics, expected in zip(resumed, (second, third), strict=True):
+        groups = ("policy/", "reward/", "response/", "mismatch/")
+        same = [name for name in expected if name.startswith(groups)]
+        assert same and {name: metrics[name] for name in same} == {name: expected[name] for name in same}

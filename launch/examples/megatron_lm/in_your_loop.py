@@ -5,11 +5,11 @@ torchrun --nproc-per-node 8 launch/examples/megatron_lm/in_your_loop.py --calcul
 
 from functools import partial
 
+import torch
 from gpt_builders import gpt_builder  # yours may stand here
 from megatron.core.enums import ModelType
-from megatron.training import get_args, get_timers, print_rank_0
+from megatron.training import get_args, get_timers, initialize_megatron, print_rank_0
 from megatron.training.checkpointing import save_checkpoint
-from megatron.training.initialize import initialize_megatron
 from megatron.training.training import setup_model_and_optimizer
 from model_provider import model_provider
 
@@ -22,7 +22,7 @@ def main() -> None:
     trained = setup_model_and_optimizer(partial(model_provider, gpt_builder), ModelType.encoder_or_decoder)
     trainer = EmbeddedTrainer("rl.yaml", *trained, increment=args.global_batch_size)
     if args.iteration:
-        trainer.load(f"{args.save}/rl_{args.iteration}.pt")
+        trainer.load_state_dict(torch.load(f"{args.save}/rl_{args.iteration}.pt", weights_only=False))
     for iteration in range(args.iteration + 1, args.train_iters + 1):
         timers("rl-step", log_level=0).start(barrier=True)
         metrics = trainer.step()
@@ -31,7 +31,8 @@ def main() -> None:
         timers.log(["rl-step"])
         if iteration % args.save_interval == 0:
             save_checkpoint(iteration, *trained, args.num_floating_point_operations_so_far)
-            trainer.save(f"{args.save}/rl_{iteration}.pt")
+            if args.rank == 0:
+                torch.save(trainer.state_dict(), f"{args.save}/rl_{iteration}.pt")
     trainer.close()
 
 

@@ -29,6 +29,13 @@ class ModelConfig:
         unset="the weights are those in `path`",
         also_called={"Megatron-LM": "load"},
     )
+    resume_optimizer: bool = setting(
+        False,
+        "With `megatron`: let the actor's Adam go on from the checkpoint's moments and steps; learning rate "
+        "and decay are those of actor.optimizer.",
+        also_called={"Megatron-LM": "no_load_optim"},
+        conversion={"no_load_optim": "it is the opposite"},
+    )
     hf_path: str | None = setting(
         None,
         "With `megatron`: directory with the tokenizer, and config.json if it is not to be derived.",

@@ -27,15 +27,16 @@ class MegatronFiles:
     """Give slices of the Hugging Face tensors of a model whose folder points to a Megatron checkpoint.
 
     A stored tensor is what one rank would hold of the model, so where each Hugging Face tensor lies in it is
-    what the importer says of a layout of one rank. Raises UserErrors when the tensors are not the model's,
-    or files are missing.
+    what the importer says of a layout of one rank. With ``state`` they are what the optimizer keeps for each
+    weight, such as a moment. Raises UserErrors when the tensors are not the model's, or files are missing.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, state: str | None = None) -> None:
         stated = pointer(path)
         assert stated is not None, "the folder has weights of its own"
         model = read_pretrained(Path(path) / "config.json")
-        self.checkpoint = read_checkpoint(stated["checkpoint"], str(path))
+        checkpoint = read_checkpoint(stated["checkpoint"], str(path))
+        self.checkpoint = checkpoint if state is None else checkpoint.state(state)
         self.path = self.checkpoint.path
         self._places, errors = self.checkpoint.parameters(model.shape)
         errors += self.checkpoint.file_errors()

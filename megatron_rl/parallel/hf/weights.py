@@ -69,7 +69,11 @@ def load_weights(model: Chunked, path: str | Path) -> None:
     """
     files = open_checkpoint(path)
     check_tensors(files, model)
-    parameters = live_parameters(model)
+    fill(live_parameters(model), model, files)
+
+
+def fill(parameters: Mapping[str, Tensor], model: Chunked, files: Checkpoint) -> None:
+    """Fill tensors of the shapes of a model's `live_parameters`, by the same names, from a checkpoint."""
     boxes = source_boxes(model)
     padded = vocabulary_names(pretrained(model.hf_config).shape)
     with torch.no_grad():

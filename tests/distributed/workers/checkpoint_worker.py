@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import random
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import merge
 
 from megatron_rl import durable
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint import Part, load, load_model, save
+from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, load_optimizer
+from megatron_rl.parallel.checkpoint_tensors import sharded_state, write
+from megatron_rl.parallel.hf.weights import load_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 import training
@@ -73,7 +78,26 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         draws()
         save(folder / case["to"], {"actor": Part(model, optimizer)}, STATE)
     torch.save(moments(optimizer), folder / f"{case['name']}-moments-{dist.get_rank()}.pt")
+    if "megatron" in case:
+        save_for_megatron(folder / case["model"], folder / case["megatron"], model, optimizer)
     return continued(model, optimizer, batch, case)
+
+
+def save_for_megatron(source: Path, folder: Path, model: Any, optimizer: Any) -> None:
+    """Write model and optimizer as Megatron-LM saves them, and a model's folder that points there."""
+    place, arguments = folder / "iter_0000003", checkpoint_arguments(source)[0]
+    if device.rank() == 0:
+        place.mkdir(parents=True)
+        pointer = {"checkpoint": str(place), "iteration": BEFORE, "arguments": arguments}
+        (folder / "megatron.json").write_text(json.dumps(pointer))
+        (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    dist.barrier()
+    with model.scope():
+        state, _ = sharded_state(model, optimizer, is_loading=False)
+        states = merge(state.pop("optimizer_common").data, state.pop("optimizer"))
+        names = {name: name.replace("chunk", "model") for name in state}
+        saved = {names[name]: value for name, value in state.items()}
+        write(place, model, {**saved, "args": Namespace(**arguments), "iteration": 3, "optimizer": states})
 
 
 def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +113,14 @@ def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         log_probs, _ = training.scores(model, batch, case["budget"])
         return {"weights": training.gathered_weights(model), "log_probs": log_probs, "meta": meta}
     optimizer = training.optimizer_of(model, distributed=case["distributed"])
-    state = load(folder / case["from"], {"actor": Part(model, optimizer)})
+    if "megatron" in case:
+        load_weights(model, folder / case["megatron"])
+        optimizer.reload_parameters()
+        load_optimizer(optimizer, folder / case["megatron"])
+        optimizer.scheduler.step(BEFORE)
+        state = {}
+    else:
+        state = load(folder / case["from"], {"actor": Part(model, optimizer)})
     same = folder / f"{case.get('same', '')}-moments-{dist.get_rank()}.pt"
     if case.get("same"):
         for index, (mine, saved) in enumerate(zip(moments(optimizer), torch.load(same), strict=True)):
