@@ -203,8 +203,9 @@ def test_adam_goes_on_where_the_checkpoint_left_it(theirs, ours, tmp_path):
     optimizer = Optimizer(model, settings, steps=9)
     load_optimizer(optimizer, config.model.path)
     gradients_and_step(model.wrapped, optimizer.megatron, 3)
+    rounding = 0.0 if ours == theirs else 1e-6  # the gradient's norm is summed in another order
     for name, value in live_parameters(model).items():
-        assert torch.equal(value, expected[name][: len(value)]), name
+        torch.testing.assert_close(value, expected[name][: len(value)], rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize(
