@@ -23,7 +23,8 @@ from megatron_rl.parallel.lora import without_adapters
 from megatron_rl.parallel.model import ParallelModel, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.shapes.megatron_arguments import arguments_of
-from megatron_rl.shapes.megatron_checkpoint import MASTERS, TRACKER, pointer
+from megatron_rl.shapes.megatron_checkpoint import TRACKER, pointer
+from megatron_rl.shapes.megatron_pickles import MASTERS
 from megatron_rl.shapes.pretrained import read_pretrained
 
 VOCABULARY_MULTIPLE = 128

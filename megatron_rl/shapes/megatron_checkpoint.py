@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import struct
-import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.inert_pickle import Inert, read_pickle
 from megatron_rl.shapes.layer_weights import Weight, outer_weights
+from megatron_rl.shapes.megatron_pickles import MOMENTS, StoredTensor, read_common, read_tensors
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_json
 
@@ -26,38 +24,11 @@ TRACKER = "latest_checkpointed_iteration.txt"
 ARGUMENTS, DIRECTORY, FORMAT = "common.pt", ".metadata", "metadata.json"
 POINTER = "megatron.json"
 """In the folder of a model whose weights lie in a Megatron checkpoint: which, and what its arguments were."""
-_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
-"""How the names of a model's tensors begin; others are of the optimizer and of random generators."""
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
-"""What the optimizer keeps of a model's tensor, where it is stored as that tensor is."""
-MASTERS = ("param", "fp32_param")
-"""Names of the state that is the weights themselves, as the optimizer steps them."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _CONVERT = (
     "convert it with Megatron-LM: pretrain_gpt.py ARGUMENTS --load {folder} --ckpt-format torch "
     "--ckpt-convert-format torch_dist --ckpt-convert-save NEW"
 )
 _SHOWN = 6
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Say which box of a tensor lies in which bytes of a file."""
-
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Hold the shape of a tensor, its dtype by name, and its pieces."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
@@ -244,27 +215,21 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
             got=f"{folder}: " + (repr(backend) if backend else f"no {FORMAT}"),
             fix="save it with --ckpt-format torch_dist",
         )
-    common, steps = _common(folder / ARGUMENTS)
-    arguments = common.get("args")
-    if not isinstance(arguments, Inert):
+    common = read_common(folder / ARGUMENTS)
+    if common.arguments is None:
         raise UserError(
             "the checkpoint does not hold the arguments it was trained with",
             where=str(folder / ARGUMENTS),
             expected="args, as Megatron-LM saves them",
-            got=", ".join(map(str, common)) or "nothing",
+            got=", ".join(common.names) or "nothing",
             fix="save it with pretrain_gpt.py",
         )
     named = re.fullmatch(r"iter_(\d+)", folder.name)
-    iteration = common.get("iteration", int(named[1]) if named else 0)
-    try:
-        tensors, states = _tensors(folder / DIRECTORY)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a damaged pickle leads to
-        raise _damaged(folder / DIRECTORY, error) from error
-    plain, sharding = dict(_plain(vars(arguments.state))), set(_under(common, "param_state_sharding_type"))
-    name = str(sharding.pop()) if sharding else None
-    return MegatronCheckpoint(folder, int(iteration), plain, tensors, states, name, steps)
+    iteration = common.iteration if common.iteration is not None else int(named[1]) if named else 0
+    tensors, states = read_tensors(folder / DIRECTORY)
+    return MegatronCheckpoint(
+        folder, iteration, common.arguments, tensors, states, common.sharding, common.steps
+    )
 
 
 def _parameters(shape: ModelShape) -> Iterator[tuple[str, list[Place], tuple[int, ...]]]:
@@ -322,105 +287,11 @@ def _is_legacy(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("mp_rank_*"))
 
 
-def _common(path: Path) -> tuple[Mapping[Any, Any], int | None]:
-    """Return what all ranks have in common, and the steps that the optimizer has taken."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
-            content, folder = read_pickle(archive.read(name)), name.removesuffix("data.pkl")
-            if not isinstance(content, dict):
-                raise TypeError(type(content).__name__)
-            stated = content.get("optimizer")
-            counts = {
-                _count(value, archive, folder)
-                for name in ("step", "common_step")
-                for value in _under(stated, name)
-            } - {None}
-    except Exception as error:  # whatever a damaged pickle leads to
-        raise _damaged(path, error) from error
-    return content, counts.pop() if len(counts) == 1 else None
-
-
-def _under(value: Any, name: str) -> Iterator[Any]:
-    """Yield what stands under a name in nested dictionaries and lists."""
-    if isinstance(value, dict):
-        yield from (value[key] for key in value if key == name)
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _under(item, name)
-
-
-def _count(value: Any, archive: zipfile.ZipFile, folder: str) -> int | None:
-    """Return a number that may be a tensor, as the steps of torch's own Adam are; None for other values."""
-    if isinstance(value, Inert) and len(value.given) > 1 and len(value.given[0].given) > 2:
-        (_, kind, key, *_), offset = value.given[0].given, value.given[1]
-        form = {"torch.FloatStorage": "<f", "torch.IntStorage": "<i"}.get(kind.name)
-        if form is not None:
-            (value,) = struct.unpack_from(form, archive.read(f"{folder}data/{key}"), 4 * offset)
-    return int(value) if isinstance(value, int | float) else None
-
-
-def _tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StoredTensor]]]:
-    """Return the model's tensors, and the optimizer's states of them."""
-    directory = vars(read_pickle(path.read_bytes()).state)
-    stored: dict[str, dict[tuple[int, ...], Any]] = {}
-    for index, place in directory["storage_data"].items():
-        entry, place = vars(index.state), vars(place.state)
-        stored.setdefault(entry["fqn"], {})[tuple(entry.get("offset") or ())] = place
-    tensors, states = {}, {}
-    for name, entry in directory["state_dict_metadata"].items():
-        entry, state = vars(entry.state), _STATE.fullmatch(name)
-        if state is not None and state[1] not in (*MOMENTS, *MASTERS):
-            continue
-        key = state[2] if state else name
-        if "chunks" not in entry or not key.startswith(_MODEL) or "_extra_state" in key:
-            continue
-        kind = states.setdefault(state[1], {}) if state else tensors
-        chunks = []
-        for chunk in entry["chunks"]:
-            chunk = vars(chunk.state)
-            start, size = tuple(chunk["offsets"]), tuple(chunk["sizes"])
-            place = stored.get(name, {}).get(start)
-            if place is not None:
-                chunks.append(
-                    Chunk(
-                        start, size, str(place["relative_path"]), int(place["offset"]), int(place["length"])
-                    )
-                )
-        dtype = entry["properties"].given[0]
-        if any(Path(chunk.file).name != chunk.file for chunk in chunks):
-            raise ValueError("it names files outside of its folder")
-        kind[key] = StoredTensor(tuple(entry["size"]), str(getattr(dtype, "name", dtype)), tuple(chunks))
-    return tensors, states
-
-
-def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values that JSON has, and types by name; others are of no model."""
-    for name, value in values.items():
-        if isinstance(value, type) and issubclass(value, Inert):
-            yield name, value.name
-        elif value is None or isinstance(value, bool | int | float | str):
-            yield name, value
-        elif isinstance(value, list | tuple) and all(type(item) in (bool, int, float, str) for item in value):
-            yield name, list(value)
-
-
 def _size(path: Path) -> int | None:
     try:
         return path.stat().st_size
     except OSError:
         return None
-
-
-def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(
-        "a file of the Megatron checkpoint cannot be read",
-        where=str(path),
-        expected="what Megatron-LM writes with --ckpt-format torch_dist",
-        got="no such file"
-        if isinstance(error, FileNotFoundError)
-        else f"{type(error).__name__}: {error}"[:300],
-        fix="copy the whole folder again, or name another iteration",
-    )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -22,7 +22,8 @@ from megatron_rl.parallel import checkpoint, device, watch
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.parallel.hf.export import export, export_adapters
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.roles.build import add_lora, build_frozen_roles, build_policy
+from megatron_rl.roles.build import build_frozen_roles
+from megatron_rl.roles.policy import add_lora, build_policy
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.trainer.evaluation import evaluate, evaluation_sets, failure_lines
 from megatron_rl.trainer.job import describe_rank, report_failure

@@ -15,7 +15,8 @@ from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import Span, intersect
 from megatron_rl.parallel.hf.importer import Shard, trace_import
-from megatron_rl.shapes.megatron_checkpoint import Chunk, Place, pointer, read_checkpoint
+from megatron_rl.shapes.megatron_checkpoint import Place, pointer, read_checkpoint
+from megatron_rl.shapes.megatron_pickles import Chunk
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import TensorBox
 
