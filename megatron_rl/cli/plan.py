@@ -13,7 +13,7 @@ from megatron_rl.planner.batch import StepBatch, response_lengths
 from megatron_rl.planner.calibrate import calibrate
 from megatron_rl.planner.constants import Machine, load_constants
 from megatron_rl.planner.groups import Problem
-from megatron_rl.planner.placement import ROLES, search
+from megatron_rl.planner.placement import ROLES, SPLITS, search
 from megatron_rl.planner.run import Paths, config_text, plan_record, planned_run, plans_text
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.published import load_shape
@@ -43,8 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--response-tokens", type=int, default=8192, help="longest response (default 8192)")
     job.add_argument("--response-tokens-mean", type=float, help="default: a third of the longest")
     job.add_argument("--precision", choices=("bf16", "fp16", "fp8"), default="bf16")
-    job.add_argument(
-        "--one-step-off", action="store_true", help="let split placements generate the next step early"
+    early = job.add_mutually_exclusive_group()
+    early.add_argument(
+        "--one-step-off",
+        dest="split",
+        action="store_const",
+        const=SPLITS[1],
+        default=SPLITS[0],
+        help="let split placements generate the next step early",
+    )
+    early.add_argument(
+        "--open-order",
+        dest="split",
+        action="store_const",
+        const=SPLITS[2],
+        help="let them learn from what is complete first (rollout.order: open)",
     )
     result = parser.add_argument_group("result")
     result.add_argument("--best", type=int, default=3, help="plans to print (default 3)")
@@ -150,7 +163,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
 def _search(args: argparse.Namespace) -> int:
     problem = problem_of(args)
     started = time.monotonic()
-    result = search(problem, args.one_step_off)
+    result = search(problem, args.split)
     runs = [planned_run(problem, plan, _paths(args)) for plan in result.plans]
     runs = sorted(runs, key=lambda run: run.prediction.total)[: max(1, args.best)]
     print(plans_text(problem, runs, result.layouts, result.evaluated))

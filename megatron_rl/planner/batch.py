@@ -61,7 +61,8 @@ def attended_context(prompt: float, lengths: Lengths) -> float:
 class StepBatch:
     """Hold one step's rows: prompts x samples, in ``optimizer_steps`` mini-batches, ``epochs`` times over.
 
-    Lengths are in tokens. With ``packing``, micro-batches are counted in tokens.
+    Lengths are in tokens. With ``packing``, micro-batches are counted in tokens. ``oversample`` is None in
+    the closed order; in the open one, the rows in flight beyond those of a step, as a share of them.
     """
 
     prompts: int
@@ -72,6 +73,7 @@ class StepBatch:
     longest: float  # cap on prompt plus response
     packing: bool = True
     epochs: int = 1
+    oversample: float | None = None
 
     @property
     def rows(self) -> int:

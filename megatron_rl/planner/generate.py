@@ -202,11 +202,38 @@ def replica_seconds(
     return total
 
 
+def steady_seconds(
+    model: ModelShape, rollout: RolloutLayout, machine: Machine, rows: float, batch: StepBatch
+) -> float:
+    """Return seconds in which one replica of the open order completes ``rows`` responses.
+
+    So many are always in flight, and those beyond by `StepBatch.oversample`: none waits for the longest.
+    When weights arrive, once in these seconds, the keys and values of all in the engine are computed anew.
+    Infinite when the cache does not hold one sequence.
+    """
+    engine, prompt, lengths = machine.constants.engines[rollout.engine], batch.prompt, batch.lengths
+    capacity = cache_tokens(model, rollout, machine)
+    if capacity < prompt + lengths.longest:
+        return inf
+    written = lengths.mean_square() / (2.0 * lengths.mean)  # of a response that is seen in flight
+    most = rollout.max_sequences or engine.max_sequences
+    flight = rows * (1.0 + (batch.oversample or 0.0))
+    running = max(1.0, min(flight, most, capacity / (prompt + written)))
+    anew = prefill_seconds(model, rollout, machine, running * (prompt + written), prompt + written)
+    shared = batch.samples if engine.prefix_caching else 1
+    begun = prefill_seconds(model, rollout, machine, rows * prompt / shared, prompt)
+    each = decode_cost(model, rollout, machine).seconds(running, prompt + written)
+    return begun + anew + rows * lengths.mean / running * each
+
+
 def generate_seconds(model: ModelShape, rollout: RolloutLayout, batch: StepBatch, machine: Machine) -> float:
     """Return seconds of a step's generation over all replicas (rows are spread evenly)."""
     decode = machine.constants.decode
     rows = max(1.0, batch.rows / rollout.replicas)
-    samples = min(batch.samples, max(1, round(rows)))
-    once = replica_seconds(model, rollout, machine, rows, batch.prompt, batch.lengths, samples)
+    if batch.oversample is None:
+        samples = min(batch.samples, max(1, round(rows)))
+        once = replica_seconds(model, rollout, machine, rows, batch.prompt, batch.lengths, samples)
+    else:
+        once = steady_seconds(model, rollout, machine, rows, batch)
     share = decode.rl_generate * machine.constants.engines[rollout.engine].rl_share
     return decode.rl_fixed_seconds + once / share

@@ -16,6 +16,10 @@ from megatron_rl.planner.groups import GroupPlan, Planner, Problem
 from megatron_rl.planner.search import RolloutPlan, TrainPlan, contexts
 from megatron_rl.planner.step import Step, add_up
 
+SPLITS = ("split", "split, one step off", "split, open order")
+"""When GPUs for generation alone sample: before a step learns, while it does, and always."""
+OVERSAMPLE = 0.25
+"""Groups that a planned open order has in flight beyond those of a step, as a share of them."""
 ROLES = {"grpo": ("actor", "reference"), "ppo": ("actor", "critic", "reference", "reward")}
 """Roles that hold a model, by algorithm."""
 # Groupings of roles; within a group roles share GPUs. The PPO ones are those of HybridFlow figure 12
@@ -88,18 +92,18 @@ def score_groups(name: str, problem: Problem, groups: Sequence[GroupPlan]) -> Pl
 
 
 def score_split(
-    planner: Planner, roles: Sequence[str], train_gpus: int, rollout_gpus: int, one_step_off: bool
+    planner: Planner, sampler: Planner, roles: Sequence[str], train_gpus: int, rollout_gpus: int, way: str
 ) -> PlacementPlan | None:
     """Score training and generation on disjoint GPUs; None when it does not fit.
 
-    ``one_step_off``: the next step's generation runs during training, so the longer of both counts.
+    ``sampler`` plans the generation. ``way`` is one of `SPLITS`; unless it is the first, the next step's
+    generation runs during training, so the longer of both counts.
     """
     group = planner.group(roles, train_gpus, False)
-    rollout = planner.rollout(rollout_gpus) if group is not None else None
+    rollout = sampler.rollout(rollout_gpus) if group is not None else None
     if group is None or rollout is None:
         return None
-    name = "split, one step off" if one_step_off else "split"
-    return _score(name, planner.problem, [group], rollout, rollout_gpus, one_step_off)
+    return _score(way, planner.problem, [group], rollout, rollout_gpus, way != SPLITS[0])
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -173,12 +177,15 @@ def _colocated(planner: Planner, roles: tuple[str, ...]) -> PlacementPlan | None
     return best
 
 
-def _split(planner: Planner, roles: tuple[str, ...], one_step_off: bool) -> PlacementPlan | None:
-    gpus = planner.problem.gpus
+def _split(planner: Planner, roles: tuple[str, ...], way: str) -> PlacementPlan | None:
+    gpus, problem = planner.problem.gpus, planner.problem
+    sampler = planner
+    if way == SPLITS[2]:
+        sampler = Planner(replace(problem, batch=replace(problem.batch, oversample=OVERSAMPLE)))
     unit = max(1, gpus // 8)
     best: PlacementPlan | None = None
     for rollout in range(unit, gpus, unit):
-        best = _faster(best, score_split(planner, roles, gpus - rollout, rollout, one_step_off))
+        best = _faster(best, score_split(planner, sampler, roles, gpus - rollout, rollout, way))
     return best
 
 
@@ -198,12 +205,10 @@ def _ways(problem: Problem) -> list[Problem]:
     return [problem, replace(problem, transformer_engine=False, context_parallel=True)]
 
 
-def _placements(
-    planner: Planner, roles: tuple[str, ...], one_step_off: bool
-) -> Iterator[PlacementPlan | None]:
+def _placements(planner: Planner, roles: tuple[str, ...], split: str) -> Iterator[PlacementPlan | None]:
     """Yield the best plan of every placement, None where nothing fits."""
     yield _colocated(planner, roles)
-    yield _split(planner, roles, one_step_off)
+    yield _split(planner, roles, split)
     for name, all_groups in MIXED[planner.problem.algorithm].items():
         kept = (tuple(role for role in group if role in roles) for group in all_groups)
         groups = [group for group in kept if group]
@@ -211,11 +216,14 @@ def _placements(
             yield best_grouping(name, planner, groups, 8)
 
 
-def search(problem: Problem, one_step_off: bool = False) -> SearchResult:
-    """Return the best plan of every placement: colocated, split, and mixed; raises UserError if none fits."""
+def search(problem: Problem, split: str = SPLITS[0]) -> SearchResult:
+    """Return the best plan of every placement: colocated, split, and mixed; raises UserError if none fits.
+
+    ``split``, of `SPLITS`, says when placements with GPUs for generation alone sample.
+    """
     planners = [Planner(way) for way in _ways(problem)]
     roles = tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
-    ways = zip(*(_placements(planner, roles, one_step_off) for planner in planners), strict=True)
+    ways = zip(*(_placements(planner, roles, split) for planner in planners), strict=True)
     plans = [best for plans in ways if (best := reduce(_faster, plans)) is not None]
     if not plans:
         machine, smallest = problem.machine, _smallest(problem)

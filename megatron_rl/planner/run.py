@@ -14,9 +14,10 @@ from megatron_rl.config.derive import batch_plan, resolve
 from megatron_rl.config.load import load_text
 from megatron_rl.config.placement import APART, role_layouts, shared_weights
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.rollout import OPEN
 from megatron_rl.planner.constants import GB
 from megatron_rl.planner.groups import Problem
-from megatron_rl.planner.placement import PlacementPlan
+from megatron_rl.planner.placement import OVERSAMPLE, SPLITS, PlacementPlan
 from megatron_rl.planner.search import TrainPlan
 from megatron_rl.planner.step import TRAINED, Observed, RunStep, predict_run
 from megatron_rl.shapes.layout import ParallelLayout
@@ -180,6 +181,8 @@ class _Writer:
             sections["rollout"]["ranks"] = _ranks(*self.places["rollout"])
         if self.plan.step.ahead:
             sections["asynchrony"] = {"steps_ahead": 1}
+        if self.plan.name == SPLITS[2]:
+            sections["rollout"] |= {"order": OPEN, "partial": True, "oversample": OVERSAMPLE}
         return sections
 
     def config(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from megatron_rl.config.derive import token_budget
 from megatron_rl.config.placement import placed, role_layouts, shared_weights
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import CriticConfig
+from megatron_rl.config.sections.rollout import OPEN
 from megatron_rl.planner.batch import StepBatch, response_lengths
 from megatron_rl.planner.constants import Constants, Machine
 from megatron_rl.planner.generate import RolloutLayout, generate_seconds
@@ -199,6 +200,7 @@ def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], observed
         lengths=response_lengths(max(1.0, mean), longest, "variable"),
         longest=float(budget),
         epochs=config.batch.epochs,
+        oversample=config.rollout.oversample if config.rollout.order == OPEN else None,
     )
 
 

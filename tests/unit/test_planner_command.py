@@ -48,7 +48,7 @@ def checked(path: Path):
         ("qwen3-8b", "--gpus", "16", "--algorithm", "ppo"),
         ("qwen3-32b", "--gpus", "64", "--algorithm", "ppo", "--critic", "qwen3-8b"),
         ("llama-3-70b", "--gpus", "128", "--algorithm", "ppo", "--no-reward-model"),
-        ("qwen3-30b-a3b", "--gpus", "64", "--algorithm", "ppo", "--gpu", "h200", "--one-step-off"),
+        ("qwen3-30b-a3b", "--gpus", "64", "--algorithm", "ppo", "--gpu", "h200", "--open-order"),
         ("deepseek-v3", "--gpus", "1024", "--algorithm", "ppo", "--response-tokens", "4096"),
         ("llama-3.1-405b", "--gpus", "512", "--gpu", "gb200"),
         ("llama-3.1-8b", "--gpus", "16", "--response-tokens", "65536"),
@@ -61,7 +61,7 @@ def test_every_written_plan_passes_check(tmp_path, words) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     problem = problem_of(parser.parse_args(words))
-    for plan in search(problem, "--one-step-off" in words).plans:
+    for plan in search(problem, parser.parse_args(words).split).plans:
         model = tmp_path / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(_hf_config(words[0])))

@@ -7,10 +7,10 @@ from peers import model_flops_per_token, volume
 
 from megatron_rl.planner.batch import StepBatch, attended_context, response_lengths
 from megatron_rl.planner.constants import Cluster, Machine, load_constants
-from megatron_rl.planner.generate import RolloutLayout, experts_read, replica_seconds
+from megatron_rl.planner.generate import RolloutLayout, experts_read, generate_seconds, replica_seconds
 from megatron_rl.planner.groups import Problem
 from megatron_rl.planner.learn import TrainChoice, fullest_training
-from megatron_rl.planner.placement import ROLES, compositions, search
+from megatron_rl.planner.placement import ROLES, SPLITS, compositions, search
 from megatron_rl.planner.search import training_layouts
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import Layers, activation_bytes, in_flight, kept_bytes
@@ -115,9 +115,22 @@ def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
 def test_every_placement_is_searched() -> None:
     names = {plan.name for plan in search(problem("llama-3.1-8b", 32, algorithm="ppo")).plans}
     assert {"colocated", "split", "mixed: critic and reward apart", "mixed: every role apart"} <= names
-    plans = search(problem("llama-3.1-8b", 32), one_step_off=True).plans
-    split = next(plan for plan in plans if plan.step.ahead)
-    assert split.step.total < sum(split.step.seconds.values())
+    ahead, always = (
+        next(plan for plan in search(problem("llama-3.1-8b", 32), way).plans if plan.name == way)
+        for way in SPLITS[1:]
+    )
+    assert ahead.step.total < sum(ahead.step.seconds.values())
+    assert always.step.total < ahead.step.total, "nobody waits for the longest response"
+
+
+def test_an_open_order_saves_the_wait_for_the_longest_and_computes_caches_anew() -> None:
+    asked = problem("llama-3.1-8b", 32)
+    rollout = RolloutLayout(tensor=1, expert=1, replicas=16)
+    for kind, least, most in (("fixed", 1.0, 1.2), ("variable", 0.4, 0.6)):
+        batch = replace(asked.batch, lengths=response_lengths(2000.0, 8192.0, kind))
+        closed = generate_seconds(asked.models["actor"], rollout, batch, asked.machine)
+        batch = replace(batch, oversample=0.0)
+        assert least < generate_seconds(asked.models["actor"], rollout, batch, asked.machine) / closed < most
 
 
 @pytest.mark.parametrize(
