@@ -135,7 +135,7 @@ def test_recipes_say_in_a_few_lines_what_they_are(path: Path) -> None:
     config = load_config(path)
     assert config.algorithm.name == BEFORE.get(path.stem, path.stem)
     assert config.run_dir == f"runs/recipes/{path.stem}"
-    assert len([line for line in path.read_text().splitlines() if not line.startswith("#")]) <= 12
+    assert len([line for line in path.read_text().splitlines() if not line.startswith("#")]) <= 14
 
 
 def test_recipes_need_no_data_to_be_checked(tmp_path: Path) -> None:
