@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.algorithm import check_algorithm
@@ -67,7 +68,8 @@ class CheckReport:
     """Hold what a check found.
 
     ``config`` has every derived value filled in where there are no errors; ``origins`` says where each
-    value comes from. Plans are None where errors leave nothing to plan.
+    value comes from. Plans are None where errors leave nothing to plan. ``models`` are the files that say the
+    sizes of the roles' models, ``shapes`` what they say; roles that are not there have the actor's.
     """
 
     config: RunConfig
@@ -78,6 +80,8 @@ class CheckReport:
     layouts: Mapping[str, ParallelLayout] | None = None
     batch: BatchPlan | None = None
     shape: ModelShape | None = None
+    shapes: Mapping[str, ModelShape] = field(default_factory=dict[str, ModelShape])
+    models: Mapping[str, Path] = field(default_factory=dict[str, Path])
     memory: tuple[RankMemory, ...] = ()
     sync: WeightTraffic | None = None
     records: int | None = None
@@ -229,7 +233,7 @@ def _tried_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
 def _report(
     check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Algorithm | None
 ) -> CheckReport:
-    config, plans = check.config, {}
+    config, plans = check.config, dict[str, Any]()
     filled = {path: origins.get(path, DEFAULT) for path in flatten(config)}
     if not check.errors:
         resolved = resolve(config, world, algorithm, inputs.shape)
@@ -239,7 +243,9 @@ def _report(
         batch = batch_plan(config, layouts) if config.job == TRAIN else None
         memory, sync = [], None
         if inputs.shape is not None:
-            memory = memory_plan(config, layouts, {"actor": inputs.shape, **inputs.shapes}, batch)
+            shapes = {"actor": inputs.shape, **inputs.shapes}
+            memory = memory_plan(config, layouts, shapes, batch)
+            plans |= {"shapes": shapes, "models": inputs.models}
         if batch is not None and inputs.shape is not None:
             sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
         records = inputs.preview.count if inputs.preview else None
@@ -252,7 +258,7 @@ def _report(
             for name in filled:
                 if name == path or name.startswith(f"{path}."):
                     filled[name] = Origin("derived", reason)
-        plans = {
+        plans |= {
             "layouts": layouts,
             "batch": batch,
             "memory": tuple(memory),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_rl.cli.check_json import report_json
 from megatron_rl.cli.check_picture import picture
+from megatron_rl.cli.check_simulation import simulation, simulation_json
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.cli.common import add_config_arguments, checked
 from megatron_rl.config.schema import JOBS
@@ -26,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object for machines")
     parser.add_argument(
         "--without-files", action="store_true", help="missing model and data files are warnings"
+    )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="run a step of the fullest ranks without machines, and compare",
     )
     parser.add_argument(
         "--picture", metavar="FILE", type=Path, help="write an SVG of ranks, roles and weights as well"
@@ -49,10 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
     if process_rank() == 0:
         if arguments.picture is not None and report.layouts is not None:
             _write_picture(arguments.picture, picture(report, arguments.config))
+        simulated = None if report.errors or not arguments.simulate else simulation(report)
         if arguments.json:
-            print(json.dumps(report_json(report), indent=2))
+            more = {} if simulated is None else {"simulation": simulation_json(simulated)}
+            print(json.dumps(report_json(report) | more, indent=2))
         else:
-            print(report_text(report, arguments.config), flush=True)
+            print(report_text(report, arguments.config, simulated), flush=True)
             if report.errors:
                 print(f"\n{len(report.errors)} error(s)", file=sys.stderr)
     return EXIT_BAD_INPUT if report.errors else 0

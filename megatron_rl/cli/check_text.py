@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
+from megatron_rl.cli.check_simulation import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.config.adapters import lora_apart
 from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight
 from megatron_rl.config.derive import BatchPlan
@@ -24,8 +25,8 @@ _RANKS_IN_A_ROW = 8
 _MAX_BLOCKS = 8
 
 
-def report_text(report: CheckReport, name: str) -> str:
-    """Return the whole check as text."""
+def report_text(report: CheckReport, name: str, simulated: list[Simulated] | None = None) -> str:
+    """Return the whole check as text, with what was ``simulated``."""
     size = f"{report.world_size} process{'es' if report.world_size > 1 else ''}"
     blocks = [f"{name} on {size}", _configuration(report)]
     if report.layouts is not None:
@@ -35,6 +36,8 @@ def report_text(report: CheckReport, name: str) -> str:
             "estimate; phases of one step" if report.batch is not None else "estimate, while the stage learns"
         )
         blocks.append(_section("MEMORY", note, _memory(report.memory, report.config.gpu_memory_gib)))
+    if simulated is not None:
+        blocks.append(_section("SIMULATION", SIMULATED_LAYERS, simulation_lines(simulated)))
     if report.sync is not None:
         blocks.append(_section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync(report)))
     if report.layouts is not None and report.shape is None:

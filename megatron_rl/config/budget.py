@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_rl.config.adapters import lora_apart, reference_is_base
 from megatron_rl.config.derive import BatchPlan, spread
@@ -70,6 +71,37 @@ class RankMemory:
         return max(self.total(phase) for phase in PHASES)
 
 
+@dataclass
+class Usage:
+    """Hold what one phase took on a rank: bytes on its device at its begin, at most and at its end; counts.
+
+    ``kernels`` are operators that compute, ``reads`` waits for values of the device. ``calls`` and ``bytes``
+    count by kind of group what goes over the network; point-to-point messages are under ``messages``.
+    """
+
+    begin: int = 0
+    peak: int = 0
+    end: int = 0
+    kernels: int = 0
+    reads: int = 0
+    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    """Hold what each phase takes on one rank, and the groups and connections of the host that it has.
+
+    ``resting`` are the bytes that its models keep on the device while another role works.
+    """
+
+    rank: int
+    phases: Mapping[str, Usage]
+    resting: int
+    groups: int
+    connections: int
+
+
 def memory_plan(
     config: RunConfig,
     layouts: Mapping[str, ParallelLayout],
@@ -81,30 +113,42 @@ def memory_plan(
     ``shapes`` are those of the roles that have a model of their own; the others have the actor's. ``batch``
     is None for a job of one stage, which only learns.
     """
-    learners = _stage_learners(config, layouts) if batch is None else _learners(config, batch)
     asleep = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
     first_rank: dict[tuple[MemoryItem, ...], int] = {}
     for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
-        items: list[MemoryItem] = []
-        for role, layout in layouts.items():
-            if rank not in layout.ranks:
-                continue
-            shape = shapes.get(role, shapes["actor"])
-            if role in learners:
-                items += _trained(config, role, learners[role], layout, rank, shape)
-                continue
-            assert batch is not None
-            if role == "rollout":
-                awake = ("generate",) if rank in asleep else PHASES
-                items += _rollout(config, layout, shape, batch, awake)
-            else:
-                items += _frozen(config, role, layout, rank, shape, batch)
-        if config.gpu_memory_gib is not None:
-            phases = ("learn",) if batch is None else PHASES
-            items.append(MemoryItem("runtime", RUNTIME_BYTES, phases, "CUDA, NCCL, fragmentation"))
-        first_rank.setdefault(tuple(items), rank)
+        first_rank.setdefault(rank_memory(config, layouts, shapes, batch, rank, asleep).items, rank)
     ranks = [RankMemory(rank, items) for items, rank in first_rank.items()]
     return sorted(ranks, key=lambda memory: -memory.peak)
+
+
+def rank_memory(
+    config: RunConfig,
+    layouts: Mapping[str, ParallelLayout],
+    shapes: Mapping[str, ModelShape],
+    batch: BatchPlan | None,
+    rank: int,
+    asleep: frozenset[int] = frozenset(),
+) -> RankMemory:
+    """Return what one rank holds; arguments as in `memory_plan`. Engines of ranks ``asleep`` sleep."""
+    learners = _stage_learners(config, layouts) if batch is None else _learners(config, batch)
+    items: list[MemoryItem] = []
+    for role, layout in layouts.items():
+        if rank not in layout.ranks:
+            continue
+        shape = shapes.get(role, shapes["actor"])
+        if role in learners:
+            items += _trained(config, role, learners[role], layout, rank, shape)
+            continue
+        assert batch is not None
+        if role == "rollout":
+            awake = ("generate",) if rank in asleep else PHASES
+            items += _rollout(config, layout, shape, batch, awake)
+        else:
+            items += _frozen(config, role, layout, rank, shape, batch)
+    if config.gpu_memory_gib is not None:
+        phases = ("learn",) if batch is None else PHASES
+        items.append(MemoryItem("runtime", RUNTIME_BYTES, phases, "CUDA, NCCL, fragmentation"))
+    return RankMemory(rank, tuple(items))
 
 
 @dataclass(frozen=True)
@@ -220,7 +264,7 @@ def _trained(
     part = f"{tokens // layout.context} tokens"
     how = f"{part} x {len(stages[stage])} layers x micro-batches in flight, recompute {learner.recompute}"
     items.append(MemoryItem(named("activations"), int(memory.activations), ("learn",), how, role))
-    items += _forward(role, named, scoring, ("score", "learn"), part, layout)
+    items += _forward(role, named, scoring, ("score", "learn"), part, layout, built.fused)
     if not learner.alone:
         return items
     # Nobody else is there, and the models that one job trains come one after the other.
@@ -234,9 +278,10 @@ def _forward(
     phases: tuple[str, ...],
     part: str,
     layout: ParallelLayout,
+    fused: bool,
 ) -> list[MemoryItem]:
     """Return what a forward pass holds; a chunk of logits exists in all of ``phases``."""
-    how = f"{part}, 2 layers"
+    how = f"{part}, {'2 layers' if fused else 'a layer'}"
     items = [MemoryItem(named("forward activations"), int(scoring.activations), ("score",), how, role)]
     if scoring.logits:
         how = f"a chunk of tokens x vocabulary / {layout.tensor} x 2 float32 copies"
@@ -261,7 +306,10 @@ def _frozen(
     if role == "reference" and reference_is_base(config):
         weights = MemoryItem("reference weights", 0, PHASES, "the actor's own, its adapters off")
     part = f"{tokens // layout.context} tokens"
-    return [weights, *_forward(role, lambda item: f"{role} {item}", memory, ("score",), part, layout)]
+    return [
+        weights,
+        *_forward(role, lambda item: f"{role} {item}", memory, ("score",), part, layout, built.fused),
+    ]
 
 
 def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:

@@ -26,6 +26,7 @@ from megatron_rl.parallel.rendezvous import no_meeting, open_store
 # Megatron's overlap of tensor parallelism needs it, and an accelerator reads it when it is first asked for.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 _ON_HOST = not torch.cuda.is_available()
+_simulated = False
 _installed = False
 _depth = 0
 _timeout: timedelta | None = None
@@ -33,8 +34,24 @@ _unbacked = _earlier_peak = 0
 _DAYS = timedelta(days=7)
 
 
+def simulate() -> None:
+    """Make this process a rank of a job without machines, before it is initialised; it cannot be undone.
+
+    What lies on its device has a size and no values, and the other ranks' messages never come.
+    """
+    global _simulated, _ON_HOST
+    _simulated = _ON_HOST = True
+
+
+def simulated() -> bool:
+    """Say whether `simulate` was called: nothing can be read from the device."""
+    return _simulated
+
+
 def device() -> torch.device:
     """Return the device that this rank computes on."""
+    if _simulated:
+        return torch.device("meta")
     return torch.device("cpu") if _ON_HOST else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -50,7 +67,7 @@ def host() -> torch.device:
 
 def on_host() -> bool:
     """Say whether this machine computes without an accelerator."""
-    return _ON_HOST
+    return _ON_HOST and not _simulated
 
 
 def backend() -> str:
@@ -60,6 +77,8 @@ def backend() -> str:
 
 def backends() -> str:
     """Return the backends by kind of device, in the words of torch.distributed."""
+    if _simulated:
+        return "cpu:fake,meta:fake"
     return backend() if _ON_HOST else f"cpu:gloo,cuda:{backend()}"
 
 
@@ -87,6 +106,8 @@ def host_buffer(size: int) -> Tensor:
 
     They are pinned as they are: torch's own allocator would round them up to a power of two.
     """
+    if _simulated:
+        return torch.empty(1, dtype=torch.uint8).expand(size)
     buffer = torch.empty(size, dtype=torch.uint8)
     if not _ON_HOST and size:
         runtime: Any = torch.cuda.cudart()
@@ -156,13 +177,20 @@ def initialize(timeout: float = 600.0, *, waits: bool = False) -> None:
             dist.init_process_group(
                 backends(),
                 timeout=_timeout,
-                store=open_store(timedelta(seconds=timeout)),
+                store=_no_store() if _simulated else open_store(timedelta(seconds=timeout)),
                 rank=rank(),
                 world_size=world_size(),
             )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise no_meeting(error, timeout) from error
     prepare_megatron()
+
+
+def _no_store() -> dist.Store:
+    """Return a store that nobody else opens; its module declares the backend whose messages go nowhere."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
 
 
 def collective_timeout() -> timedelta | None:
@@ -236,16 +264,16 @@ class _HostMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
-            return args[0]
+            return args[0].to(device())
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # The distributed optimizer tells float32 from half precision by the accelerator's type names.
-            return func(args[0]).replace("torch.", "torch.cuda.")
+            return func(args[0]).replace("torch.meta.", "torch.").replace("torch.", "torch.cuda.")
         if "device" in kwargs and _names_accelerator(kwargs["device"]):
-            kwargs = {**kwargs, "device": "cpu"}
+            kwargs = {**kwargs, "device": device()}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and len(args) > 1 and _names_accelerator(args[1]):
-            args = (args[0], "cpu", *args[2:])
+            args = (args[0], device(), *args[2:])
         return func(*args, **kwargs)
 
 
@@ -324,8 +352,7 @@ def keep_answers() -> Iterator[None]:
 def _answer_for_the_accelerator() -> None:
     """Replace the accelerator queries that Megatron-Core makes by answers of the host."""
     accelerator: Any = torch.cuda
-    host = torch.device("cpu")
-    accelerator.current_device = lambda: host
+    accelerator.current_device = device
     accelerator.synchronize = lambda *_: None
     accelerator.empty_cache = lambda: None
     accelerator.current_stream = lambda *_: _HostStream()

@@ -25,7 +25,7 @@ def prepare_experts() -> None:
         utilities.te_general_gemm = None  # the router asks whether it is None
     if device.on_host():
         dispatcher: Any = token_dispatcher
-        dispatcher.maybe_move_tensor_to_cpu = _on_host
+        dispatcher.maybe_move_tensor_to_cpu = host_counts
         regions: Any = mappings
         if regions._gather_along_first_dim is not _gather_uneven:
             _even["gather"] = regions._gather_along_first_dim
@@ -63,7 +63,7 @@ def _scatter_uneven(
     return total.split(list(input_split_sizes))[group.rank()].contiguous()
 
 
-def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def host_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Return a host tensor as the dispatcher wants it: Megatron converts only what comes from a device."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 

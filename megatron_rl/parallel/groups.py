@@ -136,3 +136,13 @@ def join_span(address: str, port: int, rank: int, count: int, timeout: float = 6
 def leave_span(group: Any) -> None:
     """End a span on this rank."""
     dist.destroy_process_group(group)
+
+
+def connections() -> tuple[int, int]:
+    """Return how many of the groups made so far this rank is in, and how many other ranks they connect.
+
+    The host's backend opens a connection to every other rank of each group, whoever is in others too.
+    """
+    rank = device.rank()
+    groups = [ranks for ranks in _communicators if rank in ranks]
+    return len(groups), sum(len(ranks) - 1 for ranks in groups)

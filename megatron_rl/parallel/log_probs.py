@@ -178,7 +178,7 @@ def kernel_statistics(
 
 def kernel_applies(hidden: Tensor, weight: Tensor) -> bool:
     """Say whether the Triton kernel serves these tensors: half precision on an accelerator where it works."""
-    if device.on_host() or importlib.util.find_spec("triton") is None:
+    if device.on_host() or device.simulated() or importlib.util.find_spec("triton") is None:
         return False
     from megatron_rl.parallel.log_probs_triton import FAST
 

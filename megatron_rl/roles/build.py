@@ -107,8 +107,8 @@ def build_roles(
     rollout = _build_rollout(config, tokenizer, templated, _records(config, "rollout"), adapters)
     actor = actor or build_actor(config, updates=_updates(config))
     critic = build_critic(config) if algorithm.needs_critic else None
-    reference = _build_reference(config, actor) if algorithm.needs_reference else None
-    models = tuple(_build_reward_model(config, name) for name in config.reward.models)
+    reference = build_reference(config, actor) if algorithm.needs_reference else None
+    models = tuple(build_reward_model(config, name) for name in config.reward.models)
     engine = _hybrid_engine(config, actor, rollout, adapters is not None)
     scoring_pass = scoring_reason(config, algorithm) is not None
     roles = Roles(actor, rollout, engine, reward, critic, reference, models, scoring_pass)
@@ -147,7 +147,7 @@ def build_frozen_roles(
     actor = ModelRole(
         "actor", layout, model, tokens_per_microbatch=_token_budget(config), outputs=POLICY_OUTPUTS
     )
-    models = tuple(_build_reward_model(config, name) for name in config.reward.models)
+    models = tuple(build_reward_model(config, name) for name in config.reward.models)
     engine = _hybrid_engine(config, actor, rollout, adapters is not None)
     return Roles(actor, rollout, engine, reward, reward_models=models)
 
@@ -220,7 +220,7 @@ def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:
     """Build the role that a stage trains, without an optimizer. Collective over the world."""
     if plan.role == "actor":
         return build_actor(config, updates=None)
-    return _build_reward_model(config, plan.role.removeprefix("reward.models.")).role
+    return build_reward_model(config, plan.role.removeprefix("reward.models.")).role
 
 
 def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
@@ -272,7 +272,8 @@ def build_critic(config: RunConfig) -> ModelRole:
     )
 
 
-def _build_reward_model(config: RunConfig, name: str) -> RewardModel:
+def build_reward_model(config: RunConfig, name: str) -> RewardModel:
+    """Build a reward model as it scores, or as its stage begins. Collective over the world."""
     section = config.reward.models[name]
     assert section.layout is not None
     where = f"reward.models.{name}"
@@ -282,12 +283,11 @@ def _build_reward_model(config: RunConfig, name: str) -> RewardModel:
         if plan.role == where and plan.ended:
             path, trainable = str(plan.model), False
     model = build_policy(config, layout, path=path, head="value", trainable=trainable)
-    budget = _token_budget(config)
     role = ModelRole(
         where,
         layout,
         model,
-        tokens_per_microbatch=budget,
+        tokens_per_microbatch=_token_budget(config),
         outputs=(name,),
         prefix=REWARD_MODEL,
         offload=section.offload,
@@ -300,16 +300,16 @@ def _optimizer(
 ) -> Optimizer | None:
     if model is None:
         return None
-    config = section.optimizer
-    wrap(model, config.distributed, section.ddp)
-    return Optimizer(model, config, updates)
+    wrap(model, section.optimizer.distributed, section.ddp)
+    return Optimizer(model, section.optimizer, updates)
 
 
 def _updates(config: RunConfig) -> int:
     return config.steps * config.batch.optimizer_steps * config.batch.epochs
 
 
-def _build_reference(config: RunConfig, actor: ModelRole) -> ModelRole:
+def build_reference(config: RunConfig, actor: ModelRole) -> ModelRole:
+    """Build the reference, which may be the actor without its adapters. Collective over the world."""
     assert config.reference is not None and config.reference.layout is not None
     layout, base = role_layout(config.reference.layout, "reference.layout"), None
     if reference_is_base(config):

@@ -214,16 +214,34 @@ def activation_bytes(
     tokens = tokens / layout.context
     kept = sum(count * built.kept(shape, layout, kind, built.recompute) for kind, count in kinds.items())
     live = max((built.kept(shape, layout, kind, "none") for kind in kinds), default=0.0)
-    return tokens * (kept * flight + (live if built.recompute == "full" else 0.0))
+    routed = 0.0
+    if any(kind.experts for kind in kinds):
+        # The gradients of routed tokens, before their experts and behind them.
+        split = layout.tensor if layout.sequence_parallel else 1
+        routed = 2 * shape.experts_per_token * shape.hidden / split * built.dtype_bytes
+    return tokens * (kept * flight + (live if built.recompute == "full" else 0.0) + routed)
+
+
+def sent_bytes(
+    shape: ModelShape, layout: ParallelLayout, last: bool, tokens: float, flight: float, dtype_bytes: int
+) -> float:
+    """Return the bytes of what a stage has sent on: the schedule keeps it until its gradient comes back."""
+    if layout.pipeline == 1 or (last and layout.virtual_pipeline == 1):
+        return 0.0
+    split = layout.context * (layout.tensor if layout.sequence_parallel else 1)
+    return tokens / split * shape.hidden * dtype_bytes * flight * layout.virtual_pipeline
 
 
 def forward_bytes(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], tokens: float, built: Layers
 ) -> float:
-    """Return the bytes of activations of a forward pass without gradients: those of two layers at most."""
+    """Return the bytes of activations of a forward pass without gradients.
+
+    They are those of one of our own layers, as its simulation finds, and of two fused ones at most.
+    """
     kinds = shape.kinds_of(layers)
     live = max((built.kept(shape, layout, kind, "none") for kind in kinds), default=0.0)
-    return 2 * live * tokens / layout.context
+    return (2 if built.fused else 1) * live * tokens / layout.context
 
 
 def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> float:
@@ -295,11 +313,12 @@ def training_memory(
     elif optimizer.distributed:
         state = dense / (layout.data * layout.context) + experts / layout.expert_data
     flight = in_flight(layout, stage, microbatches)
+    kept = activation_bytes(shape, layout, stages[stage], tokens, flight, built)
     return TrainingMemory(
         weights=built.dtype_bytes * (dense + experts + (adapters or 0)),
         gradients=optimizer.gradient_bytes * learning,
         optimizer=0.0 if optimizer.offload else optimizer.state_bytes * state,
-        activations=activation_bytes(shape, layout, stages[stage], tokens, flight, built),
+        activations=kept + sent_bytes(shape, layout, last, tokens, flight, built.dtype_bytes),
         logits=logits_bytes(shape, layout, tokens) if last else 0.0,
     )
 

@@ -1,10 +1,32 @@
-"""The memory model's activations under tensor, sequence and expert parallelism."""
+"""The memory model against real and simulated ranks."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+import pytest
 
 
 def test_a_rank_keeps_what_is_counted(fork, tmp_path):
     script = Path(__file__).with_name("activation_ranks.py")
     assert "all cases" in fork(script, 2, tmp_path, timeout=400).stdout
+
+
+def measured(fork, mode: str) -> dict:
+    script = Path(__file__).with_name("simulation_ranks.py")
+    line = next(line for line in fork(script, 1, mode).stdout.splitlines() if "measured:" in line)
+    return json.loads(line.partition("measured:")[2])
+
+
+def test_a_simulated_step_holds_what_a_real_one_holds(fork):
+    real, simulated = measured(fork, "real"), measured(fork, "simulated")
+    for phase, (begin, peak) in real.items():
+        assert simulated[phase][0] == pytest.approx(begin, rel=0.001), phase
+        assert simulated[phase][1] == pytest.approx(peak, rel=0.001), phase
+
+
+def test_the_estimate_of_a_shipped_configuration_agrees_with_its_simulation(fork):
+    differences = measured(fork, "shipped")
+    assert max(map(abs, differences.values())) < 0.1, differences
+    assert abs(differences["generate"]) < 0.001  # weights, gradients and optimizer states are counted exactly

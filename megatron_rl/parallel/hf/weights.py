@@ -65,8 +65,10 @@ def load_weights(model: Chunked, path: str | Path) -> None:
 
     Values are converted to the parameters' dtype; rows that pad the vocabulary become zero. A head of one
     number stays as it was built where the checkpoint is of a policy, which has none. Raises
-    UserError when tensors are missing, unexpected or of another shape.
+    UserError when tensors are missing, unexpected or of another shape. A simulation reads nothing.
     """
+    if device.simulated():
+        return
     files = open_checkpoint(path)
     check_tensors(files, model)
     fill(live_parameters(model), model, files)

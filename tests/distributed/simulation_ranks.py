@@ -1,0 +1,77 @@
+"""Measure the phases of a step of one rank, ``real``, ``simulated``, or of the ``shipped`` configuration."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.algorithms import policy_objective
+from megatron_rl.algorithms.lookup import get_algorithm
+from megatron_rl.check.configuration import check_config
+from megatron_rl.cli.check_simulation import Simulated, planned
+from megatron_rl.config.load import load
+from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.parallel import device
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.model import build_model
+from megatron_rl.parallel.optimizer import Optimizer, wrap
+from megatron_rl.parallel.schedule import learn, score
+from megatron_rl.parallel.simulation import Simulation
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.trainer.simulation import simulate
+from megatron_rl.types import TrainBatch
+from tests.hf_models import config_of
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
+
+
+def phases(simulated: bool) -> dict[str, Any]:
+    if simulated:
+        device.simulate()
+    device.initialize()
+    simulation, rows = Simulation(), batch(rows=8, length=256)
+    groups = ParallelGroups(ParallelLayout((0,)))
+    with simulation.measured():
+        with simulation.phase("build"):
+            model = build_model(config_of("qwen2", **SIZES), groups, dtype=torch.float32, attention="torch")
+            wrap(model, True, {"overlap_grad_reduce": False})
+            optimizer = Optimizer(model, OptimizerConfig(minimum_learning_rate=0.0), 10)
+            optimizer.step()
+        with simulation.phase("score"):
+            score(model, rows, 512, rows.response_mask)
+        with simulation.phase("learn"):
+            objective = partial(policy_objective, get_algorithm("grpo"))
+            learn(model, rows, 512, rows.response_mask, objective)
+    return {name: [usage.begin, usage.peak] for name, usage in simulation.phases.items()}
+
+
+def batch(rows: int, length: int) -> TrainBatch:
+    ones = torch.ones(rows * length)
+    return TrainBatch(
+        tokens=ones.long(), lengths=torch.full((rows,), length), response_mask=ones.bool(), loss_weights=ones,
+        temperature=torch.ones(rows), advantages=ones, old_log_probs=ones, rollout_log_probs=ones,
+        ref_log_probs=ones,
+    )  # fmt: skip
+
+
+def shipped() -> dict[str, Any]:
+    """Simulate the first rank of the 7B configuration."""
+    loaded = load(CONFIGS / "qwen2.5-7b-8gpu.yaml")
+    report = check_config(loaded, 8, without_files=True, shipped_models=CONFIGS / "models", patience=0)
+    config, estimate = planned(report, 0)
+    assert report.batch is not None
+    rank = Simulated(simulate(config, report.models, report.batch, 0, 8), estimate)
+    return {phase: rank.difference(phase) for phase in ("generate", "score", "learn")}
+
+
+if __name__ == "__main__":
+    mode = sys.argv[1]
+    print("measured:", json.dumps(shipped() if mode == "shipped" else phases(mode == "simulated")))
+    dist.destroy_process_group()
