@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_rl.config.checkpoint_meta import (
@@ -10,11 +11,13 @@ from megatron_rl.config.checkpoint_meta import (
     checkpoints,
     latest,
     read_meta,
+    require_layout,
     require_state_format,
 )
 from megatron_rl.config.run_folder import RunFolder
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import read_pretrained
 
 
@@ -81,3 +84,23 @@ def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
             fix="resume from another checkpoint, or checkpoint.resume=never with a new run_dir",
         )
     return True, None
+
+
+def resumed_layout_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> list[UserError]:
+    """Return the errors of optimizers that lie in the checkpoint in shards of other layouts than these."""
+    resume, newest = config.checkpoint.resume, latest(RunFolder(config.run_dir).checkpoints)
+    path = newest if resume == "auto" else None if resume == "never" else Path(resume)
+    if config.job != TRAIN or path is None:
+        return []
+    try:
+        meta = read_meta(path)
+    except UserError:
+        return []  # `resume_errors` says so
+    try:
+        for name in layouts.keys() & meta["roles"].keys():
+            require_layout(path, name, meta, asdict(layouts[name]))
+    except UserError as error:
+        return [error]
+    except (KeyError, TypeError, AttributeError):
+        pass  # `resume_errors` says so
+    return []

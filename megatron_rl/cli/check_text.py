@@ -10,6 +10,7 @@ from megatron_rl.check.configuration import CheckReport
 from megatron_rl.cli.check_simulation import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.config.adapters import lora_apart
 from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight
+from megatron_rl.config.checkpoint_meta import SAME
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.schema import RunConfig
@@ -147,11 +148,31 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
             f"at least {_count(batch.rows_per_microbatch, 'row')} each, "
             f"at most {_count(batch.microbatches, 'micro-batch', 'es')} per mini-batch and copy",
         ),
+        *_checkpoint_line(report),
         *_episode_lines(report, batch),
         *_scoring_line(report),
         (f"{config.rollout.order} order", _order_words(config)),
         (f"{config.steps:,} steps x {batch.prompts:,} prompts", _passes(config.steps, batch, report.records)),
     ]
+
+
+def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
+    """Return how optimizers are saved, and what that takes on the rank that holds the most."""
+    config, layouts = report.config, report.layouts or {}
+    settings, shards, whole = config.checkpoint, 0, 0
+    for role, section in (("actor", config.actor), ("critic", config.critic)):
+        name = "optimizer" if role == "actor" else f"{role} optimizer"
+        held = [item.bytes for memory in report.memory for item in memory.items if item.name == name]
+        if section is not None and held:
+            copies = layouts[role].data * layouts[role].context if section.optimizer.distributed else 1
+            shards, whole = shards + max(held), whole + max(held) * copies
+    if not whole:
+        return []
+    words = f"optimizers gathered for any layout, {_bytes(whole)} on a rank"
+    if settings.optimizer_layout == SAME:
+        words = f"optimizers in shards, {_bytes(shards)} a rank; the last for any layout, {_bytes(whole)}"
+    wait = "the copy to the host" if settings.asynchronous else "it"
+    return [(f"checkpoint every {_count(settings.every, 'step')}", f"{words}; steps wait for {wait}")]
 
 
 def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:

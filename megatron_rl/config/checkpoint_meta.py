@@ -18,6 +18,10 @@ from megatron_rl.errors import UserError
 from megatron_rl.shapes.pretrained import PretrainedModel
 
 META = "meta.json"
+ANY, SAME = "any", "same"
+"""How distributed optimizers lie in a checkpoint: as whole parameters, or in the shards of one layout."""
+_CUTS = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
+"""Sizes of a layout that the shards of an optimizer depend on."""
 STATE_FORMAT = 1
 """Form of the state that a run resumes from: raised where a change of it would misread what is on disks.
 
@@ -132,6 +136,36 @@ def require_state_format(directory: str | Path, meta: Mapping[str, Any]) -> None
             fix="resume with the version that saved it; or export its model, which any version reads "
             f"(python -m megatron_rl export {directory} --out DIR), and start from that in a new run_dir",
         )
+
+
+def optimizer_layout(role: Mapping[str, Any]) -> str:
+    """Return how the optimizer of a role lies in a checkpoint, whose meta.json describes the ``role``."""
+    return role.get("optimizer_layout", ANY)
+
+
+def reads_anywhere(meta: Mapping[str, Any]) -> bool:
+    """Return whether any layout can resume from a checkpoint, of which ``meta`` is the meta.json."""
+    return all(optimizer_layout(role) == ANY for role in meta["roles"].values())
+
+
+def require_layout(
+    directory: str | Path, name: str, meta: Mapping[str, Any], layout: Mapping[str, Any]
+) -> None:
+    """Raise UserError unless the role ``name``'s optimizer can be read on a layout, given by its sizes."""
+    role = meta["roles"][name]
+    saved = role["layout"]
+    if optimizer_layout(role) == ANY or all(saved[size] == layout[size] for size in _CUTS):
+        return
+    whole = [path for path in checkpoints(Path(directory).parent) if reads_anywhere(read_meta(path))]
+    other = f"; or resume from {whole[-1]}, which any layout reads" if whole else ""
+    raise UserError(
+        "the checkpoint holds the optimizer in the shards of another layout",
+        where=f"{directory} ({name})",
+        expected=", ".join(f"{size} {layout[size]}" for size in _CUTS),
+        got=", ".join(f"{size} {saved[size]}" for size in _CUTS),
+        fix=f"have its own layout, on {saved['world_size']} ranks, write it for any: "
+        f"train CONFIG checkpoint.optimizer_layout=any steps={meta['step']}{other}",
+    )
 
 
 def write_meta(directory: Path, meta: Mapping[str, Any]) -> None:

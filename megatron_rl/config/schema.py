@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.config.sections.algorithm import AlgorithmConfig
 from megatron_rl.config.sections.bounds import (
     LARGE,
@@ -154,6 +155,18 @@ class CheckpointConfig:
     )
     keep_best: int = setting(
         1, "Best checkpoints that stay, beside the newest.", at_least=1, at_most=MOST_STEPS
+    )
+    optimizer_layout: str = setting(
+        ANY,
+        "How distributed optimizers lie in checkpoints: any gathers whole parameters, for every layout; same "
+        "writes each rank's shards as they are, for layouts of the same tensor, pipeline and expert sizes. "
+        "Then the last checkpoint of a run, and that of a stop, are written once more for any.",
+        choices=(ANY, SAME),
+    )
+    asynchronous: bool = setting(
+        False,
+        "Write a checkpoint while the next steps are taken, from a copy in the memory of the host; the next "
+        "checkpoint, and the end of the job, wait until it is complete.",
     )
     resume: str = setting(
         "auto",

@@ -1,8 +1,9 @@
 """Save and restore a trained model with everything the next step depends on, across parallel layouts.
 
 A checkpoint is a folder: one folder per role is Megatron's distributed checkpoint of weights and optimizer,
-stored independent of the layout; ``rng/`` has the generators of each rank, ``state.pt`` what is equal on all
-ranks, ``meta.json`` what the checkpoint is of, and ``checksums.json`` the digest of each of these files.
+independent of the layout unless the optimizer lies in its shards (`SAME`); ``rng/`` has the generators of
+each rank, ``state.pt`` what is equal on all ranks, ``meta.json`` what the checkpoint is of, and
+``checksums.json`` the digest of each of these files.
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ import torch.distributed as dist
 
 from megatron_rl import durable
 from megatron_rl.config.checkpoint_meta import (
+    ANY,
+    SAME,
     check_same_model,
     model_identity,
-    prune,
+    optimizer_layout,
     read_meta,
+    require_layout,
     require_state_format,
     write_meta,
 )
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_files import (
-    digests_of_all,
     disk_or,
     everywhere,
     require_intact,
 )
 from megatron_rl.parallel.checkpoint_origin import refuse_code
-from megatron_rl.parallel.checkpoint_tensors import load_tensors, save_tensors
+from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors, require_shards
+from megatron_rl.parallel.checkpoint_write import Saving, partial_of
 from megatron_rl.parallel.exchange import gather_objects
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.lora import adapter_parameters
@@ -58,10 +62,14 @@ def save(
     state: Mapping[str, Any],
     keep: int | None = None,
     best: Collection[int] = (),
-) -> None:
+    *,
+    layout: str = ANY,
+    beside: bool = False,
+) -> Saving:
     """Write a checkpoint to ``directory``, complete or not at all, and prune older ones beyond ``keep``.
 
-    Those of the steps ``best`` stay.
+    Those of the steps ``best`` stay. Distributed optimizers are laid out as ``layout`` says: `ANY` or `SAME`.
+    With ``beside`` it is written from a copy while models may change, until the caller finishes it.
 
     ``parts`` are the learning roles by name, the same on every rank; the first has the actor's place in
     meta.json. ``state`` is equal on all ranks: plain values and host tensors, with at least ``step`` and
@@ -69,7 +77,7 @@ def save(
     world; the folder is on a file system that all ranks share.
     """
     final, first_role = Path(directory), next(iter(parts))
-    partial = final.with_name(final.name + ".partial")
+    partial = partial_of(final)
     needed = sum(gather_objects(sum(_bytes(part) for part in parts.values())))
     schedules = {
         name: _from_member(part.optimizer.scheduler.num_steps if part.optimizer else None, part.model)
@@ -77,41 +85,43 @@ def save(
     }
     content = {"state": _from_member(dict(state), parts[first_role].model), "schedules": schedules}
 
-    def prepare() -> None:
-        if device.rank() == 0:
-            durable.remove(partial)
-            final.parent.mkdir(parents=True, exist_ok=True)
-            durable.require_space(final.parent, needed, f"the checkpoint {final.name}")
-            for name in (*parts, "rng"):
-                (partial / name).mkdir(parents=True)
-
     def write_own() -> None:
         torch.save(_generator_states(), partial / "rng" / f"rank_{device.rank()}.pt")
         if device.rank() == 0:
             torch.save(content, partial / "state.pt")
             write_meta(partial, meta)
 
-    def publish() -> None:
-        if device.rank() == 0:
-            durable.write_digests(partial, known)
-            durable.publish(partial, final)
-            if keep is not None:
-                prune(final, keep, best)
-
     described = {
-        name: _from_member(_describe(*part) if part.model else None, part.model)
+        name: _from_member(_describe(*part, layout) if part.model else None, part.model)
         for name, part in parts.items()
     }
     meta = {**described[first_role], **_facts(state), "roles": described}
-    everywhere(prepare, "prepare the checkpoint's folder", final)
+    everywhere(lambda: _prepare(final, parts, layout, needed), "prepare the checkpoint's folder", final)
     everywhere(write_own, "write the state of the run", final)
+    files = [partial / "rng" / f"rank_{device.rank()}.pt", *([partial / "state.pt"] * (device.rank() == 0))]
+    writes = []
     try:
         for name, part in parts.items():
-            save_tensors(partial / name, part.model, part.optimizer)
+            writes.append(begin_tensors(partial / name, part.model, part.optimizer, layout, keep=beside))
+            files += writes[-1].files
     except Exception as error:
         raise disk_or(error, final) from error
-    known = digests_of_all(partial)
-    everywhere(publish, "complete the checkpoint", final)
+    saving = Saving(final, writes, files, keep, best)
+    if not beside:
+        saving.finish()
+    return saving
+
+
+def _prepare(final: Path, parts: Mapping[str, Part], layout: str, needed: float) -> None:
+    """Make the folder that a checkpoint is written in; raise UserError where it cannot be."""
+    for part in parts.values() if layout == SAME else ():
+        require_shards(part.optimizer)
+    if device.rank() == 0:
+        durable.remove(partial_of(final))
+        final.parent.mkdir(parents=True, exist_ok=True)
+        durable.require_space(final.parent, needed, f"the checkpoint {final.name}")
+        for name in (*parts, "rng"):
+            (partial_of(final) / name).mkdir(parents=True)
 
 
 def load(
@@ -134,11 +144,13 @@ def load(
     for name, part in parts.items():
         if part.model is not None:
             _check(folder, meta["roles"][name], name, part.model, part.optimizer)
+            if part.optimizer is not None:
+                require_layout(folder, name, meta, _layout(part.model))
     for name in parts:
         refuse_code(folder / name, trusted=trusted)
     content = _read(folder / "state.pt", types)
     for name, part in parts.items():
-        load_tensors(folder / name, part.model, part.optimizer)
+        load_tensors(folder / name, part.model, part.optimizer, optimizer_layout(meta["roles"][name]))
         if part.optimizer is not None:
             # The schedule's position is state; its shape is the configuration's.
             part.optimizer.scheduler.num_steps = 0
@@ -203,13 +215,15 @@ def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _describe(model: ParallelModel | None, optimizer: Optimizer | None) -> dict[str, Any]:
+def _describe(model: ParallelModel | None, optimizer: Optimizer | None, layout: str) -> dict[str, Any]:
     assert model is not None
+    distributed = optimizer is not None and optimizer.config.distributed
     return {
         "model": model_identity(pretrained(model.hf_config)),
         "dtype": _dtype(model),
         "layers": _layer_kind(model),
         "optimizer": _optimizer_kind(optimizer),
+        "optimizer_layout": layout if distributed else ANY,
         "adapters": _adapters(model),
         "base": None if model.adapters is None else model.adapters.base,
         "layout": _layout(model),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def everywhere(action: Callable[[], None], words: str, folder: Path) -> None:
         if isinstance(item, UserError):
             raise item
     if failures:
-        raise RuntimeError(f"could not {words}: " + "; ".join(failures))
+        raise RuntimeError(f"could not {words}: {folder}: " + "; ".join(failures))
 
 
 def disk_or(error: Exception, folder: Path) -> Exception:
@@ -55,18 +55,19 @@ def disk_or(error: Exception, folder: Path) -> Exception:
     return (durable.file_error(error, folder) if isinstance(error, OSError) else None) or error
 
 
-def digests_of_all(folder: Path) -> dict[str, str]:
-    """Return the digests of a folder's files, of which each rank takes its share.
+def digests_of_all(folder: Path, mine: Mapping[str, str]) -> dict[str, str]:
+    """Return the digests of a folder's files: those that each rank has, and of the rest each takes its share.
 
     Fails on all ranks where one cannot bring a file to the disk, or read it. Collective over the world.
     """
-    names, share = first(lambda: durable.files_below(folder)), {}
+    known = {name: digest for digests in gather_objects(dict(mine)) for name, digest in digests.items()}
+    names, share = first(lambda: [name for name in durable.files_below(folder) if name not in known]), {}
 
     def read_share() -> None:
         share.update(durable.digests(folder, names[device.rank() :: device.world_size()]))
 
     everywhere(read_share, "bring the checkpoint to the disk", folder)
-    return {name: digest for digests in gather_objects(share) for name, digest in digests.items()}
+    return known | {name: digest for digests in gather_objects(share) for name, digest in digests.items()}
 
 
 def newest_intact(folder: Path, say: Callable[[str], None]) -> Path | None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron_rl import durable
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_files import disk_or, everywhere
-from megatron_rl.parallel.checkpoint_tensors import initialise_states, parts_of, sharded_state, write
+from megatron_rl.parallel.checkpoint_tensors import initialise_states, parts_of, sharded_state
+from megatron_rl.parallel.checkpoint_write import write
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles
 from megatron_rl.parallel.hf.weights import fill
 from megatron_rl.parallel.lora import without_adapters

@@ -6,72 +6,75 @@ Transformer Engine, is here.
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import extract_nonpersistent, extract_sharded_base
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-)
-from megatron.core.dist_checkpointing.validation import determine_global_metadata
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
+from megatron_rl.parallel.checkpoint_write import TensorWrite
 from megatron_rl.parallel.lora import load_adapters, sharded_adapters
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
 
-_OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_SHARDING = {ANY: "fully_reshardable", SAME: "dp_reshardable"}
+"""Megatron's name for each way to lay out the distributed optimizer in a checkpoint."""
 
 
-def save_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> None:
-    """Write a model and its optimizer into an empty folder; ``model`` is None outside its layout.
+def begin_tensors(
+    folder: Path, model: ParallelModel | None, optimizer: Optimizer | None, layout: str, *, keep: bool
+) -> TensorWrite:
+    """Plan the write of a model and its optimizer into an empty folder; ``model`` is None outside its ranks.
 
-    Collective over the world.
+    ``layout`` is how the distributed optimizer is laid out: `ANY` gathers it, `SAME` leaves it in its shards.
+    ``keep`` is that of `TensorWrite`. Collective over the world.
     """
     with device.megatron_mode() if model is None else model.scope():
         sharded: dict[str, Any] = {}
         if model is not None:
             if optimizer is not None:
                 initialise_states(optimizer)
-            sharded, _ = sharded_state(model, optimizer, is_loading=False)
-        write(folder, model, sharded)
+            sharded, _ = sharded_state(model, optimizer, is_loading=False, layout=layout)
+        return TensorWrite(folder, model, sharded, keep=keep)
 
 
-def write(
-    folder: Path, model: ParallelModel | None, state: dict[str, Any], content: Mapping[str, Any] | None = None
+def require_shards(optimizer: Optimizer | None) -> None:
+    """Raise UserError where this rank has nothing of a bucket of the optimizer: Megatron refuses."""
+    parts = [] if optimizer is None else parts_of(optimizer)
+    buckets = [
+        bucket
+        for part in parts
+        for types in getattr(part, "gbuf_ranges", ())
+        for of_type in types.values()
+        for bucket in of_type
+    ]
+    if not all(bucket["param_map"] for bucket in buckets):
+        raise UserError(
+            "the model is too small for its data-parallel ranks: one has no parameter of a bucket",
+            where="checkpoint.optimizer_layout",
+            expected=ANY,
+            got=SAME,
+            fix="set checkpoint.optimizer_layout=any",
+        )
+
+
+def load_tensors(
+    folder: Path, model: ParallelModel | None, optimizer: Optimizer | None, layout: str = ANY
 ) -> None:
-    """Write a state, sharded values and common ones, into an empty folder in Megatron's distributed format.
-
-    Common values are those of the world's first rank; ``content`` is what readers are told of the state.
-    Call in Megatron's mode. Collective over the world.
-    """
-    kind = _InProcessSave if model is not None else _OutsideSave
-    strategy: Any = kind("torch_dist", 1, thread_count=1)
-    if model is not None:
-        strategy = FullyParallelSaveStrategyWrapper(strategy, model.groups.data_context)
-    dist_checkpointing.save(state, str(folder), strategy, content_metadata=dict(content) if content else None)
-
-
-def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> None:
-    """Read what `save_tensors` wrote, in place; without ``optimizer`` the weights alone.
+    """Read what was written with this ``layout``, in place; without ``optimizer`` the weights alone.
 
     Raises UserError where Megatron finds no checkpoint that it can read. Collective over the world.
     """
@@ -81,7 +84,7 @@ def load_tensors(folder: Path, model: ParallelModel | None, optimizer: Optimizer
             return
         if optimizer is not None:
             initialise_states(optimizer)
-        sharded, local = sharded_state(model, optimizer, is_loading=True)
+        sharded, local = sharded_state(model, optimizer, is_loading=True, layout=layout)
         strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), model.groups.data_context)
         loaded: Any = dist_checkpointing.load(sharded, str(folder), strategy)
         for index, chunk in enumerate(model.chunks):
@@ -110,14 +113,18 @@ def _readable(folder: Path) -> Iterator[None]:
 
 
 def sharded_state(
-    model: ParallelModel, optimizer: Optimizer | None, is_loading: bool
+    model: ParallelModel, optimizer: Optimizer | None, is_loading: bool, layout: str = ANY
 ) -> tuple[dict[str, Any], Any]:
     """Return what is stored of a model, and the part of the optimizer's state that stays on this rank.
 
     Of a model with adapters these alone are stored: its base is the checkpoint that it started from.
     """
     groups = model.groups
-    metadata = {**_OPTIMIZER_METADATA, "dp_cp_group": groups.data_context}
+    metadata = {
+        "distrib_optim_sharding_type": _SHARDING[layout],
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": groups.data_context,
+    }
     with _tied_replicas(model):
         chunks = {
             f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
@@ -207,7 +214,8 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in optimizer.megatron.param_groups
     ]
-    with _replaced(optimizer, "_set_main_param_and_optimizer_states", _keeping_step):
+    # Shards are copied into views of parameters.
+    with torch.no_grad(), _replaced(optimizer, "_set_main_param_and_optimizer_states", _keeping_step):
         optimizer.megatron.load_state_dict(state)
     for group, values in zip(optimizer.megatron.param_groups, settings, strict=True):
         group.update(values)
@@ -262,50 +270,6 @@ def _keeping_step(part: Any, original: Callable[..., None]) -> Callable[..., Non
     def restore(parameter: Any, tensors: Mapping[str, Tensor]) -> None:
         current = part._get_main_param_and_optimizer_states(parameter)
         steps = {name: value for name, value in current.items() if name == "step"}
-        original(parameter, {**steps, **tensors})
+        original(parameter, {**tensors, **steps})
 
     return restore
-
-
-class _InProcessSave(TorchDistSaveShardedStrategy):
-    """Write files in this process: Megatron's writer starts two processes per rank, also to write little."""
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Write this rank's part. Collective over the world."""
-        filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            request = self.async_save(sharded_state_dict, checkpoint_dir)
-            if request.async_fn is not None:
-                transforms = request.async_fn.args[0]  # pyright: ignore[reportFunctionMemberAccess]
-                results = request.async_fn_args[-1]
-                results.put(_write(transforms, request.preload_fn()))
-            dist.barrier()
-            for finish in request.finalize_fns:
-                finish()
-        finally:
-            filesystem_async._results_queue = None
-
-
-class _OutsideSave(_InProcessSave):
-    """Save nothing, on a rank outside the model's layout."""
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Join what the members' wrapper gathers over the world, then the save. Collective over the world."""
-        determine_global_metadata(sharded_state_dict)
-        super().save(sharded_state_dict, checkpoint_dir)
-
-
-def _write(transforms: Any, buckets: Any) -> Any:
-    """Return what each bucket's write returned, or the first exception."""
-    written = {}
-    for index, bucket in enumerate(buckets):
-        answers: Any = queue.Queue()
-        pending: Any = queue.Queue()
-        pending.put(index)
-        write = filesystem_async.FileSystemWriterAsync.write_preloaded_data
-        write(transforms, index, bucket, answers, pending, True)
-        _, outcome = answers.get()
-        if isinstance(outcome, Exception):
-            return outcome
-        written[index] = outcome
-    return written

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
-from megatron_rl.config.checkpoint_meta import checkpoint_path
+from megatron_rl.config.checkpoint_meta import ANY, checkpoint_path, read_meta, reads_anywhere
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
@@ -91,8 +91,11 @@ class Run:
         queue = [] if self.ahead is None else self.ahead.queue
         state = initial_state(self.algorithm)
         self.failures = FailureWatch(config.reward)
-        self.saved: int | None = None
-        """The step whose checkpoint this process has written."""
+        self.saved: tuple[int, str] | None = None
+        """The step whose checkpoint this process has begun last, and how optimizers lie in it."""
+        self.saving: checkpoint.Saving | None = None
+        self.written = Metrics()
+        """Of checkpoints that are complete since the last step."""
         self.state = TrainerState(self.prompts, state, config.seed, self.source, queue)
 
     def run(self) -> None:
@@ -118,7 +121,8 @@ class Run:
         with self.job.stop.saves():
             while self.state.step < config.steps and not self._waited_enough():
                 self._step(log)
-                self.job.stop_if_asked(self._save)
+                self.job.stop_if_asked(self._save_for_good)
+            self._complete()
         if log is not None:
             log.close()
         self._finish()
@@ -154,6 +158,10 @@ class Run:
         with self.phases("resume"):
             self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
         self.job.say(f"resumed from {path} at step {self.state.step}")
+        if self.config.checkpoint.optimizer_layout == ANY and not reads_anywhere(read_meta(path)):
+            with self.phases("checkpoint"):
+                self._save(ANY)
+            self.job.say(f"step {self.state.step}: its checkpoint is written anew, for any layout")
 
     def _run_stages(self) -> None:
         """Run the stages that have not ended; the engine counts the weights of each as a version."""
@@ -180,7 +188,10 @@ class Run:
         result = self._take(step)
         self.state.step = step
         seconds = time.perf_counter() - begun
-        measured = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
+        if self.saving is not None and all(gather_objects(self.saving.written)):
+            self._complete()
+        measured = Metrics({}, {"time/step": seconds}) + self.phases.metrics() + self.written
+        self.written = Metrics()
         for role in self.roles.models:
             measured += role.residency.metrics()
         metrics = gather_metrics(measured)
@@ -200,9 +211,12 @@ class Run:
         if result is not None and self.job.main:
             invalid = 1.0 - float(result.batch.scores.valid.float().mean())
             self.failures.look(step, invalid, reasons, examples)
-        if step % config.checkpoint.every == 0 or last or improved or self._waited_enough():
+        if last or self._waited_enough():
             with self.phases("checkpoint"):
-                self._save()
+                self._save_for_good()
+        elif step % config.checkpoint.every == 0 or improved:
+            with self.phases("checkpoint"):
+                self._save(config.checkpoint.optimizer_layout, beside=config.checkpoint.asynchronous)
 
     def _is_among_best(self, step: int, values: Mapping[str, float]) -> bool:
         """Say whether a step measured one of the best values. Collective over the world."""
@@ -229,14 +243,37 @@ class Run:
         patience = self.config.evaluation.patience
         return patience is not None and self.state.best.waited >= patience
 
-    def _save(self) -> Path:
-        """Have a checkpoint of the present step and return its place. Collective over the world."""
-        path = checkpoint_path(self.folder.checkpoints, self.state.step)
-        if self.saved != self.state.step:
-            self.state.save(path, self.roles, self.config.checkpoint.keep)
+    def _save_for_good(self) -> Path:
+        """Have a checkpoint of the present step that any layout reads, and return its place.
+
+        Collective over the world.
+        """
+        step, layout = self.state.step, self.config.checkpoint.optimizer_layout
+        if self.saved not in ((step, layout), (step, ANY)):
+            self._save(layout)
+        if self.saved != (step, ANY):
+            self._save(ANY)  # there may not be the memory, nor the time, for a gather: the other is complete
+        self._complete()
+        return checkpoint_path(self.folder.checkpoints, step)
+
+    def _save(self, layout: str, *, beside: bool = False) -> None:
+        """Write a checkpoint of the present step, or begin to. Collective over the world."""
+        step, settings = self.state.step, self.config.checkpoint
+        self._complete()
+        path = checkpoint_path(self.folder.checkpoints, step)
+        self.saving = self.state.save(path, self.roles, settings, layout=layout, beside=beside)
+        if not beside:
+            self._complete()
+        if self.saved is None or self.saved[0] != step:
             self._save_for_megatron()
-            self.saved = self.state.step
-        return path
+        self.saved = (step, layout)
+
+    def _complete(self) -> None:
+        """Wait for the checkpoint that is being written, if any. Collective over the world."""
+        if self.saving is not None:
+            self.saving.finish()
+            self.written += Metrics({}, {"time/checkpoint_write": self.saving.seconds})
+            self.saving = None
 
     def _save_for_megatron(self) -> None:
         """Write the actor's weights for Megatron-LM, where that is asked for. Collective over the world."""

@@ -58,14 +58,21 @@ class TrainerState:
     step: int = 0
     best: Best = field(default_factory=lambda: Best())
 
-    def save(self, path: Path, roles: Roles, keep: int) -> None:
-        """Write a checkpoint; drop older ones beside it beyond ``keep``, but the best.
-
-        Collective over the world.
-        """
+    def save(
+        self, path: Path, roles: Roles, settings: CheckpointConfig, *, layout: str, beside: bool
+    ) -> checkpoint.Saving:
+        """Write a checkpoint; see `checkpoint.save`. Collective over the world."""
         steps = [step for step, _ in self.best.kept]
         with roles.learners_resident():
-            checkpoint.save(path, _parts(roles), self.state_dict(roles), keep, steps)
+            return checkpoint.save(
+                path,
+                _parts(roles),
+                self.state_dict(roles),
+                settings.keep,
+                steps,
+                layout=layout,
+                beside=beside,
+            )
 
     def restore(self, path: Path, roles: Roles, *, trusted: bool = False) -> None:
         """Continue from a checkpoint of any layout; see `checkpoint.load`. Collective over the world."""

@@ -48,7 +48,13 @@ _PARTIAL = {"max_response_tokens": 24, "oversample": 0.75, "round_tokens": 4, "p
 _VLLM = {"engine": "vllm", "tensor": 1}
 RUNS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "alone": (1, {"checkpoint": {"every": 1, "keep": 3}}),
-    "colocated": (2, {"actor": {"layout": {"pipeline": 2}}, "checkpoint": {"every": 1, "keep": 1}}),
+    "colocated": (
+        2,
+        {
+            "actor": {"layout": {"pipeline": 2}},
+            "checkpoint": {"every": 1, "keep": 1, "optimizer_layout": "same", "asynchronous": True},
+        },
+    ),
     "ahead": (
         2,
         {

@@ -11,6 +11,7 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification
 
+from megatron_rl.config.checkpoint_meta import read_meta, reads_anywhere
 from tests.readme_metrics import unwritten
 
 FIRST = "num_layers_in_first_pipeline_stage"
@@ -181,10 +182,15 @@ def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(fork
     whole = grpo(tmp_path / "whole", material, actor=learning, asynchrony={"steps_ahead": 1})
     fork("megatron_rl", 2, "train", whole, module=True)
     parted = grpo(tmp_path / "parted", material, actor=learning, asynchrony={"steps_ahead": 1})
-    fork("megatron_rl", 2, "train", parted, "checkpoint.keep=9", module=True)
+    shards = ("checkpoint.optimizer_layout=same", "checkpoint.asynchronous=true")
+    fork("megatron_rl", 2, "train", parted, "checkpoint.keep=9", *shards, module=True)
     assert [line["staleness/max"] for line in metrics(tmp_path / "parted")] == [0, 1, 1, 1]
+    kept = (tmp_path / "parted/run/checkpoints").iterdir()
+    kept = {path.name: reads_anywhere(read_meta(path)) for path in kept}
+    assert kept["step_4"] and not kept["step_2"], "the last one is written for any layout"
     shutil.rmtree(tmp_path / "parted/run/checkpoints/step_4")
-    fork("megatron_rl", 2, "train", parted, module=True)
+    again = fork("megatron_rl", 2, "train", parted, module=True)
+    assert "step 2: its checkpoint is written anew, for any layout" in again.output
     expected, found = metrics(tmp_path / "whole"), metrics(tmp_path / "parted")
     for name in ("reward/mean", "policy/loss", "policy/grad_norm", "policy/entropy", "mismatch/kl"):
         assert [line.get(name) for line in found] == [line.get(name) for line in expected], name

@@ -82,9 +82,10 @@ def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path
     whole = _config(tmp_path / "whole", material, **truncated)
     torchrun("megatron_rl", 2, "train", whole, module=True)
     parted = _config(tmp_path / "parted", material, **truncated)
-    fork("megatron_rl", 2, "train", parted, "steps=2", "checkpoint.export=false", module=True)
+    shards = ("checkpoint.optimizer_layout=same", "checkpoint.asynchronous=true")
+    fork("megatron_rl", 2, "train", parted, "steps=2", "checkpoint.export=false", *shards, module=True)
     first = _lines(tmp_path / "parted/run")
-    second = fork("megatron_rl", 2, "train", parted, module=True)
+    second = fork("megatron_rl", 2, "train", parted, *shards, module=True)
     assert "at step 2" in second.output
     assert "evaluator broken of sampled failed (exception): " in second.output
 

@@ -22,7 +22,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.adoption import adopt_model
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, load_optimizer, save_megatron
-from megatron_rl.parallel.checkpoint_tensors import write
+from megatron_rl.parallel.checkpoint_write import write
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles, checkpoint_shapes

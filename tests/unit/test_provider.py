@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 
 from megatron_rl import EmbeddedTrainer
+from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.data import quickstart
 from megatron_rl.errors import UserError, UserErrors
@@ -18,7 +19,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.adoption import adopt_model
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
-from megatron_rl.parallel.checkpoint_tensors import load_tensors, save_tensors
+from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import global_name, load_weights
@@ -186,7 +187,10 @@ def test_steps_of_rl_are_taken_in_a_scripts_own_loop(tmp_path: Path) -> None:
         # The script's own checkpoint of model, optimizer and schedule; ours beside it.
         actor = trainer.roles.actor
         (tmp_path / "saved").mkdir()
-        save_tensors(tmp_path / "saved", actor.model, actor.optimizer)
+        saved = begin_tensors(tmp_path / "saved", actor.model, actor.optimizer, ANY, keep=False)
+        saved.run()
+        with device.megatron_mode():
+            saved.finish()
         torch.save((trained[2].state_dict(), trainer.state_dict()), tmp_path / "rl.pt")
         second, third = trainer.step(), trainer.step()
         trainer.close()

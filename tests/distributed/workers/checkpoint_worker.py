@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import merge
 
+from benchmarks.live_bytes import LiveBytes
 from megatron_rl import durable
+from megatron_rl.config.checkpoint_meta import SAME
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint import Part, load, load_model, save
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, load_optimizer
-from megatron_rl.parallel.checkpoint_tensors import sharded_state, write
+from megatron_rl.parallel.checkpoint_tensors import sharded_state
+from megatron_rl.parallel.checkpoint_write import write
 from megatron_rl.parallel.hf.weights import load_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -67,6 +70,7 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     np.random.seed(dist.get_rank())
     model = training.build(folder / case["model"], case, dtype=getattr(torch, case["dtype"]))
     optimizer = training.optimizer_of(model, distributed=case["distributed"])
+    gathered, shards, saving = LiveBytes(), LiveBytes(), None
     if case.get("untrained"):
         before = training.gathered_weights(model)
         save(folder / case["to"], {"actor": Part(model, optimizer)}, {**STATE, "step": 0})
@@ -76,11 +80,29 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         for _ in range(BEFORE):
             training.train_step(model, optimizer, batch, case["budget"])
         draws()
-        save(folder / case["to"], {"actor": Part(model, optimizer)}, STATE)
+        parts = {"actor": Part(model, optimizer)}
+        with gathered:
+            save(folder / case["to"], parts, STATE)
+        if case.get("shards"):
+            with shards:
+                saving = save(folder / case["shards"], parts, STATE, layout=SAME, beside=True)
     torch.save(moments(optimizer), folder / f"{case['name']}-moments-{dist.get_rank()}.pt")
     if "megatron" in case:
         save_for_megatron(folder / case["model"], folder / case["megatron"], model, optimizer)
-    return continued(model, optimizer, batch, case)
+    result = continued(model, optimizer, batch, case)
+    if saving is not None:
+        saving.finish()  # the weights have changed meanwhile
+        result["bytes"] = {"any": gathered.peak, "same": shards.peak, "held": held_bytes(model, optimizer)}
+    return result
+
+
+def held_bytes(model: Any, optimizer: Any) -> int:
+    """Return the bytes of this rank's share of a checkpoint: its shards, and of the weights."""
+    weights = sum(p.numel() * p.element_size() for chunk in model.chunks for p in chunk.parameters())
+    states = [value for state in moments(optimizer) for value in state.values()]
+    masters = [p for group in optimizer.megatron.optimizer.param_groups for p in group["params"]]
+    shards = sum(value.numel() * value.element_size() for value in (*states, *masters))
+    return shards + weights // model.groups.layout.data
 
 
 def save_for_megatron(source: Path, folder: Path, model: Any, optimizer: Any) -> None:

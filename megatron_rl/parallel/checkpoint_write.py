@@ -1,0 +1,200 @@
+"""Write tensors in Megatron's distributed format, also while the job goes on.
+
+Megatron's asynchronous save plans a write, copies tensors to the host and hands over the writing. It would
+have a process do that: a fork loses the threads of vLLM and gloo, and a spawned one opens a context of its
+own on each accelerator, fails without one, and is waited for without end where it dies. Here a thread of this
+process writes what was copied: writing files and digests leaves the interpreter to others.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.validation import determine_global_metadata
+
+from megatron_rl import durable
+from megatron_rl.config.checkpoint_meta import prune
+from megatron_rl.parallel import device
+from megatron_rl.parallel.checkpoint_files import digests_of_all, disk_or, everywhere
+from megatron_rl.parallel.model import ParallelModel
+
+
+class TensorWrite:
+    """Plan the write of a state, sharded values and common ones, into an empty folder.
+
+    This rank's share is copied to the host, pinned from an accelerator; with ``keep`` also what lies on the
+    host already, which the job may change before it is written. Common values are those of the world's first
+    rank, written here; ``content`` is what readers are told of the state. ``model`` is None outside its
+    layout. ``files`` are what this rank will write. Call in Megatron's mode. Collective over the world.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: ParallelModel | None,
+        state: dict[str, Any],
+        content: Mapping[str, Any] | None = None,
+        *,
+        keep: bool,
+    ) -> None:
+        strategy: Any = (_Save if model is not None else _OutsideSave)("torch_dist", 1, thread_count=1)
+        if model is not None:
+            strategy = FullyParallelSaveStrategyWrapper(strategy, model.groups.data_context)
+        self._request: Any = dist_checkpointing.save(
+            state,
+            str(folder),
+            strategy,
+            async_sharded_save=True,
+            content_metadata=dict(content) if content else None,
+        )
+        self.files: list[Path] = []
+        if self._request.async_fn is None:
+            return
+        buckets = self._request.async_fn_args[1]
+        for _, _, (_, tensors) in buckets if keep else ():
+            for place, (item, tensor) in enumerate(tensors):
+                if tensor.is_cpu:
+                    tensors[place] = (item, tensor.clone())
+        buckets[:] = self._request.preload_fn()
+        self.files += [Path(path) for path, _, _ in buckets]
+
+    def run(self) -> None:
+        """Write what was copied, on any thread, and let go of it; raises what the writing raised."""
+        if self._request.async_fn is None:
+            return
+        transforms, written = self._request.async_fn.args[0], {}
+        _, buckets, results = self._request.async_fn_args
+        # Without Megatron's decorator, which stops the collection of garbage in the whole process.
+        writer: Any = filesystem_async.FileSystemWriterAsync
+        write = writer.write_preloaded_data.__wrapped__
+        for index, bucket in enumerate(buckets):
+            answers: Any = queue.Queue()
+            pending: Any = queue.Queue()
+            pending.put(index)
+            write(transforms, index, bucket, answers, pending, True)
+            _, outcome = answers.get()
+            if isinstance(outcome, Exception):
+                raise outcome
+            written[index] = outcome
+            buckets[index] = None
+        results.put(written)
+
+    def finish(self) -> None:
+        """Write the directory of what all ranks wrote. Call in Megatron's mode. Collective over the world."""
+        for finish in self._request.finalize_fns:
+            finish()
+
+
+def write(
+    folder: Path, model: ParallelModel | None, state: dict[str, Any], content: Mapping[str, Any] | None = None
+) -> None:
+    """Write a state as `TensorWrite` does, at once. Call in Megatron's mode. Collective over the world."""
+    written = TensorWrite(folder, model, state, content, keep=False)
+    everywhere(written.run, "write a checkpoint", folder)
+    written.finish()
+
+
+def partial_of(final: Path) -> Path:
+    """Return where a checkpoint's files lie until it is complete."""
+    return final.with_name(final.name + ".partial")
+
+
+class Saving:
+    """Hold a checkpoint that a thread of each rank writes, under another name until `finish`.
+
+    ``files`` are those of this rank, which the thread brings to the disk.
+    """
+
+    def __init__(
+        self,
+        final: Path,
+        writes: Sequence[TensorWrite],
+        files: Sequence[Path],
+        keep: int | None,
+        best: Collection[int],
+    ) -> None:
+        self.final, self.partial = final, partial_of(final)
+        self.seconds = 0.0
+        """Time that this rank's writing has taken."""
+        self._writes, self._files, self._keep, self._best = writes, files, keep, best
+        self._digests: dict[str, str] = {}
+        self._failure: Exception | None = None
+        self._finished = False
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def written(self) -> bool:
+        """Say whether this rank has written its share, or failed to."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for the ranks' writing, and give the checkpoint its name; prune older ones.
+
+        Raises on all ranks what failed on one: UserError, or RuntimeError with the rank. Collective over the
+        world.
+        """
+
+        def end() -> None:
+            self._thread.join()
+            if self._failure is not None:
+                raise self._failure
+
+        def publish() -> None:
+            if device.rank() == 0:
+                durable.write_digests(self.partial, known)
+                durable.publish(self.partial, self.final)
+                if self._keep is not None:
+                    prune(self.final, self._keep, self._best)
+
+        if self._finished:
+            return
+        everywhere(end, "write the checkpoint", self.final)
+        try:
+            with device.megatron_mode():
+                for write in self._writes:
+                    write.finish()
+        except Exception as error:
+            raise disk_or(error, self.final) from error
+        known = digests_of_all(self.partial, self._digests)
+        everywhere(publish, "complete the checkpoint", self.final)
+        self._finished = True
+
+    def _write(self) -> None:
+        begun = time.perf_counter()
+        try:
+            for write in self._writes:
+                write.run()
+            names = [path.relative_to(self.partial).as_posix() for path in self._files]
+            self._digests = durable.digests(self.partial, names)
+        except Exception as error:
+            self._failure = error
+        self.seconds = time.perf_counter() - begun
+
+
+class _Save(TorchDistSaveShardedStrategy):
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        """Return the plan of a write whose results stay in this process, where Megatron starts another."""
+        filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            return super().async_save(sharded_state_dict, checkpoint_dir)
+        finally:
+            filesystem_async._results_queue = None
+
+
+class _OutsideSave(_Save):
+    """Save nothing, on a rank outside the model's layout."""
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        """Join what the members' wrapper gathers over the world, then the save. Collective over the world."""
+        determine_global_metadata(sharded_state_dict)
+        return super().async_save(sharded_state_dict, checkpoint_dir)
