@@ -35,6 +35,7 @@ from megatron_rl.check.sampling_order import check_asynchrony
 from megatron_rl.check.stages import check_row_lengths
 from megatron_rl.check.values import check_values
 from megatron_rl.check.warnings import check_warnings
+from megatron_rl.config.adapters import adapters_of
 from megatron_rl.config.budget import RankMemory, memory_plan
 from megatron_rl.config.derive import (
     BatchPlan,
@@ -350,14 +351,14 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
     if lengths and check.fine("batch.tokens_per_microbatch"):
         check.add(check_budget(check.config))
         check.add(check_row_lengths(check.config, shape))
-    lora = check.config.actor.lora
-    if lora is not None:
-        check.refuse(check_lora(lora, check.config.rollout.engine))
+    for role, lora in adapters_of(check.config).items():
+        path, where = inputs.models.get(role, inputs.models.get("actor")), f"{role}.lora"
+        check.refuse(check_lora(lora, check.config.rollout.engine if role == "actor" else None, where))
+        if shape is not None and path is not None and check.fine(where):
+            check.add(check_adapted_model(lora, read_pretrained(path), where))
     if shape is None:
         return
     check.add(check_routing(check.config, shape))
-    if lora is not None and "actor" in inputs.models and check.fine("actor.lora"):
-        check.add(check_adapted_model(lora, read_pretrained(inputs.models["actor"])))
     for role, layout in layouts.items():
         has_layout = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
         known = role in inputs.shapes or (has_layout and role not in inputs.shapeless)

@@ -1,4 +1,4 @@
-"""Rules of the actor's adapters: layers that can have one, and the file that they start from."""
+"""Rules of adapters: layers that can have one, and the file that they start from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from megatron_rl.shapes.lora import (
 )
 from megatron_rl.shapes.pretrained import PretrainedModel
 
-_WHERE = "actor.lora"
 _PLAIN = {
     "bias": "none", "use_dora": False, "use_rslora": False, "modules_to_save": None, "fan_in_fan_out": False,
     "rank_pattern": {}, "alpha_pattern": {},
@@ -28,13 +27,16 @@ _PLAIN = {
 """Settings of PEFT that make something else of an adapter than two matrices -> their value without it."""
 
 
-def check_lora(lora: LoraConfig, engine: str) -> list[UserError]:
-    """Return the errors of adapters that no model can have, or that the rollout engine cannot."""
+def check_lora(lora: LoraConfig, engine: str | None, where: str = "actor.lora") -> list[UserError]:
+    """Return the errors of adapters at ``where`` that no model can have, or that the rollout engine cannot.
+
+    ``engine`` is None for a role that no engine samples with.
+    """
     unknown = [name for name in lora.targets or () if name not in TARGETS]
     errors = [
         UserError(
             f"there is no linear layer {name!r}",
-            where=f"{_WHERE}.targets",
+            where=f"{where}.targets",
             expected="some of " + ", ".join(TARGETS),
             got=repr(name),
             fix=f"write {nearest(name, TARGETS) or TARGETS[0]}",
@@ -45,38 +47,42 @@ def check_lora(lora: LoraConfig, engine: str) -> list[UserError]:
         errors.append(
             UserError(
                 "the layers with adapters are none, or one of them twice",
-                where=f"{_WHERE}.targets",
+                where=f"{where}.targets",
                 expected="some of " + ", ".join(TARGETS) + ", each once",
                 got=f"[{', '.join(lora.targets)}]",
-                fix=f"remove {_WHERE}.targets to have all",
+                fix=f"remove {where}.targets to have all",
             )
         )
     if lora.sync == "adapter" and (engine != "vllm" or lora.rank > ENGINE_RANKS[-1]):
         errors.append(
             UserError(
                 "the rollout engine cannot keep these adapters apart from its weights",
-                where=f"{_WHERE}.sync",
+                where=f"{where}.sync",
                 expected=f"merged, or rollout.engine=vllm and a rank of at most {ENGINE_RANKS[-1]}",
-                got=f"{lora.sync} with rollout.engine={engine} and rank {lora.rank}",
-                fix=f"set {_WHERE}.sync=merged",
+                got=f"{lora.sync} with rollout.engine={engine} and rank {lora.rank}"
+                if engine
+                else f"{lora.sync}, for a role that no engine samples with",
+                fix=f"set {where}.sync=merged",
             )
         )
     return errors
 
 
-def check_adapted_model(lora: LoraConfig, model: PretrainedModel) -> list[UserError]:
-    """Return what is wrong between adapters and the actor's model, and with the file they start from."""
+def check_adapted_model(
+    lora: LoraConfig, model: PretrainedModel, where: str = "actor.lora"
+) -> list[UserError]:
+    """Return what is wrong between adapters at ``where`` and a model, and with the file they start from."""
     targets = Lora.of(model.shape, lora.rank, lora.targets).targets
-    errors = target_problems(model.shape, targets, f"{_WHERE}.targets")
+    errors = target_problems(model.shape, targets, f"{where}.targets")
     if lora.sync == "adapter" and model.shape.experts:
         errors.append(
             UserError(
                 "the rollout engine of a mixture of experts cannot keep adapters apart from its weights: "
                 "vLLM then computes experts by other kernels, which keep weights in an order of their own",
-                where=f"{_WHERE}.sync",
+                where=f"{where}.sync",
                 expected="merged, or a model without routed experts",
                 got=f"{lora.sync} with {model.shape.name}",
-                fix=f"set {_WHERE}.sync=merged",
+                fix=f"set {where}.sync=merged",
             )
         )
     if errors or lora.path is None:
@@ -84,21 +90,21 @@ def check_adapted_model(lora: LoraConfig, model: PretrainedModel) -> list[UserEr
     path = Path(lora.path) / PEFT_CONFIG
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return list(_file_problems(lora, model, targets, stored))
+        return list(_file_problems(lora, model, targets, stored, where))
     except (OSError, ValueError, AttributeError, TypeError) as error:
         return [
             UserError(
                 "the adapter to start from cannot be read",
-                where=f"{_WHERE}.path",
+                where=f"{where}.path",
                 expected=f"a directory with {PEFT_CONFIG} and adapter_model.safetensors, as PEFT writes them",
                 got=f"{path}: {error}",
-                fix=f"correct {_WHERE}.path, or remove it to start from new adapters",
+                fix=f"correct {where}.path, or remove it to start from new adapters",
             )
         ]
 
 
 def _file_problems(
-    lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], stored: dict[str, Any]
+    lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], stored: dict[str, Any], where: str
 ) -> Iterator[UserError]:
     place = f"{lora.path}/{PEFT_CONFIG}"
     for name, stated, value in (
@@ -108,26 +114,26 @@ def _file_problems(
         if not isinstance(value, int | float) or not math.isclose(value, stated):
             yield UserError(
                 f"the adapter to start from has another {name}",
-                where=f"{_WHERE}.{name}",
+                where=f"{where}.{name}",
                 expected=f"{value}, of {place}",
                 got=f"{stated:g}",
-                fix=f"set {_WHERE}.{name} to {value}",
+                fix=f"set {where}.{name} to {value}",
             )
     modules, named = adapted(model, lora.rank, lora.alpha, targets).modules(), stored.get("target_modules")
     missing = sorted(set(named) - set(modules)) if isinstance(named, list) else [str(named)]
     if missing:
         yield UserError(
             "the adapter to start from is of other layers too",
-            where=f"{_WHERE}.targets",
+            where=f"{where}.targets",
             expected="layers that hold " + ", ".join(missing),
             got=", ".join(targets) + ": " + ", ".join(modules),
-            fix=f"name the layer in {_WHERE}.targets, or train an adapter without it",
+            fix=f"name the layer in {where}.targets, or train an adapter without it",
         )
     for name, plain in _PLAIN.items():
         if stored.get(name, plain) not in (plain, None, [], {}):
             yield UserError(
                 f"the adapter to start from uses PEFT's {name}",
-                where=f"{_WHERE}.path",
+                where=f"{where}.path",
                 expected=f"{name}: {json.dumps(plain)} in {place}",
                 got=json.dumps(stored[name]),
                 fix="start from an adapter of two plain matrices",

@@ -26,6 +26,26 @@ def with_targets(
     return lora
 
 
+def adapters_of(config: RunConfig) -> dict[str, LoraConfig]:
+    """Return the adapters of the roles that learn them."""
+    adapters = {"actor": config.actor.lora, "critic": config.critic and config.critic.lora}
+    return {role: lora for role, lora in adapters.items() if lora is not None}
+
+
+def own_base_reason(config: RunConfig) -> str | None:
+    """Return why the critic has a base of its own, None where it is the actor's, in a resolved run."""
+    actor, critic = config.actor, config.critic
+    assert critic is not None
+    reasons = {
+        "critic.lora is not set": critic.lora is None,
+        "actor.lora is not set": actor.lora is None,
+        "critic.path is another model": critic.path != starting_model(config),
+        "critic.layout is not the actor's": critic.layout != actor.layout,
+        "critic.megatron is set": critic.megatron is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 def lora_apart(config: RunConfig) -> LoraConfig | None:
     """Return the adapters that the rollout engine gets apart from the weights, None where it gets none."""
     lora = config.actor.lora

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_rl.config.adapters import lora_apart, reference_is_base
+from megatron_rl.config.adapters import adapters_of, lora_apart, own_base_reason, reference_is_base
 from megatron_rl.config.derive import BatchPlan, spread
 from megatron_rl.config.placement import megatron_settings, role_of, sleeping_ranks
 from megatron_rl.config.schema import RunConfig
@@ -235,11 +235,13 @@ def _trained(
         state_bytes=states,
     )
     tokens = learner.tokens
-    adapters, merged, lora = None, 0, config.actor.lora
-    if role == "actor" and lora is not None:
+    adapters, merged, lora = None, 0, adapters_of(config).get(role)
+    if lora is not None:
         learned = Lora.of(shape, lora.rank, lora.targets)
         adapters = adapter_parameter_count(shape, layout, stages[stage], learned)
-        if lora_apart(config) is None:
+        if role == "critic" and stage == len(stages) - 1:
+            adapters += shape.hidden  # the head
+        if role == "actor" and lora_apart(config) is None:
             merged = built.dtype_bytes * adapted_parameter_count(
                 shape, layout, stages[stage], learned.targets
             )
@@ -250,8 +252,11 @@ def _trained(
     scored, learned = (("score", "learn"), ("learn",)) if learner.offload else (PHASES, PHASES)
     count = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters"
     learning = count if adapters is None else f"{adapters / 1e6:,.1f}M parameters of adapters"
+    weights = MemoryItem(f"{role} weights", int(memory.weights), scored, f"{count} x {built.dtype_bytes} B")
+    if role == "critic" and adapters is not None:
+        weights = _with_base(config, weights, built.dtype_bytes * adapters, learning)
     items = [
-        MemoryItem(f"{role} weights", int(memory.weights), scored, f"{count} x {built.dtype_bytes} B"),
+        weights,
         MemoryItem(named("gradients"), int(memory.gradients), learned, f"{learning} x 4 B (float32)"),
     ]
     if merged and not learner.alone:
@@ -269,6 +274,14 @@ def _trained(
         return items
     # Nobody else is there, and the models that one job trains come one after the other.
     return [replace(item, phases=("learn",), turn=role) for item in items if "learn" in item.phases]
+
+
+def _with_base(config: RunConfig, weights: MemoryItem, own: int, learning: str) -> MemoryItem:
+    """Return the critic's weights where adapters learn: its ``own`` bytes alone over the actor's base."""
+    reason = own_base_reason(config)
+    if reason is None:
+        return replace(weights, bytes=own, how=f"{learning} and the head, over the actor's base")
+    return replace(weights, how=f"{learning} and the head, and a base of its own: {reason}")
 
 
 def _forward(

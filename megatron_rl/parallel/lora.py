@@ -38,6 +38,8 @@ from megatron_rl.shapes.lora import ADAPTER, MLP, PEFT_PREFIX, adapted
 from megatron_rl.shapes.pretrained import LAYER
 from megatron_rl.types import TensorBox
 
+_HEAD = "output_layer.weight"
+
 
 class Adapter(nn.Module):
     """Hold A [kinds x rank, in] and B [out, rank] of one linear layer on this rank.
@@ -124,6 +126,9 @@ def add_adapters(model: ParallelModel, config: LoraConfig, seed: int, *, trainab
     scale = model.adapters.alpha / config.rank
     for chunk in model.chunks:
         chunk.requires_grad_(False)
+        head = _head(model, chunk)
+        if head is not None:
+            head.requires_grad_(trainable)
     for prefix, linear in _linear_layers(model, model.adapters.targets):
         mask = _row_kinds(model, prefix, len(linear.weight))
         adapter = Adapter(linear.weight, config.rank, mask, scale, config.dropout)
@@ -135,6 +140,25 @@ def add_adapters(model: ParallelModel, config: LoraConfig, seed: int, *, trainab
         # What is computed again has a gradient only where an input has one.
         model.chunks[0].embedding.register_forward_hook(_with_gradient)
     start_adapters(model, seed, config.path)
+
+
+@torch.no_grad()
+def share_base(model: ParallelModel, other: ParallelModel) -> None:
+    """Let frozen weights of a model be those of another that holds the same checkpoint in the same layout.
+
+    Both have adapters over them. Call before the model is wrapped; its own copies are freed.
+    """
+    for chunk, twin in zip(model.chunks, other.chunks, strict=True):
+        frozen = {name: value for name, value in twin.named_parameters() if not value.requires_grad}
+        for name, parameter in chunk.named_parameters():
+            base = frozen.get(name)
+            if base is not None and not parameter.requires_grad and parameter.shape == base.shape:
+                parameter.data = base.data
+
+
+def _head(model: ParallelModel, chunk: Any) -> Tensor | None:
+    """Return the weight of a head of one number, which learns beside adapters."""
+    return chunk.output_layer.weight if model.spec.scalar_head and chunk.post_process else None
 
 
 def start_adapters(model: ParallelModel, seed: int, path: str | None = None) -> None:
@@ -317,10 +341,14 @@ def initial_policy(model: Chunked) -> Iterator[None]:
 
 
 def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
-    """Return the adapters of a chunk as Megatron's distributed checkpoint stores them, in any layout."""
+    """Return what of a chunk learns as Megatron's distributed checkpoint stores it, in any layout."""
     index, groups = model.chunks.index(chunk), model.groups
     tensor, size = groups.coordinates.tensor, groups.layout.tensor
     stored: dict[str, Any] = {}
+    head = _head(model, chunk)
+    if head is not None:
+        replica = (0, tensor, groups.data_context.rank())
+        stored[_HEAD] = ShardedTensor.from_rank_offsets(_HEAD, head, replica_id=replica)
     for layer, adapter in _adapters(model):
         if not layer.startswith(f"{index}."):
             continue
@@ -339,7 +367,9 @@ def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
 @torch.no_grad()
 def load_adapters(model: ParallelModel, chunk: Any, stored: dict[str, Tensor]) -> None:
     """Take over what `sharded_adapters` had stored."""
-    index = model.chunks.index(chunk)
+    index, head = model.chunks.index(chunk), _head(model, chunk)
+    if head is not None:
+        head.copy_(stored[_HEAD])
     for storage, parameter in adapter_parameters(model).items():
         if storage.startswith(f"{index}."):
             parameter.copy_(stored[global_name(model, storage)])

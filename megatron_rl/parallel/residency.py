@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from typing import Any
 
@@ -33,17 +33,18 @@ class Residency:
     """Keep a model's weights and optimizer states in host memory except inside `resident` blocks.
 
     Storages are emptied and refilled in place, so every view of them stays valid; what the host still has of
-    weights that nobody wrote is not copied again. With ``offload`` false nothing ever moves.
+    weights that nobody wrote is not copied again. With ``offload`` false nothing ever moves. Weights that
+    are those of ``base`` move with it, and are there whenever the model is.
     """
 
-    def __init__(self, model: ParallelModel | None, *, offload: bool) -> None:
-        self.model, self.offload = model, offload and model is not None
+    def __init__(self, model: ParallelModel | None, *, offload: bool, base: Residency | None = None) -> None:
+        self.model, self.offload, self.base = model, offload and model is not None, base
         self.optimizer: Optimizer | None = None
         self._uses: list[Use] = []
         self._seconds = 0.0
         self._bytes = 0
         self._parts = {
-            Use.READ: _Part(lambda: _storages(_weights(self.model))),
+            Use.READ: _Part(self._own),
             Use.STATE: _Part(self._states),
             Use.LEARN: _Part(lambda: _storages(_gradients(self.model)), kept=False),
         }
@@ -54,7 +55,8 @@ class Residency:
         self._uses.append(use)
         self._move()
         try:
-            yield
+            with nullcontext() if self.base is None else self.base.resident(Use.READ):
+                yield
         finally:
             self._uses.pop()
             self._move()
@@ -83,9 +85,20 @@ class Residency:
             device.synchronize()
         self._seconds += time.perf_counter() - begun
 
+    @property
+    def moves(self) -> bool:
+        """Say whether anything that the model needs is ever away."""
+        return self.offload or (self.base is not None and self.base.moves)
+
+    def _own(self) -> dict[int, Any]:
+        """Return the storages of the weights that are not the base's."""
+        others = set() if self.base is None else {_identity(value) for value in _weights(self.base.model)}
+        storages = _storages(_weights(self.model))
+        return {key: storage for key, storage in storages.items() if key not in others}
+
     def _states(self) -> dict[int, Any]:
         """Return the optimizer's storages that are not the weights' own."""
-        weights = {tensor.untyped_storage()._cdata for tensor in _weights(self.model)}
+        weights = {_identity(value) for value in _weights(self.model)}
         storages = _storages(_optimizer_states(self.optimizer))
         return {key: storage for key, storage in storages.items() if key not in weights}
 
@@ -155,13 +168,17 @@ def _bytes_of(storage: Any) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def _identity(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
 def _storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
     """Return the distinct storages of tensors on the device, by identity; scalars stay where they are."""
     found: dict[int, Any] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if tensor.device.type == device.device().type and tensor.numel() > 1 and storage.nbytes():
-            found.setdefault(storage._cdata, storage)
+            found.setdefault(_identity(tensor), storage)
     return found
 
 

@@ -207,7 +207,8 @@ def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], observed
 def _choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelShape) -> TrainChoice:
     section = (config.critic or CriticConfig()) if role == "critic" else config.actor
     optimizer = OptimizerChoice(distributed=section.optimizer.distributed, offload=section.optimizer.offload)
-    engine, lora = config.model.attention != "torch", config.actor.lora if role == "actor" else None
+    engine = config.model.attention != "torch"
+    lora = section.lora if role in ("actor", "critic") else None
     adapters = None if lora is None else Lora.of(model, lora.rank, lora.targets)
     return TrainChoice(model, layout, section.recompute, optimizer, transformer_engine=engine, lora=adapters)
 

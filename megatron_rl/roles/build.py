@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
-from megatron_rl.config.adapters import lora_apart, reference_is_base
+from megatron_rl.config.adapters import lora_apart, own_base_reason, reference_is_base
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.placement import role_layout, role_layouts, sleeping_ranks
 from megatron_rl.config.schema import RunConfig
@@ -22,11 +22,12 @@ from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_megatron import load_optimizer
 from megatron_rl.parallel.groups import communicator
+from megatron_rl.parallel.lora import add_adapters, note_base, share_base
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.model_role import ModelRole
-from megatron_rl.roles.policy import add_lora, build_policy
+from megatron_rl.roles.policy import add_lora, build_policy, stored_at
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.engine import make_engine, make_tool_parser
@@ -106,7 +107,7 @@ def build_roles(
     adapters = _separate_adapters(config)
     rollout = _build_rollout(config, tokenizer, templated, _records(config, "rollout"), adapters)
     actor = actor or build_actor(config, updates=_updates(config))
-    critic = build_critic(config) if algorithm.needs_critic else None
+    critic = build_critic(config, actor) if algorithm.needs_critic else None
     reference = build_reference(config, actor) if algorithm.needs_reference else None
     models = tuple(build_reward_model(config, name) for name in config.reward.models)
     engine = _hybrid_engine(config, actor, rollout, adapters is not None)
@@ -253,14 +254,23 @@ def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
     )
 
 
-def build_critic(config: RunConfig) -> ModelRole:
-    """Build the critic with its optimizer: a model with a head of one number. Collective over the world."""
+def build_critic(config: RunConfig, actor: ModelRole) -> ModelRole:
+    """Build the critic with its optimizer: a model with a head of one number.
+
+    Its adapters lie over the actor's base where that is the same. Collective over the world.
+    """
     section = config.critic
     assert section is not None and section.layout is not None
     layout = role_layout(section.layout, "critic.layout")
     model = build_policy(
         config, layout, path=section.path, recompute=section.recompute, head="value", trainable=True
     )
+    shares = own_base_reason(config) is None
+    if section.lora is not None and model is not None:
+        add_adapters(model, section.lora, config.seed, trainable=True)
+        note_base(model, stored_at(config, section.path))
+        if shares and actor.model is not None:
+            share_base(model, actor.model)
     return ModelRole(
         "critic",
         layout,
@@ -269,6 +279,7 @@ def build_critic(config: RunConfig) -> ModelRole:
         outputs=CRITIC_OUTPUTS,
         optimizer=_optimizer(model, section, _updates(config)),
         offload=section.offload,
+        over=actor if shares else None,
     )
 
 

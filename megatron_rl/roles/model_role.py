@@ -33,7 +33,7 @@ class ModelRole:
     the role works. ``answers`` says whether this rank holds the outputs of its data-parallel replica.
     ``records`` are the layers, and experts per token, of a model whose routing `infer` is to tell.
     A role that is the ``base_of`` another has that one's model, and scores as it was before its adapters
-    learned.
+    learned; one with weights ``over`` another's base has them where that one is, see `Residency`.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class ModelRole:
         offload: bool = False,
         records: tuple[int, int] | None = None,
         base_of: ModelRole | None = None,
+        over: ModelRole | None = None,
     ) -> None:
         self.name = name
         self.records = records
@@ -58,7 +59,9 @@ class ModelRole:
         self.tokens_per_microbatch = tokens_per_microbatch
         self.outputs = outputs
         self.base_of = base_of
-        self.residency = Residency(model, offload=offload) if base_of is None else base_of.residency
+        base = None if over is None else over.residency
+        own = Residency(model, offload=offload, base=base)
+        self.residency = own if base_of is None else base_of.residency
         self.optimizer = optimizer
         self.prefix = prefix or name
 
@@ -75,7 +78,7 @@ class ModelRole:
 
     def resident(self, use: Use = Use.LEARN) -> AbstractContextManager[None]:
         """Have what ``use`` names on the device inside the block; where the role offloads, only there."""
-        return self.residency.resident(use) if self.residency.offload else nullcontext()
+        return self.residency.resident(use) if self.residency.moves else nullcontext()
 
     def infer(self, batch: Any) -> RowShard:
         """Return the head's outputs for response tokens, 0 elsewhere, for this rank's rows.

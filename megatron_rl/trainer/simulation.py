@@ -41,7 +41,7 @@ def simulate(
     with simulation.measured():
         with simulation.phase("build"):
             actor = build_actor(config, updates=config.steps)
-            critic = build_critic(config) if algorithm.needs_critic else None
+            critic = build_critic(config, actor) if algorithm.needs_critic else None
             reference = build_reference(config, actor) if algorithm.needs_reference else None
             reward = [build_reward_model(config, name).role for name in config.reward.models]
         roles = [role for role in (actor, critic, reference, *reward) if role is not None]

@@ -152,6 +152,8 @@ def _hand_on(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
         with role.resident(Use.STATE):
             if role.model is not None:
                 load_weights(role.model, section.path)
+                if role.model.adapters is not None:
+                    note_base(role.model, section.path)
             if role.optimizer is not None:
                 role.optimizer.reload_parameters()
 

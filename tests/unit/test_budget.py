@@ -14,7 +14,7 @@ from megatron_rl.config.placement import role_layouts, sleeping_ranks
 from megatron_rl.config.sections.models import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import TARGETS
-from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 
 SHAPE = ModelShape("Qwen2ForCausalLM", 128, 8, 8, 4, 32, 384, 21, 1 << 20, qkv_bias=True)
 
@@ -92,6 +92,25 @@ def test_adapters_alone_have_gradients_and_the_reference_is_their_base() -> None
     assert size["gradients"] == 4 * 4 * (SHAPE.layers // 2) * (attention + mlp)
     assert size["optimizer"] == 2 * size["gradients"]
     assert size["reference weights"] == 0 < size["merged weights"] < size["actor weights"]
+
+
+def test_the_base_of_two_roles_adapters_counts_once() -> None:
+    config = load_text(CONFIG).valid()
+    lora = LoraConfig(rank=4)
+    weights = []
+    for layout in (None, replace(config.actor.layout, tensor=1)):
+        critic = CriticConfig(lora=lora, layout=layout)
+        config = replace(config, actor=replace(config.actor, lora=lora), critic=critic)
+        resolved = resolve(config, 4, shape=SHAPE).config
+        layouts = role_layouts(resolved, 4)
+        ranks = memory_plan(resolved, layouts, {"actor": SHAPE}, batch_plan(resolved, layouts))
+        items = {item.name: item for rank in ranks for item in rank.items}
+        weights.append(items["critic weights"])
+        alone = items["critic gradients"].bytes // 4 * DTYPE_BYTES[resolved.model.dtype]
+        assert (weights[-1].bytes == alone) == (layout is None)
+    assert weights[0].bytes < weights[1].bytes
+    assert "over the actor's base" in weights[0].how
+    assert "a base of its own: critic.layout is not the actor's" in weights[1].how
 
 
 def test_an_engine_sleeps_only_where_another_role_shares_its_ranks() -> None:

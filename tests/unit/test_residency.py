@@ -11,15 +11,19 @@ import torch
 
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.hybrid_engine.sync import HybridEngine
+from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
+from megatron_rl.parallel.checkpoint_tensors import load_tensors, save_tensors
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.lora import adapter_parameters, add_adapters, policy_weights
+from megatron_rl.parallel.lora import adapter_parameters, add_adapters, policy_weights, share_base
 from megatron_rl.parallel.model import ParallelModel, build_model, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.residency import Residency, Use
+from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.types import TrainBatch
 from tests.hf_models import save_model
 
 
@@ -137,6 +141,87 @@ def test_an_engine_that_stays_awake_has_its_weights(learner: Residency, tmp_path
             assert bool(synced.values()) == (sleeps or not number)
             assert not any(weights.isnan().any() for weights in engine.parameters().values())
         assert engine.needs_weights == sleeps
+
+
+def adapted_roles(path: Path, shared: bool) -> list[ModelRole]:
+    """Return a policy and a critic with adapters over one base, or over a copy each, that both offload."""
+    roles: list[ModelRole] = []
+    for name, head in (("actor", "lm"), ("critic", "value")):
+        config, groups = save_model("llama", path).config, ParallelGroups(ParallelLayout((0,)))
+        model = build_model(config, groups, dtype=torch.bfloat16, head=head)
+        load_weights(model, path)
+        add_adapters(model, LoraConfig(rank=2), seed=1, trainable=True)
+        base = roles[0] if shared and roles else None
+        if base is not None and base.model is not None:
+            share_base(model, base.model)
+        wrap(model, True)
+        outputs = ("old_log_probs", "entropy") if name == "actor" else ("values",)
+        optimizer = Optimizer(model, OptimizerConfig(learning_rate=1e-2), steps=9)
+        role = ModelRole(
+            name, groups.layout, model, tokens_per_microbatch=20, outputs=outputs, optimizer=optimizer,
+            offload=True, over=base,
+        )  # fmt: skip
+        roles.append(role)
+    for role in roles:
+        role.residency.leave()
+    return roles
+
+
+def first_output(rows: TrainBatch, output: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    return (rows.loss_weights * output).sum(), Metrics()
+
+
+def learned(role: ModelRole) -> dict[str, torch.Tensor]:
+    """Return what a role says of a batch before and after a step on it, and what it has learned."""
+    tokens = torch.randint(0, 131, (35,), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones(len(tokens), dtype=torch.bool)
+    lengths = torch.tensor([7, 9, 2, 12, 5])
+    batch = TrainBatch(tokens, lengths, mask, mask / len(tokens), torch.ones(len(lengths)))
+    before = role.infer(batch).tokens
+    role.update(batch, first_output)
+    answers = {"before": before, "after": role.infer(batch).tokens}
+    told = {f"{when} {name}": value for when, answer in answers.items() for name, value in answer.items()}
+    assert role.model is not None
+    with role.resident(Use.READ):
+        return told | {name: value.clone() for name, value in trainable(role.model).items()}
+
+
+def trainable(model: ParallelModel) -> dict[str, torch.Tensor]:
+    (chunk,) = model.chunks
+    return {name: value for name, value in chunk.named_parameters() if value.requires_grad}
+
+
+def test_roles_over_one_base_learn_as_over_two(tmp_path: Path) -> None:
+    device.initialize()
+    shared, apart = adapted_roles(tmp_path, True), adapted_roles(tmp_path, False)
+    for _ in range(2):
+        for role, other in zip(shared, apart, strict=True):
+            found, expected = learned(role), learned(other)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+    actor, critic = shared
+    assert actor.model is not None and critic.model is not None
+    policy, values = live_parameters(actor.model), live_parameters(critic.model)
+    base = policy.keys() - {"0.output_layer.weight"}
+    assert on_device([*policy.values(), *values.values()]) == {False}
+    with critic.resident(Use.READ):
+        assert on_device(list(values.values())) == {True}
+        assert all(policy[name].data_ptr() == values[name].data_ptr() for name in base)
+    moved(critic.residency)
+    with critic.resident(Use.READ):
+        (chunk,) = critic.model.chunks
+        own = sum(value.nbytes for value in (*trainable(critic.model).values(), *chunk.buffers()))
+        assert moved(critic.residency) == pytest.approx(own, rel=0.05), "the base moves with the actor"
+    # A checkpoint has what learns alone: adapters and the head.
+    with critic.resident():
+        (tmp_path / "saved").mkdir()
+        save_tensors(tmp_path / "saved", critic.model, critic.optimizer)
+    _, again = adapted_roles(tmp_path, False)
+    with again.resident(), critic.resident():
+        load_tensors(tmp_path / "saved", again.model, again.optimizer)
+        assert again.model is not None
+        for name, value in trainable(critic.model).items():
+            assert torch.equal(trainable(again.model)[name], value), name
 
 
 def test_adapters_reach_the_engine_from_host_memory(tmp_path: Path) -> None:

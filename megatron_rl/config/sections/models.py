@@ -334,6 +334,12 @@ class CriticConfig:
             "offload": {"verl": "critic.megatron.optimizer_offload"},
         },
     )
+    lora: LoraConfig | None = setting(
+        None,
+        "Adapters to train in the place of the weights, beside the head; where the actor has adapters too, "
+        "over the same model on the same ranks, both have one base in memory.",
+        unset="every weight is trained",
+    )
     recompute: str = setting(
         "none",
         "Activations that the backward pass computes again: none, attention (selective), or every layer.",
