@@ -366,9 +366,8 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
             model = inputs.shapes.get(role, shape)
             _, settings = megatron_settings(check.config, layout)
             rollout = role == "rollout"
-            check.add(
-                engine_problems(model, layout) if rollout else trainer_problems(model, layout, settings)
-            )
+            fits = engine_problems(model, layout) if rollout else trainer_problems(model, layout, settings)
+            check.add(fits)
             if role in ("actor", "critic"):
                 check.add(learning_problems(model, layout))
     if lengths:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
-from megatron_rl.parallel.checkpoint_tensors import load_tensors, save_tensors
+from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.lora import adapter_parameters, add_adapters, policy_weights, share_base
@@ -215,7 +216,10 @@ def test_roles_over_one_base_learn_as_over_two(tmp_path: Path) -> None:
     # A checkpoint has what learns alone: adapters and the head.
     with critic.resident():
         (tmp_path / "saved").mkdir()
-        save_tensors(tmp_path / "saved", critic.model, critic.optimizer)
+        saved = begin_tensors(tmp_path / "saved", critic.model, critic.optimizer, ANY, keep=False)
+        saved.run()
+        with device.megatron_mode():
+            saved.finish()
     _, again = adapted_roles(tmp_path, False)
     with again.resident(), critic.resident():
         load_tensors(tmp_path / "saved", again.model, again.optimizer)
