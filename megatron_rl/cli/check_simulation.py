@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -76,6 +77,9 @@ def planned(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemory]:
 
 
 def _simulate(*arguments: Any) -> SimulatedRank:
+    # Kernels of these take tensors that hold something; what is simulated are Megatron's own layers.
+    modules: Any = sys.modules
+    modules.update(dict.fromkeys(("transformer_engine", "transformer_engine_torch", "apex", "amp_C")))
     from megatron_rl.trainer.simulation import simulate
 
     warnings.simplefilter("ignore")  # of libraries about each other

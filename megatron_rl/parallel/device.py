@@ -41,6 +41,7 @@ def simulate() -> None:
     """
     global _simulated, _ON_HOST
     _simulated = _ON_HOST = True
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def simulated() -> bool:
