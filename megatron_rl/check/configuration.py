@@ -70,8 +70,7 @@ class CheckReport:
     """Hold what a check found.
 
     ``config`` has every derived value filled in where there are no errors; ``origins`` says where each
-    value comes from. Plans are None where errors leave nothing to plan. ``models`` are the files that say the
-    sizes of the roles' models, ``shapes`` what they say; roles that are not there have the actor's.
+    value comes from. Plans are None where errors leave nothing to plan. ``models`` are files by role.
     """
 
     config: RunConfig
