@@ -20,6 +20,7 @@ WRITTEN_BY = {
     "a run that carries responses": "rollout/rounds rollout/partial rollout/carried "
     "rollout/not_begun staleness/token",
     "a run in the open order": "rollout/due rollout/complete",
+    "a run with servers": "rollout/servers rollout/sampled_again",
     "a run that discards responses": "rollout/discarded",
     "a run that samples ahead": "staleness/m time/idle_",
 }

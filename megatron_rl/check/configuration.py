@@ -245,10 +245,9 @@ def _report(
         batch = batch_plan(config, layouts) if config.job == TRAIN else None
         memory, sync = [], None
         if inputs.shape is not None:
-            shapes = {"actor": inputs.shape, **inputs.shapes}
-            memory = memory_plan(config, layouts, shapes, batch)
-            plans |= {"shapes": shapes, "models": inputs.models}
-        if batch is not None and inputs.shape is not None:
+            plans |= {"shapes": {"actor": inputs.shape, **inputs.shapes}, "models": inputs.models}
+            memory = memory_plan(config, layouts, plans["shapes"], batch)
+        if batch is not None and inputs.shape is not None and not config.rollout.server.urls:
             sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
         records = inputs.preview.count if inputs.preview else None
         check.warnings.extend(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_rl.config.derive import longest_row, smallest_world
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
+from megatron_rl.config.sections.rollout import SERVER
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout, problems
 from megatron_rl.shapes.model import ModelShape
@@ -40,12 +41,16 @@ def check_layout(role: str, layout: ParallelLayout, world_size: int, config: Run
                 fix="remove model.attention, or set it to torch",
             )
         )
-    if role == "rollout" and config.rollout.engine == "torch" and layout.tensor > 1:
+    engine = config.rollout.engine
+    if role == "rollout" and engine in ("torch", SERVER) and layout.tensor > 1:
+        why = "the torch engine does not cut the model"
+        if engine == SERVER:
+            why = "ranks only ask the servers, each of which cuts the model as its own command says"
         errors.append(
             UserError(
-                "the torch engine does not cut the model",
+                why,
                 where="rollout.tensor",
-                expected="1 with rollout.engine=torch",
+                expected=f"1 with rollout.engine={engine}",
                 got=str(layout.tensor),
                 fix="set rollout.tensor=1, or rollout.engine=vllm",
             )

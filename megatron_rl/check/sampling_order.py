@@ -1,10 +1,11 @@
-"""Rules of sampling ahead, of over-sampling and of responses that are carried into later steps."""
+"""Rules of servers that sample, of sampling ahead, and of responses that are carried into later steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from megatron_rl.algorithms.algorithm import Algorithm
+from megatron_rl.check.engine_servers import check_engine_servers
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import CLOSED, KEEP, OPEN
@@ -15,8 +16,9 @@ from megatron_rl.shapes.layout import ParallelLayout
 def check_asynchrony(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], algorithm: Algorithm | None = None
 ) -> list[UserError]:
-    """Return the errors of the order in which a run samples and learns."""
+    """Return the errors of where and in which order a run samples and learns."""
     return [
+        *check_engine_servers(config.rollout),
         *_check_open(config),
         *_check_kept(config),
         *_check_ahead(config, layouts),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
+from megatron_rl.check.engine_servers import server_commands
 from megatron_rl.cli.check_simulation import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.config.adapters import lora_apart
 from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight
@@ -14,7 +15,7 @@ from megatron_rl.config.checkpoint_meta import SAME
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.rollout import KEEP, OPEN
+from megatron_rl.config.sections.rollout import KEEP, OPEN, SERVER
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, has_use, stage_plans
 from megatron_rl.errors import numbered
@@ -41,6 +42,9 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
         blocks.append(_section("SIMULATION", SIMULATED_LAYERS, simulation_lines(simulated)))
     if report.sync is not None:
         blocks.append(_section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync(report)))
+    if report.config.rollout.engine == SERVER and report.shape is not None:
+        note = "one at each address of rollout.server.urls, which this does not ask"
+        blocks.append(_section("SERVERS", note, server_commands(report.config)))
     if report.layouts is not None and report.shape is None:
         sync = "" if report.batch is None else ", no bytes per weight sync"
         blocks.append(f"The model's config.json is not on this machine: no memory{sync}.")

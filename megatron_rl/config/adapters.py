@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.config.stage_plan import starting_model
-from megatron_rl.shapes.lora import default_targets
+from megatron_rl.shapes.lora import AdaptedModel, adapted, default_targets
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.pretrained import read_pretrained
 
 
 def with_targets(
@@ -50,6 +52,15 @@ def lora_apart(config: RunConfig) -> LoraConfig | None:
     """Return the adapters that the rollout engine gets apart from the weights, None where it gets none."""
     lora = config.actor.lora
     return lora if lora is not None and lora.sync == "adapter" else None
+
+
+def separate_adapters(config: RunConfig) -> AdaptedModel | None:
+    """Return what the adapters of `lora_apart` are of; reads the model's config.json."""
+    lora = lora_apart(config)
+    if lora is None:
+        return None
+    model = read_pretrained(Path(config.model.path) / "config.json")
+    return adapted(model, lora.rank, lora.alpha, lora.targets)
 
 
 def reference_is_base(config: RunConfig) -> bool:

@@ -11,6 +11,7 @@ from megatron_rl.config.derive import BatchPlan, spread
 from megatron_rl.config.placement import megatron_settings, role_of, sleeping_ranks
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.sections.rollout import SERVER
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
@@ -140,6 +141,8 @@ def rank_memory(
             items += _trained(config, role, learners[role], layout, rank, shape)
             continue
         assert batch is not None
+        if role == "rollout" and config.rollout.engine == SERVER:
+            continue  # the servers' memory is not the job's
         if role == "rollout":
             awake = ("generate",) if rank in asleep else PHASES
             items += _rollout(config, layout, shape, batch, awake)

@@ -1,15 +1,25 @@
 """Make backend ``megatron_rl`` known in the workers that a vLLM server starts.
 
-``vllm serve MODEL --worker-extension-cls megatron_rl.hybrid_engine.worker_extension.HybridWorker
---weight-transfer-config '{"backend": "megatron_rl"}'`` imports this module in each worker, before the worker
-loads its model.
+``python -m vllm.entrypoints.openai.api_server --model MODEL --weight-transfer-config '{"backend":
+"megatron_rl"}' --worker-extension-cls megatron_rl.hybrid_engine.worker_extension.HybridWorker``
+imports this module in each worker, before the worker loads its model. `check` shows the whole command.
 """
+
+from __future__ import annotations
+
+import json
+from typing import Any
 
 from megatron_rl.hybrid_engine.weight_transfer import register_in_worker
 
 
 class HybridWorker:
-    """Add nothing to vLLM's worker: importing the module is what counts."""
+    """Add to vLLM's worker what a training job asks it."""
+
+    def model_settings(self) -> dict[str, Any]:
+        """Return the settings of the worker's model, as transformers reads them."""
+        worker: Any = self
+        return json.loads(json.dumps(worker.model_config.hf_config.to_dict(), default=str))
 
 
 register_in_worker()

@@ -11,13 +11,15 @@ from typing import Any
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
-from megatron_rl.config.adapters import lora_apart, own_base_reason, reference_is_base
+from megatron_rl.config.adapters import own_base_reason, reference_is_base, separate_adapters
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.placement import role_layout, role_layouts, sleeping_ranks
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig, CriticConfig
+from megatron_rl.config.sections.rollout import SERVER
 from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans
 from megatron_rl.data.chat_format import ChatFormats
+from megatron_rl.hybrid_engine.servers import ServedWeights, make_sampler
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_megatron import load_optimizer
@@ -31,7 +33,8 @@ from megatron_rl.roles.policy import add_lora, build_policy, stored_at
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.engine import make_engine, make_tool_parser
-from megatron_rl.shapes.lora import AdaptedModel, adapted
+from megatron_rl.rollout.server import ServerSampler
+from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.shapes.pretrained import read_pretrained
 
 POLICY_OUTPUTS = ("old_log_probs", "entropy")
@@ -49,7 +52,7 @@ class Roles:
 
     actor: ModelRole
     rollout: RolloutRole
-    hybrid_engine: HybridEngine
+    hybrid_engine: HybridEngine | ServedWeights
     reward: RewardRole
     critic: ModelRole | None = None
     reference: ModelRole | None = None
@@ -104,7 +107,7 @@ def build_roles(
     tokenizer's chat template. ``actor`` is one that is there already. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
-    adapters = _separate_adapters(config)
+    adapters = separate_adapters(config)
     rollout = _build_rollout(config, tokenizer, templated, _records(config, "rollout"), adapters)
     actor = actor or build_actor(config, updates=_updates(config))
     critic = build_critic(config, actor) if algorithm.needs_critic else None
@@ -139,7 +142,7 @@ def build_frozen_roles(
     Without a path it is built to hold a checkpoint of the run. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
-    adapters = _separate_adapters(config) if path is None else None
+    adapters = separate_adapters(config) if path is None else None
     rollout = _build_rollout(config, tokenizer, templated, adapters=adapters)
     layout = role_layout(config.actor.layout, "actor.layout")
     model = build_policy(config, layout, path=path or present_model(config), trainable=False)
@@ -153,16 +156,20 @@ def build_frozen_roles(
     return Roles(actor, rollout, engine, reward, reward_models=models)
 
 
-def _hybrid_engine(config: RunConfig, actor: ModelRole, rollout: RolloutRole, apart: bool) -> HybridEngine:
-    settings = config.hybrid_engine
+def _hybrid_engine(
+    config: RunConfig, actor: ModelRole, rollout: RolloutRole, apart: bool
+) -> HybridEngine | ServedWeights:
+    settings, engine, resident = config.hybrid_engine, rollout.engine, partial(actor.resident, Use.READ)
+    if isinstance(engine, ServerSampler) or config.rollout.engine == SERVER:
+        return ServedWeights(actor.model, actor.layout.ranks, engine, config, resident)
     return HybridEngine(
         actor.model,
-        rollout.engine,
+        engine,
         staging_bytes=settings.staging_bytes,
         verify=settings.verify,
-        resident=partial(actor.resident, Use.READ),
+        resident=resident,
         apart=apart,
-        adapters=rollout.engine.adapters if rollout.engine is not None else None,
+        adapters=engine.adapters if engine is not None else None,
         sleeps=device.rank() in sleeping_ranks(role_layouts(config, device.world_size())),
     )
 
@@ -175,15 +182,6 @@ def _records(config: RunConfig, replay: str) -> tuple[int, int] | None:
     return shape.layers, shape.experts_per_token
 
 
-def _separate_adapters(config: RunConfig) -> AdaptedModel | None:
-    """Return the adapters that the rollout engine gets apart from the weights, None where it gets none."""
-    lora = lora_apart(config)
-    if lora is None:
-        return None
-    model = read_pretrained(Path(config.model.path) / "config.json")
-    return adapted(model, lora.rank, lora.alpha, lora.targets)
-
-
 def _build_rollout(
     config: RunConfig,
     tokenizer: Any,
@@ -193,28 +191,30 @@ def _build_rollout(
 ) -> RolloutRole:
     layouts = role_layouts(config, device.world_size())
     layout, environment = layouts["rollout"].checked(), config.rollout.environment
-    communicator(layout.ranks)
+    for ranks in (layout.ranks, *layout.groups("tensor")):
+        communicator(ranks)
     chat = parse = None
     if environment is not None:
         chat = ChatFormats(tokenizer, templated)
         parse = make_tool_parser(environment.tool_parser, tokenizer)
-    for ranks in layout.groups("tensor"):
-        communicator(ranks)
-    engine = make_engine(
-        config.model.path,
-        config.rollout,
-        layout=layout,
-        rank=device.rank(),
-        dtype=config.model.dtype,
-        seed=config.seed,
-        max_model_len=longest_row(config),
-        records=records,
-        adapters=adapters,
-    )
-    if engine is not None and device.rank() in sleeping_ranks(layouts):
-        engine.sleep()
-    most = config.rollout.max_in_flight
-    return RolloutRole(layout, engine, device.rank(), environment, chat, records, most, parse)
+    if config.rollout.engine == SERVER:
+        engine = make_sampler(config, layout)
+    else:
+        engine = make_engine(
+            config.model.path,
+            config.rollout,
+            layout=layout,
+            rank=device.rank(),
+            dtype=config.model.dtype,
+            seed=config.seed,
+            max_model_len=longest_row(config),
+            records=records,
+            adapters=adapters,
+        )
+        if engine is not None and device.rank() in sleeping_ranks(layouts):
+            engine.sleep()
+    most, served = config.rollout.max_in_flight, config.rollout.engine == SERVER
+    return RolloutRole(layout, engine, device.rank(), environment, chat, records, most, parse, served)
 
 
 def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:

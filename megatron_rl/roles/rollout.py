@@ -14,6 +14,7 @@ from megatron_rl.rollout.conversations import Conversations
 from megatron_rl.rollout.engine import Engine, ToolParser
 from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows
 from megatron_rl.rollout.replica import OnComplete, Rendezvous, await_rendezvous, sample
+from megatron_rl.rollout.server import ServerSampler
 from megatron_rl.rollout.turns import Groups, Led, SingleTurns, Turns, Until
 from megatron_rl.shapes.layout import ParallelLayout
 
@@ -25,23 +26,26 @@ class RolloutRole:
     ``environment`` the first rank of each replica runs its processes, ``chat`` says how it is spoken to, and
     ``parse`` finds calls of tools.
     ``most`` episodes are in flight on a replica, as many as its engine works on unless given.
-    ``records`` are the layers, and experts per token, of an engine that says which these were.
+    ``records`` are the layers, and experts per token, of an engine that says which these were. ``served``
+    says that engines are samplers at servers, on all ranks alike.
     """
 
     def __init__(
         self,
         layout: ParallelLayout,
-        engine: Engine | None,
+        engine: Engine | ServerSampler | None,
         rank: int,
         environment: EnvironmentConfig | None = None,
         chat: ChatFormats | None = None,
         records: tuple[int, int] | None = None,
         most: int | None = None,
         parse: ToolParser | None = None,
+        served: bool = False,
     ) -> None:
         self.layout, self.engine, self.rank = layout, engine, rank
         self.environment, self._chat, self._parse = environment, chat, parse
         self._records, self._most, self._queue = records, most, 0
+        self._served = served
         self._hosts: Hosts | None = None
         if environment is not None and engine is not None and layout.coordinates(rank).tensor == 0:
             self._hosts = Hosts(environment)
@@ -66,7 +70,7 @@ class RolloutRole:
                 rendezvous.ended(group)
 
         led = self.environment is not None or rendezvous is not None
-        return sample(
+        added = sample(
             self.engine,
             self.layout,
             self.rank,
@@ -77,6 +81,9 @@ class RolloutRole:
             self._most,
             None if on_complete is None and rendezvous is None else ended,
         )
+        if isinstance(self.engine, ServerSampler):
+            added = added._replace(sampled_again=self.engine.sampled_again())
+        return added
 
     def _take(self, led: bool) -> int:
         """Return the sweep's next ticket, drawn by a replica's first rank, which with ``led`` is alone."""
@@ -92,12 +99,15 @@ class RolloutRole:
         if rendezvous is not None and self.engine is None:
             await_rendezvous(rendezvous)
         shard, outcomes, prompts = members.gather_rows(added.shard), {}, {}
-        if self.environment is not None:
-            for ended, opened in members.gather_objects((added.outcomes, added.prompts)):
+        again = 0
+        if self.environment is not None or self._served:
+            told = members.gather_objects((added.outcomes, added.prompts, added.sampled_again))
+            for ended, opened, count in told:
                 outcomes |= ended
                 prompts |= opened
+                again += count
         experts = None if added.experts is None else members.gather_rows(added.experts)
-        return Added(shard, outcomes, prompts, experts)
+        return Added(shard, outcomes, prompts, experts, again)
 
     def _turns(self, rendezvous: Rendezvous | None, groups: Groups) -> Turns:
         replica, leader = self.layout.coordinates(self.rank), None

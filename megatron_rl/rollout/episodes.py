@@ -264,13 +264,14 @@ class Added(NamedTuple):
     ``shard`` has their tokens with ``mask`` and ``log_probs``, and of each row the ``finish_reason`` and the
     ``round`` in which it ended; ``outcomes`` what environments made of those that ended, by row, and
     ``prompts`` the tokens that they began with in place of the record's. ``experts`` has those of the whole
-    rows, prompts and all.
+    rows, prompts and all. ``sampled_again`` counts requests whose server was lost.
     """
 
     shard: RowShard
     outcomes: dict[int, Outcome]
     prompts: dict[int, list[int]]
     experts: RowShard | None = None
+    sampled_again: int = 0
 
 
 def added_rows(

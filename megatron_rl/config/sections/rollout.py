@@ -12,6 +12,7 @@ from megatron_rl.config.setting import required, setting
 
 _RANKS_LISTED = "ours lists the ranks"
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
+SERVER = "server"
 CLOSED, OPEN = "closed", "open"
 RECOMPUTE, KEEP = "recompute", "keep"
 
@@ -60,6 +61,40 @@ class EnvironmentConfig:
 
 
 @dataclass(frozen=True)
+class ServerConfig:
+    """Say where vLLM's API servers are that sample for the run, and how patient it is with them.
+
+    Every server must be there when the run starts. One that is lost later costs its requests, which others
+    sample again, and gets work again once it is back and has the newest weights.
+    """
+
+    urls: tuple[str, ...] = setting(
+        (), "Addresses of the servers, such as `http://host:8000`; `check` shows the command that starts one."
+    )
+    request_timeout: float = setting(
+        600.0,
+        "Time after which a server that has not answered a request counts as lost.",
+        unit="seconds",
+        more_than=0,
+        at_most=MOST_SECONDS,
+    )
+    update_timeout: float = setting(
+        300.0,
+        "Time that a server has to meet the trainers, and for each call that brings it weights.",
+        unit="seconds",
+        more_than=0,
+        at_most=MOST_SECONDS,
+    )
+    wait: float = setting(
+        300.0,
+        "Time that a step waits while no server is there.",
+        unit="seconds",
+        at_least=0,
+        at_most=MOST_SECONDS,
+    )
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """Describe generation: the engine, its layout, and how responses are sampled.
 
@@ -71,9 +106,10 @@ class RolloutConfig:
 
     engine: str = setting(
         "vllm",
-        "What generates: vLLM, a plain torch model for small tests, or an engine of your own, by path: what "
-        "is called as `make_engine` calls it, and gives a `Sampler` and `WeightStore` in one.",
-        choices=("vllm", "torch"),
+        "What generates: vLLM in the ranks, a plain torch model for small tests, vLLM's API servers, or an "
+        "engine of your own, by path: what is called as `make_engine` calls it, and gives a `Sampler` and "
+        "`WeightStore` in one.",
+        choices=("vllm", "torch", SERVER),
         or_path=True,
         also_called={"verl": "rollout.name, rollout.mode", "NeMo-RL": "generation.backend"},
     )
@@ -227,6 +263,7 @@ class RolloutConfig:
         True,
         "Compute vLLM's logits in float32, as the trainer does, also where the model is of another dtype.",
     )
+    server: ServerConfig = setting(ServerConfig(), "The servers of `engine: server`.")
     vllm: dict[str, Any] = setting(
         {}, "Fields of vLLM's EngineArgs.", also_called={"verl": "engine_kwargs", "NeMo-RL": "vllm_cfg"}
     )

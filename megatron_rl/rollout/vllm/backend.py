@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -19,9 +18,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from megatron_rl.check.engine_servers import BACKEND
+from megatron_rl.rollout.server import alongside
 from megatron_rl.rollout.vllm.live import LiveWeights, check_writable
-
-BACKEND = "megatron_rl"
 
 
 class Transfer(Protocol):
@@ -140,7 +139,7 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         """Meet the workers. Collective over the meeting; the first trainer tells vLLM where it is."""
         told = {name: value for name, value in vars(init_info).items() if name not in ("model", "rank")}
         meeting = Meeting(model=init_info.model, **told)
-        call = _alongside(client.init_weight_transfer_engine, told) if init_info.is_sender else None
+        call = alongside(client.init_weight_transfer_engine, told) if init_info.is_sender else None
         transfer, end = _connect[0](meeting, None, init_info.rank)
         if call is not None:
             call()
@@ -153,7 +152,7 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         call = None
         if self.is_sender:
             self.client.start_weight_update()
-            call = _alongside(self.client.update_weights, {"version": self._version})
+            call = alongside(self.client.update_weights, {"version": self._version})
         self._transfer.sync()
         if call is not None:
             call()
@@ -162,27 +161,6 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
     def shutdown(self) -> None:
         """Leave the meeting."""
         self._end()
-
-
-def _alongside(function: Callable[[Any], Any], argument: Any) -> Callable[[], None]:
-    """Call a client in its own thread, since both sides must be in the transfer at once; return its end."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            function(argument)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def end() -> None:
-        thread.join()
-        if failures:
-            raise failures[0]
-
-    return end
 
 
 def register(connect: Connect) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.check.engine_arguments import check_engine_arguments
+from megatron_rl.check.engine_servers import host_arguments, sampling_arguments
 from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
@@ -25,9 +26,6 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, TensorBox
-
-_HOST_BATCHED_TOKENS = 4096
-"""vLLM's own default on the host for one step, per tensor-parallel rank."""
 
 
 @dataclass
@@ -116,30 +114,22 @@ class VllmEngine:
 
     def _arguments(self, config: RolloutConfig, tensor: int, dtype: str, seed: int) -> dict[str, Any]:
         model = read_pretrained(self._path / "config.json")
-        head = {"head_dtype": "float32"} if config.float32_head else {}
         arguments: dict[str, Any] = {
             "model": str(self._path),
-            "hf_overrides": dict(model.family.engine_keys) | head,
-            "skip_tokenizer_init": True,  # tokens in, tokens out
-            "generation_config": "vllm",  # no sampling defaults from the checkpoint
+            **sampling_arguments(
+                model, float32_head=config.float32_head, dtype=dtype, max_model_len=self.max_model_len
+            ),
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": tensor,
-            "dtype": dtype,
             "seed": seed,
-            "max_model_len": self.max_model_len,
-            "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
-            "enforce_eager": device.on_host(),
             **(truncation.engine_arguments() if self._truncates else {}),
             **(routing.engine_arguments() if self._records else {}),
         }
         if device.on_host():
             size = setup.host_cache_bytes(self._path, tensor, dtype, self.max_model_len)
-            arguments["kv_cache_memory_bytes"] = size
-            # A generator on the host cannot be set back, which vLLM does where a prompt is read in parts.
-            arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(_HOST_BATCHED_TOKENS * tensor, self.max_model_len)
+            arguments |= {"kv_cache_memory_bytes": size, **host_arguments(self.max_model_len, tensor)}
             if model.shape.kv_lora:
                 # Processors with AMX get another backend, which computes with packed copies of the weights
                 # that no write reaches.

@@ -1,0 +1,292 @@
+"""Keep the weights of vLLM's API servers equal to a Megatron model's: one meeting per server.
+
+At a meeting all ranks of the actor and all workers of one server form a process group of their own, in which
+a `HybridEngine` moves the weights. So a server that dies breaks its own meeting and no other.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_rl.config.derive import longest_row
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import UserError
+from megatron_rl.hybrid_engine.execute import WeightMismatchError
+from megatron_rl.hybrid_engine.sync import HybridEngine
+from megatron_rl.metrics import Metrics
+from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import gather_objects
+from megatron_rl.parallel.groups import join_span, leave_span
+from megatron_rl.parallel.hf.model_spec import read_hf_config
+from megatron_rl.parallel.model import Chunked
+from megatron_rl.rollout.engine import Sampler
+from megatron_rl.rollout.server import Expected, Server, ServerError, ServerSampler, alongside
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.pretrained import read_pretrained
+
+CURRENT, OLD, STRANGE, GONE = "current", "old", "strange", "gone"
+_POLL_SECONDS = 2.0
+
+
+def refuse_other(config: RunConfig, server: Server) -> int:
+    """Return how many requests a server works on at once; raise UserError unless it fits the run."""
+    rollout, path = config.rollout, Path(config.model.path) / "config.json"
+    expected = Expected(config.model.dtype, rollout.float32_head, longest_row(config), device.host().type)
+    settings, keys = read_hf_config(config.model.path).to_dict(), read_pretrained(path).family.engine_keys
+    return server.refuse_other(settings | dict(keys), expected)
+
+
+def make_sampler(config: RunConfig, layout: ParallelLayout) -> ServerSampler | None:
+    """Return what samples at the run's servers, None on ranks outside ``layout``.
+
+    Raises UserError on all ranks unless every server is there and fits the run. Collective over the world.
+    """
+    settings, rank, answer = config.rollout.server, device.rank(), None
+    if rank == 0:
+        try:
+            answer = sum(refuse_other(config, Server(url)) for url in settings.urls)
+        except UserError as error:
+            answer = error
+    answer = gather_objects(answer)[0]
+    if isinstance(answer, UserError):
+        raise answer
+    if rank not in layout.ranks:
+        return None
+    place = layout.ranks.index(rank)
+    return ServerSampler(settings, longest_row(config), max(1, answer // len(layout.ranks)), place)
+
+
+class _Link(NamedTuple):
+    """Hold the meeting with one server: what moves the weights, and the process group."""
+
+    transfer: HybridEngine
+    group: Any
+
+
+class ServedWeights:
+    """Bring servers the weights of a model, and tell the samplers which servers have them.
+
+    It stands where a `HybridEngine` stands for an engine in the ranks. ``model`` is None on ranks without the
+    actor, whose ranks are ``actor``; ``sampler`` on those that sample. ``resident`` is as in `HybridEngine`.
+    """
+
+    def __init__(
+        self,
+        model: Chunked | None,
+        actor: tuple[int, ...],
+        sampler: Sampler | None,
+        config: RunConfig,
+        resident: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.version = 0
+        assert sampler is None or isinstance(sampler, ServerSampler)
+        self._model, self._actor, self._sampler = model, actor, sampler
+        self._run, self._config, self._resident = config, config.rollout.server, resident
+        self._servers = [Server(url) for url in self._config.urls]
+        self._links: dict[Server, _Link] = {}
+        self._leads = device.rank() == actor[0]
+        self._name = self._told(lambda: uuid.uuid4().hex)
+        self._started = False
+
+    def _told(self, answer: Callable[[], Any]) -> Any:
+        """Return the first actor rank's answer on every rank. Collective over the world."""
+        return gather_objects(answer() if self._leads else None)[self._actor[0]]
+
+    def mark_updated(self, *, base: bool = False) -> None:
+        """Say that the model's weights have changed; ``base`` makes no difference: all of them move."""
+        self.version += 1
+
+    @property
+    def _weights(self) -> str:
+        """Return the name of the newest weights, which no other job's have."""
+        return f"{self._name} {self.version}"
+
+    @contextmanager
+    def generation_mode(self) -> Iterator[Metrics]:
+        """Bring every server that is there up to ``version``, and have the samplers use these alone.
+
+        Waits for the first where none is there. Yields what moving weights measured, and how many servers
+        have them. Raises UserError where none comes, and at first where one does not take the weights.
+        Collective over the world.
+        """
+        until, metrics, failures = time.monotonic() + self._config.wait, Metrics(), dict[str, str]()
+        while True:
+            states, late = self._told(lambda: (self._states(), time.monotonic() > until))
+            for server, state in zip(self._servers, states, strict=True):
+                if state in (STRANGE, GONE):
+                    self._leave(server)
+                if state in (STRANGE, OLD):
+                    moved, failure = self._update(server)
+                    metrics += moved
+                    failures |= {server.url: failure} if failure else {}
+            ready = [server for server in self._servers if server.url not in failures]
+            ready = [server for server in ready if states[self._servers.index(server)] != GONE]
+            if ready or late or not self._started:
+                break
+            time.sleep(_POLL_SECONDS)
+            failures = {}
+        self._refuse_lost(ready, failures)
+        self._started = True
+        if self._sampler is not None:
+            self._sampler.use(ready, self._weights)
+        yield metrics + Metrics.of({"rollout/servers": float(len(ready))})
+
+    def _refuse_lost(self, ready: list[Server], failures: dict[str, str]) -> None:
+        """Raise UserError where no server has the weights, or at the start of a run not all of them."""
+        if len(ready) == len(self._servers) or (ready and self._started):
+            return
+        absent = [server.url for server in self._servers if server not in ready]
+        told = [failures.get(url, f"{url} is not reached") for url in absent]
+        raise UserError(
+            "servers do not take the run's weights",
+            where="rollout.server.urls",
+            expected="every server" if not self._started else "at least one server",
+            got="\n".join(told),
+            fix="start them again; a run that has ended goes on from its last checkpoint",
+        )
+
+    def _states(self) -> list[str]:
+        """Return how every server is, asked at the same time."""
+
+        def state(server: Server) -> str:
+            try:
+                weights = server.weights()
+            except (ServerError, KeyError, TypeError):
+                return GONE
+            if weights == self._weights:
+                return CURRENT
+            known = weights.startswith(f"{self._name} ") and server in self._links
+            return OLD if known else STRANGE
+
+        with ThreadPoolExecutor(len(self._servers)) as pool:
+            return list(pool.map(state, self._servers))
+
+    def _update(self, server: Server) -> tuple[Metrics, str | None]:
+        """Bring a server the newest weights; return what that measured, and why it failed.
+
+        Requests of others that are in flight there go on with the new weights. Raises WeightMismatchError.
+        Collective over the world.
+        """
+        begun, moved = time.perf_counter(), None
+        place, failure = self._told(lambda: self._prepared(server))
+        with self._resident():
+            for work in (partial(self._meet, place=place), self._begin, self._move):
+                if failure is None:
+                    moved, failure = self._tried(server, work)
+        if failure is not None:
+            self._leave(server)
+            return Metrics(), failure
+        maxima = moved.maxima if moved is not None else {}
+        return Metrics({"time/reshard": (time.perf_counter() - begun, 1.0)}, maxima), None
+
+    def _tried(self, server: Server, work: Callable[[Server], Any]) -> tuple[Any, str | None]:
+        """Do some work on the actor's ranks; return its result, and why it failed on any of them.
+
+        A rank that fails leaves the meeting, so that no other waits for it there. Collective over the world.
+        """
+        result = failure = None
+        if self._model is not None:
+            try:
+                result = work(server)
+            except WeightMismatchError:
+                raise
+            except RuntimeError as error:  # a broken meeting, or what the server said
+                failure = f"{type(error).__name__}: {error}"
+                self._leave(server)
+        failures = [told for told in gather_objects(failure) if told is not None]
+        return result, failures[0] if failures else None
+
+    def _prepared(self, server: Server) -> tuple[dict[str, Any], str | None]:
+        """Return where a server that is new here meets the actor's ranks, and why it cannot."""
+        seconds, place = self._config.update_timeout, {}
+        try:
+            if server not in self._links:
+                refuse_other(self._run, server)
+                # A job that was killed may have left an update, and its meeting.
+                for path in ("finish_weight_update", "shutdown_weight_transfer_engine"):
+                    with suppress(ServerError):
+                        server.call(path, {}, seconds)
+                place = _meeting_place(server) | {"workers": server.workers()}
+            server.call("pause?mode=keep", {}, seconds)
+        except (ServerError, UserError, OSError) as error:
+            return {}, str(error)
+        return place, None
+
+    def _meet(self, server: Server, place: dict[str, Any]) -> None:
+        """Form the process group with a server's workers, where there is none, and plan the movement."""
+        if server in self._links:
+            return
+        movement, seconds, waits = self._run.hybrid_engine, self._config.update_timeout, None
+        settings = {"staging_bytes": movement.staging_bytes, "verify": movement.verify}
+        count = len(self._actor)
+        if self._leads:
+            info = {"init_info": place | settings | {"trainers": count}}
+            waits = alongside(server.call, "init_weight_transfer_engine", info, seconds)
+        rank = self._actor.index(device.rank())
+        with _explained(waits):
+            group = join_span(place["address"], place["port"], rank, count + place["workers"], seconds)
+            self._links[server] = _Link(HybridEngine(self._model, None, group=group, **settings), group)
+            _ = self._links[server].transfer.plan
+
+    def _begin(self, server: Server) -> None:
+        if self._leads:
+            server.call("start_weight_update", {}, self._config.update_timeout)
+
+    def _move(self, server: Server) -> Metrics:
+        """Move the weights, and let the server go on with them."""
+        seconds, waits = self._config.update_timeout, None
+        if self._leads:
+            body = {"update_info": {"version": self.version}}
+            waits = alongside(server.call, "update_weights", body, seconds)
+        with _explained(waits):
+            transfer = self._links[server].transfer
+            transfer.version = self.version
+            moved = transfer.sync()
+        if self._leads:
+            server.call("finish_weight_update", {"weight_version": self._weights}, seconds)
+            reset = server.call("reset_prefix_cache?reset_running_requests=true", {}, seconds)
+            if not reset["success"]:
+                raise ServerError(f"{server.url} does not forget what older weights computed")
+            server.call("resume", {}, seconds)
+        return moved
+
+    def _leave(self, server: Server) -> None:
+        """End the meeting with a server on this rank, where there is one."""
+        link = self._links.pop(server, None)
+        if link is not None:
+            leave_span(link.group)
+
+
+@contextmanager
+def _explained(waits: Callable[[], Any] | None) -> Iterator[None]:
+    """Wait for the server's answer at the end; where both sides failed the server knows better why."""
+    try:
+        yield
+    except WeightMismatchError:
+        raise
+    except RuntimeError:
+        if waits is not None:
+            waits()
+        raise
+    if waits is not None:
+        waits()
+
+
+def _meeting_place(server: Server) -> dict[str, Any]:
+    """Return an address of this machine that the server reaches, and a free port there."""
+    parts = urllib.parse.urlsplit(server.url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        route.connect((parts.hostname, parts.port))  # of a datagram: nothing is sent
+        address = route.getsockname()[0]
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return {"address": address, "port": probe.getsockname()[1]}

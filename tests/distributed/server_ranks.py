@@ -1,0 +1,141 @@
+"""A run whose engine is two of vLLM's API servers, of which one is killed while it samples, and comes back.
+
+    server_ranks.py CONFIG
+
+The servers are started with the words of the command that `check` shows, in processes that are forked here,
+which saves importing vLLM. The run is ended once the server that came back has its weights.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+os.environ |= {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+import megatron_rl.hybrid_engine.worker_extension  # noqa: F401 - what each worker imports
+from megatron_rl.check.engine_servers import server_commands
+from megatron_rl.cli.common import checked
+from megatron_rl.cli.main import main, parse
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.metrics import read_metrics
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PATIENCE = 400.0
+
+
+class Servers:
+    """Start servers from a process that is forked before there are threads, and ends with this one."""
+
+    def __init__(self, config: RunConfig) -> None:
+        *lines, _, host = server_commands(config)
+        command = " ".join(line.removesuffix("\\") for line in lines)
+        self._words = [*shlex.split(f"{command} {host}")[4:], "--kv-cache-memory-bytes", str(2**26)]
+        self._words += ["--host", "127.0.0.1", "--distributed-executor-backend", "uni"]
+        self._pipe, far = Pipe()
+        if not os.fork():
+            self._pipe.close()
+            nurse(far)
+
+    def start(self, url: str) -> int:
+        """Return the process of a server at ``url``, which leads a session of its own."""
+        self._pipe.send([*self._words, "--port", str(urlsplit(url).port)])
+        return self._pipe.recv()
+
+
+def nurse(pipe: Connection) -> NoReturn:
+    """Fork servers as long as anyone asks, then end them."""
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    processes = []
+    with suppress(EOFError):
+        while words := pipe.recv():
+            processes.append(os.fork())
+            if not processes[-1]:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.setsid()
+                pipe.close()
+                sys.argv = ["api_server", *words]
+                serve()
+                os._exit(0)
+            pipe.send(processes[-1])
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+    os._exit(0)
+
+
+def asked(url: str) -> str | None:
+    """Return what is answered at ``url``, None where nothing is."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.read().decode()
+    except OSError:
+        return None
+
+
+def wait_for(condition, what: str) -> None:
+    """Wait until a condition holds."""
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > until:
+            raise TimeoutError(f"no {what} within {PATIENCE} s")
+        time.sleep(0.02)
+
+
+def is_busy(url: str) -> bool:
+    """Say whether a server works on a request."""
+    lines = (asked(f"{url}/metrics") or "").splitlines()
+    return any(line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0") for line in lines)
+
+
+def accident(servers: Servers, processes: list[int], urls: list[str], metrics: Path) -> None:
+    """Kill the second server while it samples, start it again, and end the run once it samples again."""
+
+    def servers_of_last_step() -> float:
+        lines = read_metrics(metrics)
+        return lines[-1]["rollout/servers"] if lines and lines[-1]["step"] > 1 else 0.0
+
+    try:
+        wait_for(lambda: servers_of_last_step() == 2, "step with two servers")
+        wait_for(lambda: is_busy(urls[1]), "request")
+        os.killpg(processes[1], signal.SIGKILL)
+        wait_for(lambda: servers_of_last_step() == 1, "step with one server")
+        processes[1] = servers.start(urls[1])
+        wait_for(lambda: servers_of_last_step() == 2, "step with the server that came back")
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run(path: str) -> None:
+    """Start the servers, and train."""
+    config = checked(parse(["train", path]), 1, job="train", training=True).config
+    servers, urls = Servers(config), list(config.rollout.server.urls)
+    processes = [servers.start(url) for url in urls]
+    for url in urls:
+        wait_for(lambda url=url: asked(f"{url}/health") is not None, f"server at {url}")
+    values = (servers, processes, urls, Path(config.run_dir) / "metrics.jsonl")
+    threading.Thread(target=accident, args=values, daemon=True).start()
+    main(["train", path])
+
+
+if __name__ == "__main__":
+    run(sys.argv[1])
