@@ -35,7 +35,7 @@ def test_a_server_that_is_killed_costs_its_requests_and_comes_back_with_weights(
     (tmp_path / "reward.py").write_text(reward)
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
-    ended = fork(RANKS, 1, file, check=False, timeout=900)
+    ended = fork(RANKS, 1, file, check=False, timeout=560)
     lines = read_metrics(tmp_path / "run/metrics.jsonl")
     there = [line["rollout/servers"] for line in lines]
     assert (there[0], min(there), there[-1]) == (2, 1, 2), ended.output
