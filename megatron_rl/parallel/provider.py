@@ -69,8 +69,8 @@ _ITS_OWN = {
 }  # fmt: skip
 """Fields that do not change what a model computes from its weights."""
 _SCHEDULED = {
-    "calculate_per_token_loss", "variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm",
-    "pipeline_dtype", "recompute_granularity", "recompute_method", "recompute_num_layers",
+    "calculate_per_token_loss", "variable_seq_lengths", "deallocate_pipeline_outputs", "overlap_p2p_comm",
+    "batch_p2p_comm", "pipeline_dtype", "recompute_granularity", "recompute_method", "recompute_num_layers",
 }  # fmt: skip
 """Fields that the trainer decides, whatever a provider's own TransformerConfig says."""
 

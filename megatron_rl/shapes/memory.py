@@ -222,16 +222,6 @@ def activation_bytes(
     return tokens * (kept * flight + (live if built.recompute == "full" else 0.0) + routed)
 
 
-def sent_bytes(
-    shape: ModelShape, layout: ParallelLayout, last: bool, tokens: float, flight: float, dtype_bytes: int
-) -> float:
-    """Return the bytes of what a stage has sent on: the schedule keeps it until its gradient comes back."""
-    if layout.pipeline == 1 or (last and layout.virtual_pipeline == 1):
-        return 0.0
-    split = layout.context * (layout.tensor if layout.sequence_parallel else 1)
-    return tokens / split * shape.hidden * dtype_bytes * flight * layout.virtual_pipeline
-
-
 def forward_bytes(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], tokens: float, built: Layers
 ) -> float:
@@ -318,7 +308,7 @@ def training_memory(
         weights=built.dtype_bytes * (dense + experts + (adapters or 0)),
         gradients=optimizer.gradient_bytes * learning,
         optimizer=0.0 if optimizer.offload else optimizer.state_bytes * state,
-        activations=kept + sent_bytes(shape, layout, last, tokens, flight, built.dtype_bytes),
+        activations=kept,
         logits=logits_bytes(shape, layout, tokens) if last else 0.0,
     )
 
