@@ -51,7 +51,7 @@ def try_case(case: Case, work: Path) -> Result:
         ended = subprocess.run(
             [*command, str(layouts.WORKER), str(folder), "plan.json"],
             cwd=ROOT, env=launch_environment(), capture_output=True, text=True, check=False,
-            timeout=100 + PATIENCE * len(plan),
+            timeout=600 + PATIENCE * len(plan),
         )  # fmt: skip
         if ended.returncode:
             return Result("broken", ended.stderr[-4000:])
