@@ -84,7 +84,7 @@ def _sampling(
             "VAPO's lambda is 0 for every response: the policy learns from the critic's errors alone",
             "algorithm.advantage",
             f"alpha {advantage.alpha:g} with responses of at most {longest} tokens",
-            f"set algorithm.advantage={{name: vapo, alpha: {20 / longest:.2g}}}",
+            f"set algorithm.advantage={{alpha: {20 / longest:.2g}}}",
             f"alpha above {1 / longest:.3g}: lambda is 1 - 1 / (alpha * response length)",
         )
     for name, described in config.evaluation.sets.items():
