@@ -294,7 +294,7 @@ class Swanlab(Client):
             id=self.id,
             resume="allow",
             log_dir=str(folder.path / "swanlab"),
-            config=self.about,
+            config=dict(self.about),
             mode="offline" if config.offline else "online",
         )
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train SmolLM2-135M-Instruct in an environment of verifiers, on two CPU cores.
 #
-#   launch/examples/verifiers/run.sh [key=value …]      overrides of run.yaml
+#   launch/examples/verifiers_environment/run.sh [key=value …]      overrides of run.yaml
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 bash launch/setup.sh
@@ -12,6 +12,6 @@ if [ ! -f "$folder/train.jsonl" ]; then
     mkdir -p "$folder"
     # Beside .venv, which stays what the lock file says.
     "$python" -m pip install -q --target "$folder/packages" verifiers==0.1.14 reasoning-gym==0.1.25
-    "$python" launch/examples/verifiers/make.py "$folder" Sums
+    "$python" launch/examples/verifiers_environment/make.py "$folder" Sums
 fi
-NPROC=2 exec bash launch/local.sh launch/examples/verifiers/run.yaml "$@"
+NPROC=2 exec bash launch/local.sh launch/examples/verifiers_environment/run.yaml "$@"

@@ -7,7 +7,7 @@ import random
 import re
 from typing import Any
 
-import verifiers as vf  # pyright: ignore[reportMissingImports]
+import verifiers as vf
 from datasets import Dataset
 
 HELD_OUT = 32

@@ -1,6 +1,6 @@
 """Write a prompt for every record of a verifiers environment: ``train.jsonl`` and ``eval.jsonl``.
 
-python launch/examples/verifiers/make.py DIRECTORY CLASS
+python launch/examples/verifiers_environment/make.py DIRECTORY CLASS
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ sys.path += [str(Path(__file__).parent), "runs/examples/verifiers/packages"]
 
 import sums
 from openai import AsyncOpenAI
-from verifiers import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
+from verifiers import OpenAIChatCompletionsClient
 
 
 class Verifiers(AgentEnvironment):
