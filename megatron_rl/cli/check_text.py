@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
@@ -44,7 +45,7 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
         blocks.append(_section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync(report)))
     if report.config.rollout.engine == SERVER and report.shape is not None:
         note = "one at each address of rollout.server.urls, which this does not ask"
-        blocks.append(_section("SERVERS", note, server_commands(report.config)))
+        blocks.append(_section("SERVERS", note, _servers(report.config)))
     if report.layouts is not None and report.shape is None:
         sync = "" if report.batch is None else ", no bytes per weight sync"
         blocks.append(f"The model's config.json is not on this machine: no memory{sync}.")
@@ -344,6 +345,12 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
         others = ", ".join(f"rank {memory.rank} {_bytes(memory.peak)}" for memory in ranks[1:6])
         lines.append(f"others at their peak: {others}" + (" ..." if len(ranks) > 6 else ""))
     return lines
+
+
+def _servers(config: RunConfig) -> list[str]:
+    if not (Path(config.model.path) / "config.json").is_file():
+        return ["the command that starts one stands here once the model does in model.path"]
+    return server_commands(config)
 
 
 def _sync(report: CheckReport) -> list[str]:

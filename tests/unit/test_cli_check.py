@@ -138,6 +138,16 @@ def test_shipped_configurations_pass(
     assert main(["check", str(path.relative_to(ROOT))]) == 0, capsys.readouterr().out
 
 
+def test_servers_are_planned_before_the_model_is_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    asked = ["rollout.engine=server", "rollout.tensor=1", "rollout.vllm={}"]
+    words = ["check", "configs/qwen2.5-7b-8gpu.yaml", "--without-files", *asked]
+    assert main([*words, "rollout.server.urls=[http://host:8000]"]) == 0, capsys.readouterr().out
+    assert "once the model does in model.path" in capsys.readouterr().out
+
+
 def test_a_whole_configuration_fits_in_twenty_lines() -> None:
     text = (ROOT / "configs/minimal.yaml").read_text().splitlines()
     assert len([line for line in text if line.strip() and not line.lstrip().startswith("#")]) <= 20
