@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import signal
 import statistics
 import subprocess
@@ -227,6 +228,18 @@ def torchrun(
     if code:
         raise ChildFailed(f"{' '.join(command[:3])} ended with code {code}; {_tail(log)}")
     return time.perf_counter() - begun
+
+
+def prepare(command: str, folder: Path, **names: object) -> None:
+    """Run a command in a folder, ``python`` as this interpreter; ``names`` are replaced in braces.
+
+    Raises ChildFailed.
+    """
+    words = [sys.executable if word == "python" else word.format(**names) for word in shlex.split(command)]
+    try:
+        subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    except subprocess.CalledProcessError as error:
+        raise ChildFailed(str(error)) from None
 
 
 def _tail(log: Path, lines: int = 25) -> str:

@@ -15,14 +15,12 @@ exit code is 1 where a recipe's median accuracy did not rise, or a run failed.
 
 from __future__ import annotations
 
-import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import HERE, ChildFailed, Report, arguments, mean_and_spread, say, torchrun, warn_if_busy
+from common import HERE, ChildFailed, Report, arguments, mean_and_spread, prepare, say, torchrun, warn_if_busy
 
 from megatron_rl.config.load import load_config
 from megatron_rl.metrics import read_metrics
@@ -49,8 +47,7 @@ def warm_model(folder: Path) -> Path:
         say("recipes", "the supervised warm-up that all recipes start from")
         for data, command in load_config(QUICKSTART).prepare.items():
             if not Path(data).exists():
-                program = [sys.executable, *shlex.split(command.removeprefix("python "))]
-                subprocess.run(program, check=True, stdout=subprocess.DEVNULL)
+                prepare(command, Path())
         # A run has at least one step; this one's is too small to change a weight.
         tiny = ["actor.optimizer={learning_rate: 1e-15}", "steps=1", "batch.prompts_per_step=8"]
         train(QUICKSTART, run, [*tiny, "evaluation.sets={}", "checkpoint.every=1"])

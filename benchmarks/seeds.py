@@ -18,13 +18,11 @@ of the steps. The exit code is 1 where a run failed, or a seed stays under --at-
 
 from __future__ import annotations
 
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import HERE, ChildFailed, Report, arguments, mean_and_spread, say, torchrun, warn_if_busy
+from common import HERE, ChildFailed, Report, arguments, mean_and_spread, prepare, say, torchrun, warn_if_busy
 
 from megatron_rl.config.load import load
 from megatron_rl.metrics import read_metrics
@@ -32,20 +30,16 @@ from megatron_rl.metrics import read_metrics
 TIMEOUT = 7200
 
 
-def train(config: Path, seed: int, folder: Path, prepare: str, ranks: int, overrides: Sequence[str]) -> Path:
+def train(config: Path, seed: int, folder: Path, command: str, ranks: int, overrides: Sequence[str]) -> Path:
     """Run one seed, unless it has ended before; return its run folder."""
     names, run = {"seed": seed, "folder": folder}, folder / "run"
     if (run / "report.html").is_file():
         return run
     folder.mkdir(parents=True, exist_ok=True)
-    if prepare:
-        command = [
-            sys.executable if word == "python" else word.format(**names) for word in shlex.split(prepare)
-        ]
-        subprocess.run(command, cwd=HERE.parent, check=True, stdout=subprocess.DEVNULL)
+    if command:
+        prepare(command, HERE.parent, **names)
     words = [f"seed={seed}", f"run_dir={run}", "prepare={}", *(word.format(**names) for word in overrides)]
-    command = ["-m", "megatron_rl", "train", str(config), *words]
-    torchrun(command, ranks, 1, folder / "output.log", TIMEOUT)
+    torchrun(["-m", "megatron_rl", "train", str(config), *words], ranks, 1, folder / "output.log", TIMEOUT)
     return run
 
 
@@ -94,7 +88,7 @@ def main() -> int:
             folder = options.folder.resolve() / f"{config.stem}-{seed}"
             try:
                 run = train(config, seed, folder, options.prepare, ranks, overrides)
-            except (ChildFailed, subprocess.CalledProcessError) as error:
+            except ChildFailed as error:
                 report.fail(f"{config.stem}, seed {seed}: {error}")
                 continue
             results.append(result := measure(run))
