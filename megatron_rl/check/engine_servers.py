@@ -65,9 +65,10 @@ def server_commands(config: RunConfig) -> list[str]:
         arguments["moe_backend"] = "triton"
     start = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server"
     host = {**host_arguments(longest), "kv_cache_memory_bytes": 2**30}
+    *words, last = [start, *_flags(arguments)]
     return [
-        *(f"{part} \\" for part in [start, *_flags(arguments)][:-1]),
-        _flags(arguments)[-1],
+        *(f"{word} \\" for word in words),
+        last,
         "on a host without accelerator also, behind VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1:",
         " ".join(_flags(host)),
     ]

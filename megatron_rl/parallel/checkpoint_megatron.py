@@ -18,7 +18,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_files import disk_or, everywhere
 from megatron_rl.parallel.checkpoint_tensors import initialise_states, parts_of, sharded_state
 from megatron_rl.parallel.checkpoint_write import write
-from megatron_rl.parallel.hf.megatron_files import MegatronFiles
+from megatron_rl.parallel.hf.megatron_files import MegatronFiles, read_pointed
 from megatron_rl.parallel.hf.weights import fill
 from megatron_rl.parallel.lora import without_adapters
 from megatron_rl.parallel.model import ParallelModel, live_parameters
@@ -108,7 +108,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
     model = optimizer.model
     with model.scope():
         initialise_states(optimizer)
-    checkpoint = MegatronFiles(source).checkpoint
+    checkpoint = read_pointed(source)
     assert checkpoint.steps is not None, "checked before"
     for state in checkpoint.states:
         # On the host, one kind at a time: a rank keeps its share of the data-parallel ranks alone.
@@ -116,7 +116,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
             name: torch.zeros(parameter.shape, device=device.host())
             for name, parameter in live_parameters(model).items()
         }
-        fill(values, model, MegatronFiles(source, state))
+        fill(values, model, MegatronFiles(source, checkpoint.state(state)))
         name = "param" if state in MASTERS else state
         for part in parts_of(optimizer):
             _set_state(model, part, name, values)

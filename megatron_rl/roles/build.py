@@ -197,7 +197,8 @@ def _build_rollout(
     if environment is not None:
         chat = ChatFormats(tokenizer, templated)
         parse = make_tool_parser(environment.tool_parser, tokenizer)
-    if config.rollout.engine == SERVER:
+    served = config.rollout.engine == SERVER
+    if served:
         engine = make_sampler(config, layout)
     else:
         engine = make_engine(
@@ -213,7 +214,7 @@ def _build_rollout(
         )
         if engine is not None and device.rank() in sleeping_ranks(layouts):
             engine.sleep()
-    most, served = config.rollout.max_in_flight, config.rollout.engine == SERVER
+    most = config.rollout.max_in_flight
     return RolloutRole(layout, engine, device.rank(), environment, chat, records, most, parse, served)
 
 

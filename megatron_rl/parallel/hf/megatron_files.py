@@ -15,7 +15,7 @@ from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import Span, intersect
 from megatron_rl.parallel.hf.importer import Shard, trace_import
-from megatron_rl.shapes.megatron_checkpoint import Place, pointer, read_checkpoint
+from megatron_rl.shapes.megatron_checkpoint import MegatronCheckpoint, Place, pointer, read_checkpoint
 from megatron_rl.shapes.megatron_pickles import Chunk
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import TensorBox
@@ -24,20 +24,25 @@ _KEPT = 16
 """Pieces of the checkpoint that stay in memory: the next slice is mostly of one of them."""
 
 
+def read_pointed(path: str | Path) -> MegatronCheckpoint:
+    """Return what the Megatron checkpoint says of itself that a model's folder points to."""
+    stated = pointer(path)
+    assert stated is not None, "the folder has weights of its own"
+    return read_checkpoint(stated["checkpoint"], str(path))
+
+
 class MegatronFiles:
     """Give slices of the Hugging Face tensors of a model whose folder points to a Megatron checkpoint.
 
     A stored tensor is what one rank would hold of the model, so where each Hugging Face tensor lies in it is
-    what the importer says of a layout of one rank. With ``state`` they are what the optimizer keeps for each
-    weight, such as a moment. Raises UserErrors when the tensors are not the model's, or files are missing.
+    what the importer says of a layout of one rank. ``checkpoint`` is that of `read_pointed`, read here where
+    it is None, or one of its states, such as a moment of each weight. Raises UserErrors when the tensors are
+    not the model's, or files are missing.
     """
 
-    def __init__(self, path: str | Path, state: str | None = None) -> None:
-        stated = pointer(path)
-        assert stated is not None, "the folder has weights of its own"
+    def __init__(self, path: str | Path, checkpoint: MegatronCheckpoint | None = None) -> None:
         model = read_pretrained(Path(path) / "config.json")
-        checkpoint = read_checkpoint(stated["checkpoint"], str(path))
-        self.checkpoint = checkpoint if state is None else checkpoint.state(state)
+        self.checkpoint = read_pointed(path) if checkpoint is None else checkpoint
         self.path = self.checkpoint.path
         self._places, errors = self.checkpoint.parameters(model.shape)
         errors += self.checkpoint.file_errors()
