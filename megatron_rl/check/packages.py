@@ -12,8 +12,9 @@ from megatron_rl.errors import UserError, nearest
 GRADERS = {
     "megatron_rl.rewards.math_answer": ("math_verify", "math"),
     "megatron_rl.rewards.reasoning_gym": ("reasoning_gym", "reasoning-gym"),
+    "megatron_rl.environments.reasoning_gym": ("reasoning_gym", "reasoning-gym"),
 }
-"""Module of a reward function -> the module it needs, and the extra of this package that brings it."""
+"""Module of what judges -> the module it needs, and the extra of this package that brings it."""
 
 
 def logging_errors(config: RunConfig) -> Iterator[UserError]:
@@ -48,6 +49,8 @@ def missing_packages(config: RunConfig) -> Iterator[UserError]:
         if name in TRACKERS
     ]
     functions = {"reward.function": config.reward.function}
+    if config.rollout.environment is not None:
+        functions["rollout.environment.name"] = config.rollout.environment.name
     for key, described in config.evaluation.sets.items():
         functions |= {f"evaluation.sets.{key}.{name}": path for name, path in described.functions().items()}
     for where, function in functions.items():

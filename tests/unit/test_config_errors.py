@@ -240,5 +240,12 @@ def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "swanlab is not installed" in error.message and "pip install megatron_rl[swanlab]" in error.fix
     planned = check(asked, anew)  # a run for other machines
     assert not planned.errors and error.message in [warning.message for warning in planned.warnings]
+    lacking = "reasoning_gym"
+    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == lacking else present(name))
+    asked = "rollout.environment.name=megatron_rl.environments.reasoning_gym:ReasoningGym"
+    (error,) = check(asked, anew, training=True).errors
+    assert error.fix is not None and "pip install megatron_rl[reasoning-gym]" in error.fix
+    monkeypatch.setattr(packages, "find_spec", present)
     for grader in ("math_answer:marked_number", "reasoning_gym:score"):
         assert not check(f"reward.function=megatron_rl.rewards.{grader}", anew, training=True).errors
+    assert not check(asked, anew, training=True).errors

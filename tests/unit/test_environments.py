@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.sections.rollout import EnvironmentConfig
+from megatron_rl.data import reasoning_gym
+from megatron_rl.data.records import load_records
 from megatron_rl.environments.hosts import Asks, Ended, Hosts, Restarted
 from megatron_rl.errors import UserError
 
@@ -102,6 +104,45 @@ def test_steps_in_the_form_of_gym(hosts):
     assert ends[0] == Ended(0, reward=0.5)
     again = [{"role": "tool", "content": "no 5"}, {"role": "user", "content": "again"}]
     assert seen[0][:2] == [[], again] and len(seen[0]) == 3
+
+
+def test_a_task_of_reasoning_gym_may_be_tried_again(tmp_path):
+    reasoning_gym.make(tmp_path, ["countdown"], 1, 0, seed=1)
+    task = load_records(tmp_path / "train.jsonl")[0].values
+    right, close, wrong = task["ground_truth"], "1 + 1", "<answer>no idea</answer>"
+    said = [[right], [close, f"<answer>{right}</answer>"], [wrong, wrong, close], [close, wrong], [right]]
+    name = "megatron_rl.environments.reasoning_gym:ReasoningGym"
+    settings = {"attempts": 3, "feedback": "{score} of 1"}
+    hosts = Hosts(EnvironmentConfig(name, settings=settings))
+    ends: dict[int, Ended] = {}
+    seen: list[list] = [[] for _ in said]
+    try:
+        for number in range(len(said)):
+            metadata = {"entry": task["entry"]} if number < 4 else {}
+            hosts.start(number, values(task["prompt"]) | {"metadata": metadata})
+        while len(ends) < len(said):
+            for event in hosts.poll(60):
+                if isinstance(event, Ended):
+                    ends[event.number] = event
+                elif isinstance(event, Asks):
+                    answers, turn = said[event.number], len(seen[event.number])
+                    seen[event.number].append(event.messages)
+                    if turn < len(answers):
+                        hosts.turn(event.number, answers[turn], (1,), False)
+                    else:
+                        hosts.end(event.number)  # the row has no room
+    finally:
+        hosts.close()
+    assert [(ends[number].reward, ends[number].components["first_attempt"]) for number in range(4)] == [
+        (1.0, 1.0),
+        (1.0, 0.05),
+        (0.05, 0.01),
+        (0.01, 0.05),
+    ]
+    assert ends[3].truncated and [len(turns) for turns in seen] == [1, 2, 3, 3, 1]
+    assert seen[1] == [[], [{"role": "user", "content": "0.05 of 1"}]]
+    assert ends[4].failure == "exception" and ends[4].reward is None
+    assert "python -m megatron_rl.data.reasoning_gym" in ends[4].message
 
 
 def test_rewards_of_a_run_and_the_end_of_its_turns(hosts):
