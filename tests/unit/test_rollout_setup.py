@@ -5,7 +5,10 @@ from __future__ import annotations
 import _posixshmem
 import os
 
-from megatron_rl.rollout.vllm.setup import local_rank, shared_memory_name
+import pytest
+import torch
+
+from megatron_rl.rollout.vllm.setup import linear, local_rank, shared_memory_name
 
 # As vLLM names a group of two ranks that a launcher started.
 GROUP = "//-tp:0-[0-1]-cpushm"
@@ -33,3 +36,14 @@ def test_an_engine_counts_the_devices_that_its_process_sees(monkeypatch) -> None
     with local_rank(None):
         assert os.environ["LOCAL_RANK"] == "5"
     assert os.environ["LOCAL_RANK"] == "5"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 7, 48])
+def test_a_host_multiplies_by_the_weights_that_are_written_in_place(dtype, rows) -> None:
+    values, weight, bias = (torch.randn(shape).to(dtype) for shape in ((rows, 36), (20, 36), (20,)))
+    for number in (1.0, -2.0):
+        weight.fill_(number)
+        for added in (bias, None):
+            expected = torch.nn.functional.linear(values, weight, added)
+            torch.testing.assert_close(linear(values, weight, added), expected)

@@ -148,14 +148,24 @@ def _keep_weights_unpacked() -> None:
 
     vLLM would replace them by packed copies that no write reaches. Accelerators keep them plain anyway.
     """
-    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     def use_plain_linear(_: Any, layer: Any) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.cpu_linear = linear
 
-    setattr(LinearBase, "_cpu_skip_gemm_dispatch", True)
+    setattr(UnquantizedLinearMethod, "process_weights_after_loading", use_plain_linear)
     setattr(UnquantizedEmbeddingMethod, "process_weights_after_loading", use_plain_linear)
+
+
+def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a plain weight: in float32 by oneDNN, which packs no weights for a few rows, as MKL does.
+
+    With MKL on AMD's processors that took most of a step: 1.9 times oneDNN's time from 16 rows on.
+    """
+    if values.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return torch.nn.functional.linear(values, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")
 
 
 def _sample_without_compiling() -> None:
