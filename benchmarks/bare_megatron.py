@@ -55,7 +55,8 @@ class BareMegatron:
     """Hold model and optimizer. Collective over the world.
 
     ``like`` gives settings and weights. With ``own_layers`` attention, norm and rotary embedding are
-    Megatron's local ones, which take unpacked sequences; else those of ``like``, for packed rows.
+    Megatron's local ones, which take unpacked sequences and no sequence parallelism (its norm of plain torch
+    refuses that); else those of ``like``, for packed rows.
     """
 
     def __init__(self, like: ParallelModel, learning_rate: float, own_layers: bool) -> None:
@@ -66,6 +67,7 @@ class BareMegatron:
             if name in known:
                 setattr(config, name, None)
         config.finalize_model_grads_func = finalize_model_grads
+        config.sequence_parallel = config.sequence_parallel and not own_layers
         self.config = config
         spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
         if not own_layers:
@@ -123,7 +125,7 @@ class BareMegatron:
             )
             _, norm, _ = self.optimizer.step()
         total = torch.stack([part["loss"] for part in losses]).sum(0) if losses else torch.zeros(2)
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(total)  # of stages that have a loss; tensor ranks' copies cancel in the quotient
         return float(total[0] / total[1]), float(norm)
 
 

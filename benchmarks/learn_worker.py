@@ -127,11 +127,13 @@ def check_equal(
     return result
 
 
-def tokens_of(batches: list[Batch]) -> int:
+def tokens_of(actor: ModelRole, batches: list[Batch]) -> int:
     """Return the tokens of all data-parallel ranks' batches."""
+    assert actor.model is not None
     count = torch.tensor(sum(batch.tokens.numel() for batch in batches))
     dist.all_reduce(count)
-    return int(count)
+    layout = actor.model.groups.layout
+    return int(count) // (layout.tensor * layout.pipeline)
 
 
 def main() -> None:
@@ -158,7 +160,8 @@ def main() -> None:
     learning_rate = config.actor.optimizer.learning_rate
     same, own = (BareMegatron(actor.model, learning_rate, own_layers=flag) for flag in (False, True))
     facts: dict[str, Any] = {"check": check_equal(actor, batch, algorithm, same, packed)}
-    facts["tokens"] = {OURS: tokens_of(packed), SAME_LAYERS: tokens_of(packed), OWN_LAYERS: tokens_of(equal)}
+    work_of = {OURS: packed, SAME_LAYERS: packed, OWN_LAYERS: equal}
+    facts["tokens"] = {name: tokens_of(actor, batches) for name, batches in work_of.items()}
     objective = partial(policy_objective, algorithm, state=state)
     methods: dict[str, Callable[[], Any]] = {
         OURS: lambda: learn(actor, batch, algorithm, objective),

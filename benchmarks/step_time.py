@@ -1,15 +1,15 @@
 """Where the time of a training step goes, and what a bare Megatron-Core step and TRL take for the same work.
 
     python benchmarks/step_time.py [--quick] [--repeats N] [--json FILE]
-                                  [--without trl,learn] [--continuous-batching]
+                                  [--without step,trl,learn] [--continuous-batching]
 
 A Qwen2-shaped model of 25.7M parameters in float32 answers prompts with 1 to 256 tokens (see workload.py),
 12 prompts × 8 samples a step, one optimizer step per training step. Three parts:
 
 1. the phases of our step, as `megatron_rl train` reports them, on the best of our layouts for this machine;
 2. our learn phase against a hand-written Megatron-Core train step on the same tokens, model, weights and
-   layout, measured in turns in one job; both first take one supervised step, and must get the same loss and
-   gradient norm (bare_megatron.py);
+   layout, measured in turns in one job, data parallel, TP2, PP2 and TP2×PP2; both first take one supervised
+   step, and must get the same loss and gradient norm (bare_megatron.py);
 3. TRL's GRPOTrainer (trl_worker.py, in the environment that make_trl_venv.sh makes) on the same prompts,
    weights, batch and sampling, with the number of processes and micro-batch that are best for it;
    it generates with transformers' `generate`, its default, and with --continuous-batching also with
@@ -39,7 +39,7 @@ from megatron_rl.metrics import read_metrics
 FULL = Workload(prompts=12, samples=8, max_response_tokens=256)
 QUICK = Workload(prompts=8, samples=4, max_response_tokens=128)
 TRL_PYTHON = HERE / ".venv-trl" / "bin" / "python"
-PARTS = ("trl", "learn")
+PARTS = ("step", "trl", "learn")
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,17 @@ def trl_choices(available: int, work: Workload) -> list[Choice]:
     share = work.rows // spread.processes
     found = [replace(spread, rows=share), replace(spread, rows=min(share, 4)), replace(alone, rows=work.rows)]
     return list(dict.fromkeys(found))
+
+
+def learn_layouts(available: int, best: Choice) -> list[tuple[Choice, dict[str, int]]]:
+    """Return where the learn phase is measured: data parallel by both choices, TP2, PP2, TP2×PP2."""
+    data_parallel = list(dict.fromkeys([best, *our_choices(available)]))
+    pair, four = (Choice(ranks, max(1, available // ranks)) for ranks in (2, 4))
+    return [(choice, {}) for choice in data_parallel] + [
+        (pair, {"tensor": 2}),
+        (pair, {"pipeline": 2}),
+        (four, {"tensor": 2, "pipeline": 2}),
+    ]
 
 
 class Bench:
@@ -115,8 +126,8 @@ class Bench:
             self.report.note(f"tried with a limit of a quarter: {who}, {choice}: {value:.2f} s per step")
         return min(found, key=lambda choice: found[choice])
 
-    def measure_ours(self, choice: Choice) -> list[float]:
-        """Record the phases of our step; return samples per second."""
+    def measure_ours(self, choice: Choice) -> dict[str, list[float]]:
+        """Record the phases of our step; return its rates by name."""
         steps = self.ours(choice, self.work, self.repeats + 1)
         method, case = f"megatron_rl, {choice}", self.case
         for name, values in phases(steps).items():
@@ -126,10 +137,16 @@ class Bench:
         self.report.add(
             case, method, "response length", "tokens", [step["response/length"] for step in steps]
         )
-        return [self.work.rows / step["time/step"] for step in steps]
+        return self.rates([step["time/step"] for step in steps], [step["response/length"] for step in steps])
 
-    def measure_trl(self, choice: Choice, ours: Sequence[float]) -> None:
-        """Record TRL's step, and the ratio of samples per second, which is ours over TRL's."""
+    def rates(self, seconds: Sequence[float], lengths: Sequence[float]) -> dict[str, list[float]]:
+        """Return samples and response tokens per second: lengths are drawn anew by each, so both count."""
+        samples = [self.work.rows / value for value in seconds]
+        tokens = [rate * length for rate, length in zip(samples, lengths, strict=True)]
+        return {"samples/s": samples, "response tokens/s": tokens}
+
+    def measure_trl(self, choice: Choice, ours: Mapping[str, Sequence[float]]) -> None:
+        """Record TRL's step, and the ratios of rates, which are ours over TRL's."""
         found = self.trl(choice, self.work, self.repeats + 1)
         method, versions = f"TRL, {choice}", found["versions"]
         self.report.add(self.case, method, "step", "s", found["seconds"], peer_versions=versions)
@@ -137,19 +154,17 @@ class Bench:
         self.report.add(
             self.case, method, "response length", "tokens", found["length"], peer_versions=versions
         )
-        theirs = [self.work.rows / seconds for seconds in found["seconds"]]
-        self.report.add(self.case, method, "samples/s", "1/s", theirs, peer_versions=versions)
-        ratio = statistics.median(ours) / statistics.median(theirs)
         kind = "TRL with continuous batching" if choice.continuous else "TRL"
-        self.report.add(self.case, f"megatron_rl, against {kind}", "samples/s", "1/s", ours, ratio)
+        for name, theirs in self.rates(found["seconds"], found["length"]).items():
+            self.report.add(self.case, method, name, "1/s", theirs, peer_versions=versions)
+            ratio = statistics.median(ours[name]) / statistics.median(theirs)
+            self.report.add(self.case, f"megatron_rl, against {kind}", name, "1/s", ours[name], ratio)
 
     def measure_learn(self, choice: Choice, layout: Mapping[str, int]) -> None:
         """Record our learn phase and the two bare Megatron-Core steps, on half the rows."""
         work = replace(self.work, prompts=self.work.prompts // 2)
-        say(
-            "step_time",
-            f"learn phase in turns with bare Megatron-Core, {choice}, {layout or 'data parallel'}",
-        )
+        where = ", ".join(f"{name} {size}" for name, size in layout.items()) or "data parallel"
+        say("step_time", f"learn phase in turns with bare Megatron-Core, {choice}, {where}")
         config, result = self.folder / "learn.yaml", self.folder / "learn.json"
         config.write_text(configuration(work, self.folder, self.folder / "learn", 1, dict(layout)))
         command = [str(HERE / "learn_worker.py"), str(config), str(result)]
@@ -160,14 +175,12 @@ class Bench:
         ours = [1e6 * value / found["tokens"][our_name] for value in found["seconds"][our_name]]
         for peer in peers:
             theirs = [1e6 * value / found["tokens"][peer] for value in found["seconds"][peer]]
-            case = f"learn {found['tokens'][our_name]} tokens, {choice}, against {peer}"
+            case = f"learn {found['tokens'][our_name]} tokens, {choice}, {where}, against {peer}"
             self.report.add(case, our_name, "learn phase per token", "µs", ours, paired_ratio(ours, theirs))
             self.report.add(case, peer, "train step per token", "µs", theirs)
-        check = found["check"]
-        self.report.note(
-            "same work: one supervised step gives loss {loss:.6f} and gradient norm {norm:.6f}, "
-            "bare Megatron-Core {peer_loss:.6f} and {peer_norm:.6f}".format(**check)
-        )
+        equal = "one supervised step gives loss {loss:.6f} and gradient norm {norm:.6f}, "
+        equal += "bare Megatron-Core {peer_loss:.6f} and {peer_norm:.6f}"
+        self.report.note(f"same work, {choice}, {where}: {equal.format(**found['check'])}")
 
     @property
     def case(self) -> str:
@@ -204,10 +217,12 @@ def make_trl() -> None:
 def measure(bench: Bench, quick: bool, without: Sequence[str], continuous: bool) -> None:
     """Run all parts; one that fails is reported and the others go on."""
     available = cores()
-    choices = our_choices(available)[: 1 if quick else None]
-    choice = bench.best("megatron_rl", choices, lambda c, work: bench.ours(c, work, 2)[-1]["time/step"])
-    ours = bench.measure_ours(choice)
-    if "trl" not in without:
+    choice, *others = our_choices(available)
+    if "step" not in without:
+        choices = [choice] if quick else [choice, *others]
+        choice = bench.best("megatron_rl", choices, lambda c, work: bench.ours(c, work, 2)[-1]["time/step"])
+        ours = bench.measure_ours(choice)
+    if not {"step", "trl"} & set(without):
         try:
             make_trl()
             choices = trl_choices(available, bench.work)[: 1 if quick else None]
@@ -218,10 +233,11 @@ def measure(bench: Bench, quick: bool, without: Sequence[str], continuous: bool)
         except ChildFailed as error:
             bench.report.fail(f"TRL: {error}")
     if "learn" not in without:
-        try:
-            bench.measure_learn(choice, {})
-        except ChildFailed as error:
-            bench.report.fail(f"learn phase: {error}")
+        for processes, layout in learn_layouts(available, choice):
+            try:
+                bench.measure_learn(processes, layout)
+            except ChildFailed as error:
+                bench.report.fail(f"learn phase, {processes}, {layout or 'data parallel'}: {error}")
 
 
 def main() -> int:
