@@ -102,3 +102,18 @@ def test_a_recipes_run_is_told_from_its_metrics(beside: Any, monkeypatch: Any, t
     assert found["before"] == [0.25, 0.25] and found["after"] == [0.75, 0.75]
     assert found["first"] == pytest.approx([0.2, 0.2]) and found["last"] == pytest.approx([0.6, 0.6])
     assert found["seconds"] == [14.0, 14.0]
+
+
+def test_simulated_replicas_wait_in_lockstep_and_draw_from_one_queue_otherwise(beside: Any) -> None:
+    replicas = beside("simulated_replicas")
+    cost = replicas.interpolated({1: 1.0, 2: 1.0, 4: 3.0})
+    assert [cost(rows) for rows in (1, 2, 3, 4)] == [1.0, 1.0, 2.0, 3.0]
+    # Two replicas with room for one group of two: the first is given 8, 6 and 4 tokens, the second 1, 1, 1.
+    lengths = [8, 1, 6, 1, 4, 1]
+    lockstep = replicas.simulate(lengths, 2, 2, rows=2, most=12, cost=cost)
+    assert lockstep[-1] == (18.0, 4)
+    drawn = replicas.simulate(lengths, 2, 2, rows=2, most=2, cost=cost)
+    assert [second for second, _ in drawn[::2]] == [1.0, 7.0, 8.0, 8.0, 9.0, 12.0]
+    assert replicas.full(lengths, 2, 2, rows=2, cost=cost) == 10.5
+    steady = replicas.simulate([3] * 16, 2, 2, rows=2, most=2, cost=cost)
+    assert replicas.step_in_the_middle(steady, 4) == 6.0

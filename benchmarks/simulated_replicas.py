@@ -1,0 +1,154 @@
+"""Replicas that only take the time of a real engine's steps, led by the package's own dealing and turns."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+
+import numpy
+import torch
+
+from megatron_rl.rollout.engine import Completion, Request
+from megatron_rl.rollout.episodes import Episodes, begin
+from megatron_rl.rollout.replica import Dealt
+from megatron_rl.rollout.turns import Commands, SingleTurns
+from megatron_rl.types import FINISH_LENGTH, PromptBatch, SamplingParameters
+
+Cost = Callable[[int], float]
+"""Seconds of an engine step by the rows that it works on."""
+
+
+def interpolated(costs: Mapping[int, float]) -> Cost:
+    """Return the cost of any number of rows from measured ones, on lines between neighbours."""
+    rows = sorted(costs)
+    seconds = [costs[number] for number in rows]
+    return lambda busy: float(numpy.interp(busy, rows, seconds))
+
+
+def prompts_of(lengths: Sequence[int]) -> PromptBatch:
+    """Return prompts of four tokens whose responses have these lengths."""
+    many = len(lengths)
+    return PromptBatch(
+        tokens=torch.arange(16, 20).repeat(many),
+        lengths=torch.full((many,), 4),
+        prompt_ids=torch.arange(many),
+        tasks=("",) * many,
+        prompts=("",) * many,
+        ground_truths=(None,) * many,
+        metadata=({},) * many,
+        sampling=tuple(SamplingParameters(max_response_tokens=length) for length in lengths),
+    )
+
+
+class TimedEngine:
+    """Answer each request with as many tokens as it may have; ``clock`` runs as the steps would take.
+
+    A `Sampler` on one rank; a step goes on until an answer is complete, since nothing changes before.
+    ``ended`` holds the time and the tokens of each answer.
+    """
+
+    max_model_len = None
+
+    def __init__(self, most_rows: int, cost: Cost) -> None:
+        self.most_rows, self._cost, self.clock = most_rows, cost, 0.0
+        self._left: dict[int, int] = {}
+        self._limits: dict[int, int] = {}
+        self.ended: list[tuple[float, int]] = []
+        self.kept: tuple[int, ...] = ()
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """See `Sampler.sampling`."""
+        yield
+
+    def submit(self, request: Request) -> None:
+        """See `Sampler.submit`."""
+        self._left[request.number] = self._limits[request.number] = request.limit
+
+    def step(self) -> list[Completion]:
+        """See `Sampler.step`."""
+        running = list(self._left)[: self.most_rows]
+        steps = min((self._left[number] for number in running), default=0)
+        self.clock += steps * self._cost(len(running))
+        for number in running:
+            self._left[number] -= steps
+        ended = [number for number in running if not self._left[number]]
+        for number in ended:
+            del self._left[number]
+        self.ended += [(self.clock, self._limits[number]) for number in ended]
+        return [self._answer(number) for number in ended]
+
+    def _answer(self, number: int) -> Completion:
+        tokens = self._limits[number]
+        return Completion(number, (20,) * tokens, (0.0,) * tokens, FINISH_LENGTH)
+
+    def abort(self, number: int) -> None:
+        """See `Sampler.abort`."""
+        self._left.pop(number, None)
+
+    def interrupt(self) -> list[Completion]:
+        """See `Sampler.interrupt`."""
+        return []
+
+
+class _Replica:
+    """Lead one engine as `drive` does, a step at a time."""
+
+    def __init__(self, engine: TimedEngine, groups: Dealt) -> None:
+        self.engine, self._turns = engine, SingleTurns(groups)
+        self._answers: list[Completion] = []
+
+    def go_on(self, first: bool) -> bool:
+        """Take the last step's answers and make another step; say whether there was anything to do."""
+        commands: Commands | None = self._turns.begin(None) if first else self._turns.next(self._answers)
+        if commands is None:
+            return False
+        for request in commands.requests:
+            self.engine.submit(request)
+        self._answers = self.engine.step()
+        return True
+
+
+def simulate(
+    lengths: Sequence[int], samples: int, replicas: int, rows: int, most: int, cost: Cost
+) -> list[tuple[float, int]]:
+    """Return the seconds at which each of ``samples`` responses per length ended, and its tokens, in order.
+
+    Engines work on ``rows`` at once. A replica has up to ``most`` in flight: ``rows`` in the continuous
+    order, all that there are in lockstep, where nothing is left to draw. Groups are drawn in order of time.
+    """
+    flight: Episodes = begin(prompts_of(lengths), samples, seed=1, version=0)
+    tickets = count()
+    members = [
+        _Replica(
+            TimedEngine(rows, cost),
+            Dealt(flight, most, None, lambda: next(tickets), place, replicas),
+        )
+        for place in range(replicas)
+    ]
+    begun = [place for place, member in enumerate(members) if member.go_on(first=True)]
+    waiting = [(members[place].engine.clock, place) for place in begun]
+    heapq.heapify(waiting)
+    while waiting:
+        _, place = heapq.heappop(waiting)
+        if members[place].go_on(first=False):
+            heapq.heappush(waiting, (members[place].engine.clock, place))
+    return sorted(answer for member in members for answer in member.engine.ended)
+
+
+def step_in_the_middle(ended: Sequence[tuple[float, int]], steps: int) -> float:
+    """Return the seconds of one of ``steps`` steps, by the middle half of all tokens."""
+    done, quarter, times = 0, sum(tokens for _, tokens in ended) / 4, list[float]()
+    for second, tokens in ended:
+        done += tokens
+        if done >= quarter * (2 * len(times) + 1):
+            times.append(second)
+    return (times[1] - times[0]) * 2 / steps
+
+
+def full(lengths: Sequence[int], samples: int, replicas: int, rows: int, cost: Cost) -> float:
+    """Return the seconds of the work by engines that are full all the time."""
+    fastest = min(cost(busy) / busy for busy in range(1, rows + 1))
+    return sum(lengths) * samples * fastest / replicas
