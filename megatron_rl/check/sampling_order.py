@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.engine_servers import check_engine_servers
@@ -29,47 +30,52 @@ def check_asynchrony(
 
 def _check_open(config: RunConfig) -> list[UserError]:
     """Return the error of an open order without what it rests on."""
+    if config.rollout.order == CLOSED:
+        return []
     needs = {
         "asynchrony.steps_ahead=1": config.asynchrony.steps_ahead > 0,
         "rollout.partial=true": config.rollout.partial,
         "rollout.oversample=1": config.rollout.oversample > 0,
     }
-    lacks = [setting for setting, there in needs.items() if not there]
-    if config.rollout.order == CLOSED or not lacks:
-        return []
-    return [
-        UserError(
-            "nothing can be complete before the rest of its step, and the rest go on",
-            where="rollout.order",
-            expected="with open: rollout ranks of their own that sample ahead, more groups in flight than a "
-            "step takes, and responses that go on",
-            got=f"open without {', '.join(lacks)}",
-            fix=f"set {' '.join(lacks)}, or rollout.order=closed",
-        )
-    ]
+    error = UserError(
+        "nothing can be complete before the rest of its step, and the rest go on",
+        where="rollout.order",
+        expected="with open: rollout ranks of their own that sample ahead, more groups in flight than a "
+        "step takes, and responses that go on",
+        got=OPEN,
+        fix="rollout.order=closed",
+    )
+    return _lacking(needs, error)
 
 
 def _check_kept(config: RunConfig) -> list[UserError]:
     """Return the error of a cache that would be kept where no request stays in the engine."""
     rollout = config.rollout
+    if rollout.on_update != KEEP:
+        return []
     needs = {
         "rollout.order=open": rollout.order == OPEN,
         "rollout.engine=vllm": rollout.engine == "vllm",
         "rollout.environment=null": rollout.environment is None,
         "rollout.vllm.async_scheduling=false": not rollout.vllm.get("async_scheduling"),
     }
+    error = UserError(
+        "no request can stay in the engine with its cache while weights arrive",
+        where="rollout.on_update",
+        expected="with keep: vLLM in the open order, one step at a time, and no environment",
+        got=KEEP,
+        fix="rollout.on_update=recompute",
+    )
+    return _lacking(needs, error)
+
+
+def _lacking(needs: Mapping[str, bool], error: UserError) -> list[UserError]:
+    """Return the error of a choice with the settings that it lacks, none where it has all that it needs."""
     lacks = [setting for setting, there in needs.items() if not there]
-    if rollout.on_update != KEEP or not lacks:
+    if not lacks:
         return []
-    return [
-        UserError(
-            "no request can stay in the engine with its cache while weights arrive",
-            where="rollout.on_update",
-            expected="with keep: vLLM in the open order, one step at a time, and no environment",
-            got=f"keep without {', '.join(lacks)}",
-            fix=f"set {' '.join(lacks)}, or rollout.on_update=recompute",
-        )
-    ]
+    got, fix = f"{error.got} without {', '.join(lacks)}", f"set {' '.join(lacks)}, or {error.fix}"
+    return [replace(error, got=got, fix=fix)]
 
 
 def _check_ahead(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> list[UserError]:

@@ -13,7 +13,7 @@ from megatron_rl.planner.batch import StepBatch, response_lengths
 from megatron_rl.planner.calibrate import calibrate
 from megatron_rl.planner.constants import Machine, load_constants
 from megatron_rl.planner.groups import Problem
-from megatron_rl.planner.placement import ROLES, SPLITS, search
+from megatron_rl.planner.placement import ALWAYS, BEFORE, BESIDE, ROLES, search
 from megatron_rl.planner.run import Paths, config_text, plan_record, planned_run, plans_text
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.published import load_shape
@@ -48,15 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--one-step-off",
         dest="split",
         action="store_const",
-        const=SPLITS[1],
-        default=SPLITS[0],
+        const=BESIDE,
+        default=BEFORE,
         help="let split placements generate the next step early",
     )
     early.add_argument(
         "--open-order",
         dest="split",
         action="store_const",
-        const=SPLITS[2],
+        const=ALWAYS,
         help="let them learn from what is complete first (rollout.order: open)",
     )
     result = parser.add_argument_group("result")

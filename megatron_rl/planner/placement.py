@@ -16,7 +16,7 @@ from megatron_rl.planner.groups import GroupPlan, Planner, Problem
 from megatron_rl.planner.search import RolloutPlan, TrainPlan, contexts
 from megatron_rl.planner.step import Step, add_up
 
-SPLITS = ("split", "split, one step off", "split, open order")
+BEFORE, BESIDE, ALWAYS = SPLITS = ("split", "split, one step off", "split, open order")
 """When GPUs for generation alone sample: before a step learns, while it does, and always."""
 OVERSAMPLE = 0.25
 """Groups that a planned open order has in flight beyond those of a step, as a share of them."""
@@ -103,7 +103,7 @@ def score_split(
     rollout = sampler.rollout(rollout_gpus) if group is not None else None
     if group is None or rollout is None:
         return None
-    return _score(way, planner.problem, [group], rollout, rollout_gpus, way != SPLITS[0])
+    return _score(way, planner.problem, [group], rollout, rollout_gpus, way != BEFORE)
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -180,7 +180,7 @@ def _colocated(planner: Planner, roles: tuple[str, ...]) -> PlacementPlan | None
 def _split(planner: Planner, roles: tuple[str, ...], way: str) -> PlacementPlan | None:
     gpus, problem = planner.problem.gpus, planner.problem
     sampler = planner
-    if way == SPLITS[2]:
+    if way == ALWAYS:
         sampler = Planner(replace(problem, batch=replace(problem.batch, oversample=OVERSAMPLE)))
     unit = max(1, gpus // 8)
     best: PlacementPlan | None = None
@@ -216,7 +216,7 @@ def _placements(planner: Planner, roles: tuple[str, ...], split: str) -> Iterato
             yield best_grouping(name, planner, groups, 8)
 
 
-def search(problem: Problem, split: str = SPLITS[0]) -> SearchResult:
+def search(problem: Problem, split: str = BEFORE) -> SearchResult:
     """Return the best plan of every placement: colocated, split, and mixed; raises UserError if none fits.
 
     ``split``, of `SPLITS`, says when placements with GPUs for generation alone sample.

@@ -17,7 +17,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import OPEN
 from megatron_rl.planner.constants import GB
 from megatron_rl.planner.groups import Problem
-from megatron_rl.planner.placement import OVERSAMPLE, SPLITS, PlacementPlan
+from megatron_rl.planner.placement import ALWAYS, OVERSAMPLE, PlacementPlan
 from megatron_rl.planner.search import TrainPlan
 from megatron_rl.planner.step import TRAINED, Observed, RunStep, predict_run
 from megatron_rl.shapes.layout import ParallelLayout
@@ -181,7 +181,7 @@ class _Writer:
             sections["rollout"]["ranks"] = _ranks(*self.places["rollout"])
         if self.plan.step.ahead:
             sections["asynchrony"] = {"steps_ahead": 1}
-        if self.plan.name == SPLITS[2]:
+        if self.plan.name == ALWAYS:
             sections["rollout"] |= {"order": OPEN, "partial": True, "oversample": OVERSAMPLE}
         return sections
 
