@@ -338,7 +338,9 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
     if gib is not None:
         lines[-1] += f"    of {gib:g} GiB"
     if any(len(worst.turns(phase)) > 1 for phase in phases):
-        lines.append("roles on one rank work in turn: of their activations and logits the largest count")
+        lines.append(
+            "roles on one rank work in turn: of what each has on the device meanwhile the largest counts"
+        )
     if len(ranks) > 1:
         most = "".join(f"{_bytes(max(memory.total(phase) for memory in ranks)):>12}" for phase in phases)
         lines.append(f"{'most on any rank':<{name_width}}{most}")

@@ -37,7 +37,8 @@ _STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 class MemoryItem:
     """Name one contributor, its bytes, the phases in which it is held, and how it was counted.
 
-    What has a ``turn`` is held only while that role works: roles that share ranks work one after the other.
+    What has a ``turn`` is held only while that role works: roles that share ranks work one after the other,
+    and one that offloads has nothing on the device meanwhile.
     """
 
     name: str
@@ -253,14 +254,17 @@ def _trained(
     )
     scoring = scoring_memory(shape, layout, stages, stage, built, tokens)
     scored, learned = (("score", "learn"), ("learn",)) if learner.offload else (PHASES, PHASES)
+    turn = role if learner.offload else None
     count = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters"
     learning = count if adapters is None else f"{adapters / 1e6:,.1f}M parameters of adapters"
-    weights = MemoryItem(f"{role} weights", int(memory.weights), scored, f"{count} x {built.dtype_bytes} B")
+    how = f"{count} x {built.dtype_bytes} B"
+    own_turn = None if role == "actor" and _is_base(config) else turn
+    weights = MemoryItem(f"{role} weights", int(memory.weights), scored, how, own_turn)
     if role == "critic" and adapters is not None:
         weights = _with_base(config, weights, built.dtype_bytes * adapters, learning)
     items = [
         weights,
-        MemoryItem(named("gradients"), int(memory.gradients), learned, f"{learning} x 4 B (float32)"),
+        MemoryItem(named("gradients"), int(memory.gradients), learned, f"{learning} x 4 B (float32)", turn),
     ]
     if merged and not learner.alone:
         how = "with the adapters added in, while weights move"
@@ -268,7 +272,7 @@ def _trained(
     if not optimizer.offload:
         shared = f"shared by {layout.data * layout.context}" if optimizer.distributed else "not shared"
         how = f"{states} B per parameter, {shared}"
-        items.append(MemoryItem(named("optimizer"), int(memory.optimizer), learned, how))
+        items.append(MemoryItem(named("optimizer"), int(memory.optimizer), learned, how, turn))
     part = f"{tokens // layout.context} tokens"
     how = f"{part} x {len(stages[stage])} layers x micro-batches in flight, recompute {learner.recompute}"
     items.append(MemoryItem(named("activations"), int(memory.activations), ("learn",), how, role))
@@ -277,6 +281,11 @@ def _trained(
         return items
     # Nobody else is there, and the models that one job trains come one after the other.
     return [replace(item, phases=("learn",), turn=role) for item in items if "learn" in item.phases]
+
+
+def _is_base(config: RunConfig) -> bool:
+    """Say whether another role computes with the actor's weights in its own turn."""
+    return reference_is_base(config) or ("critic" in adapters_of(config) and own_base_reason(config) is None)
 
 
 def _with_base(config: RunConfig, weights: MemoryItem, own: int, learning: str) -> MemoryItem:
@@ -318,7 +327,8 @@ def _frozen(
     tokens = batch.tokens_per_microbatch
     memory = scoring_memory(shape, layout, stages, stage, built, tokens)
     how = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters x {built.dtype_bytes} B"
-    weights = MemoryItem(f"{role} weights", int(memory.weights), ("score",) if offload else PHASES, how)
+    phases, turn = (("score",), role) if offload else (PHASES, None)
+    weights = MemoryItem(f"{role} weights", int(memory.weights), phases, how, turn)
     if role == "reference" and reference_is_base(config):
         weights = MemoryItem("reference weights", 0, PHASES, "the actor's own, its adapters off")
     part = f"{tokens // layout.context} tokens"

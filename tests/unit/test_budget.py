@@ -54,6 +54,32 @@ def test_roles_on_one_rank_work_in_turn() -> None:
     assert rank.total("score") == stays + size["forward activations"] + size["logits chunk"]
 
 
+def test_a_role_that_offloads_is_on_the_device_in_its_turn_alone() -> None:
+    config = load_text(CONFIG).valid()
+    config = replace(
+        config,
+        actor=replace(config.actor, offload=True),
+        critic=CriticConfig(offload=True),
+        reference=ReferenceConfig(offload=True),
+    )
+    layout = ParallelLayout((0,))
+    layouts: dict[str, ParallelLayout] = dict.fromkeys(("actor", "critic", "reference", "rollout"), layout)
+    (rank,) = memory_plan(config, layouts, {"actor": SHAPE}, batch_plan(config, layouts))
+    size = {item.name: item.bytes for item in rank.items}
+    held = ("weights", "gradients", "optimizer", "activations", "logits chunk")
+    learning = [size[f"actor {held[0]}"] + sum(size[name] for name in held[1:])]
+    learning.append(sum(size.get(f"critic {name}", 0) for name in held))
+    assert rank.total("learn") == max(learning)
+    assert rank.total("score") == size["actor weights"] + size["forward activations"] + size["logits chunk"]
+    # Adapters' reference computes with the actor's weights: they are there in its turn, too.
+    adapted = replace(config, actor=replace(config.actor, lora=LoraConfig()), critic=None)
+    adapted = resolve(adapted, 4, shape=SHAPE).config
+    layouts = role_layouts(adapted, 4)
+    rank, *_ = memory_plan(adapted, layouts, {"actor": SHAPE}, batch_plan(adapted, layouts))
+    turns = {item.name: item.turn for item in rank.items}
+    assert turns["actor weights"] is None and turns["gradients"] == "actor"
+
+
 def test_uneven_stages_are_counted_as_they_are() -> None:
     layout = ParallelLayout((0, 1), pipeline=2)
     even = gradients("actor", {"actor": SHAPE}, layout)
