@@ -39,16 +39,21 @@ def load_module(place: str) -> ModuleType:
     return module
 
 
+def missing_file(place: str, where: str, what: str = "file") -> UserError:
+    """Return the error of a Python file that does not exist."""
+    return UserError(
+        f"the {what} {place} does not exist",
+        where=where,
+        expected="an existing Python file",
+        got=f"no such file, seen from {Path.cwd()}",
+        fix="correct the path; it is relative to the directory the run is started in",
+    )
+
+
 def require_file(place: str, where: str, what: str = "file") -> None:
     """Raise UserError where ``place`` is the path of a Python file that does not exist."""
     if place.endswith(".py") and not Path(place).is_file():
-        raise UserError(
-            f"the {what} {place} does not exist",
-            where=where,
-            expected="an existing Python file",
-            got=f"no such file, seen from {Path.cwd()}",
-            fix="correct the path; it is relative to the directory the run is started in",
-        )
+        raise missing_file(place, where, what)
 
 
 def load_path(path: str, where: str) -> Any:

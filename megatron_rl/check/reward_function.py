@@ -12,6 +12,7 @@ from megatron_rl.errors import UserError, nearest
 from megatron_rl.redaction import HIDDEN, is_hidden
 from megatron_rl.rewards.judgement import JUDGEMENT, is_function
 from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS
+from megatron_rl.user_code import missing_file
 
 ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")
 """What every call has, but that a group takes the place of the response."""
@@ -93,18 +94,15 @@ def check_function(called: Called) -> list[UserError]:
     if place.endswith(".py") or "/" in place:
         path = Path(place)
         if not path.is_file() or path.suffix != ".py":
-            there = path.exists()
+            if not path.exists():
+                return [missing_file(place, called.where, f"file of the {called.what}")]
             return [
                 UserError(
-                    f"the file of the {called.what} is no Python file: {place}"
-                    if there
-                    else f"the file of the {called.what} does not exist: {place}",
+                    f"the file of the {called.what} is no Python file: {place}",
                     where=called.where,
                     expected=_EXPECTED,
-                    got=f"{place} is {_kind(path)}" if there else f"no file {place} below {Path.cwd()}",
-                    fix="name the file that defines the function, which ends in .py"
-                    if there
-                    else "correct the path; it is relative to the current directory",
+                    got=f"{place} is {_kind(path)}",
+                    fix="name the file that defines the function, which ends in .py",
                 )
             ]
     else:
