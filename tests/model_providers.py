@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,10 @@ class RenamedMLP(MLP):
 def gpt(config: Any, pre_process: bool, post_process: bool, mlp: Any = MLP) -> GPTModel:
     """Build a pipeline stage of Megatron's plain layers."""
     layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.mlp.module = mlp
+    if isinstance(layer.submodules.mlp, partial):  # since Megatron-Core 0.19
+        layer.submodules.mlp = partial(mlp.as_mlp_submodule, **layer.submodules.mlp.keywords)
+    else:
+        layer.submodules.mlp.module = mlp
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     return GPTModel(
         config,

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -182,11 +183,18 @@ class Saving:
 
 
 class _Save(TorchDistSaveShardedStrategy):
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """Return the plan of a write whose results stay in this process, where Megatron starts another."""
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *asked: Any) -> Any:
+        """Return the plan of a write whose results stay in this process, where Megatron starts another.
+
+        Common values go into a file of their own, as all versions of Megatron-Core read them: since 0.19
+        they come here as one more value beside the tensors. It then also asks for another package's writer.
+        """
+        common = sharded_state_dict.pop("common_state", None)
+        if common is not None and device.rank() == 0:
+            torch.save(common.data, Path(checkpoint_dir) / "common.pt")
         filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            return super().async_save(sharded_state_dict, checkpoint_dir)
+            return super().async_save(sharded_state_dict, checkpoint_dir, *("mcore" for _ in asked))
         finally:
             filesystem_async._results_queue = None
 
@@ -194,7 +202,7 @@ class _Save(TorchDistSaveShardedStrategy):
 class _OutsideSave(_Save):
     """Save nothing, on a rank outside the model's layout."""
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *asked: Any) -> Any:
         """Join what the members' wrapper gathers over the world, then the save. Collective over the world."""
         determine_global_metadata(sharded_state_dict)
-        return super().async_save(sharded_state_dict, checkpoint_dir)
+        return super().async_save(sharded_state_dict, checkpoint_dir, *asked)

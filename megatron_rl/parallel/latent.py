@@ -21,7 +21,26 @@ def allow_without_transformer_engine() -> None:
         module.HAVE_TE = False
 
 
-def in_group(linear: type, group: Any) -> type:
+class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
+    """Build the projections and norms that the layer's spec names, in any version of Megatron-Core.
+
+    Since 0.19 Megatron chooses some itself: it wants a norm of the query even where that is not compressed,
+    which DeepSeek's models do not have, and refuses to build one without Transformer Engine.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+def fit_latent_spec(layer: Any, group: Any) -> None:
+    """Have a layer's spec build latent attention as it is written, in the tensor-parallel ``group``."""
+    attention = layer.submodules.self_attention
+    attention.module = LatentSelfAttention
+    attention.submodules.linear_q_proj = _in_group(attention.submodules.linear_q_proj, group)
+
+
+def _in_group(linear: type, group: Any) -> type:
     """Return the class of a projection that is built in ``group`` where no group is named.
 
     Megatron names none for a query that is not compressed, and would take the process-global one.

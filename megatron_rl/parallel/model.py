@@ -21,7 +21,7 @@ from megatron_rl.parallel.experts import Routing
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import ModelSpec, model_spec, with_scalar_head
 from megatron_rl.parallel.hf.transformer_settings import role_settings
-from megatron_rl.parallel.latent import in_group
+from megatron_rl.parallel.latent import fit_latent_spec
 from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, require_transformer_engine
 from megatron_rl.parallel.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
@@ -275,8 +275,7 @@ def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: boo
     layers: Any = block_spec(config, fused, vp_stage, groups.coordinates.pipeline)
     if config.multi_latent_attention:
         for layer in layers.layer_specs:
-            attention = layer.submodules.self_attention.submodules
-            attention.linear_q_proj = in_group(attention.linear_q_proj, groups.tensor)
+            fit_latent_spec(layer, groups.tensor)
     chunk: Any = GPTModel(
         config=config,
         transformer_layer_spec=layers,

@@ -45,6 +45,13 @@ GROUPS = {
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "all",
 }
 """Megatron's process-global groups -> those of a role."""
+# Newer versions have some of them once more, with the ranks that hold a weight in parts: none here.
+GROUPS |= {
+    f"{name}{further}": group
+    for name, group in GROUPS.items()
+    for further in ("_WITH_GTP_REMAT", "_WITH_EGTP")
+    if hasattr(parallel_state, f"{name}{further}")
+}
 _RANKS = {
     "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tensor",
     "_PIPELINE_GLOBAL_RANKS": "pipeline",

@@ -36,11 +36,14 @@ def _in_group(function: Callable[..., Any], own: Any, *args: Any, **more: Any) -
 def allow_shared_heads() -> None:
     """Let ranks share a key-value head, where there are fewer of them than ranks. May be repeated.
 
-    Megatron then gathers the ranks' projections and finds its place by the process-global group.
+    Megatron then gathers the ranks' projections and finds its place by the process-global group, where its
+    version does not name the attention's own.
     """
     module: Any = megatron_attention
-    module.all_gather_last_dim_from_tensor_parallel_region = lambda value: (
-        mappings.all_gather_last_dim_from_tensor_parallel_region(value, group=_group)
+    module.all_gather_last_dim_from_tensor_parallel_region = lambda value, group=None: (
+        mappings.all_gather_last_dim_from_tensor_parallel_region(
+            value, group=_group if group is None else group
+        )
     )
     module.get_tensor_model_parallel_rank = lambda: (
         parallel_state.get_tensor_model_parallel_rank() if _group is None else _group.rank()

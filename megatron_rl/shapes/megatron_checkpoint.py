@@ -16,12 +16,12 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layer_weights import Weight, outer_weights
-from megatron_rl.shapes.megatron_pickles import MOMENTS, StoredTensor, read_common, read_tensors
+from megatron_rl.shapes.megatron_pickles import DIRECTORY, MOMENTS, StoredTensor, read_common, read_tensors
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
-ARGUMENTS, DIRECTORY, FORMAT = "common.pt", ".metadata", "metadata.json"
+FORMAT = "metadata.json"
 POINTER = "megatron.json"
 """In the folder of a model whose weights lie in a Megatron checkpoint: which, and what its arguments were."""
 _CONVERT = (
@@ -215,11 +215,11 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
             got=f"{folder}: " + (repr(backend) if backend else f"no {FORMAT}"),
             fix="save it with --ckpt-format torch_dist",
         )
-    common = read_common(folder / ARGUMENTS)
+    common = read_common(folder)
     if common.arguments is None:
         raise UserError(
             "the checkpoint does not hold the arguments it was trained with",
-            where=str(folder / ARGUMENTS),
+            where=str(folder),
             expected="args, as Megatron-LM saves them",
             got=", ".join(common.names) or "nothing",
             fix="save it with pretrain_gpt.py",

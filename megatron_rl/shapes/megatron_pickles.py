@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import struct
 import zipfile
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.inert_pickle import Inert, read_pickle
 
+COMMON, DIRECTORY = "common.pt", ".metadata"
+_COMMON_VALUE = "common_state/shard_0_1"
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
 """How the names of a model's tensors begin; others are of the optimizer and of random generators."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
@@ -56,17 +59,22 @@ class Common(NamedTuple):
     sharding: str | None
 
 
-def read_common(path: Path) -> Common:
-    """Read ``common.pt``; raises UserError for what cannot be read."""
+def read_common(folder: Path) -> Common:
+    """Read what all ranks have in common; raises UserError for what cannot be read.
+
+    It is a file of its own, or, as Megatron-Core 0.19 writes it, a list of one value beside the tensors.
+    """
+    path = folder / COMMON
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(path if path.is_file() else _beside_tensors(folder)) as archive:
             (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
-            content, folder = read_pickle(archive.read(name)), name.removesuffix("data.pkl")
+            content, inside = read_pickle(archive.read(name)), name.removesuffix("data.pkl")
+            content = content[0] if isinstance(content, list) else content
             if not isinstance(content, dict):
                 raise TypeError(type(content).__name__)
             stated, args, iteration = (content.get(key) for key in ("optimizer", "args", "iteration"))
             values = [*_under(stated, "step"), *_under(stated, "common_step")]
-            steps = {_count(value, archive, folder) for value in values} - {None}
+            steps = {_count(value, archive, inside) for value in values} - {None}
             arguments = dict(_plain(vars(args.state))) if isinstance(args, Inert) else None
             return Common(
                 tuple(map(str, content)),
@@ -77,6 +85,18 @@ def read_common(path: Path) -> Common:
             )
     except Exception as error:  # whatever a damaged pickle leads to
         raise _damaged(path, error) from error
+
+
+def _beside_tensors(folder: Path) -> io.BytesIO:
+    """Return the bytes of the common values that lie in a file with tensors."""
+    directory = vars(read_pickle((folder / DIRECTORY).read_bytes()).state)
+    for index, place in directory["storage_data"].items():
+        if vars(index.state)["fqn"] == _COMMON_VALUE:
+            place = vars(place.state)
+            with open(folder / Path(place["relative_path"]).name, "rb") as file:
+                file.seek(place["offset"])
+                return io.BytesIO(file.read(place["length"]))
+    raise FileNotFoundError(folder / COMMON)
 
 
 def _under(value: Any, name: str) -> Iterator[Any]:

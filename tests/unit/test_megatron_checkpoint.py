@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_rl.check.megatron_model import with_megatron_models
 from megatron_rl.config.load import load_text
@@ -33,6 +35,7 @@ from megatron_rl.parallel.lora import adapter_parameters, add_adapters
 from megatron_rl.parallel.model import build_model, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.megatron_pickles import read_common
 from tests.hf_models import save_model
 from tests.model_providers import own_groups, set_up
 
@@ -86,6 +89,23 @@ def test_log_probs_are_those_of_megatron_lm(checkpoint, tmp_path):
     assert vocabulary == 62 and expected["logits"].std() > 0.05
     reference = expected["logits"].flatten(0, 1)[:, :vocabulary]
     torch.testing.assert_close(values[:, :vocabulary], reference, atol=1e-6, rtol=0)
+
+
+def test_arguments_beside_the_tensors_are_those_of_a_file(checkpoint):
+    folder = checkpoint / "iter_0000004"
+    expected = read_common(folder)
+    common = torch.load(folder / "common.pt", weights_only=False)
+    (folder / "common.pt").unlink()
+    with pytest.raises(UserError, match=r"common\.pt\n.*\n.*no such file"):
+        read_common(folder)
+    with open(folder / "__0_0.distcp", "ab") as file:  # as Megatron-Core 0.19 saves them
+        begun = file.tell()
+        torch.save([common], file)
+        place = _StorageInfo("__0_0.distcp", begun, file.tell() - begun)
+    directory = pickle.loads((folder / ".metadata").read_bytes())
+    directory.storage_data[MetadataIndex("common_state/shard_0_1")] = place
+    (folder / ".metadata").write_bytes(pickle.dumps(directory))
+    assert read_common(folder) == expected and expected.arguments and expected.iteration == 4
 
 
 @pytest.mark.parametrize(
