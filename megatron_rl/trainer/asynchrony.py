@@ -7,6 +7,8 @@ from rollouts that were sampled before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_rl.algorithms import Algorithm, AlgorithmState, estimate
 from megatron_rl.algorithms.rewards import prompts_to_sample
 from megatron_rl.config.schema import RunConfig
@@ -16,6 +18,7 @@ from megatron_rl.parallel.exchange import Members, gather_objects
 from megatron_rl.parallel.groups import communicator
 from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.dynamic_sampling import ROUND_CEILING, informative, take_informative
+from megatron_rl.trainer.evaluation import EvaluationSet, ask
 from megatron_rl.trainer.loop import (
     Phases,
     StepResult,
@@ -25,7 +28,8 @@ from megatron_rl.trainer.loop import (
     step_result,
     step_seed,
 )
-from megatron_rl.trainer.sample import Pending, RolloutSource, SampledBatch, grade, staleness
+from megatron_rl.trainer.sample import Pending, RolloutSource, SampledBatch, gathered, grade, staleness
+from megatron_rl.types import Rollouts
 
 
 class AheadTrainer:
@@ -46,10 +50,13 @@ class AheadTrainer:
         self.learns = device.rank() in self.learners
         communicator(self.learners)
 
-    def step(self, state: AlgorithmState, step: int, phase: Phases) -> StepResult | None:
+    def step(
+        self, state: AlgorithmState, step: int, phase: Phases, sets: Sequence[EvaluationSet] = ()
+    ) -> tuple[StepResult | None, list[Rollouts]]:
         """Learn from the oldest rollouts while later ones are sampled with the newest weights.
 
-        None on ranks that only sample. Collective over the world.
+        These answer ``sets`` first. Returns the step's result, None on ranks that only sample, and the
+        answers. Collective over the world.
         """
         result, counts, everyone = None, None, Members(traffic=phase.rows)
         with self.roles.hybrid_engine.generation_mode() as synced:
@@ -57,6 +64,7 @@ class AheadTrainer:
                 # Only before the first step: nothing has been sampled yet.
                 pending = self._sample(step + len(self.queue), phase)
                 self.queue.append(self.source.finish(pending, everyone))
+            asked = self._ask(sets, phase)
             pending = None
             if step + self.ahead <= self.config.steps:
                 pending = self._sample(step + self.ahead, phase)
@@ -67,11 +75,19 @@ class AheadTrainer:
             with phase("idle_learn" if self.learns else "idle_rollout"):
                 if pending is not None:
                     self.queue.append(self.source.finish(pending, everyone))
+                answers = [gathered(self.roles.rollout, one, everyone) for one in asked]
         if self.algorithm.dynamic_sampling.further_rounds:
             self.source.informative = next(filter(None, gather_objects(counts)))
         if actor_learns(self.config, self.roles, step):
             self.roles.hybrid_engine.mark_updated()
-        return result
+        return result, answers
+
+    def _ask(self, sets: Sequence[EvaluationSet], phase: Phases) -> list[Pending]:
+        """Have the rollout answer evaluation sets; ranks that learn return at once."""
+        if self.learns or not sets:
+            return ask(self.roles, sets, self.config.seed)
+        with phase("evaluate"):
+            return ask(self.roles, sets, self.config.seed)
 
     def _wanted(self) -> int:
         """Return for how many prompts the next batch is sampled."""

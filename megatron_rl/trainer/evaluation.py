@@ -99,14 +99,26 @@ def evaluate(
     """
     everyone = Members()
     with roles.hybrid_engine.generation_mode() as synced:
-        answered = []
-        for one in sets:
-            sweep = whole(one.prompts, one.settings.samples, seed, roles.hybrid_engine.version)
-            pending = Pending(sweep, roles.rollout.infer(sweep))
-            answered.append(gathered(roles.rollout, pending, everyone))
-    results = [_graded(roles, one, rollouts, everyone) for one, rollouts in zip(sets, answered, strict=True)]
+        answered = [gathered(roles.rollout, pending, everyone) for pending in ask(roles, sets, seed)]
     # Its seconds are part of time/evaluate, not of a step.
-    return results, Metrics({}, synced.maxima)
+    return graded(roles, sets, answered), Metrics({}, synced.maxima)
+
+
+def ask(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> list[Pending]:
+    """Answer each set on the ranks of the rollout, with its weights; other ranks return at once.
+
+    Collective over the rollout's ranks.
+    """
+    sweeps = [whole(one.prompts, one.settings.samples, seed, roles.hybrid_engine.version) for one in sets]
+    return [Pending(sweep, roles.rollout.infer(sweep)) for sweep in sweeps]
+
+
+def graded(
+    roles: Roles, sets: Sequence[EvaluationSet], answered: Sequence[Rollouts]
+) -> list[EvaluationResult]:
+    """Grade the answers to each set; see `evaluate`. Collective over the world."""
+    everyone = Members()
+    return [_graded(roles, one, rollouts, everyone) for one, rollouts in zip(sets, answered, strict=True)]
 
 
 def _graded(roles: Roles, asked: EvaluationSet, rollouts: Rollouts, everyone: Members) -> EvaluationResult:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +14,23 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
-from megatron_rl.metrics import Metrics, merge
+from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint_files import newest_intact, require_intact
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.residency import Use
-from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadTrainer
-from megatron_rl.trainer.evaluation import EvaluationSet, evaluate, evaluation_sets, failure_lines
+from megatron_rl.trainer.evaluation import EvaluationSet, evaluate, evaluation_sets, graded
 from megatron_rl.trainer.job import Job, job
-from megatron_rl.trainer.logging import MetricsLog, Progress, write_rollouts
+from megatron_rl.trainer.logging import MetricsLog, Progress
 from megatron_rl.trainer.loop import StepResult, train_step
 from megatron_rl.trainer.report import write as write_report
-from megatron_rl.trainer.reward_failures import FailureWatch, of_each_kind
+from megatron_rl.trainer.reward_failures import FailureWatch
 from megatron_rl.trainer.sample import RolloutSource
+from megatron_rl.trainer.samples import Samples
 from megatron_rl.trainer.stages import (
     drop_checkpoints,
     end_of,
@@ -42,8 +40,8 @@ from megatron_rl.trainer.stages import (
     run_stage,
     stage_of,
 )
-from megatron_rl.trainer.state import TrainerState
-from megatron_rl.types import row_counts
+from megatron_rl.trainer.state import Held, TrainerState
+from megatron_rl.types import Rollouts
 
 
 def run(config: RunConfig) -> None:
@@ -84,6 +82,7 @@ class Run:
             self.job.say(f"warning: reward workers are not contained here: {words}")
         for words in self.roles.rollout.not_enforced:
             self.job.say(f"warning: environments are not contained here: {words}")
+        self.samples = Samples(job, self.roles)
         self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
         self.ahead = None
         if config.asynchrony.steps_ahead:
@@ -107,22 +106,30 @@ class Run:
             self._run_stages()
         log = None
         if self.job.main:
-            resumed_step = None if self.checkpoint is None else self.state.step
+            held = self.state.held  # its line is written again
+            seen = self.state.step if held is None else held.step - 1
             log = MetricsLog(
                 self.folder,
                 config.steps,
-                resumed_step=resumed_step,
+                resumed_step=None if self.checkpoint is None else seen,
                 console=self.job.console,
                 trackers=self.job.trackers,
             )
         self.phases.metrics()  # what came before belongs to no step
         if self.checkpoint is None and self.sets and config.evaluation.at_start:
             self._record(log, 0, self._evaluate(0, self.sets))
-        with self.job.stop.saves():
-            while self.state.step < config.steps and not self._waited_enough():
-                self._step(log)
-                self.job.stop_if_asked(self._save_for_good)
-            self._complete()
+        self._record_held(log)
+        try:
+            with self.job.stop.saves():
+                while self.state.step < config.steps and not self._waited_enough():
+                    self._step(log)
+                    self.job.stop_if_asked(self._save_for_good)
+                self._record_held(log)
+                self._complete()
+        except BaseException:
+            if self.state.held is not None:  # its evaluation follows where the run goes on
+                self._record(log, self.state.held.step, self.state.held.metrics)
+            raise
         if log is not None:
             log.close()
         self._finish()
@@ -185,9 +192,16 @@ class Run:
         config, step = self.config, self.state.step + 1
         self.phases.step = step
         begun = time.perf_counter()
-        result = self._take(step)
+        held = self.state.held
+        sets = self._sets_of(held)
+        result, answered = self._take(step, sets)
         self.state.step = step
         seconds = time.perf_counter() - begun
+        if held is not None:
+            with self.phases("evaluate"):
+                results = graded(self.roles, sets, answered)
+            self._record(log, held.step, held.metrics + self.samples.keep_evaluation(held.step, results))
+            self.state.held = None
         if self.saving is not None and all(gather_objects(self.saving.written)):
             self._complete()
         measured = Metrics({}, {"time/step": seconds}) + self.phases.metrics() + self.written
@@ -201,12 +215,14 @@ class Run:
             metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
             if result.warning:
                 self.job.say(f"step {step}: warning: {result.warning}")
-        reasons, examples = self._keep_rollouts(step, result)
+        reasons, examples = self.samples.keep_step(step, result)
         last, evaluation = step == config.steps, config.evaluation
         due = [one for one in self.sets if step % evaluation.interval(one.name) == 0 or last]
-        if due:
-            metrics += self._evaluate(step, due)
-        self._record(log, step, metrics)
+        if due and not last and self.ahead is not None and not any(map(self._decides, due)):
+            self.state.held = Held(step, tuple(one.name for one in due), metrics)
+        else:
+            metrics += self._evaluate(step, due) if due else Metrics()
+            self._record(log, step, metrics)
         improved = self._is_among_best(step, metrics.values())
         if result is not None and self.job.main:
             invalid = 1.0 - float(result.batch.scores.valid.float().mean())
@@ -285,73 +301,36 @@ class Run:
                     settings.megatron, actor.model, arguments, begun + self.state.step, settings.keep
                 )
 
-    def _take(self, step: int) -> StepResult | None:
-        """Take one step; None on a rank that only samples, ahead of the others."""
+    def _take(self, step: int, sets: Sequence[EvaluationSet]) -> tuple[StepResult | None, list[Rollouts]]:
+        """Take one step beside which ``sets`` are answered; see `AheadTrainer.step`."""
         state = self.state.algorithm
         if self.ahead is not None:
-            return self.ahead.step(state, step, self.phases)
-        return train_step(self.source, self.roles, self.algorithm, state, self.config, step, self.phases)
+            return self.ahead.step(state, step, self.phases, sets)
+        source, roles = self.source, self.roles
+        return train_step(source, roles, self.algorithm, state, self.config, step, self.phases), []
+
+    def _decides(self, one: EvaluationSet) -> bool:
+        """Say whether what a set measures may keep a checkpoint or end the run: training waits for it."""
+        return (self.config.checkpoint.best or "").startswith(f"eval/{one.name}/")
+
+    def _sets_of(self, held: Held | None) -> list[EvaluationSet]:
+        return [one for one in self.sets if held is not None and one.name in held.sets]
+
+    def _record_held(self, log: MetricsLog | None) -> None:
+        """Evaluate at once what was to be answered beside a step that this process takes not or not yet."""
+        held, self.state.held = self.state.held, None
+        if held is not None:
+            self._record(log, held.step, held.metrics + self._evaluate(held.step, self._sets_of(held)))
 
     def _evaluate(self, step: int, sets: Sequence[EvaluationSet]) -> Metrics:
         with self.phases("evaluate"):
             results, synced = evaluate(self.roles, sets, self.config.seed)
-        for lines in zip_longest(*gather_objects(list(failure_lines(results, step))), fillvalue=""):
-            for line in dict.fromkeys(filter(None, lines)):
-                self.job.say(line)
-        if self.job.main:
-            for result in results:
-                columns = self._columns(result.prompts, result.rollouts)
-                columns["reward"] = result.rewards.tolist()
-                self._keep(f"eval_{result.name}", step, columns)
-        metrics = merge(result.metrics for result in results)
+        metrics = self.samples.keep_evaluation(step, results)
         return metrics + gather_metrics(self.phases.metrics() + synced)
 
     def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
         if log is not None:
             log.write(step, metrics.values())
-
-    def _keep_rollouts(self, step: int, result: StepResult | None) -> tuple[Counter[str], list[Failure]]:
-        """Store the step's samples with their judgement; return and say why rewards failed, with examples."""
-        failures = () if result is None else result.batch.failures
-        reasons = Counter(failure.reason for failure in failures)
-        totals, shown = zip(*gather_objects((reasons, of_each_kind(failures))), strict=True)
-        reasons, examples = sum(totals, Counter()), of_each_kind(chain.from_iterable(shown))
-        if not self.job.main or result is None:
-            return reasons, examples
-        for failure in examples:
-            self.job.say(f"step {step}: a reward failed ({failure.reason}): {failure.message.strip()[-300:]}")
-        if reasons.total() > len(examples):
-            counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-            self.job.say(f"step {step}: {reasons.total()} rewards failed in all: {counts}")
-        batch, rollouts = result.batch, result.batch.rollouts
-        columns = self._columns(batch.prompts, rollouts)
-        columns["group"] = rollouts.group.tolist()
-        columns["reward"] = batch.scores.rewards.tolist()
-        columns["valid"] = batch.scores.valid.tolist()
-        columns["policy_version"] = rollouts.policy_version.tolist()
-        self._keep("step", step, columns)
-        return reasons, examples
-
-    def _keep(self, kind: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        write_rollouts(self.folder, step, columns, kind=kind)
-        if self.job.trackers is not None:
-            self.job.trackers.samples(kind, step, columns)
-
-    def _columns(self, prompts: Any, rollouts: Any) -> dict[str, Any]:
-        columns = {
-            "prompt": list(prompts.prompts),
-            "response": self.roles.reward.responses(rollouts),
-            "ground_truth": [str(truth) for truth in prompts.ground_truths],
-            "length": row_counts(rollouts.response_mask, rollouts.lengths).tolist(),
-            "finish_reason": rollouts.finish_reason.tolist(),
-        }
-        if rollouts.outcomes is not None:
-            columns["conversation"] = self.roles.reward.conversations(rollouts)
-            columns["failure"] = [
-                f"{said.failure}: {said.message}" if said and said.failure else None
-                for said in rollouts.outcomes
-            ]
-        return columns
 
     def _finish(self) -> None:
         config, model = self.config, self.roles.actor.model

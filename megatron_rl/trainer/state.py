@@ -42,6 +42,15 @@ class Best:
         return (step, value) in self.kept
 
 
+@dataclass(frozen=True)
+class Held:
+    """Hold the metrics of a ``step`` whose weights answer the ``sets`` beside the next one."""
+
+    step: int
+    sets: tuple[str, ...]
+    metrics: Metrics
+
+
 @dataclass
 class TrainerState:
     """Hold the position of a run: steps done, the prompt source's place, and what the algorithm carries.
@@ -57,6 +66,7 @@ class TrainerState:
     queue: list[SampledBatch] = field(default_factory=list)
     step: int = 0
     best: Best = field(default_factory=lambda: Best())
+    held: Held | None = None
 
     def save(
         self, path: Path, roles: Roles, settings: CheckpointConfig, *, layout: str, beside: bool
@@ -89,6 +99,8 @@ class TrainerState:
         self.source.load_state_dict(state["rollouts"])
         self.queue[:] = self.source.still_wanted([SampledBatch(**item) for item in state["queue"]])
         self.best = Best(**state["best"])
+        held = state.get("held")  # none in checkpoints of before there was one
+        self.held = None if held is None else Held(**held)
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """Return the plain values that are equal on every rank."""
@@ -101,6 +113,7 @@ class TrainerState:
             "queue": [vars(item) for item in self.queue],
             "rollouts": self.source.state_dict(),
             "best": vars(self.best),
+            "held": None if self.held is None else vars(self.held),
         }
 
 

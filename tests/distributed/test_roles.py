@@ -12,6 +12,8 @@ import yaml
 from transformers import AutoModelForSequenceClassification
 
 from megatron_rl.config.checkpoint_meta import read_meta, reads_anywhere
+from megatron_rl.parallel.checkpoint import _read
+from megatron_rl.trainer.state import TYPES
 from tests.readme_metrics import unwritten
 
 FIRST = "num_layers_in_first_pipeline_stage"
@@ -178,19 +180,38 @@ def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(fork
     received = {line["reshard/bytes_received_max"] for line in (*now, *ahead)}
     assert len(received) == 1 and received.pop() > 0
 
-    learning = {"optimizer": {"learning_rate": 1e-3}}
-    whole = grpo(tmp_path / "whole", material, actor=learning, asynchrony={"steps_ahead": 1})
-    fork("megatron_rl", 2, "train", whole, module=True)
-    parted = grpo(tmp_path / "parted", material, actor=learning, asynchrony={"steps_ahead": 1})
+    answered = {"data": str(material / "eval.jsonl"), "max_prompts": 8, "samples": 2, "temperature": 1.0}
+    learns = {
+        "actor": {"optimizer": {"learning_rate": 1e-3}},
+        "asynchrony": {"steps_ahead": 1},
+        "evaluation": {"every": 1, "sets": {"held_out": answered}},
+    }
+    whole = grpo(tmp_path / "whole", material, **learns)
+    # What may keep a checkpoint is waited for; else the answers come beside the next step, and are the same.
+    fork("megatron_rl", 2, "train", whole, "checkpoint.best=eval/held_out/reward", module=True)
+    parted = grpo(tmp_path / "parted", material, **learns)
     shards = ("checkpoint.optimizer_layout=same", "checkpoint.asynchronous=true")
     fork("megatron_rl", 2, "train", parted, "checkpoint.keep=9", *shards, module=True)
     assert [line["staleness/max"] for line in metrics(tmp_path / "parted")] == [0, 1, 1, 1]
     kept = (tmp_path / "parted/run/checkpoints").iterdir()
     kept = {path.name: reads_anywhere(read_meta(path)) for path in kept}
     assert kept["step_4"] and not kept["step_2"], "the last one is written for any layout"
+    state = _read(tmp_path / "parted/run/checkpoints/step_2/state.pt", TYPES)["state"]
+    assert state["held"]["sets"] == ("held_out",), "it is answered beside step 3"
     shutil.rmtree(tmp_path / "parted/run/checkpoints/step_4")
     again = fork("megatron_rl", 2, "train", parted, module=True)
     assert "step 2: its checkpoint is written anew, for any layout" in again.output
     expected, found = metrics(tmp_path / "whole"), metrics(tmp_path / "parted")
-    for name in ("reward/mean", "policy/loss", "policy/grad_norm", "policy/entropy", "mismatch/kl"):
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    answers = [line["eval/held_out/response_length"] for line in expected]
+    assert len(set(answers)) == 4, "each step's weights answer in their own way"
+    evaluated = {name for name in expected[0] if name.startswith("eval/")}
+    for name in (
+        "reward/mean",
+        "policy/loss",
+        "policy/grad_norm",
+        "policy/entropy",
+        "mismatch/kl",
+        *evaluated,
+    ):
         assert [line.get(name) for line in found] == [line.get(name) for line in expected], name
