@@ -155,7 +155,8 @@ def test_scores_in_thd_and_what_padding_they_count(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_what_a_micro_batch_must_be_a_multiple_of(settings, tensor, multiple):
-    config = SimpleNamespace(**{"sequence_parallel": False, "fp8": None, "fp4": None, **settings})
+    absent = dict.fromkeys(("sequence_parallel", "fp8", "fp4", "use_transformer_engine_op_fuser"))
+    config = SimpleNamespace(**{**absent, **settings})
     groups: Any = SimpleNamespace(layout=ParallelLayout(tuple(range(tensor)), tensor=tensor))
     spec: Any = SimpleNamespace(transformer_config=config)
     assert ParallelModel([], [], groups, spec, True).token_multiple == multiple
