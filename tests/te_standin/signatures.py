@@ -1,0 +1,59 @@
+"""Read the signatures that the stand-in shares with Transformer Engine out of sources, which are not run.
+
+pip download --no-deps transformer_engine==2.20.2 && unzip transformer_engine-2.20.2-*.whl -d wheel
+python tests/te_standin/signatures.py wheel > tests/te_standin/signatures.json
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+NAMES = {
+    "pytorch/module/linear.py": ("Linear.__init__", "Linear.forward"),
+    "pytorch/module/layernorm_linear.py": ("LayerNormLinear.__init__", "LayerNormLinear.forward"),
+    "pytorch/module/grouped_linear.py": ("GroupedLinear.__init__", "GroupedLinear.forward"),
+    "pytorch/module/layernorm.py": ("LayerNorm.__init__",),
+    "pytorch/module/rmsnorm.py": ("RMSNorm.__init__",),
+    "pytorch/attention/dot_product_attention/dot_product_attention.py": (
+        "DotProductAttention.__init__",
+        "DotProductAttention.forward",
+    ),
+    "pytorch/module/base.py": (
+        "TransformerEngineBaseModule.set_tensor_parallel_group",
+        "TransformerEngineBaseModule.init_fp8_metadata",
+        "TransformerEngineBaseModule.get_extra_state",
+        "TransformerEngineBaseModule.set_extra_state",
+        "TransformerEngineBaseModule.backward_dw",
+    ),
+    "pytorch/optimizers/fused_adam.py": ("FusedAdam.__init__", "FusedAdam.step"),
+    "pytorch/optimizers/fused_sgd.py": ("FusedSGD.__init__",),
+    "pytorch/optimizers/multi_tensor_apply.py": ("MultiTensorApply.__init__", "MultiTensorApply.__call__"),
+}
+"""Files of the package, and what of them is compared."""
+
+
+def signatures(folder: Path) -> dict[str, str]:
+    """Return the arguments and defaults, without types, of `NAMES` in a folder with the package."""
+    found = {}
+    for file, names in NAMES.items():
+        tree = ast.parse((folder / "transformer_engine" / file).read_text())
+        for name in names:
+            kind, method = name.split(".")
+            (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind)
+            (function,) = (
+                node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == method
+            )
+            arguments = function.args
+            listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+            for argument in (*listed, arguments.vararg, arguments.kwarg):
+                if argument is not None:
+                    argument.annotation = None
+            found[f"{file}:{name}"] = ast.unparse(arguments)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(signatures(Path(sys.argv[1])), indent=2))

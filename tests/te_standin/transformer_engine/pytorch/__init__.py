@@ -1,0 +1,10 @@
+"""Give the modules of Transformer Engine that Megatron-Core's layers derive from."""
+
+from transformer_engine.pytorch import distributed, fp8, ops, optimizers, router
+from transformer_engine.pytorch.attention import DotProductAttention
+from transformer_engine.pytorch.module import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
+
+__all__ = [
+    "DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm",
+    "distributed", "fp8", "ops", "optimizers", "router",
+]  # fmt: skip

@@ -1,0 +1,7 @@
+"""Give the attention module."""
+
+from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
+    DotProductAttention,
+)
+
+__all__ = ["DotProductAttention"]

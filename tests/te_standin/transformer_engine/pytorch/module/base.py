@@ -1,0 +1,82 @@
+"""What modules with weights share: parameters, the 8-bit state that stays empty, tensor parallelism."""
+
+import torch
+import torch.nn.functional as functional
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """Hold parameters that are initialised as Transformer Engine initialises them."""
+
+    def __init__(self, name=None):
+        super().__init__()
+        self.name = name
+        self.fp8 = self.fp8_calibration = False
+        self.fp8_meta = {"fp8_checkpoint": False, "recipe": None}
+        self.tp_group, self.tp_size = None, 1
+
+    def set_tensor_parallel_group(self, tp_group):
+        """Take the group over which weights are cut."""
+        self.tp_group = tp_group
+
+    def join(self, tp_group, tp_size):
+        """Take the group and its size; without a group the size is what the caller says."""
+        self.tp_size = tp_size if tp_group is None else tp_group.size()
+        self.set_tensor_parallel_group(tp_group)
+
+    def add(self, name, shape, init, dtype, device, tracker=None):
+        """Register a parameter; ``init`` fills it, under the ``tracker``'s generator where there is one."""
+        value = torch.empty(shape, dtype=dtype, device=device)
+        if tracker is None:
+            init(value)
+        else:
+            names = [self.rng_tracker_name] if getattr(self, "rng_tracker_name", None) else []
+            with tracker().fork(*names):
+                init(value)
+        self.register_parameter(name, torch.nn.Parameter(value))
+
+    def init_fp8_metadata(self, num_gemms=1):
+        """Prepare nothing: there is no 8-bit format."""
+
+    def get_extra_state(self):
+        """Return the state of 8-bit scaling: no bytes."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        """Take the state of 8-bit scaling, which must be none."""
+        if state is not None and state.numel():
+            raise NotImplementedError("the stand-in of Transformer Engine takes no 8-bit state")
+
+    def backward_dw(self):
+        """Refuse: weight gradients are not delayed."""
+        raise NotImplementedError("the stand-in of Transformer Engine delays no weight gradients")
+
+
+def refuse(**settings):
+    """Raise where a setting asks for what the stand-in does not have."""
+    asked = sorted(name for name, value in settings.items() if value)
+    if asked:
+        raise NotImplementedError(f"the stand-in of Transformer Engine has no {', '.join(asked)}")
+
+
+def default_init(weight):
+    """Fill as Transformer Engine does where it is told nothing."""
+    torch.nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def constant(value):
+    """Return a function that fills a tensor with ``value``."""
+    return lambda tensor: tensor.detach().fill_(value)
+
+
+def cut(parameter, dim):
+    """Mark along which dimension a parameter is cut, as Megatron-Core's optimizer asks for it."""
+    for name, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
+        setattr(parameter, name, value)
+
+
+def normalise(hidden, weight, bias, eps, kind, zero_centered):
+    """Return the LayerNorm or RMSNorm of ``hidden``, summed up in float32, in its dtype."""
+    scale = weight.float() + 1.0 if zero_centered else weight.float()
+    if kind == "RMSNorm":
+        return functional.rms_norm(hidden.float(), scale.shape, scale, eps).to(hidden.dtype)
+    return functional.layer_norm(hidden.float(), scale.shape, scale, bias.float(), eps).to(hidden.dtype)

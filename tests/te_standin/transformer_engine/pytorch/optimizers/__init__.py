@@ -1,0 +1,26 @@
+"""Give the fused optimizers and the functions over lists of tensors."""
+
+import torch
+
+from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
+from transformer_engine.pytorch.optimizers.fused_sgd import FusedSGD
+from transformer_engine.pytorch.optimizers.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+
+__all__ = [
+    "FusedAdam", "FusedSGD", "MultiTensorApply", "multi_tensor_applier", "multi_tensor_l2norm",
+    "multi_tensor_scale",
+]  # fmt: skip
+
+
+def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False):
+    """Return the norm [1] of all tensors together, and the norm of each where asked for, in float32."""
+    norms = torch.stack([tensor.float().norm() for tensor in tensor_lists[0]])
+    return norms.norm().view(1), norms if per_tensor else norms.new_empty(0)
+
+
+def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale):
+    """Write ``scale`` times the first list into the second; the flag says that a number was not finite."""
+    for source, target in zip(*tensor_lists, strict=True):
+        if not torch.isfinite(source).all():
+            noop_flag.fill_(1)
+        target.copy_(source * scale)

@@ -1,0 +1,67 @@
+"""Adam whose step count is the parameter group's."""
+
+import torch
+
+from transformer_engine.pytorch.module.base import refuse
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Step weights as Adam or AdamW does; state in float32, the number of steps in each group, an integer."""
+
+    def __init__(
+        self,
+        params,
+        lr=0.001,
+        betas=(0.9, 0.999),
+        eps=1e-08,
+        weight_decay=0.0,
+        amsgrad=False,
+        *,
+        bias_correction=True,
+        adam_w_mode=True,
+        capturable=False,
+        master_weights=False,
+        master_weight_dtype=torch.float32,
+        exp_avg_dtype=torch.float32,
+        exp_avg_sq_dtype=torch.float32,
+        use_decoupled_grad=False,
+        store_param_remainders=False,
+        set_grad_none=None,
+    ):
+        refuse(
+            amsgrad=amsgrad, capturable=capturable, master_weights=master_weights,
+            use_decoupled_grad=use_decoupled_grad, store_param_remainders=store_param_remainders,
+            state_dtype={exp_avg_dtype, exp_avg_sq_dtype} != {torch.float32},
+        )  # fmt: skip
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(params, {**defaults, "weight_decay": weight_decay})
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure=None, grad_scaler=None):
+        """Step every parameter that has a gradient."""
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            # A group that is empty on this rank counts too: others share its state.
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(group, parameter)
+        return loss
+
+    def _update(self, group, parameter):
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        if not state:
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+        gradient, weight = parameter.grad.float(), parameter.float()
+        if not self.adam_w_mode:
+            gradient = gradient + group["weight_decay"] * weight
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        corrected = group["step"] if group["bias_correction"] else torch.inf
+        mean = state["exp_avg"] / (1 - beta1**corrected)
+        update = mean / ((state["exp_avg_sq"] / (1 - beta2**corrected)).sqrt() + group["eps"])
+        if self.adam_w_mode:
+            update = update + group["weight_decay"] * weight
+        parameter.copy_(weight - group["lr"] * update)
