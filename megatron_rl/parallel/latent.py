@@ -56,7 +56,7 @@ def prepare_latent_attention(chunk: Any, inverse_frequencies: Tensor) -> None:
     """Give every layer of a GPTModel chunk the rotary angles and attention of packed rows.
 
     Layers whose attention is Transformer Engine's keep both. In all of them the projections to latents come
-    out whole, with gradients that tensor-parallel ranks have added up.
+    out whole, with gradients that tensor-parallel ranks have added up and whose norm counts them once.
     """
     for layer in chunk.decoder.layers:
         attention = layer.self_attention
@@ -68,12 +68,15 @@ def prepare_latent_attention(chunk: Any, inverse_frequencies: Tensor) -> None:
             attention.core_attention = _LatentAttention(attention.core_attention)
         if attention.pg_collection.tp.size() == 1:
             continue
-        whole = partial(_whole_latent, attention.pg_collection.tp, config.sequence_parallel)
-        attention.linear_kv_down_proj.register_forward_hook(
-            partial(whole, config.kv_lora_rank, config.qk_pos_emb_head_dim)
-        )
+        parts = [(attention.linear_kv_down_proj, config.kv_lora_rank, config.qk_pos_emb_head_dim)]
         if config.q_lora_rank is not None:
-            attention.linear_q_down_proj.register_forward_hook(partial(whole, config.q_lora_rank, 0))
+            parts.append((attention.linear_q_down_proj, config.q_lora_rank, 0))
+        for linear, latent, shared in parts:
+            whole = partial(_whole_latent, attention.pg_collection.tp, config.sequence_parallel)
+            linear.register_forward_hook(partial(whole, latent, shared))
+            if len(linear.weight) == latent + shared:
+                # Transformer Engine calls every weight cut, and the norm would count each rank's copy.
+                setattr(linear.weight, "tensor_model_parallel", False)
 
 
 def _whole_latent(
