@@ -59,42 +59,16 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.cp_comm_type = cp_comm_type
 
     def forward(
-        self,
-        query_layer=None,
-        key_layer=None,
-        value_layer=None,
-        attention_mask=None,
-        qkv_format=None,
-        cu_seqlens_q=None,
-        cu_seqlens_kv=None,
-        cu_seqlens_q_padded=None,
-        cu_seqlens_kv_padded=None,
-        max_seqlen_q=None,
-        max_seqlen_kv=None,
-        attn_mask_type=None,
-        window_size=None,
-        bottom_right_diagonal=None,
-        softcap=None,
-        checkpoint_core_attention=False,
-        core_attention_bias_type="no_bias",
-        core_attention_bias=None,
-        alibi_slopes=None,
-        fast_zero_fill=True,
-        inference_params=None,
-        pad_between_seqs=None,
-        fp8_output=False,
-        bf16_backward=False,
-        num_splits=1,
-        score_mod=None,
-        score_mod_bprop=None,
-        score_mod_tensors=None,
-        score_mod_bprop_tensors=None,
-        qkv_layer=None,
-        kv_layer=None,
-        qkv_interleave_dim=-3,
-        thd_attention_policies=None,
-        thd_attention_policy_dispatch="auto",
-    ):
+        self, query_layer=None, key_layer=None, value_layer=None, attention_mask=None, qkv_format=None,
+        cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
+        max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None, window_size=None,
+        bottom_right_diagonal=None, softcap=None, checkpoint_core_attention=False,
+        core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None,
+        fast_zero_fill=True, inference_params=None, pad_between_seqs=None, fp8_output=False,
+        bf16_backward=False, num_splits=1, score_mod=None, score_mod_bprop=None, score_mod_tensors=None,
+        score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None, qkv_interleave_dim=-3,
+        thd_attention_policies=None, thd_attention_policy_dispatch="auto",
+    ):  # fmt: skip
         """Return [tokens, heads * value size] of query, key and value [tokens, heads or groups, size]."""
         given = {
             "attention_mask": attention_mask, "cu_seqlens_q_padded": cu_seqlens_q_padded,
@@ -111,16 +85,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         if (qkv_format or self.qkv_format) != "thd":
             raise NotImplementedError("the stand-in of Transformer Engine attends in THD format alone")
         assert (attn_mask_type or self.attn_mask_type) == "padding_causal", "for THD, and causal"
-        assert query.dtype == key.dtype == value.dtype, "the same data type"
-        assert query.dim() == key.dim() == value.dim() == 3, "3D tensors when qkv_format = thd"
-        assert key.shape[:-1] == value.shape[:-1] and query.shape[-1] == key.shape[-1]
-        assert key.shape[-1] == self.hidden_size_per_attention_head_k
-        assert value.shape[-1] == self.hidden_size_per_attention_head_v
-        assert key.shape[-2] == self.num_gqa_groups_per_partition
-        assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
-        assert cu_seqlens_q.dim() == 1 and cu_seqlens_q.shape == cu_seqlens_kv.shape
+        self._insist(query, key, value)
         bounds = cu_seqlens_q.tolist()
-        assert bounds == cu_seqlens_kv.tolist() and bounds[0] == 0 and bounds[-1] == len(query) == len(key)
+        assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
+        assert cu_seqlens_q.dim() == 1 and bounds == cu_seqlens_kv.tolist()
+        assert bounds[0] == 0 and bounds[-1] == len(query) == len(key)
         assert max_seqlen_q == max_seqlen_kv >= max(end - begin for begin, end in pairwise(bounds)) > 0
         repeats = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
@@ -128,6 +97,14 @@ class DotProductAttention(TransformerEngineBaseModule):
             self._row(query[begin:end], key[begin:end], value[begin:end]) for begin, end in pairwise(bounds)
         ]
         return torch.cat(rows).flatten(1)
+
+    def _insist(self, query, key, value):
+        assert query.dtype == key.dtype == value.dtype, "the same data type"
+        assert query.dim() == key.dim() == value.dim() == 3, "3D tensors when qkv_format = thd"
+        assert key.shape[:-1] == value.shape[:-1] and query.shape[-1] == key.shape[-1]
+        assert key.shape[-1] == self.hidden_size_per_attention_head_k
+        assert value.shape[-1] == self.hidden_size_per_attention_head_v
+        assert key.shape[-2] == self.num_gqa_groups_per_partition
 
     def _row(self, query, key, value):
         scores = torch.einsum("ihd,jhd->hij", query, key).float() * self.softmax_scale
