@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Hold the promises of a run against cases that a seed chooses; minutes to hours, and goes on where it was ended.
 #
-#   launch/campaign.sh [kills|damages|inputs|rewards|leaks|layouts|examples|all] [--count N] [--seed S] [--out DIR]
+#   launch/campaign.sh [KIND|all] [--count N] [--seed S] [--out DIR]
 #
 # kills: runs that are killed again and again equal the uninterrupted one to the last bit; damages: of a newest
 # checkpoint; inputs: configurations and data that the schema or a user got wrong; rewards: hostile functions;
 # leaks: thousands of steps; layouts: every tensor's step of every family in every product of parallel sizes on
-# four ranks; examples: each of launch/examples by its command. tests/campaign/ says how. Exit code 1: a promise
-# was broken.
+# four ranks; fused_layouts: the same with Transformer Engine's layers, in torch; examples: each of launch/examples
+# by its command. tests/campaign/ says how. Exit code 1: a promise was broken.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ ! -x "$root/.venv/bin/python" ]; then

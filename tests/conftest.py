@@ -23,6 +23,8 @@ from xdist.scheduler import LoadFileScheduling
 from tests import browser, nccl_rules
 
 ROOT = Path(__file__).resolve().parent.parent
+STANDIN = ROOT / "tests/te_standin"
+"""Where Python finds the stand-in of Transformer Engine."""
 LAUNCH_SECONDS = 300.0
 NOT_LOOKED_AT = pytest.StashKey[list[str]]()
 
@@ -48,13 +50,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch_environment() -> dict[str, str]:
-    """Return the environment of a launched rank: one thread per rank, the repository importable."""
+def launch_environment(*packages: Path) -> dict[str, str]:
+    """Return the environment of a launched rank: one thread per rank, these and the repository importable."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     path = os.environ.get("PYTHONPATH")
     environment |= {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), path] if path else [str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([*map(str, (*packages, ROOT)), *([path] if path else [])]),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -186,6 +188,14 @@ def rank_server(tmp_path_factory) -> Iterator[RankServer]:
     server.close()
 
 
+@pytest.fixture(scope="module")
+def fork_fused(tmp_path_factory) -> Iterator[Callable[..., Launch]]:
+    """Launch ranks as ``fork`` does, on a machine that has Transformer Engine: its stand-in in torch."""
+    server = RankServer(tmp_path_factory.mktemp("fused_ranks"), STANDIN)
+    yield Launcher(server.launch)
+    server.close()
+
+
 class Launcher:
     """Launch a script or module on ranks of this machine, bounded in time."""
 
@@ -220,11 +230,12 @@ class Launcher:
 class RankServer:
     """Talk to ``rank_server.py``, which starts when the first launch needs it.
 
-    What its ranks tell one another is held against the rules of NCCL; see ``nccl_rules.py``.
+    ``packages`` are folders in which its ranks find packages. What they tell one another is held against the
+    rules of NCCL; see ``nccl_rules.py``.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *packages: Path) -> None:
+        self._folder, self._packages = folder, packages
         self._launches = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -236,7 +247,7 @@ class RankServer:
             self._process = subprocess.Popen(
                 [sys.executable, str(ROOT / "tests/rank_server.py")],
                 cwd=ROOT,
-                env=launch_environment(),
+                env=launch_environment(*self._packages),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,  # what was read ahead would be hidden from select

@@ -120,9 +120,14 @@ def test_the_step_of_every_tensor_is_that_of_one_rank_in_every_layout(folder: Pa
     assert not wrong, "\n".join(wrong)
 
 
-def differences(folder: Path, entry: Mapping[str, Any]) -> list[str]:
-    """Return what a case's numbers differ in from those of one rank by more than rounding."""
+def differences(folder: Path, entry: Mapping[str, Any], fused: bool = False) -> list[str]:
+    """Return what a case's numbers differ in from those of one rank by more than rounding.
+
+    ``fused`` says that its layers are to be Transformer Engine's.
+    """
     cut = torch.load(folder / f"{entry['name']}.pt", weights_only=False)
+    if cut["fused"] != fused:
+        return [f"{entry['name']}: its layers are {'plain' if fused else 'fused'} ones"]
     alone = torch.load(folder / f"{entry['model']}-alone.pt", weights_only=False)
     found: dict[tuple[str, str], float] = {}
     for name in ("log_probs", "entropy"):

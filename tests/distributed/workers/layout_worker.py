@@ -35,6 +35,7 @@ def main(folder: Path, plan: str) -> None:
                 initial, _ = training.scores(model, batch, case["budget"])
         if device.rank() == 0:
             values = {"log_probs": log_probs, "entropy": entropy, "values": result, "initial": initial}
+            values["fused"] = model.uses_transformer_engine
             values["steps"] = {name: after[name] - weight for name, weight in before.items()}
             torch.save(values, folder / f"{case['name']}.pt")
     dist.destroy_process_group()

@@ -1,0 +1,53 @@
+"""The path of Transformer Engine's layers, on a stand-in in torch, in parallel layouts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hf_models import save_model
+
+sys.path.insert(0, str(Path(__file__).parent))
+import test_layout_invariance as layouts
+from models import make_batch
+from test_lora import RANK, write_adapter
+
+SP, VPP, FULL, NARROW = layouts.SP, layouts.VPP, layouts.FULL, layouts.NARROW
+CASES = [
+    layouts.case("qwen2", tensor=2, pipeline=2, **VPP, **SP, **FULL),
+    layouts.case("qwen2", tensor=4, budget=NARROW),  # more ranks than key-value heads
+    layouts.case("qwen3-moe", tensor=2, expert=2, pipeline=2, **SP, **FULL),
+    layouts.case("qwen3-moe", tensor=2, expert=2, expert_tensor=2, **SP),
+    layouts.case("qwen3-moe", expert=4),
+    layouts.case("deepseek-v3", tensor=2, expert=2, pipeline=2, **SP),
+    layouts.case("deepseek-v3", tensor=2, **SP, recompute="selective"),
+    layouts.case("adapted", tensor=2, pipeline=2, **SP),
+]
+MODELS = tuple(dict.fromkeys(case["model"] for case in CASES))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fused")
+    for name in MODELS:
+        model = save_model("qwen3" if name == "adapted" else name, path / name)
+        torch.manual_seed(3)
+        torch.save(make_batch(model), path / name / "batch.pt")
+    write_adapter(path / "adapted", path / "adapter", RANK)
+    return path
+
+
+def test_the_step_is_that_of_plain_layers_on_one_rank(fork: Any, fork_fused: Any, folder: Path) -> None:
+    lora = {"lora": {"rank": RANK, "path": str(folder / "adapter")}}
+    alone, cut = (
+        [case | (lora if case["model"] == "adapted" else {}) for case in cases]
+        for cases in (map(layouts.case, MODELS), CASES)
+    )
+    layouts.run(fork, folder, 1, alone)
+    layouts.run(fork_fused, folder, layouts.RANKS, cut)
+    wrong = [words for case in CASES for words in layouts.differences(folder, case, fused=True)]
+    assert not wrong, "\n".join(wrong)
