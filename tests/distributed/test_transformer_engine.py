@@ -1,7 +1,8 @@
-"""The path of Transformer Engine's layers, on a stand-in in torch, in parallel layouts."""
+"""The path of Transformer Engine's layers, on a stand-in in torch: layouts, checkpoints, and the commands."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from tests.hf_models import save_model
 
 sys.path.insert(0, str(Path(__file__).parent))
+import test_checkpoint as checkpoints
+import test_family_commands as commands
 import test_layout_invariance as layouts
 from models import make_batch
 from test_lora import RANK, write_adapter
@@ -28,6 +31,16 @@ CASES = [
     layouts.case("adapted", tensor=2, pipeline=2, **SP),
 ]
 MODELS = tuple(dict.fromkeys(case["model"] for case in CASES))
+MOE: dict[str, Any] = {"model": "qwen3-moe"}
+WIDE = {"tensor": 2, "expert": 2, "pipeline": 2, "sequence_parallel": True}
+SAVED = [
+    {"name": "straight", "action": "save", "to": "saved", "shards": "shards", **MOE, **WIDE},
+    {"name": "same", "action": "load", "from": "saved", "same": "straight", **MOE, **WIDE},
+    {"name": "same-shards", "action": "load", "from": "shards", "same": "straight", **MOE, **WIDE},
+    {"name": "dp4", "action": "load", "from": "saved", **MOE, "expert": 4},
+]
+PLAIN = {"name": "plain", "action": "wrong", "from": "saved", **MOE}
+FAMILIES = ("qwen3-moe", "qwen3-lora")
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +64,26 @@ def test_the_step_is_that_of_plain_layers_on_one_rank(fork: Any, fork_fused: Any
     layouts.run(fork_fused, folder, layouts.RANKS, cut)
     wrong = [words for case in CASES for words in layouts.differences(folder, case, fused=True)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_checkpoint_is_resumed(fork: Any, fork_fused: Any, folder: Path) -> None:
+    """In the same layout to the last bit, in another one up to rounding; plain layers refuse it."""
+    (folder / "saved.json").write_text(json.dumps(SAVED))
+    fork_fused(checkpoints.WORKER, 4, folder, "saved.json")
+    straight = checkpoints.result(folder, "straight")
+    for name in ("same", "same-shards"):
+        checkpoints.assert_same_bits(checkpoints.result(folder, name), straight)
+    assert checkpoints.largest_difference(checkpoints.result(folder, "dp4"), straight) < 5e-5
+    (folder / "plain.json").write_text(json.dumps([PLAIN]))
+    fork(checkpoints.WORKER, 1, folder, "plain.json")
+    refused = checkpoints.result(folder, "plain")
+    assert "other layers" in refused["message"] and refused["untouched"]
+
+
+def test_the_commands(fork_fused: Any, material: Path, tmp_path: Path) -> None:
+    """Trainer and vLLM agree, a run is resumed on another layout, transformers loads the export."""
+    for family in FAMILIES:
+        commands.prepare(tmp_path, family, material)
+    fork_fused(commands.SCRIPT, 2, tmp_path, *FAMILIES, timeout=400)
+    for family in FAMILIES:
+        commands.check(tmp_path, family)

@@ -11,6 +11,11 @@ _attention_backends = {}
 """What the real module has chosen last; the host has no kernels to choose from."""
 
 
+def _forgive(module, incompatible):
+    kept = [key for key in incompatible.missing_keys if "core_attention._extra_state" not in key]
+    incompatible.missing_keys[:] = kept
+
+
 class DotProductAttention(TransformerEngineBaseModule):
     """Attend in THD format, where rows lie one after another and ``cu_seqlens`` says where each begins."""
 
@@ -57,6 +62,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         assert self.window_size[0] >= -1 and self.window_size[1] == 0, "for a causal mask"
         self.softmax_scale = 1.0 / math.sqrt(sizes[0]) if softmax_scale is None else softmax_scale
         self.cp_comm_type = cp_comm_type
+        # A checkpoint without the module's 8-bit state is not said to lack it, as Megatron-Core's are.
+        self.register_load_state_dict_post_hook(_forgive)
 
     def forward(
         self, query_layer=None, key_layer=None, value_layer=None, attention_mask=None, qkv_format=None,
