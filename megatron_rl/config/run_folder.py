@@ -27,6 +27,7 @@ class RunFolder:
         self.model = self.path / "hf"
         self.rank_logs = self.path / "rank_logs"
         self.flight_records = self.path / "flight_recorder"
+        self.tokens = self.path / "tokens"
         self.curve = self.path / "learning_curve.png"
         self.report = self.path / "report.html"
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -14,7 +15,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.order import ShuffledOrder
-from megatron_rl.data.records import Record, load_records, require_fields
+from megatron_rl.data.records import Record, require_fields
+from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import PromptEncoder, drop_over_long, end_token_ids, sampling_by_task
 from megatron_rl.types import PromptBatch
 
@@ -27,7 +29,7 @@ DEFAULT_TASK = "default"
 class PromptSource:
     """Give batches of prompts in an order known from the seed, epoch after epoch.
 
-    Every prompt is tokenised once, at the start. Prompts over ``data.max_prompt_tokens`` are dropped and
+    ``encoded`` is what `encode_prompts` gives. Prompts over ``data.max_prompt_tokens`` are dropped and
     counted in ``length_report``, or raise a UserError under ``data.over_long: error``. A record's task
     (``data.task_field``, else "default") chooses its sampling profile. All fields other than prompt, ground
     truth and task become metadata. ``prompt_ids`` are positions in ``records``.
@@ -35,7 +37,7 @@ class PromptSource:
 
     def __init__(
         self,
-        records: Sequence[Record],
+        encoded: Encoded,
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
         rollout: RolloutConfig,
@@ -46,21 +48,17 @@ class PromptSource:
     ) -> None:
         ends = end_token_ids(tokenizer, model_path)
         self._default, self._by_task = sampling_by_task(rollout, tokenizer, ends)
-        for record in records:
-            require_fields(record, (data.prompt_field, data.ground_truth_field), setting)
-        texts, tokens = PromptEncoder(tokenizer, data, setting).encode(records, data.max_prompt_tokens)
+        records, self._texts, (self._tokens,) = encoded.records, encoded.texts, encoded.tokens
         lists = not isinstance(records[0].values[data.prompt_field], str)
         self.templated = lists if data.chat_template is None else data.chat_template
         """Whether prompts went through the tokenizer's chat template; the first of them says it for all."""
-        lengths = [len(ids) for ids in tokens]
+        lengths = [len(ids) for ids in self._tokens]
         self._ids, self.length_report = drop_over_long(
             lengths, records, data.max_prompt_tokens, data.over_long, setting
         )
-        self._records = [records[row] for row in self._ids]
-        self._texts = [texts[row] for row in self._ids]
-        self._tokens = [tokens[row] for row in self._ids]
-        self._data = data
-        self._order = ShuffledOrder(len(self._ids), seed, data.shuffle, fingerprint(self._tokens))
+        self._records, self._data = records, data
+        kept = fingerprint([lengths[row] for row in self._ids], (self._tokens[row] for row in self._ids))
+        self._order = ShuffledOrder(len(self._ids), seed, data.shuffle, kept)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -101,14 +99,15 @@ class PromptSource:
         self._order.load_state_dict(state)
 
     def _batch(self, rows: Sequence[int]) -> PromptBatch:
-        records = [self._records[row] for row in rows]
+        ids = [self._ids[row] for row in rows]
+        records, tokens = [self._records[row] for row in ids], [self._tokens[row] for row in ids]
         tasks = tuple(str(record.values.get(self._data.task_field) or DEFAULT_TASK) for record in records)
         return PromptBatch(
-            tokens=ragged([self._tokens[row] for row in rows]),
-            lengths=torch.tensor([len(self._tokens[row]) for row in rows], dtype=torch.long),
-            prompt_ids=torch.tensor([self._ids[row] for row in rows], dtype=torch.long),
+            tokens=ragged(tokens),
+            lengths=torch.tensor([len(row) for row in tokens], dtype=torch.long),
+            prompt_ids=torch.tensor(ids, dtype=torch.long),
             tasks=tasks,
-            prompts=tuple(self._texts[row] for row in rows),
+            prompts=tuple(self._texts[row] for row in ids),
             ground_truths=tuple(record.values[self._data.ground_truth_field] for record in records),
             metadata=tuple(self._metadata(record) for record in records),
             sampling=tuple(self._by_task.get(task, self._default) for task in tasks),
@@ -119,14 +118,28 @@ class PromptSource:
         return {name: value for name, value in record.values.items() if name not in reserved}
 
 
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, data: DataConfig, setting: str, records: Sequence[Record]
+) -> Encoded:
+    """Return records with their prompts' tokens; UserError for one that has no prompt or no ground truth."""
+    for record in records:
+        require_fields(record, (data.prompt_field, data.ground_truth_field), setting)
+    texts, tokens = PromptEncoder(tokenizer, data, setting).encode(records, data.max_prompt_tokens)
+    return Encoded(records, texts, (tokens,))
+
+
 def load_prompts(
-    config: RunConfig, setting: str, path: str, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig, setting: str, path: str, tokenizer: PreTrainedTokenizerBase, files: TokenFiles
 ) -> PromptSource:
     """Return the prompts of the data set at ``path``, which ``setting`` names."""
+    data = config.data
+    encode = partial(encode_prompts, tokenizer, data, setting)
+    fields = (data.prompt_field, data.ground_truth_field)
+    how = ("prompts", *fields, data.chat_template, data.max_prompt_tokens)
     return PromptSource(
-        load_records(path, setting=setting),
+        files.encoded(path, setting, tokenizer, how, encode),
         tokenizer,
-        config.data,
+        data,
         config.rollout,
         seed=config.seed,
         model_path=config.model.path,
@@ -139,9 +152,9 @@ def ragged(parts: Sequence[numpy.ndarray]) -> torch.Tensor:
     return torch.from_numpy(numpy.concatenate(parts).astype(numpy.int64))
 
 
-def fingerprint(tokens: Sequence[numpy.ndarray]) -> str:
+def fingerprint(lengths: Sequence[int], rows: Iterable[numpy.ndarray]) -> str:
     """Return 16 hexadecimal digits that differ where number, order, lengths or ids of the rows differ."""
-    digest = hashlib.sha256(numpy.asarray([len(ids) for ids in tokens], numpy.int64).tobytes())
-    for ids in tokens:
+    digest = hashlib.sha256(numpy.asarray(lengths, numpy.int64).tobytes())
+    for ids in rows:
         digest.update(ids.tobytes())
     return digest.hexdigest()[:16]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy
 import torch
 
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.order import ShuffledOrder
 from megatron_rl.data.prompts import fingerprint, ragged
 from megatron_rl.data.records import Record, require_fields
+from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import PromptEncoder, drop_over_long, encode_texts, end_token_ids
 from megatron_rl.errors import UserError
 from megatron_rl.types import TrainBatch
@@ -23,47 +26,42 @@ if TYPE_CHECKING:
 class ResponseSource:
     """Give the rows of records in an order known from the seed, epoch after epoch.
 
-    ``fields`` maps the fields of a record that hold a response to the settings that name them; a record has a
-    row for each, in that order. Prompt and response are tokenised apart, as they are when the response is
-    sampled, and a response ends with the eos token. A record with a row over ``max_tokens`` is dropped and
-    counted in ``length_report``, or raises a UserError under ``data.over_long: error``. ``setting`` is the
-    configuration path of the data.
+    ``encoded`` is what `encode_responses` gives; a record has a row for each field of responses, in that
+    order. Prompt and response are tokenised apart, as they are when the response is sampled, and a response
+    ends with the eos token. A record with a row over ``max_tokens`` is dropped and counted in
+    ``length_report``, or raises a UserError under ``data.over_long: error``. ``setting`` is the configuration
+    path of the data.
     """
 
     def __init__(
         self,
-        records: Sequence[Record],
+        encoded: Encoded,
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
-        fields: dict[str, str],
         *,
         seed: int,
         max_tokens: int,
         setting: str,
         model_path: str | None = None,
     ) -> None:
-        for record in records:
-            require_fields(record, (data.prompt_field, *fields), setting)
-            _require_text(record, fields, setting)
         end = numpy.asarray(end_token_ids(tokenizer, model_path)[:1], numpy.int32)
-        _, prompts = PromptEncoder(tokenizer, data, setting).encode(records, max_tokens)
-        columns = []
-        for field in fields:
-            texts = [str(record.values[field]) for record in records]
-            responses = encode_texts(tokenizer, texts, special=False, limit=max_tokens)
-            columns.append([numpy.concatenate((prompts[i], ids, end)) for i, ids in enumerate(responses)])
-        items = list(zip(*columns, strict=True))
-        lengths = [max(len(row) for row in item) for item in items]
-        keep, self.length_report = drop_over_long(lengths, records, max_tokens, data.over_long, setting)
-        self.unit = len(fields)
-        self._items = [items[index] for index in keep]
-        self._prompt_lengths = [len(prompts[index]) for index in keep]
-        rows = [row for item in self._items for row in item]
-        self._order = ShuffledOrder(len(keep), seed, data.shuffle, fingerprint(rows))
+        prompts, *responses = encoded.tokens
+        self._prompts, self._responses, self._end = prompts, responses, end
+        lengths = [
+            len(prompts[index]) + max(len(rows[index]) for rows in responses) + 1
+            for index in range(len(prompts))
+        ]
+        self._kept, self.length_report = drop_over_long(
+            lengths, encoded.records, max_tokens, data.over_long, setting
+        )
+        self.unit = len(responses)
+        sizes = [len(prompts[index]) + len(rows[index]) + 1 for index in self._kept for rows in responses]
+        rows = (row for item in range(len(self)) for row in self._rows(item))
+        self._order = ShuffledOrder(len(self), seed, data.shuffle, fingerprint(sizes, rows))
 
     def __len__(self) -> int:
         """Return the number of records."""
-        return len(self._items)
+        return len(self._kept)
 
     def next(self, count: int) -> TrainBatch:
         """Return the rows of the next ``count`` records, those of one record after one another.
@@ -78,8 +76,8 @@ class ResponseSource:
         return self._batch(range(len(self)))
 
     def _batch(self, chosen: Sequence[int]) -> TrainBatch:
-        rows = [row for item in chosen for row in self._items[item]]
-        starts = [self._prompt_lengths[item] for item in chosen for _ in range(self.unit)]
+        rows = [row for item in chosen for row in self._rows(item)]
+        starts = [len(self._prompts[self._kept[item]]) for item in chosen for _ in range(self.unit)]
         mask = torch.cat([torch.arange(len(row)) >= start for row, start in zip(rows, starts, strict=True)])
         return TrainBatch(
             tokens=ragged(rows),
@@ -89,6 +87,11 @@ class ResponseSource:
             temperature=torch.ones(len(rows)),
         )
 
+    def _rows(self, item: int) -> list[numpy.ndarray]:
+        index = self._kept[item]
+        prompt = self._prompts[index]
+        return [numpy.concatenate((prompt, responses[index], self._end)) for responses in self._responses]
+
     def state_dict(self) -> dict[str, int | str | bool]:
         """Return the position in the data."""
         return self._order.state_dict()
@@ -96,6 +99,53 @@ class ResponseSource:
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
         """Continue from ``state`` with exactly the rows that followed it; UserError for other data."""
         self._order.load_state_dict(state)
+
+
+def encode_responses(
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    fields: dict[str, str],
+    max_tokens: int,
+    setting: str,
+    records: Sequence[Record],
+) -> Encoded:
+    """Return records with the tokens of their prompts and of each field that holds a response.
+
+    ``fields`` maps those fields to the settings that name them. A record that lacks one, or holds no text
+    there, raises a UserError.
+    """
+    for record in records:
+        require_fields(record, (data.prompt_field, *fields), setting)
+        _require_text(record, fields, setting)
+    texts, prompts = PromptEncoder(tokenizer, data, setting).encode(records, max_tokens)
+    columns = [prompts]
+    for field in fields:
+        responses = [str(record.values[field]) for record in records]
+        columns.append(encode_texts(tokenizer, responses, special=False, limit=max_tokens))
+    return Encoded(records, texts, tuple(columns))
+
+
+def load_responses(
+    config: RunConfig,
+    setting: str,
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    files: TokenFiles,
+    fields: dict[str, str],
+    max_tokens: int,
+) -> ResponseSource:
+    """Return the rows of the data set at ``path``, which ``setting`` names."""
+    encode = partial(encode_responses, tokenizer, config.data, fields, max_tokens, setting)
+    how = ("responses", config.data.prompt_field, *fields, config.data.chat_template, max_tokens)
+    return ResponseSource(
+        files.encoded(path, setting, tokenizer, how, encode),
+        tokenizer,
+        config.data,
+        seed=config.seed,
+        max_tokens=max_tokens,
+        setting=setting,
+        model_path=config.model.path,
+    )
 
 
 def _require_text(record: Record, fields: dict[str, str], setting: str) -> None:

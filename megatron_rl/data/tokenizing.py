@@ -15,6 +15,7 @@ from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.records import Record
 from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.progress import advance
 from megatron_rl.types import SamplingParameters
 
 if TYPE_CHECKING:
@@ -230,6 +231,7 @@ def encode_texts(
         part = [_cut(tokenizer, text, limit) for text in texts[start : start + chunk]]
         encoded = tokenizer(part, add_special_tokens=special, return_attention_mask=False)
         result.extend(numpy.asarray(ids, numpy.int32) for ids in encoded["input_ids"])  # pyright: ignore
+        advance("pieces of data")
     return result
 
 

@@ -12,6 +12,7 @@ from megatron_rl.config.load import load
 from megatron_rl.config.placement import role_layout
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
@@ -56,7 +57,9 @@ class EmbeddedTrainer:
         _require_plain(valid)
         self.algorithm = algorithm_of(valid)
         tokenizer: Any = load_tokenizer(valid.model.path)
-        prompts = load_prompts(valid, "data.train", valid.data.train or "", tokenizer)
+        prompts = load_prompts(
+            valid, "data.train", valid.data.train or "", tokenizer, TokenFiles(None, print)
+        )
         adopted = adopt_model(model, read_hf_config(valid.model.path))
         stepped = Optimizer.adopted(adopted, optimizer, scheduler, increment)
         actor = adopted_actor(valid, adopted, stepped)

@@ -16,6 +16,7 @@ from megatron_rl.config.load import changes, dump, to_plain, without_secrets
 from megatron_rl.config.placement import role_layouts
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.durable import file_error
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError
 from megatron_rl.launcher import report_errors
@@ -43,6 +44,11 @@ class Job:
     main: bool
     stop: Stop
     trackers: Trackers | None = None
+
+    @property
+    def token_files(self) -> TokenFiles:
+        """Return where the job keeps its data as tokens."""
+        return TokenFiles(self.folder.tokens, self.say)
 
     def say(self, text: str) -> None:
         """Print a line on the console, on the main rank."""

@@ -15,6 +15,7 @@ from megatron_rl.config.sections.evaluation import INTERVALS
 from megatron_rl.config.sections.models import LayoutConfig, LoraConfig
 from megatron_rl.config.stage_plan import present_model
 from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import merge
@@ -56,7 +57,9 @@ def evaluate_checkpoints(
         tokenizer = load_tokenizer(config.model.path)
         with phases("data"):
             sources = {
-                name: load_prompts(config, f"evaluation.sets.{name}.data", described.data, tokenizer)
+                name: load_prompts(
+                    config, f"evaluation.sets.{name}.data", described.data, tokenizer, TokenFiles(None, print)
+                )
                 for name, described in config.evaluation.sets.items()
             }
         _join(config, phases)

@@ -73,7 +73,9 @@ class Run:
         job.join()
         self.checkpoint, self.stages = self._left_to_do()
         with self.phases("data"):
-            self.stage_data = [load_stage_data(config, plan, self.tokenizer) for plan in self.stages]
+            self.stage_data = [
+                load_stage_data(config, plan, self.tokenizer, job.token_files) for plan in self.stages
+            ]
         with self.phases("build"), self._progress("build models and engine"):
             self.sets = evaluation_sets(config, held_out, self.tokenizer)
             templated = self.prompts.templated
@@ -154,7 +156,7 @@ class Run:
         return Path(resume)
 
     def _prompts(self, setting: str, path: str) -> PromptSource:
-        source = load_prompts(self.config, setting, path, self.tokenizer)
+        source = load_prompts(self.config, setting, path, self.tokenizer, self.job.token_files)
         self.job.say(f"{setting}: {source.length_report.line()}")
         return source
 

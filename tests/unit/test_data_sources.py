@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -14,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data import quickstart
-from megatron_rl.data.prompts import PromptSource
+from megatron_rl.data.prompts import PromptSource, encode_prompts
 from megatron_rl.data.records import Record, load_records
-from megatron_rl.data.responses import ResponseSource
+from megatron_rl.data.responses import ResponseSource, encode_responses
+from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import encode_texts, end_token_ids, load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.types import PromptBatch, SamplingParameters, split_rows
@@ -46,14 +52,17 @@ def source(
     items: Sequence[Record], tokenizer: Any, rollout: RolloutConfig | None = None, **data: Any
 ) -> PromptSource:
     seed = data.pop("seed", 3)
-    return PromptSource(items, tokenizer, DataConfig("train", **data), rollout or RolloutConfig(), seed=seed)
+    settings = DataConfig("train", **data)
+    encoded = encode_prompts(tokenizer, settings, "data.train", items)
+    return PromptSource(encoded, tokenizer, settings, rollout or RolloutConfig(), seed=seed)
 
 
 def responses(
     items: Sequence[Record], tokenizer: Any, max_tokens: int = 64, shuffle: bool = True
 ) -> ResponseSource:
     data, fields = DataConfig("train", shuffle=shuffle), {"response": "sft.response_field"}
-    return ResponseSource(items, tokenizer, data, fields, seed=1, max_tokens=max_tokens, setting="sft.data")
+    encoded = encode_responses(tokenizer, data, fields, max_tokens, "sft.data", items)
+    return ResponseSource(encoded, tokenizer, data, seed=1, max_tokens=max_tokens, setting="sft.data")
 
 
 def same(left: PromptBatch, right: PromptBatch) -> bool:
@@ -267,3 +276,59 @@ def test_a_text_of_megabytes_is_not_tokenised_to_its_end(tokenizer) -> None:
     assert 8 < len(tokens) < 100_000
     (tokens,) = encode_texts(tokenizer, ["1" * 100_000], False, 100_000)
     assert len(tokens) == 100_000
+
+
+def test_processes_tokenise_a_data_set_once(tokenizer: Any, tmp_path: Path) -> None:
+    path, told = tmp_path / "set.jsonl", []
+    lines = [
+        {"prompt": f"{n}+{n}=", "ground_truth": str(2 * n), "names": ["ä", None, 1.5]} for n in range(50)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data, made = DataConfig("train", max_prompt_tokens=5), tmp_path / "made"
+    files = TokenFiles(tmp_path / "tokens", told.append)
+
+    def encode(items: Sequence[Record]) -> Encoded:
+        with made.open("a") as log:
+            log.write("once\n")
+        time.sleep(0.3)  # the others come meanwhile
+        return encode_prompts(tokenizer, data, "data.train", items)
+
+    def prompts(kept: TokenFiles) -> PromptSource:
+        encoded = kept.encoded(path, "data.train", tokenizer, ("prompts",), encode)
+        return PromptSource(encoded, tokenizer, data, RolloutConfig(), seed=3)
+
+    def child() -> None:
+        os._exit(0 if len(prompts(files)) == 10 else 1)
+
+    others = [multiprocessing.get_context("fork").Process(target=child) for _ in range(2)]
+    for other in others:
+        other.start()
+    mapped = prompts(files)
+    for other in others:
+        other.join()
+    assert [other.exitcode for other in others] == [0, 0] and made.read_text() == "once\n"
+    alone = prompts(TokenFiles(None, told.append))
+    assert mapped.length_report == alone.length_report and mapped.state_dict() == alone.state_dict()
+    assert same(mapped.everything(), alone.everything()) and same(mapped.next(25), alone.next(25))
+    assert mapped.next(3).metadata == alone.next(3).metadata and not told
+    (file,) = (tmp_path / "tokens").glob("*.arrow")
+    file.write_bytes(file.read_bytes()[:-100])
+    assert same(prompts(files).everything(), alone.everything()) and not told, "a damaged file is made again"
+    path.write_text(path.read_text() + path.read_text())
+    assert len(prompts(files)) == 20, "another content is another data set"
+    blocked = TokenFiles(made / "tokens", told.append)
+    assert len(prompts(blocked)) == 20 and len(told) == 1 and "tokens of its own" in told[0]
+
+
+def test_records_that_no_file_gives_back_stay_as_they_are(tokenizer: Any, tmp_path: Path) -> None:
+    told, path = [], tmp_path / "set.parquet"
+    values = {"prompt": ["1+1=", "2+2="], "ground_truth": ["2", "4"], "raw": [b"\xff", b"\x00"]}
+    pyarrow.parquet.write_table(pyarrow.table(values), path)
+    data = DataConfig("train", shuffle=False)
+    encode = partial(encode_prompts, tokenizer, data, "data.train")
+    files = TokenFiles(tmp_path / "tokens", told.append)
+    prompts = PromptSource(
+        files.encoded(path, "data.train", tokenizer, (), encode), tokenizer, data, RolloutConfig(), seed=1
+    )
+    assert [fields["raw"] for fields in prompts.everything().metadata] == values["raw"]
+    assert len(told) == 1 and "JSON" in told[0] and not list((tmp_path / "tokens").glob("*.arrow*"))

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data import quickstart
 from megatron_rl.data.records import load_records
-from megatron_rl.data.responses import ResponseSource
+from megatron_rl.data.responses import ResponseSource, encode_responses
 from megatron_rl.errors import UserError
 from megatron_rl.types import split_rows
 
@@ -18,15 +18,10 @@ from megatron_rl.types import split_rows
 def source(path, tokenizer, max_tokens=16, **data) -> ResponseSource:
     records = load_records(str(path), setting="pairs")
     config = DataConfig(train="", **data)
-    return ResponseSource(
-        records,
-        tokenizer,
-        config,
-        {"chosen": "preference.chosen_field", "rejected": "preference.rejected_field"},
-        seed=1,
-        max_tokens=max_tokens,
-        setting="preference.data",
-    )
+    fields = {"chosen": "preference.chosen_field", "rejected": "preference.rejected_field"}
+    where = "preference.data"
+    encoded = encode_responses(tokenizer, config, fields, max_tokens, where, records)
+    return ResponseSource(encoded, tokenizer, config, seed=1, max_tokens=max_tokens, setting=where)
 
 
 @pytest.fixture(scope="module")
