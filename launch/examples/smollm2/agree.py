@@ -45,7 +45,8 @@ def main(path: str, overrides: list[str]) -> None:
     config = check_config(load(path, overrides), 1).valid()
     with job(config) as current:
         tokenizer = load_tokenizer(config.model.path)
-        prompts = load_prompts(config, "data.train", config.data.train or "", tokenizer).next(PROMPTS)
+        source = load_prompts(config, "data.train", config.data.train or "", tokenizer, current.token_files)
+        prompts = source.next(PROMPTS)
         current.join()
         roles = build_roles(config, algorithm_of(config), tokenizer)
         with roles.hybrid_engine.generation_mode():
