@@ -59,7 +59,13 @@ DERIVED: Mapping[str, str] = {
 }
 """Fields that follow from the checkpoint and the layout, and the key that sets them."""
 
+_AUXILIARY = (
+    "Megatron multiplies auxiliary losses by the tokens of a micro-batch, to divide all gradients by those "
+    "of the batch, which losses here do without"
+)
 SET_BY_RUN: Mapping[str, str] = {
+    "moe_aux_loss_coeff": _AUXILIARY,
+    "moe_z_loss_coeff": _AUXILIARY,
     "calculate_per_token_loss": "losses are sums with global weights, whose denominators are known before",
     "variable_seq_lengths": "packed micro-batches differ in length",
     "overlap_p2p_comm": "interleaved schedules give wrong results without it",

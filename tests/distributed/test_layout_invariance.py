@@ -54,6 +54,8 @@ SHARE = 4
 """So many of its layouts each family takes here, in turn; `every_layout` has all of them."""
 TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "gradients": 1e-4}
 """Float32 sums in another order: rounding of 6e-8 of each term, grown by four layers and 200 tokens."""
+GROWN: Mapping[str, float] = {"gemma3": 4.0}
+"""Where it grows more: transformers' log-probs of it differ by 6e-5 between float32 and float64."""
 
 
 def case(family: str, **sizes: Any) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def differences(folder: Path, entry: Mapping[str, Any], fused: bool = False) -> 
     return [
         f"{entry['name']}: {kind} {name} differs by {value:.1e}"
         for (kind, name), value in found.items()
-        if not value < TOLERANCES[kind]
+        if not value < TOLERANCES[kind] * GROWN.get(entry["model"], 1.0)
     ]
 
 

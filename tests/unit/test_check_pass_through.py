@@ -133,6 +133,8 @@ def test_engine_arguments_that_work_pass(name: str, value: object) -> None:
         ("num_layers", 3, "called `model.path` here"),
         ("recompute_granularity", "full", "called `actor.recompute` here"),
         ("batch_p2p_comm", True, "wrong results"),
+        ("moe_aux_loss_coeff", 0.01, "auxiliary losses by the tokens"),
+        ("moe_z_loss_coeff", 0.001, "auxiliary losses by the tokens"),
         ("num_layers_in_first_pipeline_stage", "2", "wrong type"),
         ("hidden_dropout", "none", "wrong type"),
         ("moe_router_load_balancing_type", ["aux_loss"], ""),
