@@ -262,7 +262,9 @@ def main() -> int:
             measure(bench, options.quick, without, options.continuous_batching)
         except ChildFailed as error:
             report.fail(str(error))
-        report.note("aims: samples/s at least 2 times TRL's; learn phase at most 1.05 of bare Megatron-Core")
+        report.note(
+            "aims: samples/s at least 2.5 times TRL's; learn phase at most 1.05 of bare Megatron-Core"
+        )
     return report.finish(options.json)
 
 

@@ -111,17 +111,20 @@ def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> Work:
 def _stage_seconds(
     model: ModelShape, layout: ParallelLayout, per_layer: float, head: float
 ) -> tuple[float, float]:
-    """Return (slowest, mean) stage seconds; the head rides on the last stage."""
-    pipeline = layout.pipeline
-    mean = (model.layers * per_layer + head) / pipeline
+    """Return (slowest, mean) stage seconds; the head rides on the last stage.
+
+    Layers are dealt out so that the slowest stage takes least: the head's may have fewer.
+    """
+    layers, pipeline = model.layers, layout.pipeline
+    mean = (layers * per_layer + head) / pipeline
     if pipeline == 1:
         return mean, mean
-    if model.layers % pipeline == 0 and layout.virtual_pipeline == 1:
-        slowest = model.layers // pipeline * per_layer + head
-        # An uneven split that gives the head's stage fewer layers bounds the loss.
-        return min(slowest, max(mean, ceil(mean / per_layer) * per_layer)), mean
-    chunk = per_layer if layout.virtual_pipeline == 1 else head * 0.5
-    return min(max(mean, ceil(mean / per_layer) * per_layer), mean + chunk), mean
+    if layout.virtual_pipeline == 1:
+        return min(
+            max(ceil((layers - last) / (pipeline - 1)) * per_layer, last * per_layer + head)
+            for last in range(layers // pipeline + 1)
+        ), mean
+    return min(max(mean, ceil(mean / per_layer) * per_layer), mean + head * 0.5), mean
 
 
 def _pipeline_seconds(

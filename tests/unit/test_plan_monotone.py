@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from peers import METHODS, decode_milliseconds
 
@@ -68,6 +68,7 @@ def test_more_work_takes_longer(cut: tuple[ModelShape, ParallelLayout], recomput
 
 @few
 @given(layouts(), st.sampled_from(("bf16_flops", "hbm", "nvlink", "network", "host")), st.floats(0.1, 0.95))
+@example((load_shape("deepseek-v3"), laid_out(4, 1, 2, 2)), "nvlink", 0.75)  # 61 layers on two stages
 def test_a_slower_machine_is_never_faster(
     cut: tuple[ModelShape, ParallelLayout], part: str, factor: float
 ) -> None:
