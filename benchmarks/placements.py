@@ -26,7 +26,6 @@ from megatron_rl.metrics import read_metrics
 FULL = Workload(prompts=12, samples=8, max_response_tokens=256)
 QUICK = Workload(prompts=8, samples=4, max_response_tokens=64)
 WARMING = 2
-AHEAD = ("one_step_ahead", "open_order")
 METHODS: Mapping[str, tuple[str, ...]] = {
     "colocate": (),
     "standalone": ("placement=standalone",),
@@ -53,7 +52,7 @@ def run(
     torchrun(command, ranks, 1, folder / f"{name}.log", 1800)
     lines = read_metrics(out / "metrics.jsonl")
     # The last step of a run has nothing left to sample ahead.
-    return lines[WARMING : len(lines) - (1 if method in AHEAD else 0)]
+    return lines[WARMING : len(lines) - (1 if "asynchrony.steps_ahead=1" in METHODS[method] else 0)]
 
 
 def idle(method: str, steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from simulated_replicas import prompts_of
+from simulated_replicas import PROMPT, prompts_of
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.parallel import device
@@ -32,7 +32,7 @@ def step_seconds(engine: VllmEngine, rows: int) -> float:
     sampling, seconds = SamplingParameters(max_response_tokens=STEPS), []
     with engine.sampling():
         for number in range(rows):
-            engine.submit(Request(number, [16, 17, 18, 19], sampling, STEPS, seed=number))
+            engine.submit(Request(number, PROMPT, sampling, STEPS, seed=number))
         engine.step()
         for _ in range(STEPS - 2):
             begun = time.perf_counter()
@@ -61,7 +61,7 @@ def own_loop(engine: VllmEngine, lengths: list[int], samples: int) -> Callable[[
         SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0, seed=number)
         for number, length in enumerate(length for length in lengths for _ in range(samples))
     ]
-    prompts = [{"prompt_token_ids": [16, 17, 18, 19]} for _ in parameters]
+    prompts = [{"prompt_token_ids": list(PROMPT)} for _ in parameters]
     return lambda: engine._llm.generate(prompts, parameters, use_tqdm=False)
 
 

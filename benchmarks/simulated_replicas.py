@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 import numpy
@@ -20,6 +19,10 @@ Cost = Callable[[int], float]
 """Seconds of an engine step by the rows that it works on."""
 
 
+PROMPT = (16, 17, 18, 19)
+"""What every response follows: tokens of the model that `workload` makes."""
+
+
 def interpolated(costs: Mapping[int, float]) -> Cost:
     """Return the cost of any number of rows from measured ones, on lines between neighbours."""
     rows = sorted(costs)
@@ -28,11 +31,11 @@ def interpolated(costs: Mapping[int, float]) -> Cost:
 
 
 def prompts_of(lengths: Sequence[int]) -> PromptBatch:
-    """Return prompts of four tokens whose responses have these lengths."""
+    """Return a prompt for each length, which its responses have."""
     many = len(lengths)
     return PromptBatch(
-        tokens=torch.arange(16, 20).repeat(many),
-        lengths=torch.full((many,), 4),
+        tokens=torch.tensor(PROMPT).repeat(many),
+        lengths=torch.full((many,), len(PROMPT)),
         prompt_ids=torch.arange(many),
         tasks=("",) * many,
         prompts=("",) * many,
@@ -45,23 +48,15 @@ def prompts_of(lengths: Sequence[int]) -> PromptBatch:
 class TimedEngine:
     """Answer each request with as many tokens as it may have; ``clock`` runs as the steps would take.
 
-    A `Sampler` on one rank; a step goes on until an answer is complete, since nothing changes before.
-    ``ended`` holds the time and the tokens of each answer.
+    A step goes on until an answer is complete, since nothing changes before. ``ended`` holds the time and the
+    tokens of each answer.
     """
-
-    max_model_len = None
 
     def __init__(self, most_rows: int, cost: Cost) -> None:
         self.most_rows, self._cost, self.clock = most_rows, cost, 0.0
         self._left: dict[int, int] = {}
         self._limits: dict[int, int] = {}
         self.ended: list[tuple[float, int]] = []
-        self.kept: tuple[int, ...] = ()
-
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """See `Sampler.sampling`."""
-        yield
 
     def submit(self, request: Request) -> None:
         """See `Sampler.submit`."""
@@ -83,14 +78,6 @@ class TimedEngine:
     def _answer(self, number: int) -> Completion:
         tokens = self._limits[number]
         return Completion(number, (20,) * tokens, (0.0,) * tokens, FINISH_LENGTH)
-
-    def abort(self, number: int) -> None:
-        """See `Sampler.abort`."""
-        self._left.pop(number, None)
-
-    def interrupt(self) -> list[Completion]:
-        """See `Sampler.interrupt`."""
-        return []
 
 
 class _Replica:

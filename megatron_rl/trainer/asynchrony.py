@@ -8,6 +8,7 @@ from rollouts that were sampled before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from megatron_rl.algorithms import Algorithm, AlgorithmState, estimate
 from megatron_rl.algorithms.rewards import prompts_to_sample
@@ -84,9 +85,7 @@ class AheadTrainer:
 
     def _ask(self, sets: Sequence[EvaluationSet], phase: Phases) -> list[Pending]:
         """Have the rollout answer evaluation sets; ranks that learn return at once."""
-        if self.learns or not sets:
-            return ask(self.roles, sets, self.config.seed)
-        with phase("evaluate"):
+        with nullcontext() if self.learns or not sets else phase("evaluate"):
             return ask(self.roles, sets, self.config.seed)
 
     def _wanted(self) -> int:

@@ -80,3 +80,29 @@ def normalise(hidden, weight, bias, eps, kind, zero_centered):
     if kind == "RMSNorm":
         return functional.rms_norm(hidden.float(), scale.shape, scale, eps).to(hidden.dtype)
     return functional.layer_norm(hidden.float(), scale.shape, scale, bias.float(), eps).to(hidden.dtype)
+
+
+class Norm(TransformerEngineBaseModule):
+    """What `LayerNorm` and `RMSNorm` share, whose arguments are compared file by file with the real ones."""
+
+    def _prepare(
+        self, normalized_shape, hidden_size, eps, sequence_parallel, params_dtype, zero_centered_gamma, more
+    ):
+        assert (normalized_shape is None) != (hidden_size is None)
+        size = hidden_size if normalized_shape is None else normalized_shape
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        dtype, device = more.pop("dtype", params_dtype), more.pop("device", "cuda")
+        if more:
+            raise TypeError(f"unexpected arguments {sorted(more)}")
+        self.add("weight", (size,), constant(float(not zero_centered_gamma)), dtype, device)
+        if self.kind == "LayerNorm":
+            self.add("bias", (size,), constant(0.0), dtype, device)
+        else:
+            self.bias = None
+        if sequence_parallel is not None:
+            for parameter in self.parameters():
+                parameter.sequence_parallel = sequence_parallel
+
+    def forward(self, hidden):
+        """Return the normalised ``hidden``, in its dtype."""
+        return normalise(hidden, self.weight, self.bias, self.eps, self.kind, self.zero_centered_gamma)

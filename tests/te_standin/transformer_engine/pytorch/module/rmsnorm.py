@@ -1,10 +1,12 @@
 """RMSNorm as a module."""
 
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, constant, normalise
+from transformer_engine.pytorch.module.base import Norm
 
 
-class RMSNorm(TransformerEngineBaseModule):
+class RMSNorm(Norm):
     """Normalise the last dimension."""
+
+    kind = "RMSNorm"
 
     def __init__(
         self,
@@ -17,17 +19,6 @@ class RMSNorm(TransformerEngineBaseModule):
         **kwargs,
     ):
         super().__init__()
-        assert (normalized_shape is None) != (hidden_size is None)
-        size = hidden_size if normalized_shape is None else normalized_shape
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        dtype, device = kwargs.pop("dtype", params_dtype), kwargs.pop("device", "cuda")
-        if kwargs:
-            raise TypeError(f"unexpected arguments {sorted(kwargs)}")
-        self.add("weight", (size,), constant(float(not zero_centered_gamma)), dtype, device)
-        if sequence_parallel is not None:
-            for parameter in self.parameters():
-                parameter.sequence_parallel = sequence_parallel
-
-    def forward(self, hidden):
-        """Return the normalised ``hidden``, in its dtype."""
-        return normalise(hidden, self.weight, None, self.eps, "RMSNorm", self.zero_centered_gamma)
+        self._prepare(
+            normalized_shape, hidden_size, eps, sequence_parallel, params_dtype, zero_centered_gamma, kwargs
+        )
