@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bare_megatron import BareMegatron, Batch
+from torch.nn.utils.rnn import pad_sequence
 from workload import Workload, lengths
 
 from megatron_rl.algorithms import (
@@ -31,7 +32,8 @@ from megatron_rl.roles.build import build_actor
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.types import Rollouts, Scores, TrainBatch
 
-OURS, SAME_LAYERS, OWN_LAYERS = "megatron_rl", "Megatron-Core, same layers", "Megatron-Core, its own layers"
+OURS, SAME_LAYERS = "megatron_rl", "Megatron-Core, same layers"
+PADDED, EQUAL = "Megatron-Core, its own layers, rows padded", "Megatron-Core, its own layers, equal rows"
 
 
 def synthetic(work: Workload, actor: ModelRole, vocabulary: int) -> tuple[Rollouts, Scores]:
@@ -71,6 +73,19 @@ def packed_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
         )
         labels[0, micro.index], mask[0, micro.index] = micro.targets, 1.0
         result.append(Batch(micro.inputs, labels, mask, micro.packing))
+    return result
+
+
+def padded_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
+    """Return the same rows in the same micro-batches, padded for layers that know no packing."""
+    assert actor.model is not None
+    micros, _ = microbatches(actor.model, batch, actor.tokens_per_microbatch, batch.response_mask)
+    rows = batch.tokens.split(batch.lengths.tolist())
+    result = []
+    for micro in micros:
+        tokens = pad_sequence([rows[row] for row in micro.rows], batch_first=True).to(device.device())
+        real = torch.arange(tokens.shape[1]) < batch.lengths[list(micro.rows)][:, None]
+        result.append(Batch(tokens, tokens.roll(-1, 1), real.float().to(tokens.device)))
     return result
 
 
@@ -160,13 +175,15 @@ def main() -> None:
     learning_rate = config.actor.optimizer.learning_rate
     same, own = (BareMegatron(actor.model, learning_rate, own_layers=flag) for flag in (False, True))
     facts: dict[str, Any] = {"check": check_equal(actor, batch, algorithm, same, packed)}
-    work_of = {OURS: packed, SAME_LAYERS: packed, OWN_LAYERS: equal}
+    padded = padded_batches(actor, batch)
+    work_of = {OURS: packed, SAME_LAYERS: packed, PADDED: packed, EQUAL: equal}  # padding is no work
     facts["tokens"] = {name: tokens_of(actor, batches) for name, batches in work_of.items()}
     objective = partial(policy_objective, algorithm, state=state)
     methods: dict[str, Callable[[], Any]] = {
         OURS: lambda: learn(actor, batch, algorithm, objective),
         SAME_LAYERS: lambda: same.step(packed),
-        OWN_LAYERS: lambda: own.step(equal),
+        PADDED: lambda: own.step(padded),
+        EQUAL: lambda: own.step(equal),
     }
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for repeat in range(options.repeats + 1):

@@ -9,7 +9,8 @@ A Qwen2-shaped model of 25.7M parameters in float32 answers prompts with 1 to 25
 1. the phases of our step, as `megatron_rl train` reports them, on the best of our layouts for this machine;
 2. our learn phase against a hand-written Megatron-Core train step on the same tokens, model, weights and
    layout, measured in turns in one job, data parallel, TP2, PP2 and TP2×PP2; both first take one supervised
-   step, and must get the same loss and gradient norm (bare_megatron.py);
+   step, and must get the same loss and gradient norm (bare_megatron.py). Megatron's own layers know no packed
+   rows here: they take the same rows padded, and as many tokens as rows of one length;
 3. TRL's GRPOTrainer (trl_worker.py, in the environment that make_trl_venv.sh makes) on the same prompts,
    weights, batch and sampling, with the number of processes and micro-batch that are best for it;
    it generates with transformers' `generate`, its default, and with --continuous-batching also with
@@ -161,7 +162,7 @@ class Bench:
             self.report.add(self.case, f"megatron_rl, against {kind}", name, "1/s", ours[name], ratio)
 
     def measure_learn(self, choice: Choice, layout: Mapping[str, int]) -> None:
-        """Record our learn phase and the two bare Megatron-Core steps, on half the rows."""
+        """Record our learn phase and the bare Megatron-Core steps, on half the rows."""
         work = replace(self.work, prompts=self.work.prompts // 2)
         where = ", ".join(f"{name} {size}" for name, size in layout.items()) or "data parallel"
         say("step_time", f"learn phase in turns with bare Megatron-Core, {choice}, {where}")
