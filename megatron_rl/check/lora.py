@@ -74,17 +74,6 @@ def check_adapted_model(
     """Return what is wrong between adapters at ``where`` and a model, and with the file they start from."""
     targets = Lora.of(model.shape, lora.rank, lora.targets).targets
     errors = target_problems(model.shape, targets, f"{where}.targets")
-    if lora.sync == "adapter" and model.shape.experts:
-        errors.append(
-            UserError(
-                "the rollout engine of a mixture of experts cannot keep adapters apart from its weights: "
-                "vLLM then computes experts by other kernels, which keep weights in an order of their own",
-                where=f"{where}.sync",
-                expected="merged, or a model without routed experts",
-                got=f"{lora.sync} with {model.shape.name}",
-                fix=f"set {where}.sync=merged",
-            )
-        )
     if errors or lora.path is None:
         return errors
     path = Path(lora.path) / PEFT_CONFIG

@@ -232,7 +232,7 @@ def main() -> None:
     if what == "families":
         for path in paths:
             check_family(Path(path), device.world_size())
-            if Path(path).name.startswith("qwen2_tied"):  # biased layers, and words that are tied
+            if Path(path).name.startswith(("qwen2_tied", "qwen3_moe")):  # biases, tied words; experts
                 check_adapters(Path(path), device.world_size())
             dist.barrier()  # the job's own group outlives every engine
     elif what == "sampling":

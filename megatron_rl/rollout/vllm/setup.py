@@ -54,6 +54,7 @@ def prepare_vllm() -> None:
     _inspect_models_in_process()
     _leave_no_shared_memory()
     _start_without_message_queues()
+    _compute_experts_without_adapters()
     if device.on_host():
         with device.keep_answers():
             import vllm.v1.worker.cpu.shm  # noqa: F401 - where vLLM answers for the accelerator
@@ -129,6 +130,21 @@ def _start_without_message_queues() -> None:
         return make_group(*values, **{**named, "use_message_queue_broadcaster": False})
 
     setattr(parallel_state, "init_model_parallel_group", make)
+
+
+def _compute_experts_without_adapters() -> None:
+    """Choose the kernels of experts as if there were no adapters: experts have none here, other layers may.
+
+    vLLM would change to kernels that keep experts' weights in an order of their own, or that the host lacks.
+    """
+    from vllm.model_executor.layers.fused_moe import layer
+
+    describe = layer.FusedMoEConfig
+
+    def described(**named: Any) -> Any:
+        return describe(**{**named, "is_lora_enabled": False})
+
+    setattr(layer, "FusedMoEConfig", described)
 
 
 def shared_memory_name(group: str) -> str:
