@@ -14,12 +14,14 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_rl.errors import UserError
 
 DIGESTS = "checksums.json"
 _READ_BYTES = 2**24
+_READERS = 2
 _HEADROOM = 1.05
 """Space asked for per byte to be written: file systems round up and keep books."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -76,8 +78,13 @@ def files_below(folder: Path) -> list[str]:
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return ``size:sha256`` of files as they stand on the disk, which they reach here; raises OSError."""
-    return {name: _digest(folder / name) for name in names}
+    """Return ``size:sha256`` of files as they stand on the disk, which they reach here; raises OSError.
+
+    Two files are read at once.
+    """
+    listed = list(names)
+    with ThreadPoolExecutor(_READERS) as readers:
+        return dict(zip(listed, readers.map(lambda name: _digest(folder / name), listed), strict=True))
 
 
 def _digest(path: Path) -> str:

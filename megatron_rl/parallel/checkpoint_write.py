@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from megatron_rl.config.checkpoint_meta import prune
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_files import digests_of_all, disk_or, everywhere
 from megatron_rl.parallel.model import ParallelModel
+
+WRITERS = 2
+"""Files of about one size that a rank's share goes into, written at once: as many as Megatron's own."""
 
 
 class TensorWrite:
@@ -47,7 +51,7 @@ class TensorWrite:
         *,
         keep: bool,
     ) -> None:
-        strategy: Any = (_Save if model is not None else _OutsideSave)("torch_dist", 1, thread_count=1)
+        strategy: Any = (_Save if model is not None else _OutsideSave)("torch_dist", 1, thread_count=WRITERS)
         if model is not None:
             strategy = FullyParallelSaveStrategyWrapper(strategy, model.groups.data_context)
         self._request: Any = dist_checkpointing.save(
@@ -72,22 +76,25 @@ class TensorWrite:
         """Write what was copied, on any thread, and let go of it; raises what the writing raised."""
         if self._request.async_fn is None:
             return
-        transforms, written = self._request.async_fn.args[0], {}
+        transforms = self._request.async_fn.args[0]
         _, buckets, results = self._request.async_fn_args
         # Without Megatron's decorator, which stops the collection of garbage in the whole process.
         writer: Any = filesystem_async.FileSystemWriterAsync
-        write = writer.write_preloaded_data.__wrapped__
-        for index, bucket in enumerate(buckets):
+        write_file = writer.write_preloaded_data.__wrapped__
+
+        def written(index: int) -> Any:
             answers: Any = queue.Queue()
             pending: Any = queue.Queue()
             pending.put(index)
-            write(transforms, index, bucket, answers, pending, True)
+            write_file(transforms, index, buckets[index], answers, pending, True)
+            buckets[index] = None
             _, outcome = answers.get()
             if isinstance(outcome, Exception):
                 raise outcome
-            written[index] = outcome
-            buckets[index] = None
-        results.put(written)
+            return outcome
+
+        with ThreadPoolExecutor(WRITERS) as writers:
+            results.put(dict(enumerate(writers.map(written, range(len(buckets))))))
 
     def finish(self) -> None:
         """Write the directory of what all ranks wrote. Call in Megatron's mode. Collective over the world."""
