@@ -56,8 +56,8 @@ class Job:
             self.console.write(text + "\n")
             self.console.flush()
 
-    def stop_if_asked(self, save: Callable[[], Path]) -> None:
-        """End the job in order if any rank was asked to stop, with what ``save`` wrote.
+    def stop_if_asked(self, save: Callable[[int], Path]) -> None:
+        """End the job in order if any rank was asked to stop, with what ``save`` wrote of the present step.
 
         The same step ends it on all ranks. Collective over the world.
         """
@@ -65,7 +65,7 @@ class Job:
         if not asked:
             return
         with self.phases("checkpoint"):
-            saved = save()
+            saved = save(self.phases.step)
         code = 128 + asked[0]
         name = signal.Signals(asked[0]).name
         self.say(f"stopped by {name} after step {self.phases.step}: saved {saved}; exit code {code}")

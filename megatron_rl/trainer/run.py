@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
-from megatron_rl.config.checkpoint_meta import ANY, checkpoint_path, read_meta, reads_anywhere
+from megatron_rl.config.checkpoint_meta import ANY, read_meta, reads_anywhere
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
@@ -23,6 +23,7 @@ from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadTrainer
+from megatron_rl.trainer.checkpoints import Checkpoints
 from megatron_rl.trainer.evaluation import EvaluationSet, evaluate, evaluation_sets, graded
 from megatron_rl.trainer.job import Job, job
 from megatron_rl.trainer.logging import MetricsLog, Progress
@@ -92,11 +93,7 @@ class Run:
         queue = [] if self.ahead is None else self.ahead.queue
         state = initial_state(self.algorithm)
         self.failures = FailureWatch(config.reward)
-        self.saved: tuple[int, str] | None = None
-        """The step whose checkpoint this process has begun last, and how optimizers lie in it."""
-        self.saving: checkpoint.Saving | None = None
-        self.written = Metrics()
-        """Of checkpoints that are complete since the last step."""
+        self.checkpoints = Checkpoints(self.folder.checkpoints, config.checkpoint, self._write)
         self.state = TrainerState(self.prompts, state, config.seed, self.source, queue)
 
     def run(self) -> None:
@@ -125,9 +122,9 @@ class Run:
             with self.job.stop.saves():
                 while self.state.step < config.steps and not self._waited_enough():
                     self._step(log)
-                    self.job.stop_if_asked(self._save_for_good)
+                    self.job.stop_if_asked(self.checkpoints.save_for_good)
                 self._record_held(log)
-                self._complete()
+                self.checkpoints.complete()
         except BaseException:
             if self.state.held is not None:  # its evaluation follows where the run goes on
                 self._record(log, self.state.held.step, self.state.held.metrics)
@@ -169,7 +166,7 @@ class Run:
         self.job.say(f"resumed from {path} at step {self.state.step}")
         if self.config.checkpoint.optimizer_layout == ANY and not reads_anywhere(read_meta(path)):
             with self.phases("checkpoint"):
-                self._save(ANY)
+                self.checkpoints.save(self.state.step, ANY)
             self.job.say(f"step {self.state.step}: its checkpoint is written anew, for any layout")
 
     def _run_stages(self) -> None:
@@ -204,10 +201,8 @@ class Run:
                 results = graded(self.roles, sets, answered)
             self._record(log, held.step, held.metrics + self.samples.keep_evaluation(held.step, results))
             self.state.held = None
-        if self.saving is not None and all(gather_objects(self.saving.written)):
-            self._complete()
-        measured = Metrics({}, {"time/step": seconds}) + self.phases.metrics() + self.written
-        self.written = Metrics()
+        measured = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
+        measured += self.checkpoints.complete_what_is_written()
         for role in self.roles.models:
             measured += role.residency.metrics()
         metrics = gather_metrics(measured)
@@ -231,10 +226,10 @@ class Run:
             self.failures.look(step, invalid, reasons, examples)
         if last or self._waited_enough():
             with self.phases("checkpoint"):
-                self._save_for_good()
+                self.checkpoints.save_for_good(step)
         elif step % config.checkpoint.every == 0 or improved:
             with self.phases("checkpoint"):
-                self._save(config.checkpoint.optimizer_layout, beside=config.checkpoint.asynchronous)
+                self.checkpoints.save_now_and_then(step)
 
     def _is_among_best(self, step: int, values: Mapping[str, float]) -> bool:
         """Say whether a step measured one of the best values. Collective over the world."""
@@ -261,37 +256,13 @@ class Run:
         patience = self.config.evaluation.patience
         return patience is not None and self.state.best.waited >= patience
 
-    def _save_for_good(self) -> Path:
-        """Have a checkpoint of the present step that any layout reads, and return its place.
-
-        Collective over the world.
-        """
-        step, layout = self.state.step, self.config.checkpoint.optimizer_layout
-        if self.saved not in ((step, layout), (step, ANY)):
-            self._save(layout)
-        if self.saved != (step, ANY):
-            self._save(ANY)  # there may not be the memory, nor the time, for a gather: the other is complete
-        self._complete()
-        return checkpoint_path(self.folder.checkpoints, step)
-
-    def _save(self, layout: str, *, beside: bool = False) -> None:
+    def _write(self, path: Path, layout: str, beside: bool) -> checkpoint.Saving:
         """Write a checkpoint of the present step, or begin to. Collective over the world."""
-        step, settings = self.state.step, self.config.checkpoint
-        self._complete()
-        path = checkpoint_path(self.folder.checkpoints, step)
-        self.saving = self.state.save(path, self.roles, settings, layout=layout, beside=beside)
-        if not beside:
-            self._complete()
-        if self.saved is None or self.saved[0] != step:
+        saving = self.state.save(path, self.roles, self.config.checkpoint, layout=layout, beside=beside)
+        begun = self.checkpoints.saved
+        if begun is None or begun[0] != self.state.step:
             self._save_for_megatron()
-        self.saved = (step, layout)
-
-    def _complete(self) -> None:
-        """Wait for the checkpoint that is being written, if any. Collective over the world."""
-        if self.saving is not None:
-            self.saving.finish()
-            self.written += Metrics({}, {"time/checkpoint_write": self.saving.seconds})
-            self.saving = None
+        return saving
 
     def _save_for_megatron(self) -> None:
         """Write the actor's weights for Megatron-LM, where that is asked for. Collective over the world."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_model_objective, sft_objective
-from megatron_rl.config.checkpoint_meta import checkpoint_path
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans, starting_model
@@ -29,6 +28,7 @@ from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.build import Roles, build_learner
 from megatron_rl.roles.model_role import ModelRole, Objective
+from megatron_rl.trainer.checkpoints import Checkpoints
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.logging import MetricsLog, Progress
 from megatron_rl.types import TrainBatch
@@ -245,6 +245,7 @@ def _take_steps(stage: Stage, job: Job) -> None:
     folder = job.folder.stage_checkpoints(plan.name)
     newest = newest_intact(folder, job.say)
     done, loss = 0, None
+    state: Mapping[str, Any] = {}
     if newest is not None:
         state = checkpoint.read_state(newest)
         done, loss = int(state["step"]), state["held_out_loss"]
@@ -256,6 +257,11 @@ def _take_steps(stage: Stage, job: Job) -> None:
         job.say(f"{stage.title}: resumed from {newest} at step {done}")
     save_every, enough = plan.settings.checkpoint_every, plan.settings.until_loss
     assert save_every is not None
+
+    def write(path: Path, layout: str, beside: bool) -> checkpoint.Saving:
+        return checkpoint.save(path, parts, state, keep=1, layout=layout, beside=beside)
+
+    checkpoints = Checkpoints(folder, job.config.checkpoint, write)
     with (
         _Record(stage, job, None if newest is None else done) as record,
         Progress(stage.title, data.steps, shown=job.main, console=job.console) as progress,
@@ -276,14 +282,17 @@ def _take_steps(stage: Stage, job: Job) -> None:
             loss = values.get(f"{plan.name}/held_out_loss", loss)
             progress.advance(note=f"loss {values[f'{plan.name}/loss']:.3f}")
             state = {"step": step, "seed": job.config.seed, "data": position, "held_out_loss": loss}
-            save = partial(_save, checkpoint_path(folder, step), parts, state)
+            checkpoints.complete_what_is_written()
             # A stage that falls short in its last step can be given more.
-            short = enough is not None and not _reaches(enough, loss)
-            if step % save_every == 0 if step < data.steps else short:
+            if step == data.steps and enough is not None and not _reaches(enough, loss):
                 with job.phases("checkpoint"):
-                    save()
-            job.stop_if_asked(save)
+                    checkpoints.save_for_good(step)
+            elif step % save_every == 0 and step < data.steps:
+                with job.phases("checkpoint"):
+                    checkpoints.save_now_and_then(step)
+            job.stop_if_asked(checkpoints.save_for_good)
             done = step
+        checkpoints.complete()
     if enough is not None:
         _require_good_enough(stage, loss)
         job.say(f"{stage.title}: held-out loss {loss:.3f}, good enough after {done} of {data.steps} steps")
@@ -306,11 +315,6 @@ def _require_good_enough(stage: Stage, loss: float | None) -> None:
         fix=f"look at {plan.name}.jsonl in the run folder; give more steps (it goes on from here), another "
         f"learning rate, or a higher {plan.where}.until_loss",
     )
-
-
-def _save(path: Path, parts: Mapping[str, checkpoint.Part], state: Mapping[str, Any]) -> Path:
-    checkpoint.save(path, parts, state, keep=1)
-    return path
 
 
 def _is_due(step: int, every: int | None, last: int) -> bool:

@@ -82,6 +82,7 @@ def assert_same_runs(run: Path, expected: Path, names: dict[str, int]) -> None:
         assert weights(run / model) == weights(expected / model), model
 
 
+BESIDE = ("checkpoint.asynchronous=true", "checkpoint.optimizer_layout=same")
 KILLS = [
     ("in the middle of sft", UPDATE, 4, 0, False),
     ("while a checkpoint of sft is written", "megatron_rl.parallel.checkpoint:begin_tensors", 1, 1, False),
@@ -108,7 +109,7 @@ def test_a_run_killed_anywhere_in_its_stages_gives_the_same_bits(fork, material,
     for words, place, call, rank, after in KILLS:
         env = {"KILL_AT": place, "KILL_CALL": str(call), "KILL_RANK": str(rank)}
         env |= {"KILL_AFTER": "1"} if after else {}
-        launch = fork(WORKER, 2, "train", killed, env=env, check=False)
+        launch = fork(WORKER, 2, "train", killed, *BESIDE, env=env, check=False)
         assert launch.returncode, f"not killed {words}"
         assert not (tmp_path / "killed/run/hf").exists(), words
     fork("megatron_rl", 2, "train", killed, module=True)

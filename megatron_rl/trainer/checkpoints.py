@@ -1,0 +1,75 @@
+"""Write checkpoints of a run or a stage: one at a time, some beside the steps, the last for any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.config.checkpoint_meta import ANY, checkpoint_path
+from megatron_rl.config.schema import CheckpointConfig
+from megatron_rl.metrics import Metrics
+from megatron_rl.parallel.checkpoint import Saving
+from megatron_rl.parallel.exchange import gather_objects
+
+
+class Checkpoints:
+    """Hold the checkpoint that is being written to ``folder``, and know the one begun last.
+
+    ``write(path, layout, beside)`` is `checkpoint.save` of what is to be kept.
+    """
+
+    def __init__(
+        self, folder: Path, settings: CheckpointConfig, write: Callable[[Path, str, bool], Saving]
+    ) -> None:
+        self.saved: tuple[int, str] | None = None
+        """The step whose checkpoint this process has begun last, and how optimizers lie in it."""
+        self._folder, self._settings, self._write = folder, settings, write
+        self._saving: Saving | None = None
+        self._written = Metrics()
+
+    def save_now_and_then(self, step: int) -> None:
+        """Write a checkpoint of the present step as the settings say, or begin to.
+
+        Collective over the world.
+        """
+        self.save(step, self._settings.optimizer_layout, beside=self._settings.asynchronous)
+
+    def save_for_good(self, step: int) -> Path:
+        """Have a checkpoint of the present step that any layout reads, and return its place.
+
+        Collective over the world.
+        """
+        layout = self._settings.optimizer_layout
+        if self.saved not in ((step, layout), (step, ANY)):
+            self.save(step, layout)
+        if self.saved != (step, ANY):
+            self.save(
+                step, ANY
+            )  # there may not be the memory, nor the time, for a gather: the other is complete
+        self.complete()
+        return checkpoint_path(self._folder, step)
+
+    def save(self, step: int, layout: str, *, beside: bool = False) -> None:
+        """Write a checkpoint of the present step, or begin to. Collective over the world."""
+        self.complete()
+        self._saving = self._write(checkpoint_path(self._folder, step), layout, beside)
+        if not beside:
+            self.complete()
+        self.saved = (step, layout)
+
+    def complete(self) -> None:
+        """Wait for the checkpoint that is being written, if any. Collective over the world."""
+        if self._saving is not None:
+            self._saving.finish()
+            self._written += Metrics({}, {"time/checkpoint_write": self._saving.seconds})
+            self._saving = None
+
+    def complete_what_is_written(self) -> Metrics:
+        """Complete a checkpoint that all ranks have written; return the times of those that became complete.
+
+        Collective over the world.
+        """
+        if self._saving is not None and all(gather_objects(self._saving.written)):
+            self.complete()
+        written, self._written = self._written, Metrics()
+        return written
