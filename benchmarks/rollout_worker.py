@@ -7,23 +7,25 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from simulated_replicas import PROMPT, prompts_of
+from simulated_replicas import PROMPT, EndedEngine, begun
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import ticket
 from megatron_rl.rollout.engine import Request
-from megatron_rl.rollout.episodes import Sweep, begin
+from megatron_rl.rollout.episodes import Sweep
 from megatron_rl.rollout.replica import sample
 from megatron_rl.rollout.turns import SingleTurns
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import SamplingParameters
 
+Lengths = list[list[int]]
 STEPS = 24
 
 
@@ -42,27 +44,33 @@ def step_seconds(engine: VllmEngine, rows: int) -> float:
     return statistics.median(seconds)
 
 
-def timed(run: Callable[[], Any]) -> tuple[float, float]:
-    """Return the seconds until the slowest rank is done, and the mean over ranks of their own."""
+def timed(run: Callable[[], int]) -> tuple[float, float, int]:
+    """Return the seconds until the slowest rank is done, the mean of their own, and the most steps of one."""
     dist.barrier()
     begun = time.perf_counter()
-    run()
+    steps = run()
     own = time.perf_counter() - begun
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return max(every), statistics.mean(every)
+    dist.all_gather_object(every, (own, steps))
+    seconds, counts = zip(*every, strict=True)
+    return max(seconds), statistics.mean(seconds), max(counts)
 
 
-def own_loop(engine: VllmEngine, lengths: list[int], samples: int) -> Callable[[], Any]:
-    """Return vLLM's own loop over the same requests, without this package around it."""
+def own_loop(engine: VllmEngine, lengths: Lengths) -> Callable[[], int]:
+    """Return vLLM's own loop over the same requests, without this package around it; it counts no steps."""
     from vllm import SamplingParams
 
     parameters = [
         SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0, seed=number)
-        for number, length in enumerate(length for length in lengths for _ in range(samples))
+        for number, length in enumerate(length for group in lengths for length in group)
     ]
     prompts = [{"prompt_token_ids": list(PROMPT)} for _ in parameters]
-    return lambda: engine._llm.generate(prompts, parameters, use_tqdm=False)
+
+    def run() -> int:
+        engine._llm.generate(prompts, parameters, use_tqdm=False)
+        return 0
+
+    return run
 
 
 def main() -> None:
@@ -70,10 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--lengths", type=json.loads, required=True)
-    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--lengths", type=json.loads, required=True, help="of each turn, prompt, and sample")
     parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--repeats", type=int, required=True)
     options = parser.parse_args()
     device.initialize()
     layout, rank = ParallelLayout(tuple(range(device.world_size()))), device.rank()
@@ -83,41 +89,39 @@ def main() -> None:
         layout=layout,
         rank=rank,
         dtype="float32",
-        max_model_len=max(options.lengths) + 8,
+        max_model_len=max(length for turn in options.lengths for group in turn for length in group) + 8,
         load=True,
     )
-    lengths, samples = options.lengths, options.samples
-    prompts = prompts_of(lengths)
 
-    def order(most: int | None) -> Callable[[], Any]:
-        def run() -> None:
-            flight = begin(prompts, samples, seed=1, version=0)
-            sweep = Sweep(flight, (True,) * len(prompts), len(prompts), 0)
-            sample(engine, layout, rank, sweep, lambda: ticket(name), SingleTurns, most=most)
+    def order(lengths: Lengths, most: int | None) -> Callable[[], int]:
+        flight, ends = begun(lengths)
+        sweep = Sweep(flight, (True,) * len(lengths), len(lengths), 0)
+        name, ended = f"of turn {next(numbers)}", EndedEngine(engine, ends)
 
-        nonlocal number
-        number += 1
-        name = f"of turn {number}"
+        def run() -> int:
+            sample(ended, layout, rank, sweep, lambda: ticket(name), SingleTurns, most=most)
+            return ended.steps
+
         return run
 
-    number = 0
-    everything = len(lengths) * samples * layout.data
-    methods: dict[str, Callable[[], Callable[[], Any]]] = {
-        "lockstep": lambda: order(everything),
-        "continuous": lambda: order(None),
+    numbers = count()
+    methods: dict[str, Callable[[Lengths], Callable[[], int]]] = {
+        "lockstep": lambda lengths: order(lengths, layout.data * len(lengths) * len(lengths[0])),
+        "continuous": lambda lengths: order(lengths, None),
     }
     if layout.data == 1:
-        methods["vLLM's own loop"] = lambda: own_loop(engine, lengths, samples)
+        methods["vLLM's own loop"] = lambda lengths: own_loop(engine, lengths)
     sizes = sorted({1, options.rows, *(2**power for power in range(options.rows.bit_length()))})
     costs = {rows: step_seconds(engine, rows) for rows in sizes if rows <= options.rows}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
-    for repeat in range(options.repeats + 1):
+    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in methods}
+    first, *_ = options.lengths
+    for turn, lengths in enumerate([first, *options.lengths]):
         for name, make in methods.items():
-            taken = timed(make())
-            if repeat:  # the first round warms up
+            taken = timed(make(lengths))
+            if turn:  # the first warms up
                 found[name].append(taken)
     if rank == 0:
-        options.result.write_text(json.dumps({"costs": costs, "seconds": found}))
+        options.result.write_text(json.dumps({"costs": costs, "turns": found}))
     engine.close()
     dist.barrier()
     dist.destroy_process_group()

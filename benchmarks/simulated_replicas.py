@@ -1,10 +1,15 @@
-"""Replicas that only take the time of a real engine's steps, led by the package's own dealing and turns."""
+"""Engines that end each response at a given length: real ones, and ones that only take the time of steps.
+
+Both are led by the package's own dealing and turns.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import numpy
 import torch
@@ -13,7 +18,7 @@ from megatron_rl.rollout.engine import Completion, Request
 from megatron_rl.rollout.episodes import Episodes, begin
 from megatron_rl.rollout.replica import Dealt
 from megatron_rl.rollout.turns import Commands, SingleTurns
-from megatron_rl.types import FINISH_LENGTH, PromptBatch, SamplingParameters
+from megatron_rl.types import FINISH_STOP, PromptBatch, SamplingParameters
 
 Cost = Callable[[int], float]
 """Seconds of an engine step by the rows that it works on."""
@@ -30,10 +35,11 @@ def interpolated(costs: Mapping[int, float]) -> Cost:
     return lambda busy: float(numpy.interp(busy, rows, seconds))
 
 
-def prompts_of(lengths: Sequence[int]) -> PromptBatch:
-    """Return a prompt for each length, which its responses have."""
-    many = len(lengths)
-    return PromptBatch(
+def begun(lengths: Sequence[Sequence[int]]) -> tuple[Episodes, dict[int, int]]:
+    """Return a group of rows for each of ``lengths``, and by a row's seed the length of its response."""
+    many, samples = len(lengths), len(lengths[0])
+    longest = max(map(max, lengths))
+    prompts = PromptBatch(
         tokens=torch.tensor(PROMPT).repeat(many),
         lengths=torch.full((many,), len(PROMPT)),
         prompt_ids=torch.arange(many),
@@ -41,8 +47,33 @@ def prompts_of(lengths: Sequence[int]) -> PromptBatch:
         prompts=("",) * many,
         ground_truths=(None,) * many,
         metadata=({},) * many,
-        sampling=tuple(SamplingParameters(max_response_tokens=length) for length in lengths),
+        sampling=(SamplingParameters(max_response_tokens=longest + 1),) * many,
     )
+    flight = begin(prompts, samples, seed=1, version=0)
+    rows = (length for group in lengths for length in group)
+    return flight, dict(zip(flight.seeds.tolist(), rows, strict=True))
+
+
+class EndedEngine:
+    """Have ``engine`` end each response at its length, which ``lengths`` says by the row's seed.
+
+    ``steps`` counts the engine's.
+    """
+
+    def __init__(self, engine: Any, lengths: Mapping[int, int]) -> None:
+        self._engine, self._lengths, self.steps = engine, lengths, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, request: Request) -> None:
+        """See `Sampler.submit`."""
+        self._engine.submit(replace(request, limit=self._lengths[request.seed]))
+
+    def step(self) -> list[Completion]:
+        """See `Sampler.step`."""
+        self.steps += 1
+        return [replace(answer, finish_reason=FINISH_STOP) for answer in self._engine.step()]
 
 
 class TimedEngine:
@@ -77,14 +108,15 @@ class TimedEngine:
 
     def _answer(self, number: int) -> Completion:
         tokens = self._limits[number]
-        return Completion(number, (20,) * tokens, (0.0,) * tokens, FINISH_LENGTH)
+        return Completion(number, (20,) * tokens, (0.0,) * tokens, FINISH_STOP)
 
 
 class _Replica:
     """Lead one engine as `drive` does, a step at a time."""
 
-    def __init__(self, engine: TimedEngine, groups: Dealt) -> None:
+    def __init__(self, engine: TimedEngine, groups: Dealt, lengths: Mapping[int, int]) -> None:
         self.engine, self._turns = engine, SingleTurns(groups)
+        self._ended = EndedEngine(engine, lengths)
         self._answers: list[Completion] = []
 
     def go_on(self, first: bool) -> bool:
@@ -93,30 +125,32 @@ class _Replica:
         if commands is None:
             return False
         for request in commands.requests:
-            self.engine.submit(request)
-        self._answers = self.engine.step()
+            self._ended.submit(request)
+        self._answers = self._ended.step()
         return True
 
 
 def simulate(
-    lengths: Sequence[int], samples: int, replicas: int, rows: int, most: int, cost: Cost
+    lengths: Sequence[Sequence[int]], replicas: int, rows: int, most: int, cost: Cost
 ) -> list[tuple[float, int]]:
-    """Return the seconds at which each of ``samples`` responses per length ended, and its tokens, in order.
+    """Return the seconds at which each response ended, and its tokens, in order.
 
-    Engines work on ``rows`` at once. A replica has up to ``most`` in flight: ``rows`` in the continuous
-    order, all that there are in lockstep, where nothing is left to draw. Groups are drawn in order of time.
+    ``lengths`` are those of the responses to each prompt. Engines work on ``rows`` at once. A replica has up
+    to ``most`` in flight: ``rows`` in the continuous order, all that there are in lockstep, where nothing is
+    left to draw. Groups are drawn in order of time.
     """
-    flight: Episodes = begin(prompts_of(lengths), samples, seed=1, version=0)
+    flight, ends = begun(lengths)
     tickets = count()
     members = [
         _Replica(
             TimedEngine(rows, cost),
             Dealt(flight, most, None, lambda: next(tickets), place, replicas),
+            ends,
         )
         for place in range(replicas)
     ]
-    begun = [place for place, member in enumerate(members) if member.go_on(first=True)]
-    waiting = [(members[place].engine.clock, place) for place in begun]
+    first = [place for place, member in enumerate(members) if member.go_on(first=True)]
+    waiting = [(members[place].engine.clock, place) for place in first]
     heapq.heapify(waiting)
     while waiting:
         _, place = heapq.heappop(waiting)
@@ -135,7 +169,7 @@ def step_in_the_middle(ended: Sequence[tuple[float, int]], steps: int) -> float:
     return (times[1] - times[0]) * 2 / steps
 
 
-def full(lengths: Sequence[int], samples: int, replicas: int, rows: int, cost: Cost) -> float:
+def full(lengths: Sequence[Sequence[int]], replicas: int, rows: int, cost: Cost) -> float:
     """Return the seconds of the work by engines that are full all the time."""
     fastest = min(cost(busy) / busy for busy in range(1, rows + 1))
-    return sum(lengths) * samples * fastest / replicas
+    return sum(map(sum, lengths)) * fastest / replicas

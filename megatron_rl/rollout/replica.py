@@ -1,8 +1,9 @@
 """One engine replica's work in a sweep: draw groups, have them sampled, answer what was added.
 
 A replica begins with its share of as many groups as all replicas have room for, and draws each further one
-from the job's queue as another ends. So none waits for work that a slower one holds, and a sweep that has
-room at once is dealt out alike in every run. Which replica samples a group changes none of its tokens.
+from the job's queue when there is room for its first row; the others begin as further rows end. So none has
+room to spare while there is work, or waits for work that a slower one holds. A sweep that has room at once is
+dealt out alike in every run. Which replica samples a group changes none of its tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def await_rendezvous(number: int) -> None:
 class Dealt:
     """Hold the rows of ``flight`` that a replica has begun, and begin more of them.
 
-    The replica is the ``place``-th of ``replicas``; it has up to ``most`` rows in flight, or one group.
+    The replica is the ``place``-th of ``replicas``; it has up to ``most`` rows in flight.
     ``take`` gives the next ticket of the job, 0 at first, to one replica each. ``homes`` says by seed which
     replica's engine has rows in its cache: it goes on with them, and all other groups are in the queue.
     ``numbers`` says which of ``flight.open_rows()`` each of ``rows`` is.
@@ -78,6 +79,7 @@ class Dealt:
         self._flight, self._most, self._max_model_len, self._take = flight, most, max_model_len, take
         self._groups: dict[int, list[int]] = {}
         self._going: dict[int, list[Row]] = {}
+        self._waiting: list[tuple[int, Row]] = []
         self._open = flight.open_rows()
         for number, row in enumerate(self._open):
             self._groups.setdefault(row // flight.samples, []).append(number)
@@ -91,13 +93,13 @@ class Dealt:
         self._first, self._queue = [*mine, *waiting[:filled][place::replicas]], waiting[filled:]
 
     def more(self, busy: int) -> list[int]:
-        """Begin further groups while there is room beside ``busy`` rows; return the places of their rows."""
+        """Begin further rows while there is room beside ``busy`` ones; return their places."""
         begun = len(self.rows)
-        while busy == 0 or busy + self._flight.samples <= self._most:
-            group = self._next()
-            if group is None:
+        while busy < self._most:
+            row = self._begin()
+            if row is None:
                 break
-            busy += self._begin(group)
+            busy += row.finish_reason == UNFINISHED
         return list(range(begun, len(self.rows)))
 
     def complete(self, version: int) -> list[tuple[int, Episodes]]:
@@ -115,18 +117,24 @@ class Dealt:
         return result
 
     def rest(self) -> None:
-        """Begin the groups that no replica has begun, so that each row has one that answers for it."""
-        while (group := self._next()) is not None:
-            self._begin(group)
+        """Begin what no replica has begun, so that each row has one that answers for it."""
+        while self._begin() is not None:
+            pass
 
-    def _begin(self, group: int) -> int:
-        """Return how many of the group's rows go on."""
-        numbers = self._groups[group]
-        rows = rows_of(self._flight, [self._open[number] for number in numbers], self._max_model_len)
-        self.numbers += numbers
-        self.rows += rows
-        self._going[group] = rows
-        return sum(row.finish_reason == UNFINISHED for row in rows)
+    def _begin(self) -> Row | None:
+        """Return the next row of the replica's last group, or else of another one, now one of ``rows``."""
+        if not self._waiting:
+            group = self._next()
+            if group is None:
+                return None
+            numbers = self._groups[group]
+            rows = rows_of(self._flight, [self._open[number] for number in numbers], self._max_model_len)
+            self._going[group] = rows
+            self._waiting = list(zip(numbers, rows, strict=True))
+        number, row = self._waiting.pop(0)
+        self.numbers.append(number)
+        self.rows.append(row)
+        return row
 
     def _next(self) -> int | None:
         if self._first:

@@ -88,13 +88,13 @@ class Commands(NamedTuple):
 
 
 class Groups(Protocol):
-    """Deal rows out to a replica, group by group; a request's number is its row's place in ``rows``."""
+    """Deal rows out to a replica, group after group; a request's number is its row's place in ``rows``."""
 
     prompts: PromptBatch
     rows: list[Row]
 
     def more(self, busy: int) -> list[int]:
-        """Begin further groups while there is room beside ``busy`` rows; return the places of their rows."""
+        """Begin further rows while there is room beside ``busy`` ones; return their places."""
         ...
 
 

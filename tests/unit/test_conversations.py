@@ -208,6 +208,13 @@ def test_groups_go_on_where_an_engine_has_their_cache():
         assert dealt.numbers == expected
 
 
+def test_a_group_begins_where_one_row_has_room_and_no_more_rows_are_in_flight_than_may_be():
+    flight, tickets = begin(prompts(["go"] * 3, [1] * 3), 2, seed=9, version=3), itertools.count()
+    dealt = Dealt(flight, 3, 200, lambda: next(tickets))
+    assert [dealt.more(busy) for busy in (0, 3, 2, 1, 0)] == [[0, 1, 2], [], [3], [4, 5], []]
+    assert dealt.numbers == list(range(6))
+
+
 PATIENT = """
 import asyncio, pathlib
 from megatron_rl import Environment

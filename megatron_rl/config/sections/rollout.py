@@ -234,7 +234,7 @@ class RolloutConfig:
     )
     max_in_flight: int | None = setting(
         None,
-        "Most episodes that a replica samples at once; it draws further groups of a step as others end.",
+        "Most episodes that a replica samples at once; it begins further ones of a step as others end.",
         unit="episodes",
         unset="what the engine works on at once: `rollout.vllm.max_num_seqs`",
         at_least=1,
