@@ -7,7 +7,8 @@
 # checkpoint; inputs: configurations and data that the schema or a user got wrong; rewards: hostile functions;
 # leaks: thousands of steps; layouts: every tensor's step of every family in every product of parallel sizes on
 # four ranks; fused_layouts: the same with Transformer Engine's layers, in torch; examples: each of launch/examples
-# by its command. tests/campaign/ says how. Exit code 1: a promise was broken.
+# by its command; simulations: the memory that check counts for shipped configurations of large jobs.
+# tests/campaign/ says how. Exit code 1: a promise was broken.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ ! -x "$root/.venv/bin/python" ]; then

@@ -22,6 +22,9 @@ RUNTIME_BYTES = 5 * 2**30
 LOGITS_ELEMENTS = 2**25
 """Logits of a vocabulary shard in one chunk: 128 MiB in float32, whatever the vocabulary."""
 
+ROUTED_COPIES = 5
+"""How often our own layers hold routed tokens at once: on their way to experts, in them, and back."""
+
 
 def stage_parameters(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], first: bool, last: bool
@@ -168,6 +171,27 @@ class _OwnLayer:
         chosen = 5 * self.shape.experts_per_token * 4 / self.dtype_bytes
         return self.shape.experts * (1 + 1 / self.dtype_bytes) + chosen
 
+    def forward(self, kind: LayerKind) -> float:
+        """Count what exists at once in a forward pass without gradients, in attention or behind it.
+
+        Attention holds its projections, and their copies with the tokens of a row together; an MLP gate and
+        up, the activation, up plus its offset, and their product; experts the routed tokens: sorted,
+        exchanged, sorted by expert, multiplied, and put together again.
+        """
+        shape, heads, groups = self.shape, self.shape.heads / self.tensor, self.shape.kv_heads / self.tensor
+        if shape.mla:
+            attention = heads * (4 * shape.qk_dim + 3 * shape.v_head_dim)
+        else:
+            attention = shape.head_dim * (7 * heads + 3 * groups)
+        behind = 5 * shape.mlp_width / self.tensor
+        around = 4 * shape.hidden / self.split
+        if kind.experts:
+            behind = ROUTED_COPIES * shape.experts_per_token * shape.hidden / self.split
+        if kind.experts and shape.shared_width:
+            around += shape.hidden / self.split
+        gathered = shape.hidden if self.split > 1 else 0
+        return around + gathered + max(attention, behind)
+
 
 def in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> float:
     """Return how many micro-batches' activations a stage holds at once, in stages' worth of layers.
@@ -216,22 +240,24 @@ def activation_bytes(
     live = max((built.kept(shape, layout, kind, "none") for kind in kinds), default=0.0)
     routed = 0.0
     if any(kind.experts for kind in kinds):
-        # The gradients of routed tokens, before their experts and behind them.
+        # Routed tokens on their way to experts and back, where one copy is kept; fused, the gradients of two.
         split = layout.tensor if layout.sequence_parallel else 1
-        routed = 2 * shape.experts_per_token * shape.hidden / split * built.dtype_bytes
+        copies = 2 if built.fused else ROUTED_COPIES - 1
+        routed = copies * shape.experts_per_token * shape.hidden / split * built.dtype_bytes
     return tokens * (kept * flight + (live if built.recompute == "full" else 0.0) + routed)
 
 
 def forward_bytes(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], tokens: float, built: Layers
 ) -> float:
-    """Return the bytes of activations of a forward pass without gradients.
-
-    They are those of one of our own layers, as its simulation finds, and of two fused ones at most.
-    """
-    kinds = shape.kinds_of(layers)
-    live = max((built.kept(shape, layout, kind, "none") for kind in kinds), default=0.0)
-    return (2 if built.fused else 1) * live * tokens / layout.context
+    """Return the bytes of activations of a forward pass without gradients: of two fused layers at most."""
+    kinds, split = shape.kinds_of(layers), layout.tensor if layout.sequence_parallel else 1
+    if built.fused:
+        live = 2 * max((built.kept(shape, layout, kind, "none") for kind in kinds), default=0.0)
+    else:
+        own = _OwnLayer(shape, layout.tensor, split, built.dtype_bytes)
+        live = built.dtype_bytes * max(map(own.forward, kinds), default=0.0)
+    return live * tokens / layout.context
 
 
 def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> float:
