@@ -230,7 +230,7 @@ def torchrun(
     return time.perf_counter() - begun
 
 
-def prepare(command: str, folder: Path, **names: object) -> None:
+def prepare(command: str, folder: Path, /, **names: object) -> None:
     """Run a command in a folder, ``python`` as this interpreter; ``names`` are replaced in braces.
 
     Raises ChildFailed.

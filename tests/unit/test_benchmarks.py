@@ -90,6 +90,15 @@ def test_ways_to_get_log_probs_agree_and_memory_is_counted(beside: Any) -> None:
     assert case.peak(ways["unfused"]) > case.peak(ways["chunked"]) > 300 * 500 * 4
 
 
+def test_a_seed_has_data_of_its_own(beside: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    seeds, launched = beside("seeds"), list[list[str]]()
+    monkeypatch.setattr(seeds, "torchrun", lambda words, *_: launched.append(words))
+    command = "python -m megatron_rl.data.quickstart {folder} --seed {seed}"
+    seeds.train(Path("run.yaml"), 3, tmp_path / "3", command, 1, ["model.path={folder}/model"])
+    assert (tmp_path / "3/model/config.json").is_file()
+    assert {"seed=3", f"model.path={tmp_path}/3/model"} <= set(launched[0])
+
+
 def test_a_recipes_run_is_told_from_its_metrics(beside: Any, monkeypatch: Any, tmp_path: Path) -> None:
     recipes = beside("recipes")
     lines = [
