@@ -82,16 +82,18 @@ install_cpu() {
     say "installing the CPU stack of $lock (about two minutes the first time)"
     if ! pip_install --no-deps "$torch" 2>"$venv/torch.log"; then
         say "$torch is not on the configured package index; trying PyTorch's CPU index"
-        pip_install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$torch" || {
+        pip_install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$torch" 2>>"$venv/torch.log" ||
+            cuda_build "${torch%+cpu}" || {
             cat "$venv/torch.log" >&2
             fail "could not install $torch" \
                 "expected: a wheel for $("$python" --version) on Linux x86_64" \
-                "got: neither the configured index nor https://download.pytorch.org/whl/cpu gave one (above)" \
+                "got: neither a CPU nor a CUDA build from the configured index or PyTorch's CPU index (above)" \
                 "fix: make one of them reachable, or put the wheel into a folder and set PIP_FIND_LINKS to it"
         }
     fi
     rm -f "$venv/torch.log"
-    pip_install --no-deps -r "$lock" || fail "could not install $lock" \
+    grep -v '^torch==' "$lock" >"$venv/lock.txt"
+    pip_install --no-deps -r "$venv/lock.txt" || fail "could not install $lock" \
         "expected: every package of it on the configured index, at that version" \
         "got: pip's message above, which names the first one missing" \
         "fix: check the network and 'pip config list'; a missing wheel can be put where PIP_FIND_LINKS points"
@@ -99,19 +101,27 @@ install_cpu() {
     check_cpu
 }
 
+# It runs on CPUs as well, and is what an index without PyTorch's own wheels has.
+cuda_build() {
+    say "taking the CUDA build of $1, with NVIDIA's libraries (5 GB)"
+    pip_install "$1" 2>>"$venv/torch.log"
+}
+
 # These are compiled for one torch each; the index has them only for CUDA, and beside CPU torch they break
-# `import transformers` and `import vllm`.
+# `import transformers` and `import vllm`. A CUDA build of torch needs triton and NVIDIA's libraries to import.
 drop_cuda_builds() {
     local found
     found="$("$python" - <<'EOF'
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 names = {(d.metadata["Name"] or "").lower() for d in distributions()}
-bad = {"torchvision", "torchaudio", "torchcodec", "triton", "vllm", "xformers", "flash-attn"}
-print(*sorted(n for n in names if n in bad or n.startswith(("nvidia-", "nvidia_"))))
+bad = {"torchvision", "torchaudio", "torchcodec", "vllm", "xformers", "flash-attn"}
+if "+cpu" in version("torch"):
+    bad |= {n for n in names if n == "triton" or n.startswith(("nvidia-", "nvidia_"))}
+print(*sorted(names & bad))
 EOF
 )"
     if [ -n "$found" ]; then
-        say "removing CUDA builds that do not go with CPU torch: $found"
+        say "removing CUDA builds that do not go with this torch: $found"
         # shellcheck disable=SC2086
         "$python" -m pip uninstall -qq -y $found
     fi
@@ -120,14 +130,11 @@ EOF
 # The real imports: they find what is missing, and compile once what every rank will load.
 check_cpu() {
     OMP_NUM_THREADS=1 "$python" -W ignore - <<'EOF' || fail "the installed stack does not import" \
-        "expected: torch without CUDA, megatron.core, transformers and vllm" \
+        "expected: torch, megatron.core, transformers and vllm" \
         "got: the message above" "fix: rm -rf .venv, then run launch/setup.sh again"
-import torch
-
-assert torch.version.cuda is None, f"torch {torch.__version__} is a CUDA build"
-import megatron.core.models.gpt  # noqa: E402, F401
-import transformers  # noqa: E402, F401
-from vllm import LLM  # noqa: E402, F401
+import megatron.core.models.gpt
+import transformers
+from vllm import LLM
 EOF
 }
 
