@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import warnings
@@ -68,7 +69,7 @@ def keep_weights_writable() -> None:
     global _writable
     if device.on_host() and not _writable:
         _keep_weights_unpacked()
-        _sample_without_compiling()
+        _compile_nothing()
         _rotate_heads_apart()
     _writable = True
 
@@ -184,14 +185,17 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")
 
 
-def _sample_without_compiling() -> None:
-    """Count token ranks eagerly on the host: compiling this one line takes seconds and a C++ compiler."""
+def _compile_nothing() -> None:
+    """Mask tokens and count their ranks eagerly on the host: compiling it takes seconds and a compiler."""
+    from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.v1.sample import sampler
 
     def count(values: Tensor, thresholds: Tensor) -> Tensor:
         return (values >= thresholds).sum(-1)
 
     sampler.batched_count_greater_than = count
+    mask = inspect.unwrap(vocab_parallel_embedding.get_masked_input_and_mask)
+    vocab_parallel_embedding.get_masked_input_and_mask = mask
 
 
 def _rotate_heads_apart() -> None:
