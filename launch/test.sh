@@ -8,7 +8,7 @@ bash launch/setup.sh --dev || exit 1
 
 bash launch/lint.sh
 lint=$?
-# Files in their order, so that what starts ranks comes last; see Schedule in tests/conftest.py.
+# Files in their order: what starts ranks comes last; see Schedule in tests/conftest.py.
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" .venv/bin/python -m pytest -n 2 --no-loadscope-reorder "$@"
 tests=$?
 if [ "$lint" -ne 0 ]; then echo "test: the static checks failed (see the top of this output)" >&2; fi

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 from tests import browser, nccl_rules
 
@@ -138,11 +139,16 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 class Schedule(LoadFileScheduling):
-    """Give each file to a process that is free, and all that starts ranks to one, which runs it alone."""
+    """Give each file to a process that is free: to the first one from the end, to others from the beginning.
 
-    def _split_scope(self, nodeid: str) -> str:
-        ranks = "tests/distributed"
-        return ranks if nodeid.startswith(f"{ranks}/") else super()._split_scope(nodeid)
+    Files that start ranks come last. So one of them runs at a time while there are others, which fill the
+    time in which ranks start, write and wait.
+    """
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if node is self.nodes[0]:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Schedule:
