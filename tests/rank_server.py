@@ -71,6 +71,9 @@ def preload() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()  # a rank's collections would go through, and copy, all that was imported
+    # vLLM collects several times per engine, and where one closes it thaws all that is frozen, this too.
+    setattr(gc, "freeze", lambda: None)
+    setattr(gc, "unfreeze", lambda: None)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would lose them"
 

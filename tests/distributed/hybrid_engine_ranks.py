@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
 import time
@@ -363,7 +362,6 @@ def check_precision(root: Path) -> None:
 
 def main(root: Path) -> None:
     device.initialize(timeout=120)
-    gc.freeze()  # vLLM collects garbage several times per engine
     cases = CASES[device.world_size()]
     for number in [int(argument) for argument in sys.argv[2:]] or range(len(cases)):
         check_case(cases[number], root)
