@@ -2,12 +2,18 @@
 
     python benchmarks/placements.py [--quick] [--repeats N] [--json FILE]
 
-The work of step_time.py (a model of 25.7M parameters, responses of 1 to 256 tokens) on as many ranks as there
-are cores, at least two: ``colocate``; ``standalone``, where the second half of the ranks only samples and the
-first half only learns, one after the other; and ``one_step_ahead``, the same ranks with
-``asynchrony.steps_ahead`` 1, at the same time. Runs take turns; the first two steps of each warm up and are
-not counted. Metrics: seconds per step with its ratio to colocate, and the share of a step in which each kind
-of rank has nothing to do.
+A model of 25.7M parameters, responses with a long tail (a mean of 0.15 of the limit, which hardly one
+reaches) and as many ranks as there are cores, at least two. ``colocate`` has all roles on all ranks; in the
+others the second half of the ranks only samples and the first half only learns: ``lockstep``, one after the
+other; ``closed``, at the same time with ``asynchrony.steps_ahead`` 1, where a step learns from exactly its
+prompts; and ``open``, where it learns from what is complete.
+
+Neither side can be busy all the time where one has more to do, so the work is balanced first: the engine
+works on so many rows at once (``rollout.vllm.max_num_seqs``) that sampling takes as long as learning, by two
+probes in the open order. What is idle then is what an order costs. All orders do the same work.
+
+Runs take turns; the first two steps of each warm up and are not counted. Metrics: seconds per step with its
+ratio to colocate, and the share of a step in which each kind of rank waits for the other.
 """
 
 from __future__ import annotations
@@ -23,33 +29,31 @@ from workload import Workload, configuration, make
 
 from megatron_rl.metrics import read_metrics
 
-FULL = Workload(prompts=12, samples=8, max_response_tokens=256)
-QUICK = Workload(prompts=8, samples=4, max_response_tokens=64)
+Steps = list[dict[str, float]]
+
+FULL = Workload(prompts=12, samples=8, max_response_tokens=512, mean_share=0.15)
+QUICK = Workload(prompts=8, samples=4, max_response_tokens=256, mean_share=0.15)
 WARMING = 2
+FEW_ROWS = 4
+"""Rows of the probe in which sampling surely takes longer than learning."""
+APART = ("placement=standalone",)
+AHEAD = (*APART, "asynchrony.steps_ahead=1")
 METHODS: Mapping[str, tuple[str, ...]] = {
     "colocate": (),
-    "standalone": ("placement=standalone",),
-    "one_step_ahead": ("placement=standalone", "asynchrony.steps_ahead=1"),
-    "open_order": (
-        "placement=standalone",
-        "asynchrony.steps_ahead=1",
-        "rollout.order=open",
-        "rollout.partial=true",
-        "rollout.oversample=0.5",
-    ),
+    "lockstep": APART,
+    "closed": AHEAD,
+    "open": (*AHEAD, "rollout.order=open", "rollout.partial=true", "rollout.oversample=0.5"),
 }
+BOTH = {"learner": "time/idle_learn", "rollout": "time/idle_rollout"}
 
 
-def run(
-    method: str, work: Workload, folder: Path, ranks: int, steps: int, turn: int
-) -> list[dict[str, float]]:
+def run(name: str, method: str, work: Workload, folder: Path, ranks: int, steps: int, rows: int) -> Steps:
     """Train with the command that users call; return the metrics of the steps that count."""
-    say("placements", f"{method}, turn {turn}, {steps} steps of {work.rows} samples on {ranks} ranks")
-    name = f"{method}-{turn}"
+    say("placements", f"{name}: {steps} steps of {work.rows} samples on {ranks} ranks, {rows} rows at once")
     config, out = folder / f"{name}.yaml", folder / name
     config.write_text(configuration(work, folder, out, steps + WARMING, {}))
-    command = ["-m", "megatron_rl", "train", str(config), *METHODS[method]]
-    torchrun(command, ranks, 1, folder / f"{name}.log", 1800)
+    command = ["-m", "megatron_rl", "train", str(config), f"rollout.vllm.max_num_seqs={rows}"]
+    torchrun([*command, *METHODS[method]], ranks, 1, folder / f"{name}.log", 1800)
     lines = read_metrics(out / "metrics.jsonl")
     # The last step of a run has nothing left to sample ahead.
     return lines[WARMING : len(lines) - (1 if "asynchrony.steps_ahead=1" in METHODS[method] else 0)]
@@ -59,13 +63,41 @@ def idle(method: str, steps: Sequence[Mapping[str, float]]) -> dict[str, list[fl
     """Return by kind of rank the share of each step in which it waits for the other kind."""
     if method == "colocate":
         return {}
-    if method == "standalone":
+    if method == "lockstep":
         busy = [step["time/generate"] / step["time/step"] for step in steps]
-        return {"idle share, learner": busy, "idle share, rollout": [1 - share for share in busy]}
-    return {
-        f"idle share, {kind}": [step[f"time/idle_{name}"] / step["time/step"] for step in steps]
-        for kind, name in (("learner", "learn"), ("rollout", "rollout"))
-    }
+        return {"learner": busy, "rollout": [1 - share for share in busy]}
+    return {kind: [step[name] / step["time/step"] for step in steps] for kind, name in BOTH.items()}
+
+
+def busy_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """Return how long learner and rollout were busy in a step of the open order, on average."""
+    learner, rollout = (
+        statistics.mean(step["time/step"] - step[name] for step in steps) for name in BOTH.values()
+    )
+    return learner, rollout
+
+
+def balanced_rows(probes: Mapping[int, tuple[float, float]]) -> int:
+    """Return for how many rows at once sampling takes as long as learning, by two numbers of rows.
+
+    ``probes`` has the seconds of learning and of sampling by rows. An engine's step takes a time of its own
+    and more for each row, so the seconds of sampling are linear in 1 / rows.
+    """
+    (few, (first, slow)), (many, (second, fast)) = sorted(probes.items())
+    learning = (first + second) / 2
+    slope = (slow - fast) / (1 / few - 1 / many)
+    wanted = 1 / many + (learning - fast) / slope if slope > 0 else 1 / many
+    return min(many, max(1, round(1 / wanted))) if wanted > 0 else many
+
+
+def balance(work: Workload, folder: Path, ranks: int, steps: int) -> int:
+    """Return the rows that an engine is to work on at once, and say why."""
+    replicas, probes = ranks // 2, {}
+    for rows in (FEW_ROWS, max(2 * FEW_ROWS, work.rows // replicas)):
+        probes[rows] = busy_seconds(run(f"probe-{rows}", "open", work, folder, ranks, steps, rows))
+        learner, rollout = probes[rows]
+        say("placements", f"{rows} rows at once: {learner:.2f} s of learning, {rollout:.2f} s of sampling")
+    return balanced_rows(probes)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -73,25 +105,28 @@ def main(words: Sequence[str] | None = None) -> int:
     options = arguments(__doc__, repeats=2).parse_args(words)
     work, repeats = (QUICK, 1) if options.quick else (FULL, 2)
     repeats = options.repeats or repeats
-    ranks, steps = max(2, cores() // 2 * 2), 3 if options.quick else 4
+    ranks, steps = max(2, cores() // 2 * 2), 6
     warn_if_busy("placements")
     report = Report("placements")
-    case = f"{ranks} ranks, {work.rows} samples, up to {work.max_response_tokens} tokens"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make(folder, work)
-        found: dict[str, list[dict[str, float]]] = {method: [] for method in METHODS}
+        rows = balance(work, folder, ranks, steps)
+        found: dict[str, Steps] = {method: [] for method in METHODS}
         for turn in range(repeats):
             for method in METHODS:
-                found[method] += run(method, work, folder, ranks, steps, turn)
+                found[method] += run(f"{method}-{turn}", method, work, folder, ranks, steps, rows)
+    case = f"{ranks} ranks, {work.rows} samples, up to {work.max_response_tokens} tokens, {rows} rows at once"
     base = statistics.median(step["time/step"] for step in found["colocate"])
     for method, lines in found.items():
         seconds = [step["time/step"] for step in lines]
         ratio = statistics.median(seconds) / base if method != "colocate" else None
         report.add(case, method, "step", "s", seconds, ratio)
-        for metric, shares in idle(method, lines).items():
-            report.add(case, method, metric, "", shares)
+        report.add(case, method, "response length", "tokens", [line["response/length"] for line in lines])
+        for kind, shares in idle(method, lines).items():
+            report.add(case, method, f"idle share, {kind}", "", shares)
     report.note("ratio to peer: seconds per step over colocate's")
+    report.note("aim: below 0.05 idle of both kinds in one of the orders")
     return report.finish(options.json)
 
 

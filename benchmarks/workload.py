@@ -2,8 +2,8 @@
 
 The weights are random, but for one thing: the probability of ending a response is nearly the same at every
 token, so that lengths are spread like those of a trained model. One dimension of the residual stream is a
-constant that no layer writes to, and only the end token's output row reads it. The mean length is about 0.4
-of the limit, and about one response in ten reaches the limit.
+constant that no layer writes to, and only the end token's output row reads it. Unless stated otherwise the
+mean length is about 0.4 of the limit, and about one response in ten reaches the limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ DIGITS = "0123456789+="
 
 @dataclass(frozen=True)
 class Workload:
-    """Set model shape and batch. ``hidden`` 512 and 8 layers make 25.7M parameters."""
+    """Set model shape and batch. ``hidden`` 512 and 8 layers make 25.7M parameters.
+
+    ``mean_share`` of the limit is the mean length of responses that no limit cuts.
+    """
 
     prompts: int
     samples: int
@@ -33,6 +36,7 @@ class Workload:
     intermediate: int = 1408
     vocabulary: int = 2048
     max_prompt_tokens: int = 32
+    mean_share: float = 0.45
 
     @property
     def rows(self) -> int:
@@ -42,7 +46,7 @@ class Workload:
     @property
     def end_probability(self) -> float:
         """Return the probability of the end token at each place."""
-        return 1.0 / (0.45 * self.max_response_tokens)
+        return 1.0 / (self.mean_share * self.max_response_tokens)
 
 
 def digit_share(prompt: str, response: str, ground_truth: Any, metadata: Any = None) -> float:

@@ -127,3 +127,14 @@ def test_simulated_replicas_wait_in_lockstep_and_draw_from_one_queue_otherwise(b
     assert replicas.full(lengths, 2, rows=2, cost=cost) == 7.5
     steady = replicas.simulate([[3, 3]] * 16, 2, rows=2, most=2, cost=cost)
     assert replicas.step_in_the_middle(steady, 4) == 6.0
+
+
+def test_placements_balance_learning_and_sampling(beside: Any) -> None:
+    placements = beside("placements")
+
+    def probes(learning: float) -> dict[int, tuple[float, float]]:
+        """With a time of 1 s and 12 s by the rows: 4 s with 4 of them."""
+        return {rows: (learning, 1 + 12 / rows) for rows in (4, 32)}
+
+    assert [placements.balanced_rows(probes(seconds)) for seconds in (9.0, 3.0, 2.2)] == [2, 6, 10]
+    assert placements.balanced_rows(probes(0.5)) == 32, "no number of rows is enough"
