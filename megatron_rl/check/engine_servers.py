@@ -100,7 +100,7 @@ def check_engine_servers(rollout: RolloutConfig) -> list[UserError]:
             )
         ]
     errors = [_bad_address(url) for url in urls if not _is_address(url)]
-    if not urls or len(set(urls)) < len(urls):
+    if not urls or len({url.rstrip("/").lower() for url in urls}) < len(urls):
         errors.append(
             UserError(
                 "servers are to generate, and none is named, or one of them twice",
