@@ -61,7 +61,10 @@ def with_megatron_models(
             refused[f"{section}.path"] = list(each(error))
             continue
         folders[section] = folder
-        origins[f"{section}.path"] = Origin("derived", f"written for {checkpoint.path}")
+        words = f"written for {checkpoint.path}"
+        if section == "model" and config.model.resume_optimizer:
+            words += f"; {checkpoint.optimizer_words()}"
+        origins[f"{section}.path"] = Origin("derived", words)
     problem = _target_error(config, folders)
     if problem is not None:
         refused["checkpoint.megatron"] = [problem]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,23 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megatron_rl import durable
+from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_files import disk_or, everywhere
 from megatron_rl.parallel.checkpoint_tensors import initialise_states, parts_of, sharded_state
 from megatron_rl.parallel.checkpoint_write import write
+from megatron_rl.parallel.exchange import gather_objects
+from megatron_rl.parallel.hf.megatron_buffers import BufferFiles
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles, read_pointed
-from megatron_rl.parallel.hf.weights import fill
+from megatron_rl.parallel.hf.weights import fill, source_boxes
 from megatron_rl.parallel.lora import without_adapters
 from megatron_rl.parallel.model import ParallelModel, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.shapes.megatron_arguments import arguments_of
-from megatron_rl.shapes.megatron_checkpoint import TRACKER, pointer
+from megatron_rl.shapes.megatron_checkpoint import TRACKER, MegatronCheckpoint, pointer
 from megatron_rl.shapes.megatron_pickles import MASTERS
 from megatron_rl.shapes.pretrained import read_pretrained
+from megatron_rl.types import TensorBox
 
 VOCABULARY_MULTIPLE = 128
 """Megatron-LM's default of --make-vocab-size-divisible-by."""
@@ -103,20 +107,21 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
     """Have Adam go on from the Megatron checkpoint that a model's folder points to: moments and steps.
 
     The weights that it steps in float32 come too, where they were saved. Each rank reads the slices of its
-    tensors, on any layout; learning rate and decay stay as configured.
+    tensors, on any layout; learning rate and decay stay as configured. Raises UserError, on all ranks, where
+    moments lie in buffers whose float32 weights are not the checkpoint's. Collective over the model's ranks.
     """
     model = optimizer.model
     with model.scope():
         initialise_states(optimizer)
     checkpoint = read_pointed(source)
     assert checkpoint.steps is not None, "checked before"
-    for state in checkpoint.states:
+    for state, files in _states(model, source, checkpoint):
         # On the host, one kind at a time: a rank keeps its share of the data-parallel ranks alone.
         values = {
             name: torch.zeros(parameter.shape, device=device.host())
             for name, parameter in live_parameters(model).items()
         }
-        fill(values, model, MegatronFiles(source, checkpoint.state(state)))
+        fill(values, model, files)
         name = "param" if state in MASTERS else state
         for part in parts_of(optimizer):
             _set_state(model, part, name, values)
@@ -129,6 +134,51 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
                 state["step"].fill_(checkpoint.steps)
         if hasattr(part.optimizer, "sub_optimizers"):
             part.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def _states(
+    model: ParallelModel, source: str | Path, checkpoint: MegatronCheckpoint
+) -> Iterator[tuple[str, MegatronFiles]]:
+    """Yield each kind of the optimizer's states with what reads it. Collective over the model's ranks."""
+    if checkpoint.states:
+        for state in checkpoint.states:
+            yield state, MegatronFiles(source, checkpoint.state(state))
+        return
+    buffers = _proven(model, source, checkpoint)
+    for state in checkpoint.buffers:
+        yield state, buffers.of(state)
+
+
+def _proven(model: ParallelModel, source: str | Path, checkpoint: MegatronCheckpoint) -> BufferFiles:
+    """Return what reads the optimizer's buffers where the values in them prove that it reads them right.
+
+    Buffers have no names in them, but the weights in float32, and those are known. Each rank compares what
+    it holds. Raises UserError on all ranks where they differ. Collective over the model's ranks.
+    """
+    weights, differing = MegatronFiles(source, checkpoint), []
+    boxes = source_boxes(model)
+    for parameters in checkpoint.flat_parameters(read_pretrained(Path(source) / "config.json").shape):
+        masters = BufferFiles(source, checkpoint, parameters)
+        mine = next((box.name for box in boxes if not _agree(masters, weights, box)), None)
+        differing = [name for name in gather_objects(mine, model.groups.all) if name is not None]
+        if not differing:
+            return masters
+    raise UserError(
+        "the optimizer's buffers in the Megatron checkpoint hold other weights than its model does",
+        where="model.resume_optimizer",
+        expected="the weights in float32, from the last parameter of Megatron's GPTModel to its first, "
+        "each from a multiple of 64 elements",
+        got=f"{checkpoint.path}: other values in the place of {', '.join(sorted(set(differing))[:6])}",
+        fix="load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable; "
+        "or remove model.resume_optimizer: the optimizer starts anew",
+    )
+
+
+def _agree(masters: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bool:
+    """Say whether the weights in float32 are those that the model computes with, but for their rounding."""
+    precise, rounded = (files.read(box.name, box.start, box.size) for files in (masters, weights))
+    rounding = torch.finfo(rounded.dtype)
+    return torch.allclose(precise.float(), rounded.float(), rtol=rounding.eps, atol=rounding.smallest_normal)
 
 
 def _set_state(model: ParallelModel, part: Any, state: str, values: Mapping[str, Tensor]) -> None:

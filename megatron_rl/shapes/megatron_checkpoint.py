@@ -16,7 +16,22 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layer_weights import Weight, outer_weights
-from megatron_rl.shapes.megatron_pickles import DIRECTORY, MOMENTS, StoredTensor, read_common, read_tensors
+from megatron_rl.shapes.megatron_buffers import (
+    FlatParameter,
+    flat_parameters,
+    orders,
+    other_buffers,
+    writer_layout,
+)
+from megatron_rl.shapes.megatron_pickles import (
+    DIRECTORY,
+    MASTERS,
+    MOMENTS,
+    Bucket,
+    StoredTensor,
+    read_common,
+    read_tensors,
+)
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_json
 
@@ -44,7 +59,8 @@ class MegatronCheckpoint:
     """Hold what one ``iter_*`` folder says of itself: arguments as plain values, and the model's tensors.
 
     ``states`` are what the optimizer keeps for each tensor, by kind, where they are stored as the tensors
-    are; ``sharding`` is how the distributed optimizer says that it stored them. ``steps`` are its steps.
+    are, ``buffers`` where they are stored as they lie in the buffers of its ranks; ``sharding`` is how the
+    distributed optimizer says that it stored them. ``steps`` are its steps.
     """
 
     path: Path
@@ -52,6 +68,7 @@ class MegatronCheckpoint:
     arguments: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     states: Mapping[str, Mapping[str, StoredTensor]]
+    buffers: Mapping[str, Mapping[Bucket, StoredTensor]]
     sharding: str | None
     steps: int | None
 
@@ -63,29 +80,78 @@ class MegatronCheckpoint:
         biases = {key: value for key, value in self.tensors.items() if key.endswith("expert_bias")}
         return replace(self, tensors={**biases, **self.states[name]})
 
+    def optimizer_words(self) -> str:
+        """Say from what Adam goes on, where `optimizer_errors` has none."""
+        words = f"Adam goes on from {self.steps} steps"
+        if self.states:
+            return words
+        return f"{words}, in buffers of {writer_layout(self.arguments).short_words()}"
+
     def optimizer_errors(self, shape: ModelShape, where: str) -> list[UserError]:
         """Return why Adam cannot go on from the checkpoint's moments with a model."""
-        missing = set(MOMENTS) - set(self.states)
-        if not missing and self.steps is not None:
+        held = {*self.states} or {*self.buffers}
+        wanted = {*MOMENTS} if self.states else {*MOMENTS, MASTERS[0]}
+        if wanted <= held and self.steps is not None:
+            if not self.states:
+                return self._buffer_errors(shape, where)
             states = [self.state(name) for name in self.states]
             return [
                 error for state in states for error in (*state.parameters(shape)[1], *state.file_errors())
             ]
         got, fix = "no optimizer state, or not of Adam", "save it without --no-save-optim"
-        if missing and self.sharding is not None:
-            got = f"{self.sharding}, which is bound to the buffers of the layout that wrote it"
-            fix = "load and save it with Megatron-LM on that layout, with --dist-ckpt-optim-fully-reshardable"
-        elif not missing:
+        if wanted <= held:
             got = "moments without a number of steps"
+        elif self.sharding is not None:
+            got = f"{self.sharding}, with " + (", ".join(sorted(held)) or "nothing that is known")
+            fix = "load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable"
         return [
             UserError(
                 "the optimizer's state in the Megatron checkpoint cannot be gone on with",
                 where=where,
-                expected="Adam's moments for each tensor: of the distributed optimizer fully_reshardable",
+                expected="Adam's moments for each tensor: of the distributed optimizer "
+                "dp_reshardable or fully_reshardable",
                 got=f"{self.path}: {got}",
                 fix=f"{fix}; or remove {where}: the optimizer starts anew",
             )
         ]
+
+    def flat_parameters(self, shape: ModelShape) -> list[list[FlatParameter]]:
+        """Return where a model's parameters may lie in the optimizer's buffers, the likeliest way first.
+
+        Raises UserError where they cannot: the buffers are of another model or layout than stated.
+        """
+        sizes = {bucket: tensor.shape[0] for bucket, tensor in self.buffers[MASTERS[0]].items()}
+        rows = self.tensors["embedding.word_embeddings.weight"].shape[0]
+        ways, refused = [], []
+        for order in orders(self.arguments, shape):
+            try:
+                ways.append(flat_parameters(self.arguments, shape, rows, sizes, order))
+            except UserError as error:
+                refused.append(error)
+        if not ways:
+            raise refused[0]
+        return ways
+
+    def _buffer_errors(self, shape: ModelShape, where: str) -> list[UserError]:
+        """Return why moments in the buffers of a layout are not those of a model."""
+        sizes = [
+            {bucket: tensor.shape for bucket, tensor in self.buffers[name].items()}
+            for name in (MASTERS[0], *MOMENTS)
+        ]
+        flat = {
+            f"{bucket.words()}.bucket_idx_{bucket.number}.{name}": tensor
+            for name, buckets in self.buffers.items()
+            for bucket, tensor in buckets.items()
+        }
+        errors = list(replace(self, tensors=flat).file_errors())
+        try:
+            self.flat_parameters(shape)
+            if any(other != sizes[0] for other in sizes):
+                raise other_buffers(f"the same buckets of {', '.join(self.buffers)}", "others")
+        except UserError as error:
+            fix = f"{error.fix}; or remove {where}: the optimizer starts anew"
+            errors.append(replace(error, where=where, got=f"{self.path}: {error.got}", fix=fix))
+        return errors
 
     def parameters(self, shape: ModelShape) -> tuple[dict[str, Place], list[UserError]]:
         """Return where each parameter of a model lies, and how the tensors differ from the model's."""
@@ -226,9 +292,16 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
         )
     named = re.fullmatch(r"iter_(\d+)", folder.name)
     iteration = common.iteration if common.iteration is not None else int(named[1]) if named else 0
-    tensors, states = read_tensors(folder / DIRECTORY)
+    stored = read_tensors(folder)
     return MegatronCheckpoint(
-        folder, iteration, common.arguments, tensors, states, common.sharding, common.steps
+        folder,
+        iteration,
+        common.arguments,
+        stored.tensors,
+        stored.states,
+        stored.buffers,
+        common.sharding,
+        stored.steps if common.steps is None else common.steps,
     )
 
 

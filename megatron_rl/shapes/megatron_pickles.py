@@ -20,6 +20,11 @@ _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
 """How the names of a model's tensors begin; others are of the optimizer and of random generators."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 """What the optimizer keeps of a model's tensor, where it is stored as that tensor is."""
+_GROUP = r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)"
+_FLAT = re.compile(_GROUP + r"\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.([^.]+)")
+"""What it keeps of a bucket, where buckets are stored as they lie in memory."""
+_SETTINGS = re.compile(_GROUP + r"\.optimizer/shard_0_1")
+"""Its settings then, with the number of its steps."""
 MASTERS = ("param", "fp32_param")
 """Names of the state that is the weights themselves, as the optimizer steps them."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -45,6 +50,36 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
 
+class Bucket(NamedTuple):
+    """Name a bucket of a buffer of the distributed optimizer.
+
+    ``part`` is 1 where experts have an optimizer of their own, and this is theirs. Ranks that hold the same
+    parameters are a ``group``.
+    """
+
+    part: int
+    group: int
+    buffer: int
+    number: int
+
+    def words(self) -> str:
+        """Return what the checkpoint calls the buffer."""
+        return f"chained_{self.part} dp_group_idx_{self.group} gbuf_idx_{self.buffer}"
+
+
+class Stored(NamedTuple):
+    """Hold what lies in a checkpoint's files: the model's tensors, and what its optimizer keeps, by kind.
+
+    ``states`` are stored as the tensors are, ``buffers`` as they lie in the memory of ranks. ``steps`` are
+    the optimizer's, where they lie beside its buffers.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    states: Mapping[str, Mapping[str, StoredTensor]]
+    buffers: Mapping[str, Mapping[Bucket, StoredTensor]]
+    steps: int | None
+
+
 class Common(NamedTuple):
     """Hold what all ranks have in common: the keys' names, and plain values.
 
@@ -66,37 +101,53 @@ def read_common(folder: Path) -> Common:
     """
     path = folder / COMMON
     try:
-        with zipfile.ZipFile(path if path.is_file() else _beside_tensors(folder)) as archive:
-            (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
-            content, inside = read_pickle(archive.read(name)), name.removesuffix("data.pkl")
-            content = content[0] if isinstance(content, list) else content
-            if not isinstance(content, dict):
-                raise TypeError(type(content).__name__)
+        directory = {} if path.is_file() else _directory(folder)["storage_data"]
+        file = path if path.is_file() else _bytes_of(folder, directory, re.compile(_COMMON_VALUE))
+        with zipfile.ZipFile(file) as archive:
+            content, inside = _content(archive)
             stated, args, iteration = (content.get(key) for key in ("optimizer", "args", "iteration"))
-            values = [*_under(stated, "step"), *_under(stated, "common_step")]
-            steps = {_count(value, archive, inside) for value in values} - {None}
             arguments = dict(_plain(vars(args.state))) if isinstance(args, Inert) else None
             return Common(
                 tuple(map(str, content)),
                 arguments,
                 None if iteration is None else int(iteration),
-                steps.pop() if len(steps) == 1 else None,
+                _steps(stated, archive, inside),
                 next(map(str, _under(stated, "param_state_sharding_type")), None),
             )
     except Exception as error:  # whatever a damaged pickle leads to
         raise _damaged(path, error) from error
 
 
-def _beside_tensors(folder: Path) -> io.BytesIO:
-    """Return the bytes of the common values that lie in a file with tensors."""
-    directory = vars(read_pickle((folder / DIRECTORY).read_bytes()).state)
-    for index, place in directory["storage_data"].items():
-        if vars(index.state)["fqn"] == _COMMON_VALUE:
+def _directory(folder: Path) -> dict[str, Any]:
+    return vars(read_pickle((folder / DIRECTORY).read_bytes()).state)
+
+
+def _bytes_of(folder: Path, places: Mapping[Any, Any], name: re.Pattern[str]) -> io.BytesIO:
+    """Return the bytes of a value, the first of this name, that lies in a file with tensors."""
+    for index, place in places.items():
+        if name.fullmatch(vars(index.state)["fqn"]):
             place = vars(place.state)
             with open(folder / Path(place["relative_path"]).name, "rb") as file:
                 file.seek(place["offset"])
                 return io.BytesIO(file.read(place["length"]))
     raise FileNotFoundError(folder / COMMON)
+
+
+def _content(archive: zipfile.ZipFile) -> tuple[dict[Any, Any], str]:
+    """Return the values of a file of torch, and the folder inside of it that holds tensors."""
+    (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
+    content = read_pickle(archive.read(name))
+    content = content[0] if isinstance(content, list) else content
+    if not isinstance(content, dict):
+        raise TypeError(type(content).__name__)
+    return content, name.removesuffix("data.pkl")
+
+
+def _steps(stated: Any, archive: zipfile.ZipFile, folder: str) -> int | None:
+    """Return the one number of steps that an optimizer's settings state; None for another count of them."""
+    values = [*_under(stated, "step"), *_under(stated, "common_step")]
+    steps = {_count(value, archive, folder) for value in values} - {None}
+    return steps.pop() if len(steps) == 1 else None
 
 
 def _under(value: Any, name: str) -> Iterator[Any]:
@@ -117,45 +168,57 @@ def _count(value: Any, archive: zipfile.ZipFile, folder: str) -> int | None:
     return int(value) if isinstance(value, int | float) else None
 
 
-def read_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StoredTensor]]]:
-    """Return the model's tensors, and the optimizer's states of them; raises UserError as `read_common`."""
+def read_tensors(folder: Path) -> Stored:
+    """Return what lies in the files of a checkpoint; raises UserError as `read_common`."""
     try:
-        return _tensors(path)
+        return _tensors(folder)
     except Exception as error:  # whatever a damaged pickle leads to
-        raise _damaged(path, error) from error
+        raise _damaged(folder / DIRECTORY, error) from error
 
 
-def _tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StoredTensor]]]:
-    directory = vars(read_pickle(path.read_bytes()).state)
-    stored: dict[str, dict[tuple[int, ...], Any]] = {}
+def _tensors(folder: Path) -> Stored:
+    directory = _directory(folder)
+    places: dict[str, dict[tuple[int, ...], Any]] = {}
     for index, place in directory["storage_data"].items():
         entry, place = vars(index.state), vars(place.state)
-        stored.setdefault(entry["fqn"], {})[tuple(entry.get("offset") or ())] = place
-    tensors, states = {}, {}
+        places.setdefault(entry["fqn"], {})[tuple(entry.get("offset") or ())] = place
+    tensors: dict[str, StoredTensor] = {}
+    states: dict[str, dict[str, StoredTensor]] = {}
+    buffers: dict[str, dict[Bucket, StoredTensor]] = {}
     for name, entry in directory["state_dict_metadata"].items():
-        entry, state = vars(entry.state), _STATE.fullmatch(name)
-        if state is not None and state[1] not in (*MOMENTS, *MASTERS):
+        entry, state, flat = vars(entry.state), _STATE.fullmatch(name), _FLAT.fullmatch(name)
+        kind = state[1] if state else flat[5] if flat else None
+        if "chunks" not in entry or (kind is not None and kind not in (*MOMENTS, *MASTERS)):
             continue
         key = state[2] if state else name
-        if "chunks" not in entry or not key.startswith(_MODEL) or "_extra_state" in key:
-            continue
-        kind = states.setdefault(state[1], {}) if state else tensors
-        chunks = []
-        for chunk in entry["chunks"]:
-            chunk = vars(chunk.state)
-            start, size = tuple(chunk["offsets"]), tuple(chunk["sizes"])
-            place = stored.get(name, {}).get(start)
-            if place is not None:
-                chunks.append(
-                    Chunk(
-                        start, size, str(place["relative_path"]), int(place["offset"]), int(place["length"])
-                    )
-                )
-        dtype = entry["properties"].given[0]
-        if any(Path(chunk.file).name != chunk.file for chunk in chunks):
-            raise ValueError("it names files outside of its folder")
-        kind[key] = StoredTensor(tuple(entry["size"]), str(getattr(dtype, "name", dtype)), tuple(chunks))
-    return tensors, states
+        if flat:
+            bucket = Bucket(*(int(number or 0) for number in flat.groups()[:4]))
+            buffers.setdefault(flat[5], {})[bucket] = _stored(entry, places.get(name, {}))
+        elif key.startswith(_MODEL) and "_extra_state" not in key:
+            target = states.setdefault(state[1], {}) if state else tensors
+            target[key] = _stored(entry, places.get(name, {}))
+    steps = None
+    if buffers:
+        with zipfile.ZipFile(_bytes_of(folder, directory["storage_data"], _SETTINGS)) as archive:
+            content, inside = _content(archive)
+            steps = _steps(content, archive, inside)
+    return Stored(tensors, states, buffers, steps)
+
+
+def _stored(entry: Mapping[str, Any], places: Mapping[tuple[int, ...], Any]) -> StoredTensor:
+    """Return a tensor of the directory, with the pieces of it that have a place in a file."""
+    chunks = []
+    for chunk in entry["chunks"]:
+        chunk = vars(chunk.state)
+        start, size = tuple(chunk["offsets"]), tuple(chunk["sizes"])
+        place = places.get(start)
+        if place is not None:
+            file = str(place["relative_path"])
+            chunks.append(Chunk(start, size, file, int(place["offset"]), int(place["length"])))
+    if any(Path(chunk.file).name != chunk.file for chunk in chunks):
+        raise ValueError("it names files outside of its folder")
+    dtype = entry["properties"].given[0]
+    return StoredTensor(tuple(entry["size"]), str(getattr(dtype, "name", dtype)), tuple(chunks))
 
 
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -23,12 +23,23 @@ def stage_layers(
 ) -> list[list[int]]:
     """Return for each pipeline stage the layers that it holds, counted over the whole model from 0.
 
+    Arguments and errors are those of `stage_chunks`.
+    """
+    stages = stage_chunks(layers, layout, settings)
+    return [[layer for chunk in chunks for layer in chunk] for chunks in stages]
+
+
+def stage_chunks(
+    layers: int, layout: ParallelLayout, settings: Mapping[str, Any] | None = None
+) -> list[list[list[int]]]:
+    """Return for each pipeline stage the layers of each of its chunks, one for each virtual stage.
+
     ``settings`` are Megatron's, of which those for uneven stages count. Raises UserError where the layers
     cannot be dealt out. Source: `get_num_layers_to_build` and `get_transformer_layer_offset`.
     """
     stages, virtual = layout.pipeline, layout.virtual_pipeline
     if stages == 1:
-        return [list(range(layers))]
+        return [[list(range(layers))]]
     chosen = settings or {}
     embedding, loss = (int(bool(chosen.get(name))) for name in (EMBEDDING, LOSS))
     counts = _counts(layers + embedding + loss, stages, chosen.get(FIRST), chosen.get(LAST))
@@ -36,12 +47,12 @@ def stage_layers(
     divided_by_zero = stages == 2 and virtual > 1 and None not in (chosen.get(FIRST), chosen.get(LAST))
     if counts is None or divided_by_zero or any(count % virtual for count in counts):
         raise _uneven(layers, layout, chosen)
-    result: list[list[int]] = [[] for _ in counts]
+    result: list[list[list[int]]] = [[] for _ in counts]
     position = -embedding  # an embedding that is accounted for takes the place of the first layer
     for _ in range(virtual):
         for stage, count in enumerate(counts):
             end = position + count // virtual
-            result[stage] += range(max(position, 0), min(end, layers))
+            result[stage].append(list(range(max(position, 0), min(end, layers))))
             position = end
     return result
 

@@ -32,6 +32,8 @@ LORA = {"lora": {"rank": 4}}
 
 IN_MEGATRON = {"megatron": "megatron"}
 IN_BF16 = {"megatron": "megatron-bf16"}
+IN_BUFFERS = {"buffers": "buffers"}
+BUCKETS = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 2000}}
 
 FOUR = [
     {
@@ -42,7 +44,19 @@ FOUR = [
         **QWEN,
         **TP2PP2,
         **IN_MEGATRON,
+        **IN_BUFFERS,
     },
+    {"name": "buffers-dp4", "action": "load", "megatron": "buffers", **QWEN, **DP4, **PLAIN},
+    {
+        "name": "buckets-straight",
+        "action": "save",
+        "to": "buckets",
+        "buffers": "buckets-buffers",
+        **LLAMA,
+        **PP2DP2,
+        **BUCKETS,
+    },
+    {"name": "buckets-vpp", "action": "load", "megatron": "buckets-buffers", **LLAMA, **VPP},
     {"name": "same-shards", "action": "load", "from": "shards", "same": "straight", **QWEN, **TP2PP2},
     {"name": "other-shards", "action": "wrong", "from": "shards", **QWEN, **TP2DP2},
     {"name": "dp4-straight", "action": "save", "to": "dp4", "shards": "dp4-shards", **LLAMA, **DP4, **BF16},
@@ -70,7 +84,26 @@ FOUR = [
     {"name": "pp2dp2", "action": "load", "from": "run/checkpoints/step_3", **QWEN, **PP2DP2},
     {"name": "tp2dp2", "action": "load", "from": "run/checkpoints/step_3", **QWEN, **TP2DP2},
     {"name": "vpp", "action": "load", "from": "run/checkpoints/step_3", **QWEN, **VPP},
-    {"name": "vpp-straight", "action": "save", "to": "vpp", **LLAMA, **VPP, **BF16, **IN_BF16},
+    {
+        "name": "vpp-straight",
+        "action": "save",
+        "to": "vpp",
+        "buffers": "buffers-bf16",
+        **LLAMA,
+        **VPP,
+        **BF16,
+        **IN_BF16,
+    },
+    {"name": "buffers-vpp", "action": "load", "megatron": "buffers-bf16", **LLAMA, **VPP, **BF16, **PLAIN},
+    {
+        "name": "buffers-same",
+        "action": "load",
+        "same": "vpp-straight",
+        "megatron": "buffers-bf16",
+        **LLAMA,
+        **VPP,
+        **BF16,
+    },
     {"name": "megatron-vpp", "action": "load", **LLAMA, **VPP, **BF16, **PLAIN, **IN_BF16},
     {"name": "vpp-same", "action": "load", "from": "vpp", "same": "vpp-straight", **LLAMA, **VPP, **BF16},
     {"name": "zero-straight", "action": "save", "to": "zero", "untrained": True, **LLAMA, **PP2DP2},
@@ -159,6 +192,7 @@ def test_resume(folder: Path, fork: Any) -> None:
     same = result(folder, "same")
     assert_same_bits(same, straight)
     assert_same_bits(result(folder, "megatron-same"), straight)
+    assert_same_bits(result(folder, "buffers-same"), result(folder, "vpp-straight"))
     assert same["draws"] == straight["draws"]
     assert len({tuple(draw) for draw in same["draws"]}) == 4
     assert same["state"]["position"] == {"epoch": 1, "row": 5}
@@ -170,6 +204,10 @@ def test_resume(folder: Path, fork: Any) -> None:
     # Sums in another order: float32 rounding, grown over three steps.
     worst = {name: largest_difference(result(folder, name), straight) for name in LAYOUTS}
     worst["zero-tp2"] = largest_difference(result(folder, "zero-tp2"), result(folder, "zero-straight"))
+    worst["buckets-vpp"] = largest_difference(
+        result(folder, "buckets-vpp"), result(folder, "buckets-straight")
+    )
+    worst["buffers-vpp"] = largest_difference(result(folder, "buffers-vpp"), result(folder, "vpp-straight"))
     worst["megatron-vpp"] = largest_difference(result(folder, "megatron-vpp"), result(folder, "vpp-straight"))
     worst["data-alone"] = largest_difference(result(folder, "data-alone"), result(folder, "data-straight"))
     for name in ("lora-vpp", "lora-dp4"):
@@ -196,7 +234,7 @@ def test_resume(folder: Path, fork: Any) -> None:
     assert weights["meta"]["step"] == 3
 
 
-LAYOUTS = ("dp4", "pp2dp2", "tp2dp2", "vpp", "alone", "megatron-dp4")
+LAYOUTS = ("dp4", "pp2dp2", "tp2dp2", "vpp", "alone", "megatron-dp4", "buffers-dp4")
 
 
 @pytest.mark.parametrize(

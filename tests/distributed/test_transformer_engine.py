@@ -34,12 +34,24 @@ MODELS = tuple(dict.fromkeys(case["model"] for case in CASES))
 MOE: dict[str, Any] = {"model": "qwen3-moe"}
 WIDE = {"tensor": 2, "expert": 2, "pipeline": 2, "sequence_parallel": True}
 SAVED = [
-    {"name": "straight", "action": "save", "to": "saved", "shards": "shards", **MOE, **WIDE},
+    {
+        "name": "straight",
+        "action": "save",
+        "to": "saved",
+        "shards": "shards",
+        "buffers": "buffers",
+        **MOE,
+        **WIDE,
+    },
     {"name": "same", "action": "load", "from": "saved", "same": "straight", **MOE, **WIDE},
     {"name": "same-shards", "action": "load", "from": "shards", "same": "straight", **MOE, **WIDE},
     {"name": "dp4", "action": "load", "from": "saved", **MOE, "expert": 4},
+    {"name": "buffers-dp4", "action": "load", "megatron": "buffers", **MOE, "expert": 4},
 ]
-PLAIN = {"name": "plain", "action": "wrong", "from": "saved", **MOE}
+PLAIN = [
+    {"name": "plain", "action": "wrong", "from": "saved", **MOE},
+    {"name": "buffers-plain", "action": "load", "megatron": "buffers", **MOE},
+]
 FAMILIES = ("qwen3-moe", "qwen3-lora")
 
 
@@ -67,15 +79,19 @@ def test_the_step_is_that_of_plain_layers_on_one_rank(fork: Any, fork_fused: Any
 
 
 def test_a_checkpoint_is_resumed(fork: Any, fork_fused: Any, folder: Path) -> None:
-    """In the same layout to the last bit, in another one up to rounding; plain layers refuse it."""
+    """In the same layout to the last bit, in another one up to rounding.
+
+    Plain layers refuse it, unless it was saved as Megatron-LM does.
+    """
     (folder / "saved.json").write_text(json.dumps(SAVED))
     fork_fused(checkpoints.WORKER, 4, folder, "saved.json")
     straight = checkpoints.result(folder, "straight")
     for name in ("same", "same-shards"):
         checkpoints.assert_same_bits(checkpoints.result(folder, name), straight)
-    assert checkpoints.largest_difference(checkpoints.result(folder, "dp4"), straight) < 5e-5
-    (folder / "plain.json").write_text(json.dumps([PLAIN]))
+    (folder / "plain.json").write_text(json.dumps(PLAIN))
     fork(checkpoints.WORKER, 1, folder, "plain.json")
+    for name in ("dp4", "buffers-dp4", "buffers-plain"):
+        assert checkpoints.largest_difference(checkpoints.result(folder, name), straight) < 5e-5, name
     refused = checkpoints.result(folder, "plain")
     assert "other layers" in refused["message"] and refused["untouched"]
 

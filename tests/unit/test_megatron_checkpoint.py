@@ -7,7 +7,6 @@ import pickle
 import shutil
 import tarfile
 import zipfile
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_rl.check.megatron_model import with_megatron_models
 from megatron_rl.config.load import load_text
-from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
+from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
-from megatron_rl.parallel.adoption import adopt_model
-from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, load_optimizer, save_megatron
-from megatron_rl.parallel.checkpoint_write import write
+from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles, checkpoint_shapes
@@ -33,21 +30,23 @@ from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.lora import adapter_parameters, add_adapters
 from megatron_rl.parallel.model import build_model, live_parameters
-from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.megatron_pickles import read_common
 from tests.hf_models import save_model
-from tests.model_providers import own_groups, set_up
 
 FIXTURE = Path(__file__).parents[1] / "megatron_lm"
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def unpacked(folder: Path) -> Path:
     """Unpack what Megatron-LM wrote: four layers on tensor 2 x pipeline 2."""
     with tarfile.open(FIXTURE / "tp2pp2.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / "tiny"
+        archive.extractall(folder, filter="data")
+    return folder / "tiny"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return unpacked(tmp_path)
 
 
 def opened(folder: Path, hf_path: Path, run_dir: Path, /, **more: object):
@@ -65,6 +64,16 @@ def opened(folder: Path, hf_path: Path, run_dir: Path, /, **more: object):
     assert loaded.config is not None and not loaded.errors, loaded.errors
     config, _, refused = with_megatron_models(loaded.config)
     return config, [error for errors in refused.values() for error in errors]
+
+
+def says(error: object, words: str) -> bool:
+    """Say whether an error has these words, ``.*`` between them, in this order."""
+    text, position = str(error).replace("\n", " "), 0
+    for word in words.split(".*"):
+        position = text.find(word, position)
+        if position < 0:
+            return False
+    return True
 
 
 def model_at(path: str | Path):
@@ -178,82 +187,6 @@ def test_a_run_that_goes_on_keeps_the_iteration_it_began_with(checkpoint, tmp_pa
     assert MegatronFiles(config.model.path).path.name == "iter_0000008"
 
 
-def gradients_and_step(wrapped: list[Any], optimizer: Any, seed: int) -> None:
-    """Step with gradients that depend on the seed alone; the rows that pad the vocabulary have none."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in sorted(wrapped[0].module.named_parameters()):
-        rows = 131 if name.endswith(("word_embeddings.weight", "output_layer.weight")) else len(parameter)
-        parameter.main_grad.zero_()
-        parameter.main_grad[:rows] = torch.randn(rows, *parameter.shape[1:], generator=generator)
-    with device.megatron_mode():
-        optimizer.step()
-
-
-def saved_by_a_script(folder: Path, hf: Path, sharding: str, distributed: bool) -> dict[str, torch.Tensor]:
-    """Save after two steps as Megatron-LM does; return the script's weights after a third."""
-    arguments = {**checkpoint_arguments(hf)[0], "padded_vocab_size": 256}
-    metadata = {"distrib_optim_sharding_type": sharding, "chained_optim_avoid_prefix": True}
-    with own_groups():
-        wrapped, optimizer, _ = set_up(hf, distributed)
-        model = adopt_model(wrapped, read_hf_config(hf))
-        for seed in (1, 2):
-            gradients_and_step(wrapped, optimizer, seed)
-        metadata["dp_cp_group"] = model.groups.data_context
-        with device.megatron_mode():
-            state: dict[str, Any] = {"model": wrapped[0].module.sharded_state_dict(metadata=metadata)}
-            state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
-            folder.mkdir()
-            write(folder, model, {**state, "args": Namespace(**arguments), "iteration": 7})
-        gradients_and_step(wrapped, optimizer, 3)
-        return {name: value.clone() for name, value in live_parameters(model).items()}
-
-
-@pytest.mark.parametrize("theirs", [True, False])
-@pytest.mark.parametrize("ours", [True, False])
-def test_adam_goes_on_where_the_checkpoint_left_it(theirs, ours, tmp_path):
-    save_model("qwen2", tmp_path / "hf")
-    expected = saved_by_a_script(tmp_path / "iter_0000007", tmp_path / "hf", "fully_reshardable", theirs)
-    resumed = {"megatron": str(tmp_path / "iter_0000007"), "dtype": "float32", "resume_optimizer": True}
-    resumed["hf_path"] = str(tmp_path / "hf")
-    config, errors = opened(tmp_path, tmp_path / "hf", tmp_path / "run", model=resumed)
-    assert not errors
-    model = model_at(config.model.path)
-    wrap(model, ours)
-    settings = OptimizerConfig(learning_rate=1e-2, epsilon=1e-2, distributed=ours)
-    optimizer = Optimizer(model, settings, steps=9)
-    load_optimizer(optimizer, config.model.path)
-    gradients_and_step(model.wrapped, optimizer.megatron, 3)
-    rounding = 0.0 if ours == theirs else 1e-6  # the gradient's norm is summed in another order
-    for name, value in live_parameters(model).items():
-        torch.testing.assert_close(value, expected[name][: len(value)], rtol=0, atol=rounding)
-
-
-@pytest.mark.parametrize(
-    ("sharding", "words"),
-    [
-        ("dp_reshardable", "dp_reshardable, which is bound.*--dist-ckpt-optim-fully-reshardable; or remove"),
-        (None, "where:.*model.resume_optimizer.*got:.*no optimizer state.*without --no-save-optim"),
-    ],
-)
-def test_moments_that_cannot_be_read_are_refused_at_once(checkpoint, sharding, words, tmp_path):
-    folder, model = (
-        checkpoint,
-        {"resume_optimizer": True, "dtype": "float32", "hf_path": str(tmp_path / "hf")},
-    )
-    save_model("qwen2", tmp_path / "hf")
-    if sharding is not None:
-        folder = tmp_path / "iter_0000007"
-        saved_by_a_script(folder, tmp_path / "hf", sharding, True)
-    else:
-        model["hf_path"] = str(tmp_path / "none")
-    model["megatron"] = str(folder)
-    _, errors = opened(folder, tmp_path / "none", tmp_path / "run", model=model)
-    assert len(errors) == 1 and _says(errors[0], words), errors
-    stage = {"sft": {"data": "sft.jsonl", "steps": 1}, "actor": {"lora": {}}}
-    _, errors = opened(folder, tmp_path / "none", tmp_path / "run", model=model, **stage)
-    assert [str(error).partition("got:")[2].split()[0] for error in errors[:2]] == ["actor.lora:", "sft:"]
-
-
 def _without_shard(folder: Path) -> None:
     (folder / "iter_0000004/__1_0.distcp").unlink()
 
@@ -296,16 +229,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(checkpoint, damage, words, tm
     _, errors = opened(checkpoint, tmp_path / "tokenizer", tmp_path / "run")
     assert not (tmp_path / "run").exists()
     (error,) = errors
-    assert _says(error, words), error
-
-
-def _says(error: object, words: str) -> bool:
-    text, position = str(error).replace("\n", " "), 0
-    for word in words.split(".*"):
-        position = text.find(word, position)
-        if position < 0:
-            return False
-    return True
+    assert says(error, words), error
 
 
 @pytest.mark.parametrize(
@@ -329,7 +253,7 @@ def test_a_configuration_that_contradicts_the_arguments_is_refused(checkpoint, c
         stated.pop("rope_parameters")
     (tmp_path / "tokenizer/config.json").write_text(json.dumps({**stated, **changes}))
     _, errors = opened(checkpoint, tmp_path / "tokenizer", tmp_path / "run")
-    assert any(_says(error, words) for error in errors), errors
+    assert any(says(error, words) for error in errors), errors
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ class MegatronFiles:
     def _stored(self, box: TensorBox, start: Sequence[int], size: Sequence[int]) -> Tensor:
         """Return a part of a box, ``start`` counted from the box's own, from the stored tensor it lies in."""
         place, offset, origin = self._places[box.storage], box.offset, []
-        for extent in _strides(self._shape(place)):
+        for extent in strides(self._shape(place)):
             position, offset = divmod(offset, extent)
             origin.append(position)
         begin = (*place.index, *(low + first for low, first in zip(origin, start, strict=True)))
@@ -149,5 +149,6 @@ def _tensor(content: bytes, chunk: Chunk, path: Path) -> Tensor:
     )
 
 
-def _strides(shape: Sequence[int]) -> list[int]:
+def strides(shape: Sequence[int]) -> list[int]:
+    """Return how many elements lie between neighbours along each dimension of a tensor."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

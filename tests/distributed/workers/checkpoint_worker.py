@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import merge
 
 from benchmarks.live_bytes import LiveBytes
 from megatron_rl import durable
-from megatron_rl.config.checkpoint_meta import SAME
+from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint import Part, load, load_model, save
@@ -69,7 +69,7 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     random.seed(dist.get_rank())
     np.random.seed(dist.get_rank())
     model = training.build(folder / case["model"], case, dtype=getattr(torch, case["dtype"]))
-    optimizer = training.optimizer_of(model, distributed=case["distributed"])
+    optimizer = training.optimizer_of(model, case.get("ddp"), distributed=case["distributed"])
     gathered, shards, saving = LiveBytes(), LiveBytes(), None
     if case.get("untrained"):
         before = training.gathered_weights(model)
@@ -87,8 +87,9 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
             with shards:
                 saving = save(folder / case["shards"], parts, STATE, layout=SAME, beside=True)
     torch.save(moments(optimizer), folder / f"{case['name']}-moments-{dist.get_rank()}.pt")
-    if "megatron" in case:
-        save_for_megatron(folder / case["model"], folder / case["megatron"], model, optimizer)
+    for layout, name in ((ANY, "megatron"), (SAME, "buffers")):
+        if name in case:
+            save_for_megatron(folder / case["model"], folder / case[name], model, optimizer, layout)
     result = continued(model, optimizer, batch, case)
     if saving is not None:
         saving.finish()  # the weights have changed meanwhile
@@ -106,9 +107,17 @@ def held_bytes(model: Any, optimizer: Any) -> int:
     return shards + weights // model.groups.layout.data
 
 
-def save_for_megatron(source: Path, folder: Path, model: Any, optimizer: Any) -> None:
+def save_for_megatron(source: Path, folder: Path, model: Any, optimizer: Any, optimizer_layout: str) -> None:
     """Write model and optimizer as Megatron-LM saves them, and a model's folder that points there."""
-    place, arguments = folder / "iter_0000003", checkpoint_arguments(source)[0]
+    place, layout = folder / "iter_0000003", model.groups.layout
+    arguments = {
+        **checkpoint_arguments(source)[0],
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+    }
     if device.rank() == 0:
         place.mkdir(parents=True)
         pointer = {"checkpoint": str(place), "iteration": BEFORE, "arguments": arguments}
@@ -116,7 +125,7 @@ def save_for_megatron(source: Path, folder: Path, model: Any, optimizer: Any) ->
         (folder / "config.json").write_bytes((source / "config.json").read_bytes())
     dist.barrier()
     with model.scope():
-        state, _ = sharded_state(model, optimizer, is_loading=False)
+        state, _ = sharded_state(model, optimizer, is_loading=False, layout=optimizer_layout)
         states = merge(state.pop("optimizer_common").data, state.pop("optimizer"))
         names = {name: name.replace("chunk", "model") for name in state}
         saved = {names[name]: value for name, value in state.items()}
