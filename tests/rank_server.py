@@ -79,7 +79,7 @@ def preload() -> None:
 
 
 def watch(launch: dict) -> None:
-    """Fork the ranks, end all of them when one fails, and exit with 0 if none did."""
+    """Fork the ranks, end all of them when one fails, and exit with its code, with 0 if none did."""
     os.setsid()
     for number, path in ((1, launch["stdout"]), (2, launch["stderr"])):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -98,7 +98,7 @@ def watch(launch: dict) -> None:
         ranks.discard(process)
         if status:
             end(ranks)
-            os._exit(1)
+            os._exit(max(os.waitstatus_to_exitcode(status), 1))
     os._exit(0)
 
 
@@ -122,7 +122,7 @@ def work(launch: dict, rank: int) -> None:
     """Become one rank: run the script or the module as the launcher's process would."""
     size = str(launch["ranks"])
     names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ.update(launch["environment"] | names)
+    os.environ.update(names | launch["environment"])
     if launch["ranks"] > 1:
         from tests import nccl_rules
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,12 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "launch/examples"
 SECONDS = 400.0
 
 
-def make(name: str, *arguments: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / name / "make.py"), *map(str, arguments)]
-    subprocess.run(command, check=True, capture_output=True)
-
-
 def test_each_example_takes_a_step(fork: Any, tmp_path: Path) -> None:
     made, runs = tmp_path / "made", tmp_path / "runs"
     quickstart.make(made / "quickstart")
-    make("moe", made / "quickstart/model", made / "moe")
-    make("own_data", made / "own_data")
-    make("tools", made / "tools")
+    fork(EXAMPLES / "moe/make.py", 1, made / "quickstart/model", made / "moe")
+    fork(EXAMPLES / "own_data/make.py", 1, made / "own_data")
+    fork(EXAMPLES / "tools/make.py", 1, made / "tools")
     said = fork(RANKS, 2, made, runs, timeout=SECONDS).stdout
     names = ("own_reward", "own_loss", "moe", "own_data", "tools", "megatron_lm")
     assert [name for name in names if f"example {name} ok" not in said] == []

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,8 +19,9 @@ import psutil
 import pytest
 import yaml
 
+from tests.conftest import Launch, free_port
+
 ROOT = Path(__file__).resolve().parents[2]
-TORCHRUN = Path(__file__).parent / "workers/forked_torchrun.py"
 
 
 def endless(folder: Path, material: Path) -> Path:
@@ -65,28 +67,20 @@ def await_step(folder: Path, said_at_end: Callable[[], str | None]) -> None:
         time.sleep(0.2)
 
 
-def signalled(fork, folder: Path, config: Path, sent: int, rank: int | None) -> tuple[int, str]:
-    """Send a signal to a rank, or to torchrun, after a step; return torchrun's exit code and what was said.
-
-    torchrun and its ranks are forked, which spares the imports.
-    """
-    known = folder / "torchrun"
-    words = (TORCHRUN, 1, known, "--standalone", "--nproc-per-node", 2, "-m", "megatron_rl", "train", config)
+def signalled(forked_torchrun, folder: Path, config: Path, sent: int, rank: int | None) -> tuple[int, str]:
+    """Send a signal to a rank, or to torchrun, after a step; return its exit code and what was said."""
     with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(fork, *words, timeout=300)
-        await_step(folder, lambda: job.result().output if job.done() else None)
-        launcher = int(known.read_text())
+        job = pool.submit(forked_torchrun, "megatron_rl", "train", config)
+        await_step(folder, lambda: job.result()[1] if job.done() else None)
+        launcher = int((folder / "torchrun").read_text())
         os.kill(launcher if rank is None else rank_process(launcher, rank).pid, sent)
-        output = job.result().output
-    code = re.search(r"exit code of torchrun: (-?\d+)", output)
-    assert code, output
-    return int(code[1]), output
+        return job.result()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_gone_ends_the_job_by_name(fork, material, tmp_path, sent):
+def test_a_rank_that_is_gone_ends_the_job_by_name(forked_torchrun, material, tmp_path, sent):
     # A job that hangs is ended after rank_timeout, and torchrun gives a stopped process 30 s to end.
-    code, text = signalled(fork, tmp_path, endless(tmp_path, material), sent, rank=1)
+    code, text = signalled(forked_torchrun, tmp_path, endless(tmp_path, material), sent, rank=1)
     assert code == 1
     first, second = (
         rf"rank {rank} \(actor: tensor 0, pipeline {rank}, data 0; rollout: replica {rank}, tensor 0\)"
@@ -132,9 +126,11 @@ def test_a_folder_has_one_job_and_ranks_leave_with_their_launcher(fork, material
         (signal.SIGUSR1, 1),
     ],
 )
-def test_a_job_that_is_asked_to_stop_saves_after_its_step(fork, material, tmp_path, sent, rank):
+def test_a_job_that_is_asked_to_stop_saves_after_its_step(
+    fork, forked_torchrun, material, tmp_path, sent, rank
+):
     config = endless(tmp_path, material)
-    code, text = signalled(fork, tmp_path, config, sent, rank)
+    code, text = signalled(forked_torchrun, tmp_path, config, sent, rank)
     assert code != 0
     told = re.search(rf"stopped by {sent.name} after step (\d+): saved (\S+); exit code {128 + sent}", text)
     assert told, text[-3000:]
@@ -147,6 +143,26 @@ def test_a_job_that_is_asked_to_stop_saves_after_its_step(fork, material, tmp_pa
     assert f"{begin} steps was 100000 and is {int(told[1]) + 1}\n" in result.output
     steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, int(told[1]) + 2))
+
+
+def test_ranks_that_do_not_meet_say_where_they_waited(fork, material, tmp_path):
+    words = ["world_size=2", "sft=null", "evaluation.sets={}", "actor.layout.pipeline=1", "rank_timeout=5"]
+    words += [f"run_dir={tmp_path / 'run'}", f"model.path={material / 'model'}"]
+    words += [f"data.train={material / 'train.jsonl'}"]
+
+    def train(**environment: str) -> Launch:
+        command = ("megatron_rl", 1, "train", "configs/quickstart.yaml", *words)
+        return fork(*command, module=True, check=False, env={"WORLD_SIZE": "2", **environment}, timeout=120)
+
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        taken = train(RANK="0", LOCAL_RANK="0", MASTER_PORT=port)
+    assert taken.returncode == 2, taken.output
+    assert "the ranks of the job do not meet" in taken.stderr and port in taken.stderr
+    alone = train(RANK="1", LOCAL_RANK="0", MASTER_PORT=str(free_port()))
+    assert alone.returncode == 2 and "within 5 s" in alone.stderr and "Traceback" not in alone.stderr
 
 
 WATCHED = Path(__file__).with_name("watch_ranks.py")

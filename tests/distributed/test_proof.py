@@ -10,10 +10,10 @@ from megatron_rl.metrics import read_metrics
 WORKERS = Path(__file__).parent / "workers"
 
 
-def test_ranks_prove_the_machine_that_they_are_on(torchrun, tmp_path: Path):
+def test_ranks_prove_the_machine_that_they_are_on(forked_torchrun, tmp_path: Path):
     folder = tmp_path / "proof"
-    output = torchrun("megatron_rl", 2, "doctor", "--gpu", "--out", folder, timeout=550.0, module=True).output
-    assert "HEALTHY" in output and "NOT HEALTHY" not in output
+    code, output = forked_torchrun("megatron_rl", "doctor", "--gpu", "--out", folder, timeout=550.0)
+    assert code == 0 and "HEALTHY" in output and "NOT HEALTHY" not in output
     for words in (
         "GB/s within a machine, ranks 0 and 1 the slowest",
         "TFLOP/s bfloat16 on rank",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.metrics import read_metrics
 from tests.readme_metrics import unwritten
 
-ROOT = Path(__file__).resolve().parents[2]
 # Measured on the machine; and a run that has just resumed must sync weights that an evaluation had synced.
 MEASURED = ("time/", "throughput/", "memory/", "reshard/")
 
@@ -156,8 +153,7 @@ def _check_offline_commands(fork, config, run, accuracy, weights):
     )
     (line,) = [line for line in result.output.splitlines() if line.startswith("eval/held_out/accuracy ")]
     assert line.split()[1::2] == [f"{accuracy:.4f}"] * 2, result.output
-    command = [sys.executable, "-m", "megatron_rl", "export", str(run / "checkpoints/step_4")]
-    subprocess.run([*command, "--out", str(run / "again")], cwd=ROOT, check=True, timeout=300)
+    fork("megatron_rl", 1, "export", run / "checkpoints/step_4", "--out", run / "again", module=True)
     assert _weights(run / "again") == weights
 
 
@@ -238,12 +234,12 @@ def _fails_entirely(fork, material, tmp_path, environment, dead):
     assert 0 < lines[1]["reward/http/requests"] < 2 * asked, "a circuit that is open sends nothing more"
 
 
-def test_a_failure_names_rank_role_and_phase_and_ends_the_job(torchrun, material, tmp_path):
+def test_a_failure_names_rank_role_and_phase_and_ends_the_job(forked_torchrun, material, tmp_path):
     config = _config(tmp_path, material, sft=None, mismatch={"warn": 1e-30, "stop": 1e-29})
-    result = torchrun("megatron_rl", 2, "train", config, module=True, check=False, timeout=240)
-    assert result.returncode == 1
-    assert "actor: tensor 0, pipeline" in result.output
-    assert "failed in phase 'learn' of step 1: MismatchError" in result.output
+    code, output = forked_torchrun("megatron_rl", "train", config, timeout=240)
+    assert code == 1
+    assert "actor: tensor 0, pipeline" in output
+    assert "failed in phase 'learn' of step 1: MismatchError" in output
 
 
 @pytest.mark.parametrize(
@@ -254,9 +250,9 @@ def test_a_failure_names_rank_role_and_phase_and_ends_the_job(torchrun, material
         ({"model": {"path": "/nowhere", "dtype": "float32"}}, "model.path"),
     ],
 )
-def test_bad_input_stops_every_rank_at_once(torchrun, material, tmp_path, changes, words):
+def test_bad_input_stops_every_rank_at_once(forked_torchrun, material, tmp_path, changes, words):
     config = _config(tmp_path, material, **changes)
-    result = torchrun("megatron_rl", 2, "train", config, module=True, check=False, timeout=60)
-    assert result.returncode != 0
-    assert words in result.output and "fix:" in result.output
+    code, output = forked_torchrun("megatron_rl", "train", config, timeout=60)
+    assert code != 0
+    assert words in output and "fix:" in output
     assert not (tmp_path / "run/metrics.jsonl").exists()

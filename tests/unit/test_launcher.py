@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +11,6 @@ from megatron_rl.launcher import Launch, read_launch
 from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.stop import report_stop
 
-ROOT = Path(__file__).resolve().parents[2]
 GOOD = {
     "RANK": "1",
     "WORLD_SIZE": "2",
@@ -57,44 +51,6 @@ def test_what_a_launcher_cannot_mean_is_named(changes: dict[str, str], named: li
         read_launch(GOOD | changes, joins=True)
     text = str(refused.value)
     assert all(f"environment: {name}" in text for name in named) and "fix:" in text
-
-
-def train(material: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    words = ["world_size=2", "sft=null", "evaluation.sets={}", "actor.layout.pipeline=1", "rank_timeout=5"]
-    words += [f"run_dir={material / 'run'}", f"model.path={material / 'model'}"]
-    words += [f"data.train={material / 'train.jsonl'}"]
-    command = [sys.executable, "-m", "megatron_rl", "train", "configs/quickstart.yaml", *words]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **GOOD, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("material")
-    command = [sys.executable, "-m", "megatron_rl.data.quickstart", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
-    return folder
-
-
-def test_ranks_that_do_not_meet_say_where_they_waited(material: Path) -> None:
-    with socket.socket() as busy:
-        busy.bind(("127.0.0.1", 0))
-        busy.listen()
-        port = str(busy.getsockname()[1])
-        taken = train(material, RANK="0", LOCAL_RANK="0", MASTER_PORT=port)
-    assert taken.returncode == 2, taken.stdout + taken.stderr
-    assert "the ranks of the job do not meet" in taken.stderr and port in taken.stderr
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    alone = train(material, LOCAL_RANK="0", MASTER_PORT=port)
-    assert alone.returncode == 2 and "within 5 s" in alone.stderr and "Traceback" not in alone.stderr
 
 
 @pytest.mark.parametrize("torchrun", [False, True])
