@@ -12,7 +12,7 @@ from megatron_rl import durable
 from megatron_rl.config.checkpoint_meta import named_checkpoints, read_meta
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import gather_objects
+from megatron_rl.parallel.exchange import gather_objects, together
 
 _FULL_BYTES = 2**20
 """A disk with less room than this is full, whatever a writer that failed on it says."""
@@ -28,20 +28,14 @@ def first(value: Callable[[], Any]) -> Any:
 
 def everywhere(action: Callable[[], None], words: str, folder: Path) -> None:
     """Run ``action``; if it fails on one rank, fail on all. Collective over the world."""
-    failure: Exception | None = None
-    try:
-        action()
-    except Exception as error:
-        failure = disk_or(error, folder)
-    told = (
-        failure if failure is None or isinstance(failure, UserError) else f"rank {device.rank()}: {failure!r}"
-    )
-    failures = [item for item in gather_objects(told) if item is not None]
-    for item in failures:
-        if isinstance(item, UserError):
-            raise item
-    if failures:
-        raise RuntimeError(f"could not {words}: {folder}: " + "; ".join(failures))
+
+    def told() -> None:
+        try:
+            action()
+        except Exception as error:
+            raise disk_or(error, folder) from error
+
+    together(told, f"{words}: {folder}")
 
 
 def disk_or(error: Exception, folder: Path) -> Exception:

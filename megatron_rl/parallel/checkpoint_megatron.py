@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_files import disk_or, everywhere
 from megatron_rl.parallel.checkpoint_tensors import initialise_states, parts_of, sharded_state
 from megatron_rl.parallel.checkpoint_write import write
-from megatron_rl.parallel.exchange import gather_objects
+from megatron_rl.parallel.exchange import together
 from megatron_rl.parallel.hf.megatron_buffers import BufferFiles
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles, read_pointed
-from megatron_rl.parallel.hf.weights import fill, source_boxes
+from megatron_rl.parallel.hf.weights import fill, own_share, source_boxes
 from megatron_rl.parallel.lora import without_adapters
 from megatron_rl.parallel.model import ParallelModel, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer
@@ -115,13 +116,13 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
         initialise_states(optimizer)
     checkpoint = read_pointed(source)
     assert checkpoint.steps is not None, "checked before"
-    for state, files in _states(model, source, checkpoint):
+    for state, opened in _states(model, source, checkpoint):
         # On the host, one kind at a time: a rank keeps its share of the data-parallel ranks alone.
         values = {
             name: torch.zeros(parameter.shape, device=device.host())
             for name, parameter in live_parameters(model).items()
         }
-        fill(values, model, files)
+        fill(values, model, opened)
         name = "param" if state in MASTERS else state
         for part in parts_of(optimizer):
             _set_state(model, part, name, values)
@@ -138,29 +139,32 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
 
 def _states(
     model: ParallelModel, source: str | Path, checkpoint: MegatronCheckpoint
-) -> Iterator[tuple[str, MegatronFiles]]:
-    """Yield each kind of the optimizer's states with what reads it. Collective over the model's ranks."""
+) -> Iterator[tuple[str, Callable[[], MegatronFiles]]]:
+    """Yield each kind of the optimizer's states with what opens it. Collective over the model's ranks."""
     if checkpoint.states:
         for state in checkpoint.states:
-            yield state, MegatronFiles(source, checkpoint.state(state))
+            yield state, partial(MegatronFiles, source, checkpoint.state(state))
         return
     buffers = _proven(model, source, checkpoint)
     for state in checkpoint.buffers:
-        yield state, buffers.of(state)
+        yield state, partial(buffers.of, state)
 
 
 def _proven(model: ParallelModel, source: str | Path, checkpoint: MegatronCheckpoint) -> BufferFiles:
     """Return what reads the optimizer's buffers where the values in them prove that it reads them right.
 
     Buffers have no names in them, but the weights in float32, and those are known. Each rank compares what
-    it holds. Raises UserError on all ranks where they differ. Collective over the model's ranks.
+    it reads in `fill`. Raises UserError on all ranks where they differ. Collective over the model's ranks.
     """
     weights, differing = MegatronFiles(source, checkpoint), []
-    boxes = source_boxes(model)
+    mine = own_share(live_parameters(model), model)
+    boxes = [box for box in source_boxes(model) if box.storage in mine]
     for parameters in checkpoint.flat_parameters(read_pretrained(Path(source) / "config.json").shape):
         masters = BufferFiles(source, checkpoint, parameters)
-        mine = next((box.name for box in boxes if not _agree(masters, weights, box)), None)
-        differing = [name for name in gather_objects(mine, model.groups.all) if name is not None]
+        names = together(
+            partial(_differing, masters, weights, boxes), "read the optimizer's state", model.groups.all
+        )
+        differing = [name for name in names if name is not None]
         if not differing:
             return masters
     raise UserError(
@@ -172,6 +176,11 @@ def _proven(model: ParallelModel, source: str | Path, checkpoint: MegatronCheckp
         fix="load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable; "
         "or remove model.resume_optimizer: the optimizer starts anew",
     )
+
+
+def _differing(masters: MegatronFiles, weights: MegatronFiles, boxes: Sequence[TensorBox]) -> str | None:
+    """Return the first of the ``boxes`` whose values in float32 are not the weights."""
+    return next((box.name for box in boxes if not _agree(masters, weights, box)), None)
 
 
 def _agree(masters: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.parallel import device
@@ -165,6 +166,39 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def together(action: Callable[[], Any], words: str, group: Any = None) -> list[Any]:
+    """Return what ``action`` returns on every rank, by rank; where it fails on one rank, fail on all.
+
+    The answers are small and picklable; ``words`` say what could not be done. Raises the UserError of the
+    first rank that has one, else a RuntimeError that names the ranks. Collective over the group.
+    """
+    answer: Any = None
+    failure: Exception | str | None = None
+    try:
+        answer = action()
+    except UserError as error:
+        failure = error
+    except Exception as error:
+        failure = f"rank {device.rank()}: {error!r}"
+    answers = gather_objects((answer, failure), group)
+    failures = [told for _, told in answers if told is not None]
+    for told in failures:
+        if isinstance(told, UserError):
+            raise told
+    if failures:
+        raise RuntimeError(f"could not {words}: " + "; ".join(failures))
+    return [value for value, _ in answers]
+
+
+def hand_on(value: Tensor, source: int, group: Any) -> None:
+    """Overwrite a contiguous tensor, in place and bit for bit, with that of one member of the group.
+
+    ``source`` is the member's position in the group. Collective over the group.
+    """
+    if dist.get_world_size(group) > 1:
+        dist.broadcast(value.view(-1).view(torch.uint8), dist.get_global_rank(group, source), group=group)
 
 
 def share(value: Any, ranks: tuple[int, ...]) -> Any:

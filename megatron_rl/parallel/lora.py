@@ -29,6 +29,7 @@ from torch.nn import functional
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import together
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.importer import import_parameters
 from megatron_rl.parallel.hf.model_spec import pretrained
@@ -278,9 +279,15 @@ def policy_weights(model: Chunked) -> dict[str, Tensor]:
 
 
 def note_base(model: ParallelModel, path: str | Path) -> None:
-    """Note which weights, those of a checkpoint's folder, lie beneath a model's adapters."""
+    """Note which weights, those of a checkpoint's folder, lie beneath a model's adapters.
+
+    One rank reads them. Collective over the model's ranks.
+    """
     assert model.adapters is not None
-    checksum = fingerprint(path, model.transformer_config.params_dtype)
+    dtype, leads = model.transformer_config.params_dtype, device.rank() == model.groups.layout.ranks[0]
+    checksum = together(
+        lambda: fingerprint(path, dtype) if leads else None, "read the model's weights", model.groups.all
+    )[0]
     model.adapters = replace(model.adapters, base=checksum)
 
 

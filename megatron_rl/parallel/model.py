@@ -54,6 +54,11 @@ def live_parameters(model: Chunked) -> dict[str, Tensor]:
     return found
 
 
+def of_experts(name: str) -> bool:
+    """Say whether a parameter of Megatron's, by its name, is a routed expert's: other ranks hold it alike."""
+    return ".experts." in name
+
+
 @dataclass
 class ParallelModel:
     """Hold this rank's chunks of a model, one per virtual pipeline stage.

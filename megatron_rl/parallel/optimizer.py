@@ -17,7 +17,7 @@ from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.transformer_settings import optimizer_settings
-from megatron_rl.parallel.model import ParallelModel
+from megatron_rl.parallel.model import ParallelModel, of_experts
 
 
 def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None = None) -> None:
@@ -32,7 +32,7 @@ def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None 
     settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **chosen)
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
-            if ".experts." in name:
+            if of_experts(name):
                 # Megatron marks experts so only where they are cut by expert parallelism, and otherwise never
                 # adds up what tensor-parallel ranks, each with tokens of its own, find for whole experts.
                 setattr(parameter, "allreduce", False)

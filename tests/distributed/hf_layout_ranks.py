@@ -16,8 +16,8 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.model import build_model
+from megatron_rl.parallel.hf.weights import load_weights, source_boxes, view_of
+from megatron_rl.parallel.model import build_model, live_parameters
 from megatron_rl.parallel.schedule import score
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import split_rows
@@ -90,6 +90,36 @@ def check_scores(model: Any, family: str) -> None:
             torch.testing.assert_close(values, expected[row], atol=1e-4, rtol=0)
 
 
+def check_loading(model: Any, folder: Path) -> None:
+    """The ranks that hold a parameter alike read each byte of it once together; all have it bit for bit.
+
+    Each reads as much as the others of its group, but for a dense and an expert parameter.
+    """
+    read, taken = CheckpointFiles.read, [0]
+
+    def counted(files: CheckpointFiles, *box: Any) -> torch.Tensor:
+        values = read(files, *box)
+        taken[0] += values.nbytes
+        return values
+
+    parameters, files = live_parameters(model), CheckpointFiles(folder)
+    for parameter in parameters.values():
+        parameter.fill_(torch.nan)
+    setattr(CheckpointFiles, "read", counted)
+    load_weights(model, folder)
+    setattr(CheckpointFiles, "read", read)
+    owed = 0.0
+    for box in source_boxes(model):
+        values = files.read(box.name, box.start, box.size)
+        group = model.groups.expert_data if ".experts." in box.storage else model.groups.data_context
+        owed += values.nbytes / group.size()
+        assert torch.equal(view_of(parameters[box.storage], box), values), box
+    assert taken[0] <= owed + 2 * max(parameter.nbytes for parameter in parameters.values()), (taken, owed)
+    totals = torch.tensor([taken[0], owed], dtype=torch.float64)
+    dist.all_reduce(totals)
+    assert round(totals[0].item()) == round(totals[1].item()), totals
+
+
 def check_round_trip(model: Any, first: Path, second: Path) -> None:
     """The exported checkpoint holds the bits of the loaded one, and transformers loads it."""
     export(model, second, first, file_bytes=60_000, piece_bytes=9_000)
@@ -117,9 +147,15 @@ def check_padding(model: Any) -> None:
 
 
 def check_refusals(root: Path) -> None:
-    """Export onto an existing directory fails on every rank alike."""
+    """Export onto an existing directory, and one rank's unreadable file, fail on every rank alike."""
     config = make_model("qwen2").config
     model = build_model(config, ParallelGroups(ParallelLayout((0, 1, 2, 3), tensor=2)), dtype=torch.float32)
+    try:
+        load_weights(model, root / ("qwen2" if device.rank() != 3 else "nowhere"))
+    except UserError as error:
+        assert "no safetensors" in str(error) and "nowhere" in str(error), error
+    else:
+        raise AssertionError("weights that one rank could not read were loaded")
     load_weights(model, root / "qwen2")
     try:
         export(model, root / "qwen2")
@@ -138,7 +174,7 @@ def main(root: Path) -> None:
         layout = ParallelLayout(tuple(range(4)), **sizes)
         config = make_model(family).config
         model = build_model(config, ParallelGroups(layout), dtype=torch.float32, overrides=overrides)
-        load_weights(model, root / family)
+        check_loading(model, root / family)
         check_padding(model)
         check_round_trip(model, root / family, root / f"again{number}")
         check_scores(model, family)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import hand_on, together
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.importer import Shard, trace_import, vocabulary_names
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles
 from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
-from megatron_rl.parallel.model import Chunked, live_parameters
+from megatron_rl.parallel.model import Chunked, live_parameters, of_experts
 from megatron_rl.shapes.layer_weights import OUTPUT, SCALAR
 from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.types import TensorBox
@@ -61,28 +63,79 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
 
 
 def load_weights(model: Chunked, path: str | Path) -> None:
-    """Fill the model from a checkpoint directory; each rank reads only the slices it holds.
+    """Fill the model from a checkpoint directory; each rank reads a share of the slices it holds.
 
     Values are converted to the parameters' dtype; rows that pad the vocabulary become zero. A head of one
     number stays as it was built where the checkpoint is of a policy, which has none. Raises
-    UserError when tensors are missing, unexpected or of another shape. A simulation reads nothing.
+    UserError, on all ranks, when tensors are missing, unexpected or of another shape. A simulation reads
+    nothing. Collective over the model's ranks, as `fill` is.
     """
     if device.simulated():
         return
-    files = open_checkpoint(path)
-    check_tensors(files, model)
-    fill(live_parameters(model), model, files)
+
+    def checked() -> Checkpoint:
+        files = open_checkpoint(path)
+        check_tensors(files, model)
+        return files
+
+    fill(live_parameters(model), model, checked)
 
 
-def fill(parameters: Mapping[str, Tensor], model: Chunked, files: Checkpoint) -> None:
-    """Fill tensors of the shapes of a model's `live_parameters`, by the same names, from a checkpoint."""
+def fill(parameters: Mapping[str, Tensor], model: Chunked, opened: Callable[[], Checkpoint]) -> None:
+    """Fill tensors of the shapes of a model's `live_parameters`, by the same names, from a checkpoint.
+
+    Of the ranks that hold the same parameter one reads it from the files that ``opened`` returns, all ranks
+    at once, and then hands it to the others, in place: a data-parallel group reads each byte once, and
+    nothing but one slice lies beside the parameters. What fails on one rank fails on all, before anything is
+    handed on. A model without this package's groups reads everything on each rank. Collective over the
+    model's ranks.
+    """
+    groups = getattr(model, "groups", None)
+    if groups is None:
+        _read(parameters, parameters.keys(), model, opened())
+        return
+    sources, mine = _sources(parameters, groups), own_share(parameters, model)
+    together(lambda: _read(parameters, mine, model, opened()), "read the model's weights", groups.all)
+    with torch.no_grad():
+        for storage, (group, source) in sources.items():
+            hand_on(parameters[storage], source, group)
+
+
+def own_share(parameters: Mapping[str, Tensor], model: Chunked) -> set[str]:
+    """Return the names of a model's parameters that this rank reads for all ranks that hold them alike."""
+    sources = _sources(parameters, getattr(model, "groups", None))
+    return {name for name, (group, source) in sources.items() if group.rank() == source}
+
+
+def _sources(parameters: Mapping[str, Tensor], groups: Any) -> dict[str, tuple[Any, int]]:
+    """Return the group that holds each parameter alike, and the position in it of who reads it.
+
+    Each parameter goes to the member that has fewest bytes so far; all members find the same.
+    """
+    sources: dict[str, tuple[Any, int]] = {}
+    dense, expert = [0] * groups.data_context.size(), [0] * groups.expert_data.size()
+    for storage, parameter in parameters.items():
+        inside = of_experts(storage)
+        bytes_of = expert if inside else dense
+        source = bytes_of.index(min(bytes_of))
+        bytes_of[source] += parameter.nbytes
+        sources[storage] = (groups.expert_data if inside else groups.data_context, source)
+    return sources
+
+
+def _read(
+    parameters: Mapping[str, Tensor], chosen: Container[str], model: Chunked, files: Checkpoint
+) -> None:
+    """Fill the ``chosen`` ones of a model's parameters from files."""
     boxes = source_boxes(model)
     padded = vocabulary_names(pretrained(model.hf_config).shape)
     with torch.no_grad():
         for storage, parameter in parameters.items():
-            if storage.endswith(padded):
+            if storage in chosen and storage.endswith(padded):
                 parameter.zero_()
         for box in boxes:
+            if box.storage not in chosen:
+                continue
             if box.name == SCALAR and SCALAR not in files.names():
                 continue  # a policy's checkpoint: the head keeps the values it was built with
             values = files.read(box.name, box.start, box.size)
