@@ -98,8 +98,9 @@ def simulation_lines(simulated: list[Simulated]) -> list[str]:
     for each in simulated:
         rank = each.rank
         lines.append(
-            f"rank {rank.rank}: in {rank.groups} groups, which connect it with {rank.connections:,} others "
-            "over the host's backend"
+            f"rank {rank.rank}: {rank.connections:,} connections of the host's backend, in "
+            f"{len(rank.groups)} groups of "
+            + ", ".join(f"{members:,} ({kind})" for kind, members in rank.groups)
         )
         for phase in ("score", "learn", "step"):
             usage = rank.phases[phase]
@@ -119,6 +120,7 @@ def simulation_json(simulated: list[Simulated]) -> list[Mapping[str, Any]]:
     return [
         {
             **asdict(each.rank),
+            "connections": each.rank.connections,
             "estimate": {phase: each.estimate.total(phase) for phase in _PHASES},
             "simulated": {phase: each.bytes(phase) for phase in _PHASES},
         }

@@ -92,16 +92,21 @@ class Usage:
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """Hold what each phase takes on one rank, and the groups and connections of the host that it has.
+    """Hold what each phase takes on one rank, and the groups that it is in.
 
-    ``resting`` are the bytes that its models keep on the device while another role works.
+    ``resting`` are the bytes that its models keep on the device while another role works. ``groups`` are
+    kinds and numbers of members; the host's backend connects a rank with all other members of each.
     """
 
     rank: int
     phases: Mapping[str, Usage]
     resting: int
-    groups: int
-    connections: int
+    groups: Sequence[tuple[str, int]]
+
+    @property
+    def connections(self) -> int:
+        """Return how many connections of the host's backend the rank has."""
+        return sum(members - 1 for _, members in self.groups)
 
 
 def memory_plan(

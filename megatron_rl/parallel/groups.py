@@ -138,11 +138,10 @@ def leave_span(group: Any) -> None:
     dist.destroy_process_group(group)
 
 
-def connections() -> tuple[int, int]:
-    """Return how many of the groups made so far this rank is in, and how many other ranks they connect.
+def memberships() -> list[tuple[int, ...]]:
+    """Return the ranks of each group made so far that this rank is in, first those of the job's own.
 
     The host's backend opens a connection to every other rank of each group, whoever is in others too.
     """
-    rank = device.rank()
-    groups = [ranks for ranks in _communicators if rank in ranks]
-    return len(groups), sum(len(ranks) - 1 for ranks in groups)
+    rank, world = device.rank(), tuple(range(dist.get_world_size()))
+    return [world, *(ranks for ranks in _communicators if rank in ranks)]

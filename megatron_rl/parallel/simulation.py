@@ -64,6 +64,10 @@ class Simulation(TorchDispatchMode):
             if group is not None:
                 self._kinds.setdefault(tuple(dist.get_process_group_ranks(group)), kind)
 
+    def kind(self, ranks: tuple[int, ...]) -> str:
+        """Return the name of the communicator of these ranks."""
+        return self._kinds.get(ranks, f"{len(ranks)} ranks")
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the block as ``name``; blocks of one name add up."""
@@ -129,7 +133,7 @@ class Simulation(TorchDispatchMode):
     def count(self, group: Any, size: int, message: bool = False) -> None:
         """Count a call of a group about ``size`` bytes."""
         ranks = tuple(dist.get_process_group_ranks(group))
-        kind = "messages" if message else self._kinds.get(ranks, f"{len(ranks)} ranks")
+        kind = "messages" if message else self.kind(ranks)
         self._usage.calls[kind] += 1
         self._usage.bytes[kind] += size
 

@@ -16,7 +16,7 @@ from megatron_rl.config.budget import SimulatedRank
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel import device
-from megatron_rl.parallel.groups import ParallelGroups, connections
+from megatron_rl.parallel.groups import ParallelGroups, memberships
 from megatron_rl.parallel.residency import Use
 from megatron_rl.parallel.simulation import Simulation
 from megatron_rl.roles.build import build_actor, build_critic, build_reference, build_reward_model
@@ -69,8 +69,9 @@ def simulate(
                     role.accumulate(rows, objective)
                 with simulation.phase("step"):
                     role.step()
-    made, peers = connections()
-    return SimulatedRank(rank, simulation.phases, resting, made, peers)
+    job, *made = memberships()
+    groups = [("the job", len(job)), *((simulation.kind(ranks), len(ranks)) for ranks in made)]
+    return SimulatedRank(rank, simulation.phases, resting, groups)
 
 
 def _with_models(config: RunConfig, models: Mapping[str, Path]) -> RunConfig:

@@ -68,7 +68,8 @@ def shipped() -> dict[str, Any]:
     config, estimate = planned(report, 0)
     assert report.batch is not None
     rank = Simulated(simulate(config, report.models, report.batch, 0, 8), estimate)
-    return {phase: rank.difference(phase) for phase in ("generate", "score", "learn")}
+    differences = {phase: rank.difference(phase) for phase in ("generate", "score", "learn")}
+    return {"differences": differences, "groups": rank.rank.groups, "connections": rank.rank.connections}
 
 
 if __name__ == "__main__":

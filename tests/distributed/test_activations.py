@@ -27,6 +27,9 @@ def test_a_simulated_step_holds_what_a_real_one_holds(fork):
 
 
 def test_the_estimate_of_a_shipped_configuration_agrees_with_its_simulation(fork):
-    differences = measured(fork, "shipped")
+    found = measured(fork, "shipped")
+    differences = found["differences"]
     assert max(map(abs, differences.values())) < 0.05, differences
     assert abs(differences["generate"]) < 0.001  # weights, gradients and optimizer states are counted exactly
+    assert found["groups"][0] == ["the job", 8] and ["all ranks", 8] in found["groups"], found
+    assert found["connections"] == 18, found
