@@ -33,7 +33,7 @@ from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.types import Rollouts, Scores, TrainBatch
 
 OURS, SAME_LAYERS = "megatron_rl", "Megatron-Core, same layers"
-PADDED, EQUAL = "Megatron-Core, its own layers, rows padded", "Megatron-Core, its own layers, equal rows"
+PADDED, EQUAL = "Megatron-Core, its own layers, rows padded", "Megatron-Core, its own layers, rows of one length"
 
 
 def synthetic(work: Workload, actor: ModelRole, vocabulary: int) -> tuple[Rollouts, Scores]:
@@ -171,7 +171,8 @@ def main() -> None:
     rollouts, scores = synthetic(work, actor, work.vocabulary)
     batch, _ = estimate(rollouts, scores, algorithm, state)
     packed = packed_batches(actor, batch)
-    equal = equal_batches(packed, round(len(rollouts.tokens) / work.rows))
+    pairs = int(rollouts.lengths.square().sum())  # of tokens, in attention
+    equal = equal_batches(packed, round(pairs / len(rollouts.tokens)))
     learning_rate = config.actor.optimizer.learning_rate
     same, own = (BareMegatron(actor.model, learning_rate, own_layers=flag) for flag in (False, True))
     facts: dict[str, Any] = {"check": check_equal(actor, batch, algorithm, same, packed)}

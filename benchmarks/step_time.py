@@ -10,7 +10,8 @@ A Qwen2-shaped model of 25.7M parameters in float32 answers prompts with 1 to 25
 2. our learn phase against a hand-written Megatron-Core train step on the same tokens, model, weights and
    layout, measured in turns in one job, data parallel, TP2, PP2 and TP2×PP2; both first take one supervised
    step, and must get the same loss and gradient norm (bare_megatron.py). Megatron's own layers know no packed
-   rows here: they take the same rows padded, and as many tokens as rows of one length;
+   rows here: they take the same rows padded, and rows of one length with as many tokens and, in
+   attention, as many pairs of tokens;
 3. TRL's GRPOTrainer (trl_worker.py, in the environment that make_trl_venv.sh makes) on the same prompts,
    weights, batch and sampling, with the number of processes and micro-batch that are best for it;
    it generates with transformers' `generate`, its default, and with --continuous-batching also with

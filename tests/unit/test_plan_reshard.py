@@ -68,8 +68,8 @@ def test_the_page_of_benchmarks_says_what_the_command_says(capsys):
         (["qwen3-0.6b", "--from", "tp2dp3", "--to", "tp4"], "the engine's replicas do not fill its ranks"),
         (["qwen3-0.6b", "--from", "tp2", "--to", "tp2", "--staging-bytes", "0"], "--staging-bytes must be"),
         (
-            ["qwen3-30b-a3b", "--from", "tp2", "--to", "tp2", "--lora-rank", "8"],
-            "a mixture of experts cannot",
+            ["qwen3-30b-a3b", "--from", "tp2", "--to", "tp2", "--lora-rank", "1000"],
+            "a rank of at most 512",
         ),
         (["qwen3-0.6b", "--from", "tp" + "9" * 5000, "--to", "tp2"], "at most six digits"),
         (["qwen3-0.6b", "--from", "tp999999dp999999", "--to", "tp2"], "at most 65,536 ranks"),
