@@ -33,7 +33,7 @@ from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.types import Rollouts, Scores, TrainBatch
 
 OURS, SAME_LAYERS = "megatron_rl", "Megatron-Core, same layers"
-PADDED, EQUAL = "Megatron-Core, its own layers, rows padded", "Megatron-Core, its own layers, rows of one length"
+PADDED, EQUAL = "Megatron-Core, its own layers, rows padded", "Megatron-Core, its own layers, equal rows"
 
 
 def synthetic(work: Workload, actor: ModelRole, vocabulary: int) -> tuple[Rollouts, Scores]:
