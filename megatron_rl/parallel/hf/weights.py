@@ -18,7 +18,7 @@ from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.importer import Shard, trace_import, vocabulary_names
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles
 from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
-from megatron_rl.parallel.model import Chunked, live_parameters, of_experts
+from megatron_rl.parallel.model import Chunked, ParallelModel, live_parameters, of_experts
 from megatron_rl.shapes.layer_weights import OUTPUT, SCALAR
 from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.types import TensorBox
@@ -94,16 +94,20 @@ def fill(parameters: Mapping[str, Tensor], model: Chunked, opened: Callable[[], 
     if groups is None:
         _read(parameters, parameters.keys(), model, opened())
         return
-    sources, mine = _sources(parameters, groups), own_share(parameters, model)
+    sources = _sources(parameters, groups)
+    mine = _share(sources)
     together(lambda: _read(parameters, mine, model, opened()), "read the model's weights", groups.all)
     with torch.no_grad():
         for storage, (group, source) in sources.items():
             hand_on(parameters[storage], source, group)
 
 
-def own_share(parameters: Mapping[str, Tensor], model: Chunked) -> set[str]:
+def own_share(parameters: Mapping[str, Tensor], model: ParallelModel) -> set[str]:
     """Return the names of a model's parameters that this rank reads for all ranks that hold them alike."""
-    sources = _sources(parameters, getattr(model, "groups", None))
+    return _share(_sources(parameters, model.groups))
+
+
+def _share(sources: Mapping[str, tuple[Any, int]]) -> set[str]:
     return {name for name, (group, source) in sources.items() if group.rank() == source}
 
 
