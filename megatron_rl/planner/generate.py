@@ -89,7 +89,7 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
     )
     per_layer = decode.layer_seconds + (decode.layer_seconds_moe if model.experts else 0.0)
     # Norms, activations and permutations of one token in every layer, then sampling.
-    moved = model.layers * elementwise_bytes(model, tensor, sequence_parallel=False)
+    moved = model.layers * elementwise_bytes(model, tensor, token_shards=1)
     per_sequence = engine.sequence_seconds + decode.sequence_seconds
     per_sequence += moved / (gpu.hbm * constants.efficiency.hbm)
     if spread > 1:

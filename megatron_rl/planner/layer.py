@@ -98,13 +98,12 @@ def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tok
     return gpu.peak(precision) * base * fill
 
 
-def elementwise_bytes(model: ModelShape, tensor: int, sequence_parallel: bool) -> float:
+def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> float:
     """Return bytes that one token moves through HBM in an average layer's forward, on one GPU.
 
     Norms, residuals: 24 h; rotary and head tensors: 8 a d; activation: 6 f gated, 4 f plain; MoE
     permutations, before and after the exchange, both ways: 12 k h.
     """
-    wide_share = tensor if sequence_parallel else 1
     moe_share = model.moe_layers / model.layers
     inner = (
         model.mlp_width * (1 - moe_share)
@@ -113,7 +112,7 @@ def elementwise_bytes(model: ModelShape, tensor: int, sequence_parallel: bool) -
     per_inner = 6.0 if model.gated else 4.0
     sharded = 8.0 * model.heads * model.head_dim + per_inner * inner
     sharded += 12.0 * model.experts_per_token * model.hidden * moe_share
-    return 24.0 * model.hidden / wide_share + sharded / tensor
+    return 24.0 * model.hidden / token_shards + sharded / tensor
 
 
 def _exposed_communication(
@@ -179,7 +178,7 @@ def layer_seconds(
         experts = tokens * 2.0 * active_experts / model.layers / layout.tensor / rate
     attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.gemm_efficiency / 0.7)
     attention = tokens * model.attention_flops(context) / model.layers / layout.tensor / attention_rate
-    moved = tokens * elementwise_bytes(model, layout.tensor, layout.sequence_parallel)
+    moved = tokens * elementwise_bytes(model, layout.tensor, layout.token_shards)
     moved /= gpu.hbm * efficiency.hbm
     if not fused:
         kind = LayerKind(linear=False, experts=model.moe_layers > 0)

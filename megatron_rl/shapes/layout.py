@@ -59,6 +59,11 @@ class ParallelLayout:
         return self.tensor * self.pipeline * self.context
 
     @property
+    def token_shards(self) -> int:
+        """Return over how many tensor ranks tokens are cut between layers: by sequence parallelism alone."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
     def data(self) -> int:
         """Return the number of data-parallel copies."""
         return self.size // self.model_ranks

@@ -62,7 +62,7 @@ def kept_bytes(
     kind: LayerKind,
     tensor: int,
     expert_tensor: int,
-    sequence_parallel: bool,
+    token_shards: int,
     recompute: str,
     dtype_bytes: int = 2,
     fused: bool = True,
@@ -74,16 +74,18 @@ def kept_bytes(
     core makes; flash attention makes nothing beside its output, so there it holds what ``none`` holds.
     Routed tokens are taken to spread evenly over experts.
     """
-    split = tensor if sequence_parallel else 1
     if recompute == "full":
-        return shape.hidden / split * dtype_bytes
-    layer = _FusedLayer(shape, tensor, split) if fused else _OwnLayer(shape, tensor, split, dtype_bytes)
+        return shape.hidden / token_shards * dtype_bytes
+    if fused:
+        layer = _FusedLayer(shape, tensor, token_shards)
+    else:
+        layer = _OwnLayer(shape, tensor, token_shards, dtype_bytes)
     elements = layer.norms() + layer.attention(recompute)
     if kind.experts:
         # Experts see the tokens of all their tensor ranks, cut or not.
-        experts = shape.experts_per_token / split
+        experts = shape.experts_per_token / token_shards
         elements += layer.mlp(shape.shared_width / tensor) + layer.routed(shape.expert_width) * experts
-        elements += experts * expert_tensor * shape.hidden + layer.router() / split
+        elements += experts * expert_tensor * shape.hidden + layer.router() / token_shards
     else:
         elements += layer.mlp(shape.mlp_width / tensor)
     return elements * dtype_bytes
@@ -217,7 +219,7 @@ class Layers:
     def kept(self, shape: ModelShape, layout: ParallelLayout, kind: LayerKind, recompute: str) -> float:
         """Return `kept_bytes` in a layout."""
         return kept_bytes(
-            shape, kind, layout.tensor, layout.expert_tensor, layout.sequence_parallel, recompute,
+            shape, kind, layout.tensor, layout.expert_tensor, layout.token_shards, recompute,
             self.dtype_bytes, self.fused,
         )  # fmt: skip
 
@@ -241,9 +243,8 @@ def activation_bytes(
     routed = 0.0
     if any(kind.experts for kind in kinds):
         # Routed tokens on their way to experts and back, where one copy is kept; fused, the gradients of two.
-        split = layout.tensor if layout.sequence_parallel else 1
         copies = 2 if built.fused else ROUTED_COPIES - 1
-        routed = copies * shape.experts_per_token * shape.hidden / split * built.dtype_bytes
+        routed = copies * shape.experts_per_token * shape.hidden / layout.token_shards * built.dtype_bytes
     return tokens * (kept * flight + (live if built.recompute == "full" else 0.0) + routed)
 
 
@@ -251,11 +252,11 @@ def forward_bytes(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], tokens: float, built: Layers
 ) -> float:
     """Return the bytes of activations of a forward pass without gradients: of two fused layers at most."""
-    kinds, split = shape.kinds_of(layers), layout.tensor if layout.sequence_parallel else 1
+    kinds = shape.kinds_of(layers)
     if built.fused:
         live = 2 * max((built.kept(shape, layout, kind, "none") for kind in kinds), default=0.0)
     else:
-        own = _OwnLayer(shape, layout.tensor, split, built.dtype_bytes)
+        own = _OwnLayer(shape, layout.tensor, layout.token_shards, built.dtype_bytes)
         live = built.dtype_bytes * max(map(own.forward, kinds), default=0.0)
     return live * tokens / layout.context
 

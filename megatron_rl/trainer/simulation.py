@@ -135,7 +135,7 @@ def _exchange(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> None
     if role.model is None:
         return
     config, layout = role.model.transformer_config, role.layout
-    parts = layout.context * (layout.tensor if layout.sequence_parallel else 1)
+    parts = layout.context * layout.token_shards
     length = int(rows.lengths[0]) * max(1, role.tokens_per_microbatch // int(rows.lengths[0]))
     tokens = -(-length // role.model.token_multiple) * role.model.token_multiple
     simulation.boundary = (tokens // parts, 1, config.hidden_size)

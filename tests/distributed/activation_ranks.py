@@ -32,7 +32,7 @@ def main() -> None:
             mean = float(total) / layout.size
             kind = LayerKind(linear=False, experts=shape.experts > 0)
             counted = kept_bytes(
-                shape, kind, 2, layout.expert_tensor, layout.sequence_parallel, recompute, 4, fused=False
+                shape, kind, 2, layout.expert_tensor, layout.token_shards, recompute, 4, fused=False
             )
             assert abs(counted / mean - 1) < 0.1, (family, layout, recompute, counted, mean)
     if device.rank() == 0:

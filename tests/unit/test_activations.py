@@ -29,5 +29,5 @@ def test_a_layer_keeps_what_is_counted(
 ) -> None:
     saved, shape = layer_bytes(family, groups, dtype, recompute)
     kind = LayerKind(linear=False, experts=shape.experts > 0)
-    counted = kept_bytes(shape, kind, 1, 1, False, recompute, dtype.itemsize, fused=False)
+    counted = kept_bytes(shape, kind, 1, 1, 1, recompute, dtype.itemsize, fused=False)
     assert counted == pytest.approx(saved, rel=0.05)

@@ -67,12 +67,12 @@ def test_activation_memory_is_linear_in_tokens(model: str, recompute: str) -> No
 
 def test_plain_gpt_activations_equal_the_published_formula() -> None:
     shape, plain = load_shape("gpt-177b-megatron"), LayerKind(linear=False, experts=False)
-    unsharded = kept_bytes(shape, plain, 1, 1, False, "none")
+    unsharded = kept_bytes(shape, plain, 1, 1, 1, "none")
     # Korthikanti et al. 2022: 34 h without scores, of which 2 h are dropout masks that are not kept here.
     assert unsharded == pytest.approx(32 * shape.hidden)
-    assert kept_bytes(shape, plain, 8, 1, True, "none") == pytest.approx(unsharded / 8)
-    assert kept_bytes(shape, plain, 8, 1, False, "none") == pytest.approx((8 + 24 / 8) * shape.hidden)
-    assert kept_bytes(shape, plain, 1, 1, False, "full") == 2 * shape.hidden
+    assert kept_bytes(shape, plain, 8, 1, 8, "none") == pytest.approx(unsharded / 8)
+    assert kept_bytes(shape, plain, 8, 1, 1, "none") == pytest.approx((8 + 24 / 8) * shape.hidden)
+    assert kept_bytes(shape, plain, 1, 1, 1, "full") == 2 * shape.hidden
 
 
 def test_micro_batches_in_flight() -> None:
