@@ -81,10 +81,6 @@ class Members:
         self._traffic.seconds += time.perf_counter() - begun
         return gathered
 
-    def gather_metrics(self, metrics: Metrics) -> Metrics:
-        """Return the sum of all members' metrics, equal on every member. Collective over the members."""
-        return merge_metrics(gather_objects(metrics, self.group))
-
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every member's small picklable ``value``, by rank. Collective over the members."""
         return gather_objects(value, self.group)

@@ -19,8 +19,11 @@ _communicators: dict[tuple[int, ...], Any] = {}
 def communicator(ranks: tuple[int, ...]) -> Any:
     """Return the process group of these ranks, in this order; made once and shared by equal layouts.
 
-    Collective over the world, also for ranks outside.
+    That of all ranks in the job's own order is the job's own. Collective over the world, also for ranks
+    outside.
     """
+    if ranks == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD
     if ranks not in _communicators:
         # torch would sort the ranks, but their order is the order of shards.
         order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}

@@ -125,5 +125,4 @@ class AheadTrainer:
             train_batch, estimated = estimate(batch.rollouts, batch.scores, algorithm, state)
         with phase("learn"):
             learned = learn(train_batch, batch, roles, algorithm, state, config, step, learners)
-        metrics = estimated + learners.gather_metrics(metrics + batch.metrics)
-        return step_result(batch, metrics, learned, algorithm, state, learners), counts
+        return step_result(batch, estimated, metrics, learned, algorithm, state), counts

@@ -17,11 +17,10 @@ from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
 from megatron_rl.parallel.adoption import adopt_model, layout_of
-from megatron_rl.parallel.exchange import gather_metrics
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.roles.build import adopted_actor, build_roles
-from megatron_rl.trainer.loop import Phases, train_step
+from megatron_rl.trainer.loop import Phases, gather_step, train_step
 from megatron_rl.trainer.sample import RolloutSource
 from megatron_rl.trainer.state import TrainerState
 
@@ -76,7 +75,7 @@ class EmbeddedTrainer:
             state.source, self.roles, self.algorithm, state.algorithm, self.config, phases.step, phases
         )
         state.step, state.algorithm = phases.step, result.algorithm_state
-        return (result.metrics + gather_metrics(phases.metrics())).values()
+        return gather_step(result, phases.metrics()).values()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next step depends on beside the script's model, optimizer, schedule and generators.

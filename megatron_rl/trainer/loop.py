@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from megatron_rl.config.sections.rollout import MismatchConfig
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import Members, RowShard, RowTraffic
+from megatron_rl.parallel.exchange import Members, RowShard, RowTraffic, gather_metrics
 from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.dynamic_sampling import choose_groups, prompts_wanted
 from megatron_rl.trainer.sample import RolloutSource, ScoredBatch, grade
@@ -37,9 +37,14 @@ from megatron_rl.types import Rollouts, Scores, TrainBatch, row_index, token_ind
 
 @dataclass(frozen=True)
 class StepResult:
-    """Hold what one step produced, the same value on every rank that learned but for ``batch.failures``."""
+    """Hold what one step produced.
+
+    It is the same value on every rank that learned but for ``measured`` and ``batch.failures``, which are of
+    this rank alone; `gather_step` adds up what all have measured.
+    """
 
     metrics: Metrics
+    measured: Metrics
     batch: ScoredBatch
     algorithm_state: AlgorithmState
     warning: str | None
@@ -78,10 +83,7 @@ def train_step(
         learned = learn(train_batch, batch, roles, algorithm, state, config, step, everyone)
     if actor_learns(config, roles, step):
         roles.hybrid_engine.mark_updated()
-    metrics = estimated + everyone.gather_metrics(metrics + batch.metrics)
-    result = step_result(batch, metrics, learned, algorithm, state, everyone)
-    require_tokens(train_batch, result.metrics)
-    return result
+    return step_result(batch, estimated, metrics, learned, algorithm, state)
 
 
 def score(batch: ScoredBatch, roles: Roles, config: RunConfig, step: int, members: Members) -> ScoredBatch:
@@ -163,18 +165,30 @@ def with_answer(scores: Scores, learned: TrainBatch, lengths: Tensor, answer: Ro
 
 def step_result(
     batch: ScoredBatch,
-    metrics: Metrics,
+    estimated: Metrics,
+    measured: Metrics,
     learned: Learned,
     algorithm: Algorithm,
     state: AlgorithmState,
-    members: Members,
 ) -> StepResult:
-    """Add what the learn phase said to the step's ``metrics``. Collective over the members."""
-    metrics += members.gather_metrics(learned.metrics)
+    """Add up what all ranks know of a step, and what this one ``measured`` before it learned."""
     if batch.scores.old_log_probs is None:
-        metrics += old_policy_metrics(batch.rollouts, learned.scores, algorithm, state)
+        estimated += old_policy_metrics(batch.rollouts, learned.scores, algorithm, state)
     state = next_state(algorithm, state, batch.rollouts, learned.scores)
-    return StepResult(metrics, batch, state, learned.warning)
+    return StepResult(estimated, measured + batch.metrics + learned.metrics, batch, state, learned.warning)
+
+
+def gather_step(result: StepResult | None, measured: Metrics) -> Metrics:
+    """Return a step's metrics, with what each rank ``measured`` besides. Collective over the world.
+
+    They travel once a step, here. ``result`` is None on a rank that did not learn, whose answer has only what
+    is measured, not what those that learned all know. Raises UserError where every token was rejected.
+    """
+    if result is None:
+        return gather_metrics(measured)
+    metrics = result.metrics + gather_metrics(measured + result.measured)
+    require_unrejected(metrics)
+    return metrics
 
 
 def actor_learns(config: RunConfig, roles: Roles, step: int) -> bool:
@@ -193,17 +207,25 @@ def step_seed(config: RunConfig, step: int) -> int:
 def require_tokens(batch: TrainBatch, metrics: Metrics) -> None:
     """Raise UserError where there are judged responses, and no token of them is learned from.
 
-    ``metrics`` are the step's: with `Correction.bypass` they say what was rejected only after learning.
+    That no reward was valid is bounded by `reward.max_invalid_fraction`.
     """
     counts = batch.response_counts
-    if counts is None or not bool(counts.any()):
-        return  # no reward was valid, which `reward.max_invalid_fraction` bounds
+    if counts is not None and bool(counts.any()) and not bool(batch.response_mask.any()):
+        raise _nothing_left(metrics.values())
+    require_unrejected(metrics)
+
+
+def require_unrejected(metrics: Metrics) -> None:
+    """Raise UserError where every token was rejected; with `Correction.bypass`, learning says that."""
     values = metrics.values()
+    if values.get("mismatch/rejected_fraction", 0.0) >= 1:
+        raise _nothing_left(values)
+
+
+def _nothing_left(values: Mapping[str, float]) -> UserError:
     rejected = values.get("mismatch/rejected_fraction", 0.0)
-    if bool(batch.response_mask.any()) and rejected < 1:
-        return
     difference, cut_off = values.get("mismatch/kl", 0.0), values.get("response/truncated_fraction", 0.0)
-    raise UserError(
+    return UserError(
         "no token of this step's responses is left to learn from",
         where="algorithm.correction.rejection" if rejected else "algorithm.overlong.filter",
         expected="responses that take part in the loss",

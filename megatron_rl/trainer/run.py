@@ -27,7 +27,7 @@ from megatron_rl.trainer.checkpoints import Checkpoints
 from megatron_rl.trainer.evaluation import EvaluationSet, evaluate, evaluation_sets, graded
 from megatron_rl.trainer.job import Job, job
 from megatron_rl.trainer.logging import MetricsLog, Progress
-from megatron_rl.trainer.loop import StepResult, train_step
+from megatron_rl.trainer.loop import StepResult, gather_step, train_step
 from megatron_rl.trainer.report import write as write_report
 from megatron_rl.trainer.reward_failures import FailureWatch
 from megatron_rl.trainer.sample import RolloutSource
@@ -205,10 +205,10 @@ class Run:
         measured += self.checkpoints.complete_what_is_written()
         for role in self.roles.models:
             measured += role.residency.metrics()
-        metrics = gather_metrics(measured)
+        metrics = gather_step(result, measured)
         if result is not None:
             self.state.algorithm = result.algorithm_state
-            metrics += result.metrics + _throughput(result, metrics.values()["time/step"])
+            metrics += _throughput(result, metrics.values()["time/step"])
             metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
             if result.warning:
                 self.job.say(f"step {step}: warning: {result.warning}")

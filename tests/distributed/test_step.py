@@ -41,7 +41,10 @@ def test_a_plain_step_goes_through_few_files(fork, material, tmp_path, engine):
 
 
 def test_one_update_per_batch_needs_no_scoring_pass(fork, material, tmp_path):
-    """The learn pass says what the scoring pass would: every number of the run is the same, KL and all."""
+    """The learn pass says what the scoring pass would: every number of the run is the same, KL and all.
+
+    Metrics travel once a step.
+    """
     lines = []
     kl = {"name": "loss", "coef": 0.05, "controller": "adaptive", "horizon": 100.0}
     changes = {
@@ -52,7 +55,8 @@ def test_one_update_per_batch_needs_no_scoring_pass(fork, material, tmp_path):
     }
     for name in ("0", "1"):
         file = grpo(tmp_path / name, material, "torch", **changes)
-        fork(SCORED, 2, "train", file, env={"SCORING_PASS": name})
+        run = fork(SCORED, 2, "train", file, env={"SCORING_PASS": name})
+        assert run.stdout.count("metrics travelled 3 times") == 2, run.stdout
         lines.append(metrics(tmp_path / name))
     for learned, scored in zip(*lines, strict=True):
         same = [name for name in learned if not name.startswith(("time/", "throughput/", "memory/"))]

@@ -1,7 +1,8 @@
 """Run the command line, and hold a step against what it says of the actor's scoring pass.
 
 ``SCORING_PASS`` set to 1 lets the actor score each batch before it learns from it, whatever the settings say.
-A step that stops at a mismatch first writes which of the actor's weights have moved.
+A step that stops at a mismatch first writes which of the actor's weights have moved. At the end a rank says
+how often metrics travelled between the ranks.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import os
 import sys
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_rl.cli.main import main
+from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.model import live_parameters
 from megatron_rl.trainer import run
 from megatron_rl.trainer.loop import MismatchError
 
-train_step = run.train_step
+train_step, all_gather_object = run.train_step, dist.all_gather_object
+travelled: list[Metrics] = []
 
 
 def observed(source: Any, roles: Any, *rest: Any) -> Any:
@@ -31,6 +36,15 @@ def observed(source: Any, roles: Any, *rest: Any) -> Any:
         raise
 
 
+def counted(values: list[Any], value: Any, group: Any = None) -> None:
+    """Gather as torch does, and keep what is of metrics."""
+    if isinstance(value, Metrics):
+        travelled.append(value)
+    all_gather_object(values, value, group=group)
+
+
 if __name__ == "__main__":
-    run.train_step = observed
-    sys.exit(main())
+    run.train_step, dist.all_gather_object = observed, counted
+    code = main()
+    print(f"metrics travelled {len(travelled)} times", flush=True)
+    sys.exit(code)
