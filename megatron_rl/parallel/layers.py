@@ -182,16 +182,16 @@ class PackedAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedRows) -> Tensor:
         """Return [T, heads, size] of attention inside whole rows."""
-        outputs = [self._bucket(query, key, value, index) for index in packed_seq_params.buckets]
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return joined[packed_seq_params.restore]
+        filled = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
+        return packed_seq_params.join([self._bucket(*bucket) for bucket in filled])
 
-    def _bucket(self, query: Tensor, key: Tensor, value: Tensor, index: Tensor) -> Tensor:
-        rows = [tensor[index].transpose(1, 2) for tensor in (query, key, value)]
-        longest = index.shape[1]
+    def _bucket(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return [rows * longest, heads, size] for [rows, longest, heads, size]."""
+        rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+        longest = query.shape[1]
         mask = None
         if self.window is not None and longest > self.window + 1:
-            distance = torch.arange(longest, device=index.device)
+            distance = torch.arange(longest, device=query.device)
             distance = distance[:, None] - distance[None, :]
             mask = (distance >= 0) & (distance <= self.window)
         if self.cap is not None:

@@ -9,6 +9,7 @@ import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -188,6 +189,51 @@ class PackedRows(PackedSeqParams):
     def places(self) -> int:
         """Return how many tokens attention works on, the padding inside buckets counted."""
         return sum(bucket.numel() for bucket in self.buckets)
+
+    def fill(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Return the buckets [rows, longest, …] of ``tokens`` [T, …]; nothing may be learned from padding."""
+        return _Fill.apply(tokens, self)
+
+    def join(self, buckets: Sequence[Tensor]) -> Tensor:
+        """Return [T, …], the tokens of buckets [rows * longest, …] without their padding."""
+        return _Join.apply(self, *buckets)
+
+
+class _Fill(torch.autograd.Function):
+    """Gather both ways: no gradient reaches padding, so none need be summed, which is slow."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, packed: PackedRows) -> tuple[Tensor, ...]:
+        ctx.restore = packed.restore
+        return tuple(
+            tokens.index_select(0, index.flatten()).view(*index.shape, *tokens.shape[1:])
+            for index in packed.buckets
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _concatenated([value.flatten(0, 1) for value in gradients]).index_select(0, ctx.restore), None
+
+
+class _Join(torch.autograd.Function):
+    """Gather, and put gradients back where each token was."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: PackedRows, *buckets: Tensor) -> Tensor:
+        ctx.packed = packed
+        return _concatenated(buckets).index_select(0, packed.restore)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        packed = ctx.packed
+        whole = gradient.new_zeros(packed.places, *gradient.shape[1:])
+        whole.index_copy_(0, packed.restore, gradient)
+        return None, *whole.split([index.numel() for index in packed.buckets])
+
+
+def _concatenated(buckets: Sequence[Tensor]) -> Tensor:
+    return buckets[0] if len(buckets) == 1 else torch.cat(list(buckets))
 
 
 def pack_rows(lengths: Sequence[int], target: torch.device, part: int = 0, parts: int = 1) -> PackedRows:

@@ -138,8 +138,10 @@ def test_packed_attention_equals_attention_row_by_row(window):
     alone = SimpleNamespace(tp=one, cp=one)
     attention = PackedAttention(config, 1, pg_collection=alone)  # pyright: ignore[reportArgumentType]
     total = sum(lengths)
-    query = torch.randn(total, 1, heads, size, generator=generator, dtype=torch.float64, requires_grad=True)
-    key, value = (torch.randn(total, 1, groups, size, generator=generator, dtype=torch.float64) for _ in "kv")
+    query, key, value = (
+        torch.randn(total, 1, count, size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for count in (heads, groups, groups)
+    )
     packed = pack_rows(lengths, torch.device("cpu"))
     found = attention(query, key, value, None, packed_seq_params=packed)
 
@@ -155,6 +157,6 @@ def test_packed_attention_equals_attention_row_by_row(window):
             expected[rows, head] = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
         start += length
     torch.testing.assert_close(found, expected.flatten(1)[:, None], rtol=1e-12, atol=1e-12)
-    (gradient,) = torch.autograd.grad(found.square().sum(), query)
-    (wanted,) = torch.autograd.grad(expected.square().sum(), query)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
+    gradients = torch.autograd.grad(found.square().sum(), (query, key, value))
+    wanted = torch.autograd.grad(expected.square().sum(), (query, key, value))
+    torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-12)
