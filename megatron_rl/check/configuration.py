@@ -51,8 +51,8 @@ from megatron_rl.config.placement import (
     megatron_settings,
     role_layouts,
     shared_weights,
-    where_of,
 )
+from megatron_rl.config.roles import where_of
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.source import DEFAULT, Origin
@@ -329,17 +329,19 @@ def _too_large(world: int) -> UserError:
 
 def _layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
     """Return the layouts whose own values are fine, after checking them."""
-    layouts, sections = {}, layout_sections(check.config)
+    layouts, sections, checked = {}, layout_sections(check.config), set[tuple[str, int]]()
     if not check.fine("placement"):
         return layouts
     for role, layout in role_layouts(check.config, world).items():
         has_layout = role == "rollout" or sections[where_of(role)] is not None
-        where = where_of(role) if has_layout else "actor.layout"
-        paths = ("rollout.tensor", "rollout.ranks") if role == "rollout" else (where,)
+        # Sizes that a role has from the actor are stated there, also in a job without the actor.
+        stated = layout if has_layout else replace(layout, path="actor.layout")
+        paths = ("rollout.tensor", "rollout.ranks") if role == "rollout" else (stated.path,)
         if check.fine("world_size", *paths):
             layouts[role] = layout
-            if has_layout:
-                check.add(check_layout(role, layout, world, check.config))
+            if (stated.path, stated.size) not in checked:
+                checked.add((stated.path, stated.size))
+                check.add(check_layout(role, stated, world, check.config))
     return layouts
 
 

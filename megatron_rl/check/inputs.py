@@ -20,9 +20,10 @@ from megatron_rl.check.reward_function import check_not_hidden, check_reward
 from megatron_rl.check.reward_servers import check_servers, silent_servers
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.load import flatten
-from megatron_rl.config.placement import role_of
+from megatron_rl.config.roles import role_of, role_sections, stated_models
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.environments.hosts import environment_errors
 from megatron_rl.errors import UserError
@@ -125,15 +126,11 @@ def check_inputs(check: Inputs) -> None:
     provided = config.model.provider is not None and check.shape is not None
     actor = read_pretrained(check.models["actor"]) if provided else None
     check.errors.extend(provider_errors(config.model, actor))
-    for where, section in (("reference", config.reference), ("critic", config.critic)):
-        if section is not None and check.fine(f"{where}.path"):
-            _same_vocabulary(check, section.path, f"{where}.path")
+    for role, path in stated_models(config).items():
+        if check.fine(f"{role}.path"):
+            _same_vocabulary(check, path, role)
     fields = {config.data.prompt_field: "data.prompt_field"}
     judged = {**fields, config.data.ground_truth_field: "data.ground_truth_field"}
-    for name, model in config.reward.models.items():
-        where = f"reward.models.{name}"
-        if check.fine(where):
-            _same_vocabulary(check, model.path, f"{where}.path", judges=model.training is None)
     fine = check.fine("data.prompt_field", "data.ground_truth_field")
     if config.data.train is not None and fine and check.fine("data.train"):
         check.preview = check_data(Path(config.data.train), "data.train", judged, files)
@@ -219,14 +216,16 @@ def _file_error(path: Path, where: str) -> UserError:
     )
 
 
+def _judges(config: RunConfig, role: str) -> bool:
+    """Say whether the model of the role at a path is a reward model that is taken as it is."""
+    section = role_sections(config).get(role)
+    return isinstance(section, RewardModelConfig) and section.training is None
+
+
 def _output_errors(model: PretrainedModel, where: str, config: RunConfig) -> Iterator[UserError]:
     """Yield the error of a policy without a vocabulary, or of a judge without a head of one number."""
-    name = where.removeprefix("reward.models.").removesuffix(".path")
-    judge = config.reward.models.get(name) if where.startswith("reward.models.") else None
-    policy = where in ("model.path", "reference.path")
-    if (policy and model.shape.scalar_head) or (
-        judge is not None and judge.training is None and not model.shape.scalar_head
-    ):
+    role, policy = where.removesuffix(".path"), where in ("model.path", "reference.path")
+    if model.shape.scalar_head if policy else _judges(config, role) and not model.shape.scalar_head:
         family = model.family
         yield UserError(
             f"{where} is a reward model, which gives no next tokens"
@@ -237,7 +236,7 @@ def _output_errors(model: PretrainedModel, where: str, config: RunConfig) -> Ite
             got=model.shape.name,
             fix="name the checkpoint of a policy"
             if policy
-            else f"name the checkpoint of a reward model, or train one: reward.models.{name}.training",
+            else f"name the checkpoint of a reward model, or train one: {role}.training",
         )
 
 
@@ -250,12 +249,12 @@ def _shipped(folder: Path | None, path: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _same_vocabulary(check: Inputs, path: str | None, where: str, judges: bool = False) -> None:
-    """Check the files of another role's model, which reads the actor's tokens and ``judges`` as it is."""
-    if path is None or (path == starting_model(check.config) and not judges):
+def _same_vocabulary(check: Inputs, path: str | None, role: str) -> None:
+    """Check the files of the model of the role at a path, which reads the actor's tokens."""
+    if path is None or (path == starting_model(check.config) and not _judges(check.config, role)):
         return  # the actor's own model, or what the run makes of it
+    where = f"{role}.path"
     shape, actor = _model(check, path, where), check.shape
-    role = where.removesuffix(".path")
     if shape is None:
         check.shapeless.add(role_of(role))
         return

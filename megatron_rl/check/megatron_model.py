@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.model_tokens import vocabulary_of
+from megatron_rl.config.roles import role_of, stated_models, with_role_sections
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.source import Origin
@@ -52,7 +53,7 @@ def with_megatron_models(
         if path is None or (absent and not Path(path).exists()) or f"{section}.path" in broken:
             continue
         where = "model.megatron" if section == "model" else f"{section}.path"
-        role = "actor" if section == "model" else section.removeprefix("reward.models.")
+        role = "actor" if section == "model" else role_of(section)
         folder = RunFolder(config.run_dir).megatron_model(role)
         folder = Path(config.model.path) if section == "model" else folder
         try:
@@ -99,25 +100,15 @@ def _target_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
 
 def _megatron_paths(config: RunConfig) -> dict[str, str]:
     """Return the Megatron checkpoints that roles beside the actor name as their path, by section."""
-    sections = {"reference": config.reference, "critic": config.critic}
-    sections |= {f"reward.models.{name}": model for name, model in config.reward.models.items()}
-    paths = {name: section.path for name, section in sections.items() if section is not None}
-    return {name: path for name, path in paths.items() if path is not None and is_megatron(path)}
+    paths = stated_models(config).items()
+    return {name: path for name, path in paths if path is not None and is_megatron(path)}
 
 
 def _with_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
-    paths = {section: str(folder) for section, folder in folders.items()}
-    models = {
-        name: replace(model, path=paths.get(f"reward.models.{name}", model.path))
-        for name, model in config.reward.models.items()
-    }
-    critic, reference = config.critic, config.reference
-    return replace(
-        config,
-        critic=critic and replace(critic, path=paths.get("critic", critic.path)),
-        reference=reference and replace(reference, path=paths.get("reference", reference.path)),
-        reward=replace(config.reward, models=models),
-    )
+    def at_folder(name: str, section: Any) -> Any:
+        return replace(section, path=str(folders[name])) if name in folders else section
+
+    return with_role_sections(config, at_folder)
 
 
 def _write(config: RunConfig, path: Path, where: str, folder: Path) -> MegatronCheckpoint:

@@ -204,10 +204,9 @@ def _placement(
         )
     for role, layout in layouts.items():
         if layout.tensor > config.gpus_per_node:
-            path = "rollout.tensor" if role == "rollout" else f"{role}.layout.tensor"
             warnings.add(
                 f"tensor parallelism of the {role} reaches over nodes, where the network is slow",
-                path,
+                f"{layout.path}.tensor",
                 f"tensor {layout.tensor} on nodes of {config.gpus_per_node} GPUs",
                 "keep tensor within a node and use pipeline parallelism between nodes",
                 f"at most {config.gpus_per_node}",

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from megatron_rl.config.adapters import adapters_of, lora_apart, own_base_reason, reference_is_base
 from megatron_rl.config.derive import BatchPlan, spread
-from megatron_rl.config.placement import megatron_settings, role_of, sleeping_ranks
+from megatron_rl.config.placement import megatron_settings, sleeping_ranks
+from megatron_rl.config.roles import role_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rollout import SERVER

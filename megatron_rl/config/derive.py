@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.config.adapters import with_targets
 from megatron_rl.config.placement import APART, layout_sections, placed, role_layout, with_best_rank_order
+from megatron_rl.config.roles import with_role_sections
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import CriticConfig, LayoutConfig, ReferenceConfig
 from megatron_rl.config.sections.rewards import RewardConfig
@@ -235,23 +236,15 @@ def _start(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
     elif config.sft is not None:
         what = "model.path after the supervised warm-up (sft)"
 
-    def start(section: Any, where: str, more: str = "") -> Any:
-        if section is None or section.path is not None:
+    def start(where: str, section: Any) -> Any:
+        if where == "actor" or section.path is not None:
             return section
+        head = "" if where == "reference" else ", with a new head"
         before = reasons.get(f"{where}.path")
-        reasons[f"{where}.path"] = "; ".join(filter(None, [before, f"the starting model: {what}{more}"]))
+        reasons[f"{where}.path"] = "; ".join(filter(None, [before, f"the starting model: {what}{head}"]))
         return replace(section, path=path)
 
-    models = {
-        name: start(model, f"reward.models.{name}", ", with a new head")
-        for name, model in config.reward.models.items()
-    }
-    return replace(
-        config,
-        reference=start(config.reference, "reference"),
-        critic=start(config.critic, "critic", ", with a new head"),
-        reward=replace(config.reward, models=models),
-    )
+    return with_role_sections(config, start)
 
 
 def _place(
@@ -268,29 +261,19 @@ def _place(
     if free and shape is not None and config.job == TRAIN:
         config, reason = with_best_rank_order(config, shape)
         reasons["rollout.ranks"] += f", in {reason}"
-    filled = {}
-    for path, section in layout_sections(config).items():
-        assert section is not None
+    actor = config.actor.layout.ranks
+
+    def fill(role: str, section: Any) -> Any:
+        path, layout = f"{role}.layout", section.layout
         before = stated[path]
         if before is None:
-            same = section.ranks == config.actor.layout.ranks
-            reasons[path] = "the actor's" if same else f"the actor's sizes; {why}"
-            before = section
+            reasons[path] = "the actor's" if layout.ranks == actor else f"the actor's sizes; {why}"
+            before = layout
         elif before.ranks is None:
             reasons[f"{path}.ranks"] = why
-        filled[path] = _layout(before, section, path, reasons)
-    models = {
-        name: replace(model, layout=filled[f"reward.models.{name}.layout"])
-        for name, model in config.reward.models.items()
-    }
-    critic, reference = config.critic, config.reference
-    return replace(
-        config,
-        actor=replace(config.actor, layout=filled["actor.layout"]),
-        critic=critic and replace(critic, layout=filled["critic.layout"]),
-        reference=reference and replace(reference, layout=filled["reference.layout"]),
-        reward=replace(config.reward, models=models),
-    )
+        return replace(section, layout=_layout(before, layout, path, reasons))
+
+    return with_role_sections(config, fill)
 
 
 def _layout(stated: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict[str, str]) -> LayoutConfig:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.adapters import lora_apart
+from megatron_rl.config.roles import role_of, role_sections, with_role_sections
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
-from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
@@ -27,52 +27,35 @@ def placed(config: RunConfig, world_size: int) -> RunConfig:
     A critic, reference or reward model without a layout gets the actor's sizes. Ranks that are named stay.
     """
 
-    def ranks(role: str) -> tuple[int, ...]:
+    def ranks(path: str) -> tuple[int, ...]:
         apart = APART.get(config.placement)
         if apart is None or world_size < 2:
             return tuple(range(world_size))
         half = world_size // 2
-        return tuple(range(half, world_size) if role in apart else range(half))
+        return tuple(range(half, world_size) if path.partition(".")[0] in apart else range(half))
 
-    def layout(section: LayoutConfig | None, role: str) -> LayoutConfig:
-        if section is None:
-            section = config.actor.layout if ranks(role) == ranks("actor") else sizes
-        return section if section.ranks is not None else replace(section, ranks=ranks(role))
+    def place(path: str, section: Any) -> Any:
+        layout = section.layout
+        if layout is None:
+            layout = config.actor.layout if ranks(path) == ranks("actor") else sizes
+        return replace(
+            section, layout=layout if layout.ranks is not None else replace(layout, ranks=ranks(path))
+        )
 
-    def model(section: RewardModelConfig) -> RewardModelConfig:
-        return replace(section, layout=layout(section.layout, "reward"))
-
-    sizes = replace(config.actor.layout, ranks=None)
-    critic, reference, rollout = config.critic, config.reference, config.rollout
-    return replace(
-        config,
-        actor=replace(config.actor, layout=layout(config.actor.layout, "actor")),
-        critic=critic and replace(critic, layout=layout(critic.layout, "critic")),
-        reference=reference and replace(reference, layout=layout(reference.layout, "reference")),
-        reward=replace(
-            config.reward, models={name: model(entry) for name, entry in config.reward.models.items()}
-        ),
-        rollout=rollout if rollout.ranks is not None else replace(rollout, ranks=ranks("rollout")),
-    )
+    sizes, rollout = replace(config.actor.layout, ranks=None), config.rollout
+    if rollout.ranks is None:
+        rollout = replace(rollout, ranks=ranks("rollout"))
+    return replace(with_role_sections(config, place), rollout=rollout)
 
 
 def layout_sections(config: RunConfig) -> dict[str, LayoutConfig | None]:
     """Return every role's layout section by its configuration path, None where it has none."""
-    sections: dict[str, LayoutConfig | None] = {"actor.layout": config.actor.layout}
-    if config.critic is not None:
-        sections["critic.layout"] = config.critic.layout
-    if config.reference is not None:
-        sections["reference.layout"] = config.reference.layout
-    for name, model in config.reward.models.items():
-        sections[f"reward.models.{name}.layout"] = model.layout
-    return sections
+    return {f"{path}.layout": section.layout for path, section in role_sections(config).items()}
 
 
 def megatron_sections(config: RunConfig) -> dict[str, Mapping[str, Any] | None]:
     """Return what every role states of Megatron's settings by its configuration path, None where nothing."""
-    roles = {"actor": config.actor, "critic": config.critic, "reference": config.reference}
-    roles |= {f"reward.models.{name}": model for name, model in config.reward.models.items()}
-    return {f"{path}.megatron": role.megatron for path, role in roles.items() if role is not None}
+    return {f"{path}.megatron": section.megatron for path, section in role_sections(config).items()}
 
 
 def megatron_settings(config: RunConfig, layout: ParallelLayout) -> tuple[str, Mapping[str, Any]]:
@@ -88,18 +71,6 @@ def megatron_settings(config: RunConfig, layout: ParallelLayout) -> tuple[str, M
     if (layout.pipeline, layout.virtual_pipeline) != (actor.pipeline, actor.virtual_pipeline):
         shared = {name: value for name, value in shared.items() if name not in STAGE_SETTINGS}
     return "actor.megatron", shared
-
-
-def role_of(path: str) -> str:
-    """Return the role whose layout stands at a configuration path; the inverse of `where_of`."""
-    return path.removesuffix(".layout").replace("reward.models.", "reward.")
-
-
-def where_of(role: str) -> str:
-    """Return the configuration path of a role's layout."""
-    if role == "rollout":
-        return "rollout"
-    return f"{role.replace('reward.', 'reward.models.', 1)}.layout"
 
 
 def role_layout(section: LayoutConfig, path: str) -> ParallelLayout:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from megatron_rl.algorithms.lookup import algorithm_of, scoring_reason
 from megatron_rl.config.derive import token_budget
 from megatron_rl.config.placement import placed, role_layouts, shared_weights
+from megatron_rl.config.roles import role_of, stated_models
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import CriticConfig
 from megatron_rl.config.sections.rollout import OPEN
@@ -215,14 +216,12 @@ def _choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelSh
 
 def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dict[str, ModelShape]:
     """Return the shape of every role's model; ``shape_of`` returns that of the model at a path."""
-    sections = {"critic": config.critic, "reference": config.reference}
-    sections |= {f"reward.{name}": model for name, model in config.reward.models.items()}
     actor = shape_of(config.model.path)
     shapes = {"actor": actor, "rollout": actor}
-    for role, section in sections.items():
-        path = (section.path if section else None) or config.model.path
+    for where, stated in stated_models(config).items():
+        path = stated or config.model.path
         # A model that the run itself makes (after a warm-up) has the shape of the one it starts from.
-        shapes[role] = actor if path.startswith(config.run_dir) else shape_of(path)
+        shapes[role_of(where)] = actor if path.startswith(config.run_dir) else shape_of(path)
     return shapes
 
 

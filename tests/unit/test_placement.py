@@ -7,7 +7,8 @@ import pytest
 from megatron_rl.algorithms import get_algorithm
 from megatron_rl.config.derive import resolve, smallest_world
 from megatron_rl.config.load import dump, load_text
-from megatron_rl.config.placement import role_layouts, role_of, where_of
+from megatron_rl.config.placement import role_layouts
+from megatron_rl.config.roles import role_of, where_of
 
 TEXT = """\
 model: {path: m}
