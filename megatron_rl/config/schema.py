@@ -11,16 +11,9 @@ from dataclasses import dataclass
 
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.config.sections.algorithm import AlgorithmConfig
-from megatron_rl.config.sections.bounds import (
-    LARGE,
-    MAX_WORLD,
-    MOST_ROWS,
-    MOST_SECONDS,
-    MOST_STEPS,
-    MOST_TOKENS,
-)
+from megatron_rl.config.sections.bounds import ENDLESS, MANY, POSITIVE, RANKS, SECONDS, STEPS, TOKENS, WAIT
 from megatron_rl.config.sections.data import DataConfig
-from megatron_rl.config.sections.evaluation import EvaluationConfig
+from megatron_rl.config.sections.evaluation import NEVER, EvaluationConfig
 from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ReferenceConfig
 from megatron_rl.config.sections.rewards import RewardConfig
@@ -34,7 +27,6 @@ from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
 from megatron_rl.config.sections.starting_model import ModelConfig
 from megatron_rl.config.setting import required, setting
 
-_NEVER = "a number above `steps` means never"
 _OPTIMIZER_STEPS = "ours counts optimizer steps per batch: batch size / mini-batch size"
 _EPOCHS = "ours counts steps: epochs x prompts / batch.prompts_per_step"
 _PROCESSES = "ours is the number of processes: nodes x GPUs per node"
@@ -53,8 +45,7 @@ class BatchConfig:
         64,
         "Prompts that a training step takes.",
         unit="prompts",
-        at_least=1,
-        at_most=MOST_ROWS,
+        **MANY,
         also_called={
             "verl": "train_batch_size, gen_batch_size",
             "NeMo-RL": "num_prompts_per_step",
@@ -67,8 +58,7 @@ class BatchConfig:
         8,
         "Responses sampled to each prompt, which form a group.",
         unit="rows",
-        at_least=1,
-        at_most=MOST_ROWS,
+        **MANY,
         also_called={
             "verl": "rollout.n",
             "slime": "n_samples_per_prompt",
@@ -82,8 +72,7 @@ class BatchConfig:
         1,
         "Mini-batches, each of one optimizer step, that a step's rows are dealt into.",
         unit="optimizer steps",
-        at_least=1,
-        at_most=MOST_ROWS,
+        **MANY,
         also_called={
             "slime": "global_batch_size, num_steps_per_rollout",
             "NeMo-RL": "train_global_batch_size",
@@ -102,10 +91,8 @@ class BatchConfig:
     tokens_per_microbatch: int | None = setting(
         None,
         "Most tokens of a micro-batch; rows are packed up to it.",
-        unit="tokens",
+        **TOKENS,
         unset="what keeps the pipeline busy, at least the longest row",
-        at_least=1,
-        at_most=MOST_TOKENS,
         also_called={
             "verl": "ppo_micro_batch_size, ppo_micro_batch_size_per_gpu, log_prob_micro_batch_size_per_gpu, "
             "ppo_max_token_len_per_gpu, use_dynamic_bsz",
@@ -126,10 +113,8 @@ class CheckpointConfig:
     every: int = setting(
         50,
         "Steps between checkpoints.",
-        unit="steps",
-        at_least=1,
-        at_most=MOST_STEPS,
-        advice=_NEVER,
+        **STEPS,
+        advice=NEVER,
         also_called={
             "verl": "save_freq",
             "NeMo-RL": "save_period",
@@ -140,8 +125,7 @@ class CheckpointConfig:
     keep: int = setting(
         3,
         "Newest checkpoints that stay.",
-        at_least=1,
-        at_most=MOST_STEPS,
+        **ENDLESS,
         also_called={"NeMo-RL": "keep_top_k", "verl": "max_actor_ckpt_to_keep"},
     )
     best: str | None = setting(
@@ -153,9 +137,7 @@ class CheckpointConfig:
     best_is: str = setting(
         "highest", "Which measurement of `best` is the best.", choices=("highest", "lowest")
     )
-    keep_best: int = setting(
-        1, "Best checkpoints that stay, beside the newest.", at_least=1, at_most=MOST_STEPS
-    )
+    keep_best: int = setting(1, "Best checkpoints that stay, beside the newest.", **ENDLESS)
     optimizer_layout: str = setting(
         ANY,
         "How distributed optimizers lie in checkpoints: any gathers whole parameters, for every layout; same "
@@ -180,9 +162,7 @@ class CheckpointConfig:
         25.0,
         "Time that a job which a signal asks to stop has until it has saved; torchrun kills its ranks 30 s "
         "after it was asked itself.",
-        unit="seconds",
-        at_least=0,
-        at_most=MOST_SECONDS,
+        **WAIT,
     )
     export: bool = setting(True, "Write a Hugging Face checkpoint at the end of the run.")
     megatron: str | None = setting(
@@ -213,9 +193,7 @@ class RunConfig:
     steps: int = required(
         "Training steps of the run.",
         jobs=(TRAIN,),
-        unit="steps",
-        at_least=1,
-        at_most=MOST_STEPS,
+        **STEPS,
         example="200",
         also_called={
             "verl": "total_training_steps, total_epochs",
@@ -237,10 +215,8 @@ class RunConfig:
     world_size: int | None = setting(
         None,
         "Processes (GPUs) of the job.",
-        unit="ranks",
+        **RANKS,
         unset="what the launcher says",
-        at_least=1,
-        at_most=MAX_WORLD,
         also_called={"verl": "nnodes", "NeMo-RL": "num_nodes"},
         conversion=_PROCESSES,
     )
@@ -263,16 +239,14 @@ class RunConfig:
         "Memory of a GPU, which `check` compares its estimate with.",
         unit="GiB",
         unset="nothing is compared",
-        more_than=0,
-        at_most=LARGE,
+        **POSITIVE,
     )
     network_gigabits_per_gpu: float | None = setting(
         None,
         "Bandwidth of the network per GPU, for predictions.",
         unit="Gbit/s",
         unset="that of the GPU's usual machine",
-        more_than=0,
-        at_most=LARGE,
+        **POSITIVE,
     )
     placement: str = setting(
         "colocate",
@@ -301,9 +275,7 @@ class RunConfig:
     rank_timeout: float = setting(
         600.0,
         "Time after which a job stops in which no rank gets on. A rank may wait longer for one that does.",
-        unit="seconds",
-        more_than=0,
-        at_most=MOST_SECONDS,
+        **SECONDS,
     )
     prepare: dict[str, str] = setting(
         {},

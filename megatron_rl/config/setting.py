@@ -7,10 +7,11 @@ default::
         64,
         "Prompts that a training step takes.",
         unit="prompts",
-        at_least=1,
-        at_most=MOST_ROWS,
+        **MANY,
         also_called={"verl": "train_batch_size", "slime": "rollout_batch_size"},
     )
+
+Unit and bounds of a common kind of number have a name in `sections.bounds`.
 
 Everything that is said about the key is made from this: parsing and its errors, the check of the value
 (`value_errors`), the reference in the documentation, and the answer to a name of another project. A

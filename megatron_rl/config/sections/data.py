@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.sections.bounds import MOST_TOKENS
+from megatron_rl.config.sections.bounds import TOKENS
 from megatron_rl.config.setting import setting
 
 
@@ -45,9 +45,7 @@ class DataConfig:
     max_prompt_tokens: int = setting(
         1024,
         "Longest prompt.",
-        unit="tokens",
-        at_least=1,
-        at_most=MOST_TOKENS,
+        **TOKENS,
         also_called={
             "verl": "max_prompt_length",
             "NeMo-RL": "max_input_seq_length",

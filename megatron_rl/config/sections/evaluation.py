@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.sections.bounds import MOST_ROWS, MOST_STEPS
+from megatron_rl.config.sections.bounds import ENDLESS, MANY, STEPS
 from megatron_rl.config.setting import required, setting
 
-_NEVER = "a number above `steps` means never"
+NEVER = "a number above `steps` means never"
 INTERVALS = ("low", "high")
 
 
@@ -25,15 +25,9 @@ class EvaluationSetConfig:
         "Prompts that are answered: a data set with the fields of `data`.", example="data/eval.jsonl"
     )
     every: int | None = setting(
-        None,
-        "Steps between evaluations of this set.",
-        unit="steps",
-        unset="evaluation.every",
-        at_least=1,
-        at_most=MOST_STEPS,
-        advice=_NEVER,
+        None, "Steps between evaluations of this set.", **STEPS, unset="evaluation.every", advice=NEVER
     )
-    samples: int = setting(1, "Answers to each prompt.", unit="rows", at_least=1, at_most=MOST_ROWS)
+    samples: int = setting(1, "Answers to each prompt.", unit="rows", **MANY)
     temperature: float = setting(
         0.0, "Temperature of answers; 0 is greedy.", at_least=0, at_most=100, advice="0 is greedy"
     )
@@ -45,12 +39,7 @@ class EvaluationSetConfig:
         at_most=1,
     )
     max_prompts: int | None = setting(
-        None,
-        "Prompts that are answered, from the start of the data.",
-        unit="prompts",
-        unset="all",
-        at_least=1,
-        at_most=MOST_STEPS,
+        None, "Prompts that are answered, from the start of the data.", unit="prompts", unset="all", **ENDLESS
     )
     reward: str | None = setting(
         None,
@@ -108,10 +97,8 @@ class EvaluationConfig:
     every: int = setting(
         10,
         "Steps between evaluations, for sets that do not say it themselves.",
-        unit="steps",
-        at_least=1,
-        at_most=MOST_STEPS,
-        advice=_NEVER,
+        **STEPS,
+        advice=NEVER,
         also_called={
             "verl": "test_freq",
             "NeMo-RL": "val_period",
@@ -130,8 +117,7 @@ class EvaluationConfig:
         "ends.",
         unit="evaluations",
         unset="the run takes all its steps",
-        at_least=1,
-        at_most=MOST_STEPS,
+        **ENDLESS,
     )
 
     def interval(self, name: str) -> int:

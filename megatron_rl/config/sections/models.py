@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.sections.bounds import LARGE, MAX_WORLD, MOST_ROWS, MOST_STEPS
+from megatron_rl.config.sections.bounds import LARGE, MANY, MAX_WORLD, MOST_STEPS, POSITIVE, RANKS, SHARE
 from megatron_rl.config.setting import setting
 
 OWN_MEGATRON = "Fields of Megatron-Core's TransformerConfig for this model."
@@ -14,7 +14,9 @@ DDP_MEANING = (
     "Fields of Megatron-Core's DistributedDataParallelConfig; overlap_grad_reduce is true on an accelerator, "
     "and overlap_param_gather with it where the optimizer is distributed."
 )
-_RANKS_LISTED = "ours lists the ranks"
+RECOMPUTED = "Activations that the backward pass computes again: none, attention (selective), or every layer."
+RECOMPUTES = ("none", "selective", "full")
+RANKS_LISTED = "ours lists the ranks"
 _DATA_PARALLEL = "it is what remains of the ranks after tensor x pipeline x context; set those or world_size"
 
 
@@ -27,14 +29,12 @@ class LayoutConfig:
         'Ranks of the role: a list, or ranges such as "0-31,40".',
         unset="what `placement` gives the role",
         also_called={"slime": "actor_num_nodes, actor_num_gpus_per_node"},
-        conversion=_RANKS_LISTED,
+        conversion=RANKS_LISTED,
     )
     tensor: int = setting(
         1,
         "Tensor parallelism: ranks that share each layer.",
-        unit="ranks",
-        at_least=1,
-        at_most=MAX_WORLD,
+        **RANKS,
         advice="1 switches it off",
         also_called={
             "Megatron-LM": "tensor_model_parallel_size",
@@ -45,9 +45,7 @@ class LayoutConfig:
     pipeline: int = setting(
         1,
         "Pipeline parallelism: stages that share the layers.",
-        unit="ranks",
-        at_least=1,
-        at_most=MAX_WORLD,
+        **RANKS,
         advice="1 switches it off",
         also_called={"Megatron-LM": "pipeline_model_parallel_size", "common": "pp"},
     )
@@ -62,28 +60,22 @@ class LayoutConfig:
     context: int = setting(
         1,
         "Context parallelism: ranks that share each row.",
-        unit="ranks",
-        at_least=1,
-        at_most=MAX_WORLD,
+        **RANKS,
         advice="1 switches it off",
         also_called={"Megatron-LM": "context_parallel_size", "OpenRLHF": "ring_attn_size", "common": "cp"},
     )
     expert: int = setting(
         1,
         "Expert parallelism: ranks that share a layer's experts.",
-        unit="ranks",
-        at_least=1,
-        at_most=MAX_WORLD,
+        **RANKS,
         advice="1 switches it off",
         also_called={"Megatron-LM": "expert_model_parallel_size", "common": "ep"},
     )
     expert_tensor: int | None = setting(
         None,
         "Tensor parallelism inside each expert.",
-        unit="ranks",
+        **RANKS,
         unset="1: experts are whole",
-        at_least=1,
-        at_most=MAX_WORLD,
         advice="1 switches it off",
         also_called={"Megatron-LM": "expert_tensor_parallel_size", "common": "etp"},
     )
@@ -119,8 +111,7 @@ class OptimizerConfig:
         None,
         "Learning rate that the decay ends at.",
         unset="learning_rate",
-        at_least=0,
-        at_most=1,
+        **SHARE,
         also_called={"Megatron-LM": "min_lr"},
     )
     warmup_steps: int = setting(
@@ -194,8 +185,7 @@ class LoraConfig:
     rank: int = setting(
         32,
         "Rank of every adapter.",
-        at_least=1,
-        at_most=MOST_ROWS,
+        **MANY,
         advice="8 to 128 are usual",
         also_called={"verl": "lora_rank", "PEFT": "lora_r"},
     )
@@ -203,8 +193,7 @@ class LoraConfig:
         None,
         "An adapter adds alpha / rank times the product of its matrices.",
         unset="rank: a factor of 1",
-        more_than=0,
-        at_most=LARGE,
+        **POSITIVE,
         also_called={"common": "lora_alpha"},
     )
     dropout: float = setting(
@@ -249,8 +238,8 @@ class ActorConfig:
     )
     recompute: str = setting(
         "none",
-        "Activations that the backward pass computes again: none, attention (selective), or every layer.",
-        choices=("none", "selective", "full"),
+        RECOMPUTED,
+        choices=RECOMPUTES,
         also_called={
             "Megatron-LM": "recompute_granularity",
             "NeMo-RL": "activation_checkpointing",
@@ -340,11 +329,7 @@ class CriticConfig:
         "over the same model on the same ranks, both have one base in memory.",
         unset="every weight is trained",
     )
-    recompute: str = setting(
-        "none",
-        "Activations that the backward pass computes again: none, attention (selective), or every layer.",
-        choices=("none", "selective", "full"),
-    )
+    recompute: str = setting("none", RECOMPUTED, choices=RECOMPUTES)
     warmup_steps: int = setting(
         0,
         "First steps of the run, in which the critic learns alone.",

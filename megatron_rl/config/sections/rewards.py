@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.sections.bounds import LARGE, MOST_ROWS, MOST_SECONDS, MOST_STEPS, MOST_TOKENS
+from megatron_rl.config.sections.bounds import (
+    LARGE,
+    MANY,
+    MOST_ROWS,
+    POSITIVE,
+    PROCESSES,
+    SECONDS,
+    SHARE,
+    STEPS,
+    TOKENS,
+    WEIGHT,
+)
 from megatron_rl.config.sections.limits import LimitsConfig
 from megatron_rl.config.sections.models import LIKE_ACTOR, OWN_MEGATRON, LayoutConfig
 from megatron_rl.config.sections.stages import PairsConfig
@@ -24,7 +35,7 @@ class RewardModelConfig:
         "`training` any policy of that tokenizer.",
         unset="with training: model.path, after `sft` and `preference` where they are",
     )
-    weight: float = setting(1.0, "Factor of the score in the reward.", at_least=-LARGE, at_most=LARGE)
+    weight: float = setting(1.0, "Factor of the score in the reward.", **WEIGHT)
     layout: LayoutConfig | None = setting(
         None, "Ranks and parallelism of the reward model.", unset="the actor's"
     )
@@ -42,9 +53,7 @@ class RewardLimitsConfig(LimitsConfig):
     A run says at its start which of these the machine's kernel does not enforce.
     """
 
-    cpu_seconds: float = setting(
-        60.0, "Processor time of a call.", unit="seconds", more_than=0, at_most=MOST_SECONDS
-    )
+    cpu_seconds: float = setting(60.0, "Processor time of a call.", **SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +71,11 @@ class RewardServerConfig:
         "Headers of a request: for each the name of the environment variable that holds its value, such as "
         "SCORER_TOKEN. No process of your code gets such a variable, and nothing writes its value down.",
     )
-    concurrency: int = setting(16, "Requests open at once.", unit="requests", at_least=1, at_most=MOST_ROWS)
+    concurrency: int = setting(16, "Requests open at once.", unit="requests", **MANY)
     rate: float | None = setting(
-        None, "Most requests per second.", unit="1/second", unset="no limit", more_than=0, at_most=LARGE
+        None, "Most requests per second.", unit="1/second", unset="no limit", **POSITIVE
     )
-    timeout: float = setting(
-        30.0, "Time after which a request has failed.", unit="seconds", more_than=0, at_most=MOST_SECONDS
-    )
+    timeout: float = setting(30.0, "Time after which a request has failed.", **SECONDS)
     retries: int = setting(
         3,
         "Further tries of a request where the server is not reached, is too slow, has an error of its own or "
@@ -77,36 +84,19 @@ class RewardServerConfig:
         at_least=0,
         at_most=1000,
     )
-    backoff: float = setting(
-        0.5,
-        "Wait before the first further try; it doubles with each.",
-        unit="seconds",
-        more_than=0,
-        at_most=MOST_SECONDS,
-    )
+    backoff: float = setting(0.5, "Wait before the first further try; it doubles with each.", **SECONDS)
     longest_wait: float = setting(
-        60.0,
-        "Longest wait before a further try, whatever the server asks for.",
-        unit="seconds",
-        more_than=0,
-        at_most=MOST_SECONDS,
+        60.0, "Longest wait before a further try, whatever the server asks for.", **SECONDS
     )
     open_after: int = setting(
         8,
         "Requests running that fail with all their tries, after which nothing is sent for a while: the "
         "circuit is open, and samples are invalid at once.",
         unit="requests",
-        at_least=1,
-        at_most=MOST_ROWS,
+        **MANY,
     )
-    open_seconds: float = setting(
-        30.0,
-        "Time after which an open circuit lets one request try.",
-        unit="seconds",
-        more_than=0,
-        at_most=MOST_SECONDS,
-    )
-    weight: float = setting(1.0, "Factor of its reward in the sum.", at_least=-LARGE, at_most=LARGE)
+    open_seconds: float = setting(30.0, "Time after which an open circuit lets one request try.", **SECONDS)
+    weight: float = setting(1.0, "Factor of its reward in the sum.", **WEIGHT)
 
 
 SENDS = ("prompt", "response", "ground_truth", "metadata", "turns", "tokens", "group")
@@ -125,9 +115,7 @@ class HttpRewardConfig(RewardServerConfig):
         SENDS[:4],
         f"What a sample holds, of {', '.join(SENDS[:6])}; with group, a request has all samples of a prompt.",
     )
-    samples_per_request: int = setting(
-        1, "Samples of a request.", unit="samples", at_least=1, at_most=MOST_ROWS
-    )
+    samples_per_request: int = setting(1, "Samples of a request.", unit="samples", **MANY)
 
 
 TEMPLATE = """Problem:
@@ -170,7 +158,7 @@ class JudgeConfig(RewardServerConfig):
         "which returns None where there is no verdict. The default reads the last line `Score: N`.",
     )
     temperature: float = setting(0.0, "Temperature of the judge.", at_least=0, at_most=LARGE)
-    max_tokens: int = setting(512, "Longest answer.", unit="tokens", at_least=1, at_most=MOST_TOKENS)
+    max_tokens: int = setting(512, "Longest answer.", **TOKENS)
     parameters: dict[str, Any] = setting({}, "Further parameters of the request.")
     cache: int = setting(
         100_000,
@@ -199,23 +187,15 @@ class CodeConfig:
         "`all`: 1 for a program that passes every test, else 0; `share`: the share of tests passed.",
         choices=("all", "share"),
     )
-    test_timeout: float = setting(
-        5.0, "Time of a program in one test.", unit="seconds", more_than=0, at_most=MOST_SECONDS
-    )
+    test_timeout: float = setting(5.0, "Time of a program in one test.", **SECONDS)
     timeout: float = setting(
-        60.0,
-        "Time of a program in all its tests; it has not passed those that are left then.",
-        unit="seconds",
-        more_than=0,
-        at_most=MOST_SECONDS,
+        60.0, "Time of a program in all its tests; it has not passed those that are left then.", **SECONDS
     )
-    workers: int = setting(
-        1, "Processes per rank that test programs.", unit="processes", at_least=1, at_most=1024
-    )
+    workers: int = setting(1, "Processes per rank that test programs.", **PROCESSES)
     limits: RewardLimitsConfig = setting(
         RewardLimitsConfig(memory_gib=1.0, processes=16), "What a program may use."
     )
-    weight: float = setting(1.0, "Factor of its reward in the sum.", at_least=-LARGE, at_most=LARGE)
+    weight: float = setting(1.0, "Factor of its reward in the sum.", **WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -253,42 +233,21 @@ class RewardConfig:
     arguments: dict[str, Any] = setting(
         {}, "Further arguments of the function.", also_called={"verl": "reward_kwargs"}
     )
-    timeout: float = setting(
-        10.0,
-        "Time after which a call of the function has failed.",
-        unit="seconds",
-        more_than=0,
-        at_most=MOST_SECONDS,
-    )
-    workers: int = setting(
-        1, "Processes per rank that call the function.", unit="processes", at_least=1, at_most=1024
-    )
+    timeout: float = setting(10.0, "Time after which a call of the function has failed.", **SECONDS)
+    workers: int = setting(1, "Processes per rank that call the function.", **PROCESSES)
     concurrency: int = setting(
-        16,
-        "Calls of an `async def` function that a worker has open at once.",
-        unit="calls",
-        at_least=1,
-        at_most=MOST_ROWS,
+        16, "Calls of an `async def` function that a worker has open at once.", unit="calls", **MANY
     )
     max_invalid_fraction: float = setting(
         0.5,
         "Share of a step's rewards that may fail; a run whose steps go over it `invalid_steps` times running "
         "stops and says why they fail.",
-        at_least=0,
-        at_most=1,
+        **SHARE,
         advice="1 never stops a run",
     )
-    invalid_steps: int = setting(
-        3,
-        "Steps running over `max_invalid_fraction` that stop a run.",
-        unit="steps",
-        at_least=1,
-        at_most=MOST_STEPS,
-    )
+    invalid_steps: int = setting(3, "Steps running over `max_invalid_fraction` that stop a run.", **STEPS)
     limits: RewardLimitsConfig = setting(RewardLimitsConfig(), "What a call of the function may use.")
-    weight: float = setting(
-        1.0, "Factor of the function's reward in the sum.", at_least=-LARGE, at_most=LARGE
-    )
+    weight: float = setting(1.0, "Factor of the function's reward in the sum.", **WEIGHT)
     code: CodeConfig | None = setting(None, "Tests of the programs in responses.", unset="none")
     http: HttpRewardConfig | None = setting(None, "A server that judges.", unset="none")
     judge: JudgeConfig | None = setting(None, "A language model that judges.", unset="none")

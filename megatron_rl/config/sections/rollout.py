@@ -6,11 +6,22 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.sections.bounds import LARGE, MAX_WORLD, MOST_SECONDS, MOST_STEPS, MOST_TOKENS
+from megatron_rl.config.sections.bounds import (
+    ENDLESS,
+    MOST_STEPS,
+    MOST_TOKENS,
+    POSITIVE,
+    PROCESSES,
+    RANKS,
+    SECONDS,
+    SHARE,
+    TOKENS,
+    WAIT,
+)
 from megatron_rl.config.sections.limits import LimitsConfig
+from megatron_rl.config.sections.models import RANKS_LISTED
 from megatron_rl.config.setting import required, setting
 
-_RANKS_LISTED = "ours lists the ranks"
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
 SERVER = "server"
 CLOSED, OPEN = "closed", "open"
@@ -30,26 +41,12 @@ class EnvironmentConfig:
         example="my_env.py:Calculator",
     )
     max_turns: int = setting(
-        16,
-        "Most turns of the policy; an episode that would go on is truncated.",
-        unit="turns",
-        at_least=1,
-        at_most=MOST_STEPS,
+        16, "Most turns of the policy; an episode that would go on is truncated.", unit="turns", **ENDLESS
     )
     turn_timeout: float = setting(
-        30.0,
-        "Time after which an environment that does not answer a turn has failed.",
-        unit="seconds",
-        more_than=0,
-        at_most=MOST_SECONDS,
+        30.0, "Time after which an environment that does not answer a turn has failed.", **SECONDS
     )
-    workers: int = setting(
-        1,
-        "Processes per engine replica that environments run in.",
-        unit="processes",
-        at_least=1,
-        at_most=1024,
-    )
+    workers: int = setting(1, "Processes per engine replica that environments run in.", **PROCESSES)
     tool_parser: str | None = setting(
         None,
         "The parser of vLLM that finds calls of tools in a turn, such as `hermes`.",
@@ -72,26 +69,14 @@ class ServerConfig:
         (), "Addresses of the servers, such as `http://host:8000`; `check` shows the command that starts one."
     )
     request_timeout: float = setting(
-        600.0,
-        "Time after which a server that has not answered a request counts as lost.",
-        unit="seconds",
-        more_than=0,
-        at_most=MOST_SECONDS,
+        600.0, "Time after which a server that has not answered a request counts as lost.", **SECONDS
     )
     update_timeout: float = setting(
         300.0,
         "Time that a server has to meet the trainers, and for each call that brings it weights.",
-        unit="seconds",
-        more_than=0,
-        at_most=MOST_SECONDS,
+        **SECONDS,
     )
-    wait: float = setting(
-        300.0,
-        "Time that a step waits while no server is there.",
-        unit="seconds",
-        at_least=0,
-        at_most=MOST_SECONDS,
-    )
+    wait: float = setting(300.0, "Time that a step waits while no server is there.", **WAIT)
 
 
 @dataclass(frozen=True)
@@ -119,16 +104,14 @@ class RolloutConfig:
         unset="what `placement` gives the rollout",
         also_called={"slime": "rollout_num_gpus, colocate", "OpenRLHF": "vllm_num_engines"},
         conversion={
-            "rollout_num_gpus": _RANKS_LISTED,
+            "rollout_num_gpus": RANKS_LISTED,
             "colocate": "roles share ranks unless their ranks are set apart",
         },
     )
     tensor: int = setting(
         1,
         "Tensor parallelism of a replica; the number of replicas follows from the ranks.",
-        unit="ranks",
-        at_least=1,
-        at_most=MAX_WORLD,
+        **RANKS,
         advice="1 switches it off",
         also_called={
             "verl": "rollout.tensor_model_parallel_size",
@@ -168,17 +151,14 @@ class RolloutConfig:
     min_p: float = setting(
         0.0,
         "Smallest probability that is sampled from, as a share of the largest.",
-        at_least=0,
-        at_most=1,
+        **SHARE,
         per_task=True,
         advice="0 switches min-p off",
     )
     max_response_tokens: int = setting(
         256,
         "Longest response; with an environment, all that follows the prompt together.",
-        unit="tokens",
-        at_least=1,
-        at_most=MOST_TOKENS,
+        **TOKENS,
         per_task=True,
         also_called={
             "verl": "max_response_length, response_length",
@@ -219,26 +199,22 @@ class RolloutConfig:
     oversample: float = setting(
         0.0,
         "Fraction of further prompts sampled beside those of a step.",
-        at_least=0,
-        at_most=1,
+        **SHARE,
         advice="0.25 samples a quarter more prompts than a step needs; 0 is off",
     )
     partial: bool = setting(False, "Continue unfinished responses in the next step.")
     round_tokens: int | None = setting(
         None,
         "Tokens per response after which the closed order looks at which over-sampled groups are complete.",
-        unit="tokens",
+        **TOKENS,
         unset="an eighth of max_response_tokens",
-        at_least=1,
-        at_most=MOST_TOKENS,
     )
     max_in_flight: int | None = setting(
         None,
         "Most episodes that a replica samples at once; it begins further ones of a step as others end.",
         unit="episodes",
         unset="what the engine works on at once: `rollout.vllm.max_num_seqs`",
-        at_least=1,
-        at_most=MOST_STEPS,
+        **ENDLESS,
         also_called={"prime-rl": "max_inflight_rollouts"},
     )
     environment: EnvironmentConfig | None = setting(
@@ -317,20 +293,10 @@ class MismatchConfig:
     """
 
     warn: float | None = setting(
-        None,
-        "Difference from which a step warns.",
-        unit="nats",
-        unset="by model.dtype",
-        more_than=0,
-        at_most=LARGE,
+        None, "Difference from which a step warns.", unit="nats", unset="by model.dtype", **POSITIVE
     )
     stop: float | None = setting(
-        None,
-        "Difference from which the run stops.",
-        unit="nats",
-        unset="by model.dtype",
-        more_than=0,
-        at_most=LARGE,
+        None, "Difference from which the run stops.", unit="nats", unset="by model.dtype", **POSITIVE
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_rl.config.sections.bounds import LARGE, MOST_ROWS, MOST_STEPS, MOST_TOKENS
+from megatron_rl.config.sections.bounds import LARGE, MANY, MOST_STEPS, MOST_TOKENS, POSITIVE, STEPS
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import required, setting
 
@@ -20,10 +20,8 @@ class StageConfig:
     steps: int | None = setting(
         None,
         "Optimizer steps of the stage.",
-        unit="steps",
+        **STEPS,
         unset="as many as `epochs` take",
-        at_least=1,
-        at_most=MOST_STEPS,
         advice="give 1 or more, or remove the section for a run without that training",
     )
     epochs: float | None = setting(
@@ -39,28 +37,20 @@ class StageConfig:
         unset="nothing is measured on other data",
     )
     evaluate_every: int | None = setting(
-        None,
-        "Steps between further measurements on `held_out`.",
-        unit="steps",
-        unset="none",
-        at_least=1,
-        at_most=MOST_STEPS,
+        None, "Steps between further measurements on `held_out`.", **STEPS, unset="none"
     )
     until_loss: float | None = setting(
         None,
         "Loss on `held_out` that is good enough: the stage ends at the first measurement at or below it, and "
         "the job stops where `steps` or `epochs` do not reach it.",
         unset="the stage takes all its steps, whatever the loss",
-        more_than=0,
-        at_most=LARGE,
+        **POSITIVE,
     )
     checkpoint_every: int | None = setting(
         None,
         "Steps between checkpoints, from which a stage that was interrupted goes on.",
-        unit="steps",
+        **STEPS,
         unset="checkpoint.every",
-        at_least=1,
-        at_most=MOST_STEPS,
     )
     max_row_tokens: int | None = setting(
         None,
@@ -89,9 +79,7 @@ class StageConfig:
 class SftConfig(StageConfig):
     """Train the actor on given responses before reinforcement learning; the loss is on their tokens."""
 
-    rows_per_step: int = setting(
-        64, "Rows that an optimizer step takes.", unit="rows", at_least=1, at_most=MOST_ROWS
-    )
+    rows_per_step: int = setting(64, "Rows that an optimizer step takes.", unit="rows", **MANY)
     response_field: str = setting("response", "Field of the response.")
 
     UNIT = "row"
@@ -102,9 +90,7 @@ class SftConfig(StageConfig):
 class PairsConfig(StageConfig):
     """Train a reward model on preferences (Bradley-Terry) before reinforcement learning."""
 
-    pairs_per_step: int = setting(
-        32, "Pairs that an optimizer step takes.", unit="pairs", at_least=1, at_most=MOST_ROWS
-    )
+    pairs_per_step: int = setting(32, "Pairs that an optimizer step takes.", unit="pairs", **MANY)
     chosen_field: str = setting("chosen", "Field of the preferred response.")
     rejected_field: str = setting("rejected", "Field of the other response.")
 
@@ -121,11 +107,7 @@ class PreferenceConfig(PairsConfig):
 
     loss: str = setting("sigmoid", "Loss of a pair.", choices=("sigmoid", "robust", "hinge", "ipo", "simpo"))
     beta: float | None = setting(
-        None,
-        "Strength of the pull to the reference.",
-        unset="0.1, and 2.0 with simpo",
-        more_than=0,
-        at_most=LARGE,
+        None, "Strength of the pull to the reference.", unset="0.1, and 2.0 with simpo", **POSITIVE
     )
     label_smoothing: float = setting(
         0.0, "Assumed share of flipped labels (sigmoid, robust).", at_least=0, less_than=0.5
