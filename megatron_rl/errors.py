@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 EXIT_BAD_INPUT = 2
 
@@ -91,3 +92,24 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name closest in spelling to ``name``, or None when none is close."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return close[0] if close else None
+
+
+def neighbours(path: Path) -> str:
+    """Return what there is in the place of a missing file: the folder that is not there, or a near name."""
+    parent = path.parent
+    if path.is_symlink() and not path.exists():
+        return f"{path} is a link that leads to nothing"
+    if path.exists():
+        return f"{path} is a {'folder' if path.is_dir() else 'pipe, a socket or a device'}"
+    if not parent.is_dir():
+        while parent.parent != parent and not parent.parent.is_dir():
+            parent = parent.parent
+        return f"no directory {parent}"
+    close = nearest(path.name, [item.name for item in parent.iterdir()])
+    return f"no {path.name} in {parent}" + (f"; there is {close}" if close else "")
+
+
+def some_of(names: Sequence[str], most: int) -> str:
+    """Return the first of many names in words, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

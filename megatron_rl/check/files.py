@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError, neighbours
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Files:
             message,
             where=where,
             expected=expected,
-            got=_neighbours(path),
+            got=neighbours(path),
             fix=f"make it with: {command[1]}" if command else fix or "correct the path",
         )
         if command is not None and not Path(command[0]).exists():
@@ -58,17 +58,3 @@ class Files:
             if path == root or root in path.parents:
                 return directory, command
         return None
-
-
-def _neighbours(path: Path) -> str:
-    parent = path.parent
-    if path.is_symlink() and not path.exists():
-        return f"{path} is a link that leads to nothing"
-    if path.exists():
-        return f"{path} is a {'folder' if path.is_dir() else 'pipe, a socket or a device'}"
-    if not parent.is_dir():
-        while parent.parent != parent and not parent.parent.is_dir():
-            parent = parent.parent
-        return f"no directory {parent}"
-    close = nearest(path.name, [item.name for item in parent.iterdir()])
-    return f"no {path.name} in {parent}" + (f"; there is {close}" if close else "")

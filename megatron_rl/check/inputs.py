@@ -129,21 +129,19 @@ def check_inputs(check: Inputs) -> None:
     for role, path in stated_models(config).items():
         if check.fine(f"{role}.path"):
             _same_vocabulary(check, path, role)
-    fields = {config.data.prompt_field: "data.prompt_field"}
-    judged = {**fields, config.data.ground_truth_field: "data.ground_truth_field"}
     fine = check.fine("data.prompt_field", "data.ground_truth_field")
     if config.data.train is not None and fine and check.fine("data.train"):
-        check.preview = check_data(Path(config.data.train), "data.train", judged, files)
+        check.preview = check_data(Path(config.data.train), "data.train", config.data.judged, files)
         _check_prompts(check)
     for name, described in config.evaluation.sets.items():
         where = f"evaluation.sets.{name}"
         if fine and check.fine(where):
-            check_data(Path(described.data), f"{where}.data", judged, files)
+            check_data(Path(described.data), f"{where}.data", config.data.judged, files)
             check.errors.extend(evaluation_set_errors(name, described))
     if check.fine("evaluation", "checkpoint"):
         check.errors.extend(best_errors(config))
     for plan in stage_plans(config):
-        _check_stage_data(check, plan, fields)
+        _check_stage_data(check, plan)
     if config.job == TRAIN and check.fine("reward"):
         _check_reward(check)
     if config.job == TRAIN and config.rollout.environment is not None and check.fine("rollout.environment"):
@@ -156,14 +154,14 @@ def check_inputs(check: Inputs) -> None:
         check.errors.extend(resume_errors(config))
 
 
-def _check_stage_data(check: Inputs, plan: StagePlan, fields: dict[str, str]) -> None:
+def _check_stage_data(check: Inputs, plan: StagePlan) -> None:
     """Check the data sets of a stage, whose records hold the prompt and each response."""
     settings = {name: f"{plan.where}.{name}" for name in plan.settings.RESPONSES}
     responses = {getattr(plan.settings, name): where for name, where in settings.items()}
     for name in ("data", "held_out"):
         path, where = getattr(plan.settings, name), f"{plan.where}.{name}"
         if path is not None and check.fine("data.prompt_field", where, *settings.values()):
-            check_data(Path(path), where, {**fields, **responses}, check.files)
+            check_data(Path(path), where, check.config.data.asked | responses, check.files)
 
 
 def _model(check: Inputs, path: str, where: str) -> ModelShape | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.files import Files
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, some_of
 from megatron_rl.shapes.layer_weights import OUTPUT, SCALAR
 from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.shapes.pretrained import INDEX, PretrainedModel
@@ -144,7 +144,7 @@ def _misplaced(path: Path, place: Mapping[str, str], names: list[str]) -> UserEr
     return UserError(
         "the model's list of weight files names tensors that the files do not hold",
         where=str(path / INDEX),
-        expected=_some([f"{name} in {place[name]}" for name in names]),
+        expected=some_of([f"{name} in {place[name]}" for name in names], _SHOWN),
         got=f"{len(names)} of {len(place)} tensors that are not where it says",
         fix="download the checkpoint again, index and weight files together",
     )
@@ -178,7 +178,7 @@ def _quantised(path: Path, names: list[str], dtype: str) -> UserError:
         "the weights are quantised, which cannot be trained",
         where=str(path),
         expected=f"tensors in one of {', '.join(_FLOATS)}",
-        got=f"{_some(names)} in {dtype}",
+        got=f"{some_of(names, _SHOWN)} in {dtype}",
         fix="use the checkpoint that was quantised, in bfloat16 or float32",
     )
 
@@ -192,19 +192,14 @@ def _other_tensors(path: Path, missing: list[str], unexpected: list[str]) -> Use
     return UserError(
         "the weights are not those of the model in its config.json",
         where=str(path),
-        expected=_some(missing) if missing else "no tensors but the model's",
+        expected=some_of(missing, _SHOWN) if missing else "no tensors but the model's",
         got="; ".join(
             words
             for words in (
                 f"missing {len(missing)}" if missing else "",
-                f"unexpected {_some(unexpected)}" if unexpected else "",
+                f"unexpected {some_of(unexpected, _SHOWN)}" if unexpected else "",
             )
             if words
         ),
         fix=fix,
     )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_rl.config.source import Leaf, Section, describe, named_section, neighbours, read_file
+from megatron_rl.config.source import Leaf, Section, describe, named_section, read_file, yaml_files_beside
 from megatron_rl.errors import UserError
 
 KEY = "base"
@@ -76,7 +76,7 @@ def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError])
                 where=str(node.origin),
                 expected=expected,
                 got=f"{base}: {'a directory' if base.is_dir() else 'no such file'}",
-                fix=neighbours(base),
+                fix=yaml_files_beside(base),
             )
         )
         return None

@@ -182,7 +182,7 @@ def read_file(path: Path, errors: list[UserError]) -> Section:
                 where=str(path),
                 expected="a YAML file",
                 got="no such file" if path.parent.is_dir() else f"no directory {path.parent}",
-                fix=neighbours(path),
+                fix=yaml_files_beside(path),
             )
         )
         return Section()
@@ -325,7 +325,7 @@ def _kind(node: yaml.Node) -> str:
     return "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
 
 
-def neighbours(path: Path) -> str:
+def yaml_files_beside(path: Path) -> str:
     """Return what to try where a file is not there: the YAML files beside it, or the spelling."""
     try:
         names = sorted(entry.name for entry in path.parent.glob("*.yaml"))[:8]

@@ -123,7 +123,7 @@ def encode_prompts(
 ) -> Encoded:
     """Return records with their prompts' tokens; UserError for one that has no prompt or no ground truth."""
     for record in records:
-        require_fields(record, (data.prompt_field, data.ground_truth_field), setting)
+        require_fields(record, data.judged, setting)
     texts, tokens = PromptEncoder(tokenizer, data, setting).encode(records, data.max_prompt_tokens)
     return Encoded(records, texts, (tokens,))
 
@@ -134,8 +134,7 @@ def load_prompts(
     """Return the prompts of the data set at ``path``, which ``setting`` names."""
     data = config.data
     encode = partial(encode_prompts, tokenizer, data, setting)
-    fields = (data.prompt_field, data.ground_truth_field)
-    how = ("prompts", *fields, data.chat_template, data.max_prompt_tokens)
+    how = ("prompts", *data.judged, data.chat_template, data.max_prompt_tokens)
     return PromptSource(
         files.encoded(path, setting, tokenizer, how, encode),
         tokenizer,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError, nearest, neighbours
 
 SUFFIXES = (".jsonl", ".parquet")
+KINDS = "a .jsonl or .parquet file, or a directory saved by HF datasets"
 
 
 @dataclass(frozen=True)
@@ -21,101 +22,159 @@ class Record:
     where: str
 
 
-def load_records(
-    path: str | Path, fields: Sequence[str] = (), setting: str = "data.train"
-) -> tuple[Record, ...]:
-    """Read every record of ``path`` and check that each holds ``fields``.
+def load_records(path: str | Path, setting: str = "data.train") -> tuple[Record, ...]:
+    """Read every record of ``path``, a file or a directory saved by HF ``datasets``.
 
-    ``path`` is a ``.jsonl`` or ``.parquet`` file or a directory saved by HF ``datasets``; ``setting`` is
-    the config path named in errors. A missing path, an unknown kind of file, a line that is not a JSON
-    object, an empty data set and a missing field each raise a UserError.
+    ``setting`` is the configuration path that errors name. A missing path, an unknown kind of file, a line
+    that is not a JSON object and an empty data set each raise a UserError.
     """
     path = Path(path)
-    if not path.exists():
-        raise UserError(
-            f"the data set {path} does not exist",
-            where=setting,
-            expected="a .jsonl or .parquet file, or a directory saved by HF datasets",
-            got=_neighbours(path),
-            fix=f"set {setting} to an existing path",
-        )
+    error = source_error(path, setting) if path.exists() else missing_error(path, setting)
+    if error is not None:
+        raise error
     if path.is_dir():
-        records = tuple(_read_dataset(path, setting))
+        records = tuple(_read_dataset(path))
     elif path.suffix == ".jsonl":
-        records = tuple(_read_jsonl(path))
-    elif path.suffix == ".parquet":
-        records = tuple(_read_parquet(path))
+        records = tuple(_read_jsonl(path, setting))
     else:
-        raise UserError(
-            f"{path} is of no kind that can be read",
-            where=setting,
-            expected=" or ".join(SUFFIXES) + ", or a directory saved by HF datasets",
-            got=path.suffix or "a file without a suffix",
-            fix="convert the file, or correct its suffix",
-        )
+        records = tuple(_read_parquet(path))
     if not records:
-        raise UserError(
-            f"the data set {path} is empty", where=setting, expected="at least one record", got="0 records"
-        )
-    for record in records:
-        require_fields(record, fields, setting)
+        raise empty_error(path, setting)
     return records
 
 
-def require_fields(record: Record, fields: Sequence[str], setting: str) -> None:
-    """Raise a UserError that names the first of ``fields`` that ``record`` lacks or holds as null."""
-    for name in fields:
+def missing_error(path: Path, setting: str) -> UserError:
+    """Return the error of a data set that is not there."""
+    return UserError(
+        f"the data set {path} does not exist",
+        where=setting,
+        expected=KINDS,
+        got=neighbours(path),
+        fix="correct the path",
+    )
+
+
+def source_error(path: Path, setting: str) -> UserError | None:
+    """Return why records cannot be read from what is at a path, by its kind alone; None where they can."""
+    if path.is_dir():
+        return _directory_error(path, setting)
+    if not path.is_file():
+        return unreadable_error(path, setting, "a pipe, a socket or a device", "name a file of records")
+    if path.suffix in SUFFIXES:
+        return None
+    return UserError(
+        f"{path} is of no kind that can be read",
+        where=setting,
+        expected=KINDS,
+        got=path.suffix or "a file without a suffix",
+        fix="one JSON object per line in a file that ends in .jsonl"
+        if path.suffix in (".json", ".csv", ".txt", "")
+        else "convert the file, or correct its suffix",
+    )
+
+
+def _directory_error(path: Path, setting: str) -> UserError | None:
+    if (path / "state.json").is_file():
+        return None
+    inside = sorted(item.name for item in path.iterdir())
+    splits = [name for name in inside if (path / name / "state.json").is_file()]
+    if splits:
+        return UserError(
+            f"{path} holds several splits",
+            where=setting,
+            expected="the directory of one split",
+            got=f"the splits {', '.join(splits)}",
+            fix=f"set {setting}={path / splits[0]}",
+        )
+    data = [name for name in inside if name.endswith(SUFFIXES)]
+    return UserError(
+        f"the directory {path} was not saved by HF datasets",
+        where=setting,
+        expected="a directory written by Dataset.save_to_disk (it holds state.json), or a file",
+        got=f"the files {', '.join(inside[:8]) or '(none)'}",
+        fix=f"set {setting}={path / data[0]}"
+        if data
+        else "write the data set with save_to_disk, or name a file",
+    )
+
+
+def unreadable_error(path: Path, setting: str, problem: str, fix: str) -> UserError:
+    """Return the error of a data set whose bytes cannot be read."""
+    return UserError(
+        f"{path} cannot be read",
+        where=setting,
+        expected="a file that can be read again and again, with a record a line",
+        got=problem,
+        fix=fix,
+    )
+
+
+def empty_error(path: Path, setting: str) -> UserError:
+    """Return the error of a data set without records."""
+    return UserError(
+        f"the data set {path} is empty",
+        where=setting,
+        expected="at least one record",
+        got="0 records",
+        fix="write one JSON object per line, or name another file",
+    )
+
+
+def require_fields(record: Record, fields: Mapping[str, str], setting: str) -> None:
+    """Raise a UserError that names the first of ``fields`` that ``record`` lacks or holds as null.
+
+    ``fields`` are names with the settings that name them.
+    """
+    for name, named_by in fields.items():
         if record.values.get(name) is not None:
             continue
         present = [key for key, value in record.values.items() if value is not None]
-        guess = nearest(name, present)
+        close = nearest(name, present) or (present[0] if len(present) == 1 else None)
+        null = name in record.values
         raise UserError(
-            f"a record has no field {name!r}" if name not in record.values else f"the field {name!r} is null",
+            f"`{name}` is null in a record" if null else f"a record has no `{name}`",
             where=f"{record.where} ({setting})",
-            expected=f"a value in the field {name!r}",
-            got="the fields " + (", ".join(present) or "(none)"),
-            fix=f"name the field in the data settings{f'; did you mean {guess!r}?' if guess else ''}",
+            expected=f"a value in the field `{name}`",
+            got=f"fields {', '.join(record.values) or '(none)'}",
+            fix=f"set {named_by}={close}" if close else f"set {named_by} to the field that holds it",
         )
 
 
-def _neighbours(path: Path) -> str:
-    parent = path.parent
-    if not parent.is_dir():
-        return f"no such directory: {parent}"
-    close = nearest(path.name, [item.name for item in parent.iterdir()])
-    return f"no {path.name} in {parent}" + (f"; there is {close}" if close else "")
+def values_of(line: bytes, where: str) -> dict[str, Any]:
+    """Return the fields of a line of JSONL; raises UserError for a line that is no record."""
+    shown = line[:80].decode("utf-8", "replace").strip()
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one too
+        raise UserError(
+            "a line is not JSON",
+            where=where,
+            expected="one JSON object per line",
+            got=f"{shown!r}: {error}",
+            fix="correct or remove it",
+        ) from None
+    if not isinstance(values, dict):
+        raise UserError(
+            "a line is not a JSON object",
+            where=where,
+            expected='an object such as {"prompt": "...", "ground_truth": "..."}',
+            got=f"{type(values).__name__}: {shown}",
+            fix="correct or remove it",
+        )
+    if b"\\u" in line:
+        _require_characters(values, where)
+    return values
 
 
-def _read_jsonl(path: Path) -> Iterator[Record]:
+def _read_jsonl(path: Path, setting: str) -> Iterator[Record]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                values = json.loads(line)
-            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one too
-                raise UserError(
-                    f"line {number} of {path} is not JSON: {error}",
-                    where=where,
-                    expected="one JSON object per line",
-                    got=repr(line[:80].decode("utf-8", "replace")),
-                    fix="correct or remove the line",
-                ) from None
-            if not isinstance(values, dict):
-                raise UserError(
-                    f"line {number} of {path} is not a JSON object",
-                    where=where,
-                    expected='an object such as {"prompt": "…", "ground_truth": "…"}',
-                    got=f"{type(values).__name__}: {line[:80].decode('utf-8', 'replace').strip()}",
-                    fix="correct or remove the line",
-                )
-            if b"\\u" in line:
-                require_characters(values, where)
-            yield Record(values, where)
+            if line.strip():
+                where = f"{path}:{number}"
+                yield Record(values_of(line, f"{where} ({setting})"), where)
 
 
-def require_characters(values: Mapping[str, Any], where: str) -> None:
+def _require_characters(values: Mapping[str, Any], where: str) -> None:
     """Raise UserError where an escape is half of a character, which no tokenizer and no file takes."""
     try:
         json.dumps(values, ensure_ascii=False).encode()
@@ -150,24 +209,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         ) from None
 
 
-def _read_dataset(path: Path, setting: str) -> Iterator[Record]:
-    if (path / "dataset_dict.json").exists():
-        splits = sorted(item.name for item in path.iterdir() if item.is_dir())
-        raise UserError(
-            f"{path} holds several splits",
-            where=setting,
-            expected="the directory of one split",
-            got="the splits " + ", ".join(splits),
-            fix=f"set {setting} to {path / splits[0] if splits else path}",
-        )
-    if not (path / "state.json").exists():
-        raise UserError(
-            f"the directory {path} was not saved by HF datasets",
-            where=setting,
-            expected="a directory written by Dataset.save_to_disk (it holds state.json)",
-            got="the files " + (", ".join(sorted(item.name for item in path.iterdir())[:8]) or "(none)"),
-            fix="name one .jsonl or .parquet file in it, or save the data set with save_to_disk",
-        )
+def _read_dataset(path: Path) -> Iterator[Record]:
     from datasets import Dataset
 
     try:

@@ -115,7 +115,7 @@ def encode_responses(
     there, raises a UserError.
     """
     for record in records:
-        require_fields(record, (data.prompt_field, *fields), setting)
+        require_fields(record, data.asked | fields, setting)
         _require_text(record, fields, setting)
     texts, prompts = PromptEncoder(tokenizer, data, setting).encode(records, max_tokens)
     columns = [prompts]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, some_of
 from megatron_rl.shapes.layer_weights import Weight, outer_weights
 from megatron_rl.shapes.megatron_buffers import (
     FlatParameter,
@@ -197,7 +197,7 @@ class MegatronCheckpoint:
                 "shards of the Megatron checkpoint are missing or cut off",
                 where=str(self.path),
                 expected=f"{len(ends)} files with the model's tensors, as {DIRECTORY} lists them",
-                got=_some(shown),
+                got=some_of(shown, _SHOWN),
                 fix="copy the whole folder again, or name another iteration",
             )
         gaps = [
@@ -210,7 +210,7 @@ class MegatronCheckpoint:
                 "tensors of the Megatron checkpoint are not whole",
                 where=str(self.path / DIRECTORY),
                 expected="pieces that make up each tensor",
-                got=_some(gaps),
+                got=some_of(gaps, _SHOWN),
                 fix="use another iteration: the save of this one did not finish",
             )
 
@@ -239,8 +239,10 @@ class MegatronCheckpoint:
         return UserError(
             "the Megatron checkpoint's tensors are not those of the model",
             where=str(self.path),
-            expected=f"also {_some(missing)}" if missing else "no others",
-            got=f"others: {_some(unexpected)}" if unexpected else f"{len(self.tensors)} tensors without them",
+            expected=f"also {some_of(missing, _SHOWN)}" if missing else "no others",
+            got=f"others: {some_of(unexpected, _SHOWN)}"
+            if unexpected
+            else f"{len(self.tensors)} tensors without them",
             fix="name the configuration that belongs to this checkpoint; layers beside GPTModel's own cannot "
             "be read",
         )
@@ -365,8 +367,3 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except OSError:
         return None
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

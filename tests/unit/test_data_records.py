@@ -9,16 +9,17 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
-from megatron_rl.data.records import load_records
+from megatron_rl.data.records import load_records, require_fields
 from megatron_rl.errors import UserError
 
 ROWS = [{"prompt": f"{n}+1=", "ground_truth": str(n + 1), "level": n} for n in range(5)]
-FIELDS = ("prompt", "ground_truth")
+FIELDS = {"prompt": "data.prompt_field", "ground_truth": "data.ground_truth_field"}
 
 
-def error_of(path: Path, fields: tuple[str, ...] = FIELDS) -> str:
+def error_of(path: Path) -> str:
     with pytest.raises(UserError) as caught:
-        load_records(path, fields, "data.train")
+        for record in load_records(path, "data.train"):
+            require_fields(record, FIELDS, "data.train")
     return str(caught.value)
 
 
@@ -28,7 +29,7 @@ def test_jsonl_parquet_and_datasets_give_the_same_records(tmp_path: Path) -> Non
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), parquet)
     Dataset.from_list(ROWS).save_to_disk(str(saved))
     for path in (jsonl, parquet, saved):
-        assert [dict(record.values) for record in load_records(path, FIELDS)] == ROWS
+        assert [dict(record.values) for record in load_records(path)] == ROWS
     assert load_records(jsonl)[2].where == f"{jsonl}:3"
     assert load_records(parquet)[2].where == f"{parquet}, row 2"
 
@@ -43,7 +44,7 @@ def test_a_missing_path_names_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}")
     text = error_of(tmp_path / "trian.jsonl")
     assert "does not exist" in text and "data.train" in text and "there is train.jsonl" in text
-    assert "no such directory" in error_of(tmp_path / "no" / "a.jsonl")
+    assert f"no directory {tmp_path / 'no'}" in error_of(tmp_path / "no" / "a.jsonl")
 
 
 def test_broken_files_say_where(tmp_path: Path) -> None:
@@ -51,13 +52,14 @@ def test_broken_files_say_where(tmp_path: Path) -> None:
     path.write_text("")
     assert "is empty" in error_of(path)
     path.write_text('{"prompt": "a", "ground_truth": 1}\n{"prompt": \n')
-    assert "line 2" in error_of(path) and "a.jsonl:2" in error_of(path)
+    assert "a line is not JSON" in error_of(path) and "a.jsonl:2 (data.train)" in error_of(path)
     path.write_text("[1]\n")
     assert "not a JSON object" in error_of(path) and "list" in error_of(path)
     path.write_bytes(b'{"prompt": "\xff"}\n')
-    assert "line 1" in error_of(path)
+    assert "a.jsonl:1" in error_of(path)
     path.write_text('{"prompt": "a", "ground_thruth": 1}\n')
-    assert "no field 'ground_truth'" in error_of(path) and "did you mean 'ground_thruth'?" in error_of(path)
+    assert "a record has no `ground_truth`" in error_of(path)
+    assert "set data.ground_truth_field=ground_thruth" in error_of(path)
     path.write_text('{"prompt": "a", "ground_truth": null}\n')
     assert "is null" in error_of(path)
 
@@ -66,7 +68,8 @@ def test_a_broken_parquet_file_and_unknown_kinds(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and then nothing")
     assert "cannot be read as Parquet" in error_of(tmp_path / "a.parquet")
     (tmp_path / "a.csv").write_text("prompt\n")
-    assert ".csv" in error_of(tmp_path / "a.csv") and ".jsonl or .parquet" in error_of(tmp_path / "a.csv")
+    text = error_of(tmp_path / "a.csv")
+    assert "got:      .csv" in text and ".jsonl or .parquet file" in text
 
 
 def test_directories_that_are_no_single_data_set(tmp_path: Path) -> None:
@@ -74,7 +77,7 @@ def test_directories_that_are_no_single_data_set(tmp_path: Path) -> None:
     both = tmp_path / "both"
     DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS)).save_to_disk(str(both))
     assert "several splits" in error_of(both) and "test, train" in error_of(both)
-    assert len(load_records(both / "train", FIELDS)) == 5
+    assert len(load_records(both / "train")) == 5
     saved = tmp_path / "saved"
     Dataset.from_list(ROWS).save_to_disk(str(saved))
     next(saved.glob("*.arrow")).unlink()
@@ -85,5 +88,5 @@ def test_half_of_a_character_is_named_by_its_line(tmp_path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "\\ud83d\\ude00 \\u00e9"}\n{"prompt": "1+1 \\ud800"}\n')
     with pytest.raises(UserError, match="half of a character") as caught:
-        load_records(path, ["prompt"], "data.train")
+        load_records(path, "data.train")
     assert f"{path}:2" in str(caught.value) and r"'1+1 \ud800'" in str(caught.value).replace('"', "'")

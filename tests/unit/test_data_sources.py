@@ -224,7 +224,7 @@ def test_supervised_rows(tokenizer: Any) -> None:
     assert torch.allclose(batch.loss_weights, batch.response_mask / 5)
     assert batch.temperature.tolist() == [1.0, 1.0]
     assert torch.equal(rows.everything().tokens, batch.tokens), "in the order of the data"
-    with pytest.raises(UserError, match="no field 'response'"):
+    with pytest.raises(UserError, match="a record has no `response`"):
         responses(records([{"prompt": "1"}]), tokenizer)
     with pytest.raises(UserError, match="not text"):
         responses(records([{"prompt": "1", "response": 2}]), tokenizer)

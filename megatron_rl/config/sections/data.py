@@ -62,3 +62,13 @@ class DataConfig:
         conversion="drop or error",
     )
     shuffle: bool = setting(True, "Take prompts in a random order, another in each epoch.")
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """Return the field of what is asked, with the setting that names it."""
+        return {self.prompt_field: "data.prompt_field"}
+
+    @property
+    def judged(self) -> dict[str, str]:
+        """Return the fields that a response is judged by, with the settings that name them."""
+        return {**self.asked, self.ground_truth_field: "data.ground_truth_field"}
