@@ -127,7 +127,7 @@ def check_inputs(check: Inputs) -> None:
     actor = read_pretrained(check.models["actor"]) if provided else None
     check.errors.extend(provider_errors(config.model, actor))
     for role, path in stated_models(config).items():
-        if check.fine(f"{role}.path"):
+        if check.fine(role if role.startswith("reward.") else f"{role}.path"):  # a name may be wrong itself
             _same_vocabulary(check, path, role)
     fine = check.fine("data.prompt_field", "data.ground_truth_field")
     if config.data.train is not None and fine and check.fine("data.train"):
