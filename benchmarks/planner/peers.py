@@ -115,7 +115,7 @@ def planned_seconds(
 
     ``layout`` None says nothing of the senders.
     """
-    received = rollout_weight_bytes(model, rollout, machine.precision)
+    received = rollout_weight_bytes(model, rollout, machine)
     sent = machine.weight_bytes * model.parameters / layout.size if layout else 0.0
     return copy_seconds(machine, max(received, sent))
 

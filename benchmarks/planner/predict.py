@@ -182,7 +182,7 @@ def decode_latency(scenario: Scenario) -> Prediction:
     static = scenario.engine == "static_batch"
     # A static batch prefills every prompt at once, a continuous one in pieces of 8,192 tokens.
     prefilled = rows * batch.prompt if static else min(rows * batch.prompt, 8192)
-    peak = rollout_weight_bytes(model, rollout, machine.precision) + cached
+    peak = rollout_weight_bytes(model, rollout, machine) + cached
     peak += prefill_workspace_bytes(model, rollout, prefilled) + constants.memory.engine_gigabytes * GB
     return {"milliseconds_per_token": milliseconds, "gigabytes_memory_peak": peak / GB}
 

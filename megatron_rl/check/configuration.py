@@ -56,7 +56,7 @@ from megatron_rl.config.roles import where_of
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.source import DEFAULT, Origin
-from megatron_rl.config.stage_plan import for_job, stage_plans
+from megatron_rl.config.stage_plan import for_job, has_use, stage_plans
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.fit import engine_problems, learning_problems, trainer_problems
 from megatron_rl.shapes.layout import ParallelLayout
@@ -142,10 +142,10 @@ def check_config(
     loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config, None, {})
     if loaded.config is None:
         raise UserErrors(loaded.errors)
-    loaded = replace(loaded, config=for_job(loaded.config))
-    assert loaded.config is not None
-    config, written, refused = with_megatron_models(loaded.config, loaded.broken, absent=without_files)
-    loaded = replace(loaded, config=config, origins={**loaded.origins, **written})
+    config = for_job(loaded.config)
+    config, written, refused = with_megatron_models(config, loaded.broken, absent=without_files)
+    stated = {path: origin for path, origin in loaded.origins.items() if has_use(config.job, path)}
+    origins = {**stated, **written}
     check = _Check(config, world_size)
     check.errors.extend(loaded.errors)
     check.bad.update(loaded.broken)
@@ -163,7 +163,7 @@ def check_config(
     inputs = Inputs(config, files, check.fine, shipped_models, asks_servers=asks)
     trial = Trial(tried if patience > 0 else [], patience)
     try:
-        return _checked(check, inputs, trial, loaded.origins, training)
+        return _checked(check, inputs, trial, origins, training)
     finally:
         trial.stop()
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.engine_servers import check_engine_servers
+from megatron_rl.config.derive import ROUNDS_PER_RESPONSE
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import CLOSED, KEEP, OPEN
@@ -147,14 +148,15 @@ def _check_oversample(config: RunConfig, algorithm: Algorithm | None) -> list[Us
     if rollout.oversample == 0:
         return errors
     rounds = rollout.round_tokens if rollout.order == CLOSED else None
-    if rounds is not None and rounds >= rollout.max_response_tokens:
+    longest = rollout.max_response_tokens
+    if rounds is not None and rounds >= longest:
         errors.append(
             UserError(
                 "every response would end in its first round, and nothing be gained by over-sampling",
                 where="rollout.round_tokens",
-                expected=f"less than rollout.max_response_tokens ({rollout.max_response_tokens})",
+                expected=f"less than rollout.max_response_tokens ({longest})",
                 got=str(rounds),
-                fix=f"set rollout.round_tokens={max(1, rollout.max_response_tokens // 8)}, or remove it",
+                fix=f"set rollout.round_tokens={max(1, longest // ROUNDS_PER_RESPONSE)}, or remove it",
             )
         )
     if algorithm is not None and algorithm.needs_greedy_baseline:

@@ -83,7 +83,7 @@ def _configuration(report: CheckReport) -> str:
     stated, derived, defaults = [], [], []
     for path, value in flatten(report.config).items():
         origin = report.origins[path]
-        if origin.kind not in ("file", "override") and not has_use(report.config, path):
+        if not has_use(report.config.job, path):
             continue
         text = _value(to_plain(value, path.rpartition(".")[2]))
         if origin.kind == "default":

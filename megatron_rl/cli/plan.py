@@ -15,6 +15,7 @@ from megatron_rl.planner.constants import Machine, load_constants
 from megatron_rl.planner.groups import Problem
 from megatron_rl.planner.placement import ALWAYS, BEFORE, BESIDE, ROLES, search
 from megatron_rl.planner.run import Paths, config_text, plan_record, planned_run, plans_text
+from megatron_rl.planner.step import TYPICAL_SHARE
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.published import load_shape
 
@@ -142,7 +143,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
     actor = load_shape(args.model)
     critic = load_shape(args.critic) if args.critic else actor
     models = {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
-    mean = args.response_tokens_mean or args.response_tokens / 3
+    mean = args.response_tokens_mean or args.response_tokens * TYPICAL_SHARE
     batch = StepBatch(
         prompts=args.prompts,
         samples=args.samples,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config.run_folder import RunFolder
-from megatron_rl.config.schema import TRAIN, AlgorithmConfig, RunConfig
-from megatron_rl.config.sections.evaluation import EvaluationConfig
-from megatron_rl.config.sections.models import OptimizerConfig
-from megatron_rl.config.sections.rewards import RewardConfig
-from megatron_rl.config.sections.rollout import AsynchronyConfig, RolloutConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.stages import StageConfig
 
 
@@ -74,46 +71,44 @@ SECTIONS = {"sft": "sft", "prefer": "preference", "reward-model": "reward.models
 """The job of one stage -> the section that describes the stage."""
 
 
-def has_use(config: RunConfig, path: str) -> bool:
-    """Say whether the configuration's job reads the setting at a path."""
+def has_use(job: str, path: str) -> bool:
+    """Say whether a job reads the setting at a path."""
+    return job not in SECTIONS or not _below(path, *_REINFORCEMENT) or _below(path, *_of_stage(job))
 
-    def below(*sections: str) -> bool:
-        return any(path == section or path.startswith(f"{section}.") for section in sections)
 
-    return (
-        config.job == TRAIN
-        or not below(*_REINFORCEMENT)
-        or below(*_OF_ROWS, SECTIONS[config.job].partition(".NAME")[0])
-    )
+def _of_stage(job: str) -> tuple[str, ...]:
+    """Return what the job of one stage reads of the settings of reinforcement learning."""
+    return (*_OF_ROWS, SECTIONS[job].partition(".NAME")[0])
+
+
+def _below(path: str, *sections: str) -> bool:
+    return any(path == section or path.startswith(f"{section}.") for section in sections)
 
 
 def for_job(config: RunConfig) -> RunConfig:
-    """Return the configuration without what its job has no use for, so that a stage alone needs no more.
+    """Return the configuration with the defaults of all that its job has no use for.
 
-    Lengths of prompts and responses stay: they bound rows.
+    So a stage alone needs no more than its own settings, and is refused for none but these.
     """
-    if config.job == TRAIN:
+    if config.job not in SECTIONS:
         return config
-    rollout = RolloutConfig(
-        max_response_tokens=config.rollout.max_response_tokens,
-        sampling_profiles=config.rollout.sampling_profiles,
-    )
-    trained = {name: model for name, model in config.reward.models.items() if model.training is not None}
-    return replace(
-        config,
-        data=replace(config.data, train=None),
-        actor=replace(config.actor, optimizer=OptimizerConfig()),
-        reward=RewardConfig(models=trained if config.job == "reward-model" else {}),
-        sft=config.sft if config.job == "sft" else None,
-        preference=config.preference if config.job == "prefer" else None,
-        placement="colocate",
-        algorithm=AlgorithmConfig(),
-        critic=None,
-        reference=None,
-        rollout=rollout,
-        asynchrony=AsynchronyConfig(),
-        evaluation=EvaluationConfig(),
-    )
+    config = _with_defaults(config, config.job, "")
+    models = {name: model for name, model in config.reward.models.items() if model.training is not None}
+    return replace(config, reward=replace(config.reward, models=models))
+
+
+def _with_defaults(section: Any, job: str, prefix: str) -> Any:
+    """Return a section with the defaults of what a job of one stage has no use for."""
+    values = {}
+    for item in fields(section):
+        path, value = f"{prefix}{item.name}", getattr(section, item.name)
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        used = has_use(job, path) or any(_below(name, path) for name in _of_stage(job))
+        if not used and default is not MISSING:
+            values[item.name] = default
+        elif is_dataclass(value):
+            values[item.name] = _with_defaults(value, job, f"{path}.")
+    return replace(section, **values)
 
 
 def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:

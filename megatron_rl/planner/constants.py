@@ -36,6 +36,11 @@ class Gpu:
     host: float
     gemm_efficiency: float
 
+    @property
+    def pace(self) -> float:
+        """Return its kernels' share of its peak beside that of the GPUs on which other shares were fitted."""
+        return min(1.0, self.gemm_efficiency / 0.7)
+
     def peak(self, precision: str) -> float:
         """Return the dense matrix rate of a precision in FLOP/s."""
         return self.fp8_flops if precision == "fp8" else self.bf16_flops

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import exp, inf, isinf, log2
 
 from megatron_rl.planner.batch import Lengths, StepBatch
-from megatron_rl.planner.constants import GB, PRECISION_BYTES, Constants, Machine
+from megatron_rl.planner.constants import GB, Machine
 from megatron_rl.planner.layer import elementwise_bytes, local_members
 from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.model import ModelShape
@@ -101,7 +101,7 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
             per_layer += decode.layer_seconds_network * log2(spread / local)
             rate = min(rate, local * machine.cluster.network * constants.efficiency.network)
         per_sequence += 4.0 * model.layers * (spread - 1) / spread * model.hidden * 2.0 / rate
-    context_free = 2.0 * (dense + model.moe_layers * model.experts_per_token * model.expert_parameters)
+    context_free = 2.0 * (dense + model.active_expert_parameters)
     flop_rate = gpu.peak(machine.precision) * min(1.0, decode.gemm * gpu.gemm_efficiency / 0.7)
     return DecodeCost(
         fixed=model.layers * per_layer + decode.step_seconds + engine.step_seconds,
@@ -121,20 +121,20 @@ def prefill_seconds(
 ) -> float:
     """Return seconds to prefill ``tokens`` prompt tokens of sequences ``prompt`` long on one replica."""
     gpu, decode = machine.gpu, machine.constants.decode
-    active_experts = 2.0 * model.moe_layers * model.experts_per_token * model.expert_parameters
+    active_experts = 2.0 * model.active_expert_parameters
     flops = tokens * (model.layer_flops - active_experts + model.attention_flops(prompt / 2))
     if active_experts:
         # Narrow experts cost efficiency, as in training; without expert parallelism tensor ranks cut them.
         width = model.expert_width * rollout.expert / max(rollout.tensor, rollout.expert)
         flops += tokens * active_experts * (1.0 + machine.constants.efficiency.expert_gemm_width / width)
-    rate = gpu.peak(machine.precision) * decode.prefill_gemm * min(1.0, gpu.gemm_efficiency / 0.7)
+    rate = gpu.peak(machine.precision) * decode.prefill_gemm * gpu.pace
     return flops / (rollout.gpus * rate)
 
 
-def rollout_weight_bytes(model: ModelShape, rollout: RolloutLayout, precision: str) -> float:
+def rollout_weight_bytes(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
     """Return weight bytes on one rollout GPU."""
-    size = PRECISION_BYTES.get(precision, 2)
-    return size * rollout_parameters(model, rollout.tensor, rollout.expert, rollout.pipeline)
+    parameters = rollout_parameters(model, rollout.tensor, rollout.expert, rollout.pipeline)
+    return machine.weight_bytes * parameters
 
 
 def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: float) -> float:
@@ -147,25 +147,15 @@ def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: f
     return tokens * (6.0 * model.hidden + 6.0 * inner / rollout.tensor)
 
 
-def kv_capacity_bytes(
-    model: ModelShape,
-    rollout: RolloutLayout,
-    gpu_memory: float,
-    precision: str,
-    constants: Constants,
-) -> float:
-    """Return bytes that remain for the cache on one rollout GPU (may be negative: it does not fit)."""
-    share = min(rollout.memory_fraction, constants.memory.usable_share) * gpu_memory
-    engine = 0.25 * constants.memory.engine_gigabytes * GB + prefill_workspace_bytes(model, rollout, 8192)
-    return share - rollout_weight_bytes(model, rollout, precision) - engine
-
-
 def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
     """Return how many tokens the cache of one replica holds (negative when weights do not fit).
 
     The cache has the precision of the weights, two bytes at most.
     """
-    room = kv_capacity_bytes(model, rollout, machine.gpu.memory, machine.precision, machine.constants)
+    memory = machine.constants.memory
+    room = min(rollout.memory_fraction, memory.usable_share) * machine.gpu.memory
+    room -= 0.25 * memory.engine_gigabytes * GB + prefill_workspace_bytes(model, rollout, 8192)
+    room -= rollout_weight_bytes(model, rollout, machine)
     each = model.kv_bytes_per_gpu(rollout.tensor, min(2, machine.weight_bytes))
     return room / each * rollout.pipeline if each else room
 

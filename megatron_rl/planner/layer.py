@@ -165,7 +165,7 @@ def layer_seconds(
     """
     efficiency, gpu = machine.constants.efficiency, machine.gpu
     tokens = tokens / layout.context
-    active_experts = model.moe_layers * model.experts_per_token * model.expert_parameters
+    active_experts = model.active_expert_parameters
     dense_flops = (model.layer_flops - 2.0 * active_experts) / model.layers
     width = min(
         model.heads * model.head_dim, model.mlp_width if model.moe_layers < model.layers else model.hidden * 2
@@ -176,7 +176,7 @@ def layer_seconds(
     if active_experts:
         rate = expert_rate(machine, model, layout, tokens)
         experts = tokens * 2.0 * active_experts / model.layers / layout.tensor / rate
-    attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.gemm_efficiency / 0.7)
+    attention_rate = gpu.bf16_flops * efficiency.attention * gpu.pace
     attention = tokens * model.attention_flops(context) / model.layers / layout.tensor / attention_rate
     moved = tokens * elementwise_bytes(model, layout.tensor, layout.token_shards)
     moved /= gpu.hbm * efficiency.hbm

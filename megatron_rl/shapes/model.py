@@ -218,10 +218,14 @@ class ModelShape:
         return ends + self.final_norm_parameters + self.layer_dense_total + self.routed_expert_parameters
 
     @cached_property
+    def active_expert_parameters(self) -> int:
+        """Count, in all layers, the routed experts that a token goes to."""
+        return self.moe_layers * self.experts_per_token * self.expert_parameters
+
+    @cached_property
     def active_parameters(self) -> int:
         """Count the parameters a token meets: all but the experts it skips."""
-        skipped = self.moe_layers * (self.experts - self.experts_per_token) * self.expert_parameters
-        return self.parameters - skipped
+        return self.parameters - self.routed_expert_parameters + self.active_expert_parameters
 
     @cached_property
     def tensors(self) -> int:
@@ -249,8 +253,7 @@ class ModelShape:
     @cached_property
     def layer_flops(self) -> float:
         """Return the forward FLOPs per token of the layers, two per active parameter."""
-        active_experts = self.moe_layers * self.experts_per_token * self.expert_parameters
-        return 2.0 * (self.layer_dense_total + active_experts)
+        return 2.0 * (self.layer_dense_total + self.active_expert_parameters)
 
     @cached_property
     def head_flops(self) -> float:

@@ -49,7 +49,8 @@ def test_a_stage_alone_needs_its_section_only(job: str) -> None:
 
 @pytest.mark.parametrize("job", SECTIONS)
 def test_a_stage_alone_shows_its_memory_and_what_it_reads(job: str, capsys) -> None:
-    Path("alone.yaml").write_text(ALONE + STAGES + "rollout: {max_response_tokens: 8}\n")
+    unused = "algorithm: {name: ppo}\nbatch: {prompts_per_step: 4, optimizer_steps: 8}\n"
+    Path("alone.yaml").write_text(ALONE + STAGES + unused + "rollout: {max_response_tokens: 8}\n")
     assert command(["check", "alone.yaml", "--for", job, "--world-size", "2"]) == 0
     shown = capsys.readouterr().out
     settings, memory = shown.split("BATCH")[0], shown.split("MEMORY")[1]

@@ -11,7 +11,7 @@ from peers import METHODS, decode_milliseconds
 
 from megatron_rl.planner.batch import StepBatch, response_lengths
 from megatron_rl.planner.constants import Cluster, Machine, load_constants
-from megatron_rl.planner.generate import RolloutLayout, kv_capacity_bytes, replica_seconds
+from megatron_rl.planner.generate import RolloutLayout, cache_tokens, replica_seconds
 from megatron_rl.planner.learn import TrainChoice, fullest_training, learn_seconds, score_seconds
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import OptimizerChoice
@@ -142,9 +142,6 @@ def test_generation_grows_with_rows_lengths_and_less_cache(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_more_tensor_parallelism_holds_more_cache(name: str) -> None:
-    model, memory = load_shape(name), 2000e9
-    room = [
-        kv_capacity_bytes(model, RolloutLayout(tensor=size), memory, "bf16", CONSTANTS)
-        for size in (1, 2, 4, 8)
-    ]
+    model, machine = load_shape(name), machine_of(8, memory=25)
+    room = [cache_tokens(model, RolloutLayout(tensor=size), machine) for size in (1, 2, 4, 8)]
     assert room == sorted(room)
