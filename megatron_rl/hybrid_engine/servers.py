@@ -77,6 +77,7 @@ class ServedWeights:
 
     It stands where a `HybridEngine` stands for an engine in the ranks. ``model`` is None on ranks without the
     actor, whose ranks are ``actor``; ``sampler`` on those that sample. ``resident`` is as in `HybridEngine`.
+    ``say`` prints a line where the user reads it.
     """
 
     def __init__(
@@ -86,13 +87,16 @@ class ServedWeights:
         sampler: Sampler | None,
         config: RunConfig,
         resident: Callable[[], AbstractContextManager[None]] = nullcontext,
+        say: Callable[[str], None] = print,
     ) -> None:
         self.version = 0
         assert sampler is None or isinstance(sampler, ServerSampler)
         self._model, self._actor, self._sampler = model, actor, sampler
         self._run, self._config, self._resident = config, config.rollout.server, resident
+        self._say = say
         self._servers = [Server(url) for url in self._config.urls]
         self._links: dict[Server, _Link] = {}
+        self._away: dict[Server, str] = {}
         self._leads = device.rank() == actor[0]
         self._name = self._told(lambda: uuid.uuid4().hex)
         self._started = False
@@ -118,54 +122,67 @@ class ServedWeights:
         have them. Raises UserError where none comes, and at first where one does not take the weights.
         Collective over the world.
         """
-        until, metrics, failures = time.monotonic() + self._config.wait, Metrics(), dict[str, str]()
+        until, metrics = time.monotonic() + self._config.wait, Metrics()
         while True:
             states, late = self._told(lambda: (self._states(), time.monotonic() > until))
-            for server, state in zip(self._servers, states, strict=True):
+            anew, away = list[Server](), dict[Server, str]()
+            for server, (state, why) in zip(self._servers, states, strict=True):
+                if state == GONE:
+                    away[server] = why
                 if state in (STRANGE, GONE):
                     self._leave(server)
                 if state in (STRANGE, OLD):
                     moved, failure = self._update(server)
                     metrics += moved
-                    failures |= {server.url: failure} if failure else {}
-            ready = [server for server in self._servers if server.url not in failures]
-            ready = [server for server in ready if states[self._servers.index(server)] != GONE]
-            if ready or late or not self._started:
+                    away |= {server: failure} if failure else {}
+                    anew += [server] if state == STRANGE else []
+            self._tell(away, anew)
+            if len(away) < len(self._servers) or late or not self._started:
                 break
             time.sleep(_POLL_SECONDS)
-            failures = {}
-        self._refuse_lost(ready, failures)
+        self._refuse_lost(away)
         self._started = True
+        ready = [server for server in self._servers if server not in away]
         if self._sampler is not None:
             self._sampler.use(ready, self._weights)
         yield metrics + Metrics.of({"rollout/servers": float(len(ready))})
 
-    def _refuse_lost(self, ready: list[Server], failures: dict[str, str]) -> None:
+    def _tell(self, away: dict[Server, str], anew: list[Server]) -> None:
+        """Say which servers are away that were not, and which are back; those of the start are expected."""
+        if device.rank() == 0 and self._started:
+            back = [server for server in (*self._away, *anew) if server not in away]
+            for server in dict.fromkeys(back):
+                self._say(f"server {server.url} is back, with the newest weights")
+            for server in away.keys() - self._away.keys():
+                self._say(f"warning: server {server.url} is away: {away[server]}")
+            if len(away) == len(self._servers) > len(self._away):
+                self._say(f"warning: no server is left: waiting for {self._config.wait:g} s for one")
+        self._away = away
+
+    def _refuse_lost(self, away: dict[Server, str]) -> None:
         """Raise UserError where no server has the weights, or at the start of a run not all of them."""
-        if len(ready) == len(self._servers) or (ready and self._started):
+        if not away or (len(away) < len(self._servers) and self._started):
             return
-        absent = [server.url for server in self._servers if server not in ready]
-        told = [failures.get(url, f"{url} is not reached") for url in absent]
         raise UserError(
             "servers do not take the run's weights",
             where="rollout.server.urls",
             expected="every server" if not self._started else "at least one server",
-            got="\n".join(told),
+            got="\n".join(f"{server.url}: {why}" for server, why in away.items()),
             fix="start them again; a run that has ended goes on from its last checkpoint",
         )
 
-    def _states(self) -> list[str]:
-        """Return how every server is, asked at the same time."""
+    def _states(self) -> list[tuple[str, str]]:
+        """Return how every server is, asked at the same time, and why one is away."""
 
-        def state(server: Server) -> str:
+        def state(server: Server) -> tuple[str, str]:
             try:
                 weights = server.weights()
-            except (ServerError, KeyError, TypeError):
-                return GONE
+            except (ServerError, KeyError, TypeError) as error:
+                return GONE, f"{type(error).__name__}: {error}"
             if weights == self._weights:
-                return CURRENT
+                return CURRENT, ""
             known = weights.startswith(f"{self._name} ") and server in self._links
-            return OLD if known else STRANGE
+            return (OLD if known else STRANGE), ""
 
         with ThreadPoolExecutor(len(self._servers)) as pool:
             return list(pool.map(state, self._servers))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -100,11 +100,13 @@ def build_roles(
     *,
     templated: bool = False,
     actor: ModelRole | None = None,
+    say: Callable[[str], None] = print,
 ) -> Roles:
     """Build every role with its starting weights; the engine's come with the first sync.
 
     ``config`` is resolved: nothing is left to derive. ``templated`` says whether prompts went through the
-    tokenizer's chat template. ``actor`` is one that is there already. Collective over the world.
+    tokenizer's chat template. ``actor`` is one that is there already. ``say`` prints a line where the user
+    reads it. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
     adapters = separate_adapters(config)
@@ -113,7 +115,7 @@ def build_roles(
     critic = build_critic(config, actor) if algorithm.needs_critic else None
     reference = build_reference(config, actor) if algorithm.needs_reference else None
     models = tuple(build_reward_model(config, name) for name in config.reward.models)
-    engine = _hybrid_engine(config, actor, rollout, adapters is not None)
+    engine = _hybrid_engine(config, actor, rollout, adapters is not None, say)
     scoring_pass = scoring_reason(config, algorithm) is not None
     roles = Roles(actor, rollout, engine, reward, critic, reference, models, scoring_pass)
     for role in roles.models:
@@ -157,11 +159,15 @@ def build_frozen_roles(
 
 
 def _hybrid_engine(
-    config: RunConfig, actor: ModelRole, rollout: RolloutRole, apart: bool
+    config: RunConfig,
+    actor: ModelRole,
+    rollout: RolloutRole,
+    apart: bool,
+    say: Callable[[str], None] = print,
 ) -> HybridEngine | ServedWeights:
     settings, engine, resident = config.hybrid_engine, rollout.engine, partial(actor.resident, Use.READ)
     if isinstance(engine, ServerSampler) or config.rollout.engine == SERVER:
-        return ServedWeights(actor.model, actor.layout.ranks, engine, config, resident)
+        return ServedWeights(actor.model, actor.layout.ranks, engine, config, resident, say)
     return HybridEngine(
         actor.model,
         engine,

@@ -80,7 +80,9 @@ class Run:
         with self.phases("build"), self._progress("build models and engine"):
             self.sets = evaluation_sets(config, held_out, self.tokenizer)
             templated = self.prompts.templated
-            self.roles: Roles = build_roles(config, self.algorithm, self.tokenizer, templated=templated)
+            self.roles: Roles = build_roles(
+                config, self.algorithm, self.tokenizer, templated=templated, say=job.say
+            )
         for words in self.roles.reward.not_enforced:
             self.job.say(f"warning: reward workers are not contained here: {words}")
         for words in self.roles.rollout.not_enforced:

@@ -2,8 +2,9 @@
 
     server_ranks.py CONFIG
 
-The servers are started with the words of the command that `check` shows, in processes that are forked here,
-which saves importing vLLM. The run is ended once the server that came back has its weights.
+The process that answers is killed, and that of the engine, which it started, has to end by itself. Servers
+are started with the words of the command that `check` shows, in processes that are forked here, which saves
+importing vLLM. The run is ended once the server that came back has its weights.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+import psutil
 from vllm.entrypoints.launchers.api_server.entry import main as serve
 
 import megatron_rl.hybrid_engine.worker_extension  # noqa: F401 - what each worker imports
@@ -101,6 +103,13 @@ def wait_for(condition, what: str) -> None:
         time.sleep(0.02)
 
 
+def is_there(process: psutil.Process) -> bool:
+    """Say whether a process has not ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def is_busy(url: str) -> bool:
     """Say whether a server works on a request."""
     lines = (asked(f"{url}/metrics") or "").splitlines()
@@ -117,7 +126,10 @@ def accident(servers: Servers, processes: list[int], urls: list[str], metrics: P
     try:
         wait_for(lambda: servers_of_last_step() == 2, "step with two servers")
         wait_for(lambda: is_busy(urls[1]), "request")
-        os.killpg(processes[1], signal.SIGKILL)
+        started = psutil.Process(processes[1]).children(recursive=True)
+        assert started, "a server without an engine process"
+        os.kill(processes[1], signal.SIGKILL)
+        wait_for(lambda: not any(is_there(process) for process in started), f"end of {started}")
         wait_for(lambda: servers_of_last_step() == 1, "step with one server")
         processes[1] = servers.start(urls[1])
         wait_for(lambda: servers_of_last_step() == 2, "step with the server that came back")

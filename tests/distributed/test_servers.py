@@ -16,7 +16,7 @@ RANKS = Path(__file__).with_name("server_ranks.py")
 def test_a_server_that_is_killed_costs_its_requests_and_comes_back_with_weights(fork, material, tmp_path):
     config = {
         "run_dir": str(tmp_path / "run"),
-        "steps": 1000,
+        "steps": 100_000,  # it is ended before
         "model": {"path": str(material / "model"), "dtype": "float32"},
         "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
         "reward": {"function": f"{tmp_path}/reward.py:score", "timeout": 300},
@@ -39,6 +39,9 @@ def test_a_server_that_is_killed_costs_its_requests_and_comes_back_with_weights(
     lines = read_metrics(tmp_path / "run/metrics.jsonl")
     there = [line["rollout/servers"] for line in lines]
     assert (there[0], min(there), there[-1]) == (2, 1, 2), ended.output
+    lost = config["rollout"]["server"]["urls"][1]
+    assert f"warning: server {lost} is away: ServerError: {lost}/weight_info" in ended.output
+    assert f"server {lost} is back, with the newest weights" in ended.output
     assert unwritten("a run with servers", lines) == []
     assert sum(line["rollout/sampled_again"] for line in lines) > 0
     assert min(line["reward/valid_fraction"] for line in lines) == 1, "the other server has sampled them"

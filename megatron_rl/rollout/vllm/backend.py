@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from megatron_rl.check.engine_servers import BACKEND
 from megatron_rl.rollout.server import alongside
 from megatron_rl.rollout.vllm.live import LiveWeights, check_writable
+from megatron_rl.rollout.vllm.orphans import end_with_server
 
 
 class Transfer(Protocol):
@@ -76,6 +77,10 @@ class HybridTransferEngine(WeightTransferEngine[Meeting, Update]):
     init_info_cls = Meeting
     update_info_cls = Update
     supports_draft_weight_update = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        end_with_server()
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         """Trace the model's own loader and plan the transfer. Collective over the meeting."""

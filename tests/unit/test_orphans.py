@@ -1,0 +1,73 @@
+"""What a server leaves behind: processes as vLLM starts and names them, one inside another, without vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+PROCESSES = """
+import multiprocessing, os, sys, time
+from megatron_rl.rollout.vllm.orphans import end_with_server
+
+spawn = multiprocessing.get_context("spawn")
+
+
+def wait(ready):
+    ready.put(os.getpid())
+    time.sleep(1000)
+
+
+def work(ready):
+    end_with_server()
+    wait(ready)
+
+
+def run_engine(ready, workers):
+    if not workers:
+        end_with_server()
+    for place in range(workers):
+        spawn.Process(target=work, args=(ready,), name=f"VllmWorker-{place}").start()
+    wait(ready)
+
+
+if __name__ == "__main__":
+    engines, workers = map(int, sys.argv[1:])
+    ready = spawn.Queue()
+    if engines > 1:
+        spawn.Process(target=wait, args=(ready,), name="VLLM_DP_Coordinator", daemon=True).start()
+        ready.get()
+    for place in range(engines):
+        name = f"EngineCore_DP{place}" if engines > 1 else "EngineCore"
+        spawn.Process(target=run_engine, args=(ready, workers), name=name).start()
+    for _ in range(engines * (1 + workers)):
+        ready.get()
+    print("ready", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("engines", "workers"), [(1, 0), (2, 1)])
+def test_all_that_a_server_started_ends_when_it_is_killed(tmp_path, engines, workers):
+    (tmp_path / "server.py").write_text(PROCESSES)
+    command = [sys.executable, str(tmp_path / "server.py"), str(engines), str(workers)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline() == "ready\n"
+        started = psutil.Process(server.pid).children(recursive=True)
+        assert len(started) >= engines * (1 + workers) + (engines > 1)
+        server.kill()
+    _, left = psutil.wait_procs(started, timeout=60)
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def test_a_process_that_is_no_engine_stays(tmp_path):
+    (tmp_path / "rank.py").write_text(
+        "import threading\nfrom megatron_rl.rollout.vllm.orphans import end_with_server\n"
+        "end_with_server()\nprint(threading.active_count())\n"
+    )
+    command = [sys.executable, str(tmp_path / "rank.py")]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "1\n"
