@@ -279,10 +279,14 @@ class RankServer:
         }
         server.stdin.write(json.dumps(order).encode() + b"\n")
         watcher = int(server.stdout.readline())
-        late = not select.select([server.stdout], [], [], timeout)[0]
-        if late:
-            _end_family(watcher)
-        code = int(server.stdout.readline())
+        late = True
+        try:
+            late = not select.select([server.stdout], [], [], timeout)[0]
+        finally:
+            # Also where the test's own time is up: the next launch must not read this one's answer.
+            if late:
+                _end_family(watcher)
+            code = int(server.stdout.readline())
         stdout, stderr = (stream.read_text() for stream in streams)
         if late:
             pytest.fail(f"no end after {timeout:.0f} s: {script}\n{_tail(stdout)}\n{_tail(stderr)}")
