@@ -61,11 +61,18 @@ def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
     half, both = HELD_OUT // 2, len(carrying)
     held_out, others = carrying[:half] + plain[:half], carrying[half:] + plain[half:]
     train = carrying[half:] + plain[half:both]
-    demonstrations = [_demonstration(pair, random_) for _ in range(DEMONSTRATIONS) for pair in others]
+    demonstrations = [
+        _demonstration(pair, _carries(pair) and random_.random() < CARELESS)
+        for _ in range(DEMONSTRATIONS)
+        for pair in others
+    ]
+    # Exactly the usual share of those that carry, so that no seed's least loss is another's.
+    careless = round(CARELESS * half)
+    unseen = [_demonstration(pair, index < careless) for index, pair in enumerate(held_out)]
     _write_lines(directory / "eval.jsonl", (_problem(pair) for pair in held_out))
     _write_lines(directory / "train.jsonl", (_problem(pair) for pair in train))
     _write_lines(directory / "sft.jsonl", demonstrations)
-    _write_lines(directory / "sft_eval.jsonl", (_demonstration(pair, random_) for pair in held_out))
+    _write_lines(directory / "sft_eval.jsonl", unseen)
     _write_lines(directory / "pairs.jsonl", (_preference(pair, random_) for pair in others))
     save_model(directory / "model", SIZES[size], seed)
     return directory
@@ -80,12 +87,9 @@ def _problem(pair: tuple[int, int]) -> dict[str, str]:
     return {"prompt": f"{left}+{right}=", "ground_truth": str(left + right), "task": "addition"}
 
 
-def _demonstration(pair: tuple[int, int], random_: random.Random) -> dict[str, str]:
+def _demonstration(pair: tuple[int, int], careless: bool) -> dict[str, str]:
     left, right = pair
-    answer = left + right
-    if _carries(pair) and random_.random() < CARELESS:
-        answer -= 10
-    return {"prompt": f"{left}+{right}=", "response": str(answer)}
+    return {"prompt": f"{left}+{right}=", "response": str(left + right - 10 * careless)}
 
 
 def _preference(pair: tuple[int, int], random_: random.Random) -> dict[str, str]:
