@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.hybrid_engine.plan import ReshardPlan, Schedule, schedule
-from megatron_rl.parallel.boxes import Region
+from megatron_rl.parallel.boxes import Region, view_of
 from megatron_rl.parallel.exchange import gather_objects, sum_over_ranks
 from megatron_rl.parallel.transfer import Exchange
-from megatron_rl.types import TensorBox
 
 SAMPLE = 8
 """``sampled`` verification checks every region once in this many syncs."""
@@ -61,10 +60,11 @@ class Execution:
         self._sums: list[tuple[BoxSum | None, list[BoxSum]]] | None = None
 
     def _held_view(self, region: Region) -> Tensor:
-        return _view(self._held, self._sources.containing(region)[0])
+        box = self._sources.containing(region)[0]
+        return view_of(self._held[box.storage], box)
 
     def _written_views(self, region: Region) -> tuple[Tensor, ...]:
-        return tuple(_view(self._written, box) for box in self._targets.containing(region))
+        return tuple(view_of(self._written[box.storage], box) for box in self._targets.containing(region))
 
     @torch.no_grad()
     def run(self) -> None:
@@ -161,11 +161,6 @@ class Execution:
             holders = f"ranks {list(region.holders)} hold {int(expected[wrong]) % 2**32:#010x}"
             faults.append(f"{box}: rank {self._rank} has {int(written[wrong]) % 2**32:#010x}, {holders}")
         return faults
-
-
-def _view(storages: Mapping[str, Tensor], box: TensorBox) -> Tensor:
-    storage = storages[box.storage]
-    return storage.as_strided(box.size, box.stride, storage.storage_offset() + box.offset)
 
 
 def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, torch.dtype], ...]:

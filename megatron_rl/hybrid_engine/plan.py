@@ -159,16 +159,6 @@ def build_plan(
     return plan
 
 
-def lower_bound(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> dict[int, int]:
-    """Return by receiver the bytes it needs and does not hold: no transfer can receive less."""
-    bound: dict[int, int] = defaultdict(int)
-    for region in regions(sources, destinations):
-        holders = set(region.holders)
-        for receiver in region.receivers:
-            bound[receiver] += 0 if receiver in holders else region.bytes
-    return dict(bound)
-
-
 def check_plan(plan: ReshardPlan) -> None:
     """Check that every needed element arrives exactly once and that no rank receives what it already has."""
     bound: dict[int, int] = defaultdict(int)

@@ -12,12 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy
 import torch
+from torch import Tensor
 
 from megatron_rl.types import TensorBox
 
 Span = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and size of a box, without its tensor."""
+
+
+class CoverageError(RuntimeError):
+    """Report parameters whose elements are not each written exactly once."""
 
 
 class UncoveredError(RuntimeError):
@@ -49,17 +55,6 @@ class Region(NamedTuple):
     receivers: tuple[int, ...]
     dtype: torch.dtype
     bytes: int
-
-
-def group_boxes(
-    by_rank: Mapping[int, Sequence[TensorBox]], dtypes: Mapping[int, Mapping[str, torch.dtype]]
-) -> list[BoxGroup]:
-    """Describe ranks with equal boxes once; ``dtypes`` are by rank and storage."""
-    groups: dict[tuple[TensorBox, ...], list[int]] = {}
-    for rank in sorted(by_rank):
-        key = tuple(replace(box, rank=-1) for box in by_rank[rank])
-        groups.setdefault(key, []).append(rank)
-    return [BoxGroup(tuple(ranks), boxes, dtypes[ranks[0]]) for boxes, ranks in groups.items()]
 
 
 def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> list[Region]:
@@ -235,3 +230,61 @@ class BoxIndex:
                 offset = box.offset + sum((inner - outer) * stride for inner, outer, stride in shift)
                 pieces.append(replace(box, start=region.start, size=region.size, offset=offset))
         return pieces
+
+
+def view_of(parameter: Tensor, box: TensorBox) -> Tensor:
+    """Return the view of a parameter that holds a box."""
+    return parameter.as_strided(box.size, box.stride, parameter.storage_offset() + box.offset)
+
+
+def check_coverage(
+    boxes: Sequence[TensorBox], parameters: Mapping[str, Tensor], padding: Mapping[str, int]
+) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Check that each parameter's elements are written exactly once; return the gaps of padding.
+
+    ``padding`` name -> element of the flattened parameter from which gaps are allowed. Raises
+    CoverageError that names every parameter with another gap or a double write.
+    """
+    by_storage: dict[str, list[TensorBox]] = {}
+    for box in boxes:
+        by_storage.setdefault(box.storage, []).append(box)
+    faults: list[str] = []
+    allowed: dict[str, tuple[tuple[int, int], ...]] = {}
+    for name, parameter in parameters.items():
+        gaps, doubles = _gaps(by_storage.get(name, []), parameter.numel())
+        wrong = [gap for gap in gaps if gap[0] < padding.get(name, parameter.numel())]
+        if doubles:
+            faults.append(f"{name}: {doubles} elements are written more than once")
+        if wrong:
+            missing = sum(last - first for first, last in wrong)
+            faults.append(f"{name}: {missing} of {parameter.numel()} elements are never written")
+        if gaps and not wrong:
+            allowed[name] = tuple(gaps)
+    if faults:
+        raise CoverageError("the loader does not fill each parameter exactly once:\n  " + "\n  ".join(faults))
+    return allowed
+
+
+def _gaps(boxes: Sequence[TensorBox], count: int) -> tuple[list[tuple[int, int]], int]:
+    """Return the runs of [0, count) outside all boxes, and how many elements lie in several."""
+    runs = [_runs(box) for box in boxes]
+    first = numpy.concatenate([start for start, _ in runs] + [numpy.array([count])])
+    last = numpy.concatenate([start + length for start, length in runs] + [numpy.array([count])])
+    order = numpy.argsort(first, kind="stable")
+    first, last = first[order], last[order]
+    before = numpy.concatenate([[0], numpy.maximum.accumulate(last)[:-1]])
+    distance = first - before
+    gaps = [(int(before[i]), int(first[i])) for i in numpy.flatnonzero(distance > 0)]
+    return gaps, int(-distance[distance < 0].sum())
+
+
+def _runs(box: TensorBox) -> tuple[numpy.ndarray, int]:
+    """Return the first elements of a box's contiguous runs in its storage, and their common length."""
+    axes = sorted((stride, size) for stride, size in zip(box.stride, box.size, strict=True) if size > 1)
+    length = 1
+    while axes and axes[0][0] == length:
+        length *= axes.pop(0)[1]
+    starts = numpy.array([box.offset], dtype=numpy.int64)
+    for stride, size in axes:
+        starts = (starts[:, None] + numpy.arange(size) * stride).ravel()
+    return starts, length

@@ -18,9 +18,10 @@ from megatron_rl import durable
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_files import disk_or, everywhere
-from megatron_rl.parallel.checkpoint_tensors import initialise_states, parts_of, sharded_state
-from megatron_rl.parallel.checkpoint_write import write
+from megatron_rl.parallel.checkpoint_tensors import initialise_states, sharded_state
+from megatron_rl.parallel.checkpoint_write import partial_of, write
 from megatron_rl.parallel.exchange import together
+from megatron_rl.parallel.hf.importer import vocabulary_names
 from megatron_rl.parallel.hf.megatron_buffers import BufferFiles
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles, read_pointed
 from megatron_rl.parallel.hf.weights import fill, own_share, source_boxes
@@ -35,7 +36,6 @@ from megatron_rl.types import TensorBox
 
 VOCABULARY_MULTIPLE = 128
 """Megatron-LM's default of --make-vocab-size-divisible-by."""
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
@@ -79,16 +79,16 @@ def save_megatron(
     removed. Collective over the world; the folder is on a file system that all ranks share.
     """
     final = Path(folder) / f"iter_{iteration:07d}"
-    partial = final.with_name(final.name + ".partial")
+    aside = partial_of(final)
 
     def prepare() -> None:
         if device.rank() == 0:
-            durable.remove(partial)
-            partial.mkdir(parents=True)
+            durable.remove(aside)
+            aside.mkdir(parents=True)
 
     def publish() -> None:
         if device.rank() == 0:
-            durable.publish(partial, final)
+            durable.publish(aside, final)
             durable.write_text(final.parent / TRACKER, str(iteration))
             for old in _older(final, keep):
                 durable.remove(old)
@@ -96,7 +96,7 @@ def save_megatron(
     everywhere(prepare, "prepare the folder of the Megatron checkpoint", final)
     try:
         with device.megatron_mode() if model is None else model.scope(), without_adapters(model):
-            write(partial, model, _state(model, arguments, iteration), _CONTENT)
+            write(aside, model, _state(model, arguments, iteration), _CONTENT)
     except Exception as error:
         raise disk_or(error, final) from error
     everywhere(publish, "complete the Megatron checkpoint", final)
@@ -124,9 +124,9 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
         }
         fill(values, model, opened)
         name = "param" if state in MASTERS else state
-        for part in parts_of(optimizer):
+        for part in optimizer.parts:
             _set_state(model, part, name, values)
-    for part in parts_of(optimizer):
+    for part in optimizer.parts:
         for group in part.optimizer.param_groups:
             if "step" in group:
                 group["step"] = checkpoint.steps
@@ -255,7 +255,8 @@ def _with_rows(model: ParallelModel, value: Any, rows: int) -> Any:
 
     This layout pads the vocabulary to its own ranks; the last one holds what is more or less.
     """
-    if not isinstance(value, ShardedTensor) or value.key not in _VOCABULARY or value.data is None:
+    vocabulary = vocabulary_names(model.spec.model.shape)
+    if not isinstance(value, ShardedTensor) or value.key not in vocabulary or value.data is None:
         return value
     places, data = model.groups.coordinates, value.data
     start = places.tensor * len(data)

@@ -26,8 +26,10 @@ from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_write import TensorWrite
+from megatron_rl.parallel.hf.importer import vocabulary_names
+from megatron_rl.parallel.hf.weights import global_name
 from megatron_rl.parallel.lora import load_adapters, sharded_adapters
-from megatron_rl.parallel.model import ParallelModel
+from megatron_rl.parallel.model import ParallelModel, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer
 
 _SHARDING = {ANY: "fully_reshardable", SAME: "dp_reshardable"}
@@ -53,7 +55,7 @@ def begin_tensors(
 
 def require_shards(optimizer: Optimizer | None) -> None:
     """Raise UserError where this rank has nothing of a bucket of the optimizer: Megatron refuses."""
-    parts = [] if optimizer is None else parts_of(optimizer)
+    parts = [] if optimizer is None else optimizer.parts
     buckets = [
         bucket
         for part in parts
@@ -166,22 +168,16 @@ def _tied_replicas(model: ParallelModel) -> Iterator[None]:
 
 def _clear_padding(model: ParallelModel) -> None:
     """Zero the rows that pad the vocabulary: a checkpoint from another layout may lack them."""
-    for chunk in model.chunks:
-        for name, parameter in chunk.named_parameters():
-            if name in model.spec.vocabulary_parameters:
-                real = model.spec.vocab_size - model.groups.coordinates.tensor * len(parameter)
-                parameter.data[max(real, 0) :].zero_()
-
-
-def parts_of(optimizer: Optimizer) -> list[Any]:
-    """Return Megatron's optimizers inside an optimizer, without empty ones."""
-    parts = getattr(optimizer.megatron, "chained_optimizers", [optimizer.megatron])
-    return [part for part in parts if getattr(part, "optimizer", None) is not None]
+    shape = model.spec.model.shape
+    for storage, parameter in live_parameters(model).items():
+        if global_name(model, storage) in vocabulary_names(shape):
+            real = shape.vocab - model.groups.coordinates.tensor * len(parameter)
+            parameter[max(real, 0) :].zero_()
 
 
 def initialise_states(optimizer: Optimizer) -> None:
     """Give every parameter its optimizer state, as before the first step, where it has none yet."""
-    for part in parts_of(optimizer):
+    for part in optimizer.parts:
         inner = part.optimizer
         if len(inner.state):
             continue
@@ -219,7 +215,7 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
         optimizer.megatron.load_state_dict(state)
     for group, values in zip(optimizer.megatron.param_groups, settings, strict=True):
         group.update(values)
-    for part in parts_of(optimizer):
+    for part in optimizer.parts:
         _separate_steps(part.optimizer)
 
 
@@ -228,7 +224,7 @@ def _replaced(
     optimizer: Optimizer, name: str, build: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
     """Put ``build(part, its method)`` in the place of a method of the optimizer's parts that have it."""
-    parts = [part for part in parts_of(optimizer) if hasattr(part, name)]
+    parts = [part for part in optimizer.parts if hasattr(part, name)]
     for part in parts:
         setattr(part, name, build(part, getattr(part, name)))
     try:

@@ -29,11 +29,12 @@ from torch.nn import functional
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
+from megatron_rl.parallel.boxes import view_of
 from megatron_rl.parallel.exchange import together
 from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.parallel.hf.importer import import_parameters
+from megatron_rl.parallel.hf.importer import import_parameters, trace_import
 from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.hf.weights import fingerprint, global_name, shard_of, trace_import, view_of
+from megatron_rl.parallel.hf.weights import fingerprint, global_name, shard_of
 from megatron_rl.parallel.model import Chunked, ParallelModel, live_parameters
 from megatron_rl.shapes.lora import ADAPTER, MLP, PEFT_PREFIX, adapted
 from megatron_rl.shapes.pretrained import LAYER
@@ -159,7 +160,7 @@ def share_base(model: ParallelModel, other: ParallelModel) -> None:
 
 def _head(model: ParallelModel, chunk: Any) -> Tensor | None:
     """Return the weight of a head of one number, which learns beside adapters."""
-    return chunk.output_layer.weight if model.spec.scalar_head and chunk.post_process else None
+    return chunk.output_layer.weight if model.spec.model.shape.scalar_head and chunk.post_process else None
 
 
 def start_adapters(model: ParallelModel, seed: int, path: str | None = None) -> None:

@@ -223,7 +223,7 @@ def build_model(
     spec = model_spec(hf_config, layout, dtype, role_settings(layout, recompute, overrides), fused)
     if device.on_host():
         spec.transformer_config.gradient_accumulation_fusion = False
-    fused = fused and not spec.plain_layers
+    fused = fused and not spec.model.shape.plain_layers
     if fused and layout.context > 1:
         raise UserError(
             "Transformer Engine's attention is used with whole rows, which context parallelism cuts",
@@ -300,7 +300,7 @@ def finish_chunk(chunk: Any, spec: ModelSpec, seed: int) -> None:
     """Give a chunk the head of its model, and what Megatron's settings do not express."""
     spec.finish(chunk)
     if chunk.post_process:
-        if spec.scalar_head:
+        if spec.model.shape.scalar_head:
             config: Any = spec.transformer_config
             chunk.output_layer = ScalarHead(
                 config.hidden_size, config.init_method_std, config.params_dtype, seed

@@ -110,6 +110,12 @@ class Optimizer:
         optimizer.scheduler, optimizer.increment = scheduler, increment
         return optimizer
 
+    @property
+    def parts(self) -> list[Any]:
+        """Return Megatron's optimizers inside this one, without empty ones."""
+        parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        return [part for part in parts if getattr(part, "optimizer", None) is not None]
+
     def zero_grad(self) -> None:
         """Clear gradient buffers before a mini-batch."""
         for chunk in _chunks(self.model):

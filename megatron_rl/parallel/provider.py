@@ -100,7 +100,7 @@ class Provider:
         values = {**vars(self.arguments)}
         values |= {name: getattr(spec.transformer_config, name) for name in spec.stated}
         multiple = values.get("make_vocab_size_divisible_by", 1) * values["tensor_model_parallel_size"]
-        values["padded_vocab_size"] = -(-spec.vocab_size // multiple) * multiple
+        values["padded_vocab_size"] = -(-spec.model.shape.vocab // multiple) * multiple
         return replace(self, arguments=Namespace(**values))
 
     @contextmanager

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
-from megatron_rl.parallel.checkpoint_tensors import parts_of
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
 
@@ -189,7 +188,7 @@ def _weights(model: Any) -> Iterator[Tensor]:
 
 
 def _optimizer_states(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    for part in parts_of(optimizer) if optimizer is not None else ():
+    for part in optimizer.parts if optimizer is not None else ():
         for group in part.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])
         for state in part.optimizer.state.values():

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
+from megatron_rl.parallel.boxes import view_of
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.parallel.hf.weights import load_weights, source_boxes, view_of
+from megatron_rl.parallel.hf.weights import load_weights, source_boxes
 from megatron_rl.parallel.model import build_model, live_parameters
 from megatron_rl.parallel.schedule import score
 from megatron_rl.shapes.layout import ParallelLayout
@@ -138,7 +139,7 @@ def check_round_trip(model: Any, first: Path, second: Path) -> None:
 
 def check_padding(model: Any) -> None:
     """Rows that pad the vocabulary are zero."""
-    if model.spec.padded_vocab_size == model.spec.vocab_size:
+    if model.spec.gpt_kwargs["vocab_size"] == model.spec.model.shape.vocab:
         return
     if model.groups.coordinates.tensor == model.groups.layout.tensor - 1:
         for chunk in model.chunks:

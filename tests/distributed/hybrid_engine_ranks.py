@@ -17,15 +17,15 @@ from transformers import AutoConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.hybrid_engine.execute import WeightMismatchError
 from megatron_rl.hybrid_engine.offline import engine_layout
-from megatron_rl.hybrid_engine.plan import lower_bound
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
+from megatron_rl.parallel.boxes import view_of
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.hf.weights import load_weights, view_of
+from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.model import build_model, live_parameters
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.live import LiveWeights
@@ -266,9 +266,7 @@ def check_actor(case: Case, actor: Actor, engine: VllmEngine | None, root: Path,
     if first:
         check_prediction(engine, case.ranks, case.tensor)
     plan = hybrid.plan
-    bound = lower_bound(plan.sources, plan.destinations)
     received = {rank: plan.received.get(rank, 0) for rank in plan.needed}
-    assert received == bound
     shape = pretrained(make_model(case.family, **case.shape).config).shape
     layout = ParallelLayout(actor.ranks, **actor.sizes)
     shared = shared_bytes(shape, layout, case.tensor, 4, settings=actor.overrides)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.rollout.vllm.weights import (
-    CoverageError,
-    check_coverage,
-    clear_padding,
-)
+from megatron_rl.parallel.boxes import CoverageError, check_coverage
+from megatron_rl.rollout.vllm.weights import clear_padding
 from megatron_rl.types import TensorBox
 
 PARAMETERS = {"w": torch.zeros(4, 6)}

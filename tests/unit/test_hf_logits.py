@@ -29,7 +29,11 @@ def logits(model, rows):
     with device.megatron_mode(), torch.no_grad():
         (chunk,) = model.chunks
         hidden = chunk(rows.reshape(1, -1), None, None, packed_seq_params=packing)
-        weight = chunk.shared_embedding_or_output_weight() if model.spec.tied else chunk.output_layer.weight
+        weight = (
+            chunk.shared_embedding_or_output_weight()
+            if model.spec.model.shape.tied
+            else chunk.output_layer.weight
+        )
         values, cap = hidden.flatten(0, 1) @ weight.T, model.spec.model.config.get("final_logit_softcapping")
         return values if cap is None else cap * torch.tanh(values / cap)
 

@@ -94,7 +94,7 @@ def test_log_probs_are_those_of_megatron_lm(checkpoint, tmp_path):
         hidden = chunk(expected["tokens"].reshape(1, -1), None, None, packed_seq_params=packing)
         weight: Any = chunk.output_layer.weight
         values = hidden.flatten(0, 1) @ weight.T
-    vocabulary = model.spec.vocab_size
+    vocabulary = model.spec.model.shape.vocab
     assert vocabulary == 62 and expected["logits"].std() > 0.05
     reference = expected["logits"].flatten(0, 1)[:, :vocabulary]
     torch.testing.assert_close(values[:, :vocabulary], reference, atol=1e-6, rtol=0)
@@ -173,7 +173,7 @@ def test_roles_start_from_checkpoints_of_their_own(checkpoint, tmp_path):
     config, errors = opened(checkpoint, tmp_path / "tokenizer", tmp_path / "run", **roles)
     assert not errors and config.reference is not None and config.reference.path is not None
     assert config.reference.path == str(tmp_path / "run/megatron/reference")
-    assert model_at(config.reference.path).spec.vocab_size == 62
+    assert model_at(config.reference.path).spec.model.shape.vocab == 62
 
 
 def test_a_run_that_goes_on_keeps_the_iteration_it_began_with(checkpoint, tmp_path):

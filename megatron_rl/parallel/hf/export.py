@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
-from megatron_rl.parallel.boxes import BoxGroup, BoxIndex, Region, regions
+from megatron_rl.parallel.boxes import BoxGroup, BoxIndex, Region, regions, view_of
 from megatron_rl.parallel.exchange import gather_objects
 from megatron_rl.parallel.hf.files import (
     SafetensorsWriter,
@@ -27,7 +27,7 @@ from megatron_rl.parallel.hf.files import (
     write_index,
 )
 from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.hf.weights import open_checkpoint, source_boxes, view_of
+from megatron_rl.parallel.hf.weights import open_checkpoint, source_boxes
 from megatron_rl.parallel.lora import adapter_parameters, peft_boxes, policy_weights
 from megatron_rl.parallel.transfer import Exchange, connect, gather_layout
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS

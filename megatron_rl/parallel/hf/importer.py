@@ -6,7 +6,6 @@ recorder it becomes a map of boxes, which serves import, export and resharding a
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import UserError
+from megatron_rl.parallel.boxes import check_coverage
 from megatron_rl.parallel.trace import CopyRecorder, merge_boxes
 from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
@@ -115,10 +115,6 @@ _EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias))
 """One module per expert, or one grouped module with one weight per expert."""
 
 
-class CoverageError(RuntimeError):
-    """Report parameters that the boxes do not fill exactly."""
-
-
 def import_parameters(
     parameters: Mapping[str, Tensor],
     sources: Mapping[str, Tensor],
@@ -183,7 +179,8 @@ def trace_import(
 ) -> list[TensorBox]:
     """Return the boxes of meta parameters named over the whole model; ``storages`` renames them there.
 
-    ``shapes`` are those of the checkpoint, where they are known already.
+    ``shapes`` are those of the checkpoint, where they are known already. Raises CoverageError unless every
+    element but the padding of the vocabulary is filled exactly once.
     """
     renamed = {(storages or {}).get(name, name): tensor for name, tensor in parameters.items()}
     recorder = CopyRecorder({}, renamed, rank)
@@ -191,7 +188,12 @@ def trace_import(
         sources = _StandIns(shapes or model.tensor_shapes(), recorder)
         import_parameters(parameters, sources, model, shard)
     boxes = merge_boxes(recorder.boxes)
-    _check_coverage(boxes, renamed, model.shape, shard)
+    padding: dict[str, int] = {}
+    for name in vocabulary_names(model.shape) & parameters.keys():
+        rows, width = parameters[name].shape
+        real = min(max(model.shape.vocab - shard.tensor * rows, 0), rows)
+        padding[(storages or {}).get(name, name)] = real * width
+    check_coverage(boxes, renamed, padding)
     return boxes
 
 
@@ -215,29 +217,10 @@ class _StandIns(Mapping[str, Tensor]):
         return len(self._shapes)
 
 
-def vocabulary_names(shape: ModelShape) -> tuple[str, ...]:
-    """Return how the names of parameters end whose rows are the vocabulary's."""
-    names = ("word_embeddings.weight", "output_layer.weight")
-    return names[:1] if shape.scalar_head else names
-
-
-def _check_coverage(
-    boxes: Sequence[TensorBox], parameters: Mapping[str, Tensor], shape: ModelShape, shard: Shard
-) -> None:
-    filled: dict[str, int] = {}
-    for box in boxes:
-        filled[box.storage] = filled.get(box.storage, 0) + math.prod(box.size)
-    wrong = []
-    for storage, parameter in parameters.items():
-        expected = parameter.numel()
-        if storage.endswith(vocabulary_names(shape)):
-            rows = len(parameter)
-            real = min(max(shape.vocab - shard.tensor * rows, 0), rows)
-            expected = real * parameter.shape[1]
-        if filled.get(storage, 0) != expected:
-            wrong.append(f"{storage}: {filled.get(storage, 0)} of {expected} elements")
-    if wrong:
-        raise CoverageError("the importer does not fill parameters exactly: " + "; ".join(wrong))
+def vocabulary_names(shape: ModelShape) -> set[str]:
+    """Return Megatron's names of the parameters whose rows are the vocabulary's, on whatever stage."""
+    weights = (weight for first in (True, False) for weight in outer_weights(shape, first, True))
+    return {weight.name for weight in weights if weight.cut == "vocabulary"}
 
 
 def _part(tensor: Tensor, source: Source) -> Tensor:

@@ -61,7 +61,7 @@ class ModelSpec:
     """Hold what GPTModel is built from, apart from the layer spec and the pipeline stage.
 
     ``stated`` names the fields of the TransformerConfig that the model, the layout and the role set.
-    ``gpt_kwargs`` are keyword arguments of GPTModel. ``padded_vocab_size`` is what the model allocates.
+    ``gpt_kwargs`` are keyword arguments of GPTModel.
     ``inverse_frequencies`` [rotary_dim / 2] float32.
     """
 
@@ -70,34 +70,7 @@ class ModelSpec:
     gpt_kwargs: Mapping[str, Any]
     model: PretrainedModel
     hf_config: Any
-    padded_vocab_size: int
     inverse_frequencies: Tensor
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the checkpoint's vocabulary size."""
-        return self.model.shape.vocab
-
-    @property
-    def tied(self) -> bool:
-        """Say whether the output layer is the embedding."""
-        return self.model.shape.tied
-
-    @property
-    def scalar_head(self) -> bool:
-        """Say whether the model gives one number per token."""
-        return self.model.shape.scalar_head
-
-    @property
-    def plain_layers(self) -> bool:
-        """Say whether the model takes Megatron's plain layers even where Transformer Engine is installed."""
-        return self.model.shape.plain_layers
-
-    @property
-    def vocabulary_parameters(self) -> tuple[str, ...]:
-        """Return the names of the parameters whose rows are the padded vocabulary's."""
-        names = ("embedding.word_embeddings.weight", "output_layer.weight")
-        return names[:1] if self.scalar_head else names
 
     @property
     def shares_heads(self) -> bool:
@@ -167,18 +140,15 @@ def model_spec(
     if magnitude != 1.0:
         # Megatron's attention multiplies cos and sin by 0.1 ln(s) + 1 of this attribute, which is no field.
         setattr(transformer_config, "yarn_rotary_scaling_factor", math.exp(10.0 * (magnitude - 1.0)))
-    padded = shape.padded_vocab(layout.tensor)
     gpt_kwargs = {
-        "vocab_size": padded,
+        "vocab_size": shape.padded_vocab(layout.tensor),
         "max_sequence_length": shape.max_positions,
         "share_embeddings_and_output_weights": shape.tied,
         "position_embedding_type": "rope",
         "rotary_percent": rotary_fraction(model.config),
         "rotary_base": rope_parameters(model.config)["rope_theta"],
     }
-    return ModelSpec(
-        transformer_config, frozenset(settings), gpt_kwargs, model, hf_config, padded, frequencies
-    )
+    return ModelSpec(transformer_config, frozenset(settings), gpt_kwargs, model, hf_config, frequencies)
 
 
 def rotation(hf_config: Any) -> tuple[Tensor, float]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
+from megatron_rl.parallel.boxes import view_of
 from megatron_rl.parallel.exchange import hand_on, together
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.importer import Shard, trace_import, vocabulary_names
@@ -135,7 +136,7 @@ def _read(
     padded = vocabulary_names(pretrained(model.hf_config).shape)
     with torch.no_grad():
         for storage, parameter in parameters.items():
-            if storage in chosen and storage.endswith(padded):
+            if storage in chosen and global_name(model, storage) in padded:
                 parameter.zero_()
         for box in boxes:
             if box.storage not in chosen:
@@ -205,11 +206,6 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
                 got=str(list(files.shape(name))),
                 fix="use the config.json that belongs to these weights",
             )
-
-
-def view_of(parameter: Tensor, box: TensorBox) -> Tensor:
-    """Return the view of a parameter that holds a box."""
-    return parameter.as_strided(box.size, box.stride, parameter.storage_offset() + box.offset)
 
 
 def shard_of(model: Chunked) -> Shard:

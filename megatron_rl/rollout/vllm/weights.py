@@ -6,18 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
+from megatron_rl.parallel.boxes import check_coverage
 from megatron_rl.parallel.trace import merge_boxes, meta_sources, trace_copies
 from megatron_rl.types import TensorBox
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-class CoverageError(RuntimeError):
-    """Report engine parameters whose elements are not each written exactly once."""
 
 
 @dataclass(frozen=True)
@@ -71,59 +67,6 @@ def _vocabulary_padding(model: nn.Module, parameters: Mapping[str, Tensor]) -> d
             if name in parameters:
                 result[name] = module.shard_indices.num_org_elements * parameters[name].stride(0)
     return result
-
-
-def check_coverage(
-    boxes: Sequence[TensorBox], parameters: Mapping[str, Tensor], padding: Mapping[str, int]
-) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Check that each parameter's elements are written exactly once; return the gaps of padding.
-
-    ``padding`` name -> element of the flattened parameter from which gaps are allowed. Raises
-    CoverageError that names every parameter with another gap or a double write.
-    """
-    by_storage: dict[str, list[TensorBox]] = {}
-    for box in boxes:
-        by_storage.setdefault(box.storage, []).append(box)
-    faults: list[str] = []
-    allowed: dict[str, tuple[tuple[int, int], ...]] = {}
-    for name, parameter in parameters.items():
-        gaps, doubles = _gaps(by_storage.get(name, []), parameter.numel())
-        wrong = [gap for gap in gaps if gap[0] < padding.get(name, parameter.numel())]
-        if doubles:
-            faults.append(f"{name}: {doubles} elements are written more than once")
-        if wrong:
-            missing = sum(last - first for first, last in wrong)
-            faults.append(f"{name}: {missing} of {parameter.numel()} elements are never written")
-        if gaps and not wrong:
-            allowed[name] = tuple(gaps)
-    if faults:
-        raise CoverageError("the loader does not fill each parameter exactly once:\n  " + "\n  ".join(faults))
-    return allowed
-
-
-def _gaps(boxes: Sequence[TensorBox], count: int) -> tuple[list[tuple[int, int]], int]:
-    """Return the runs of [0, count) outside all boxes, and how many elements lie in several."""
-    runs = [_runs(box) for box in boxes]
-    first = numpy.concatenate([start for start, _ in runs] + [numpy.array([count])])
-    last = numpy.concatenate([start + length for start, length in runs] + [numpy.array([count])])
-    order = numpy.argsort(first, kind="stable")
-    first, last = first[order], last[order]
-    before = numpy.concatenate([[0], numpy.maximum.accumulate(last)[:-1]])
-    distance = first - before
-    gaps = [(int(before[i]), int(first[i])) for i in numpy.flatnonzero(distance > 0)]
-    return gaps, int(-distance[distance < 0].sum())
-
-
-def _runs(box: TensorBox) -> tuple[numpy.ndarray, int]:
-    """Return the first elements of a box's contiguous runs in its storage, and their common length."""
-    axes = sorted((stride, size) for stride, size in zip(box.stride, box.size, strict=True) if size > 1)
-    length = 1
-    while axes and axes[0][0] == length:
-        length *= axes.pop(0)[1]
-    starts = numpy.array([box.offset], dtype=numpy.int64)
-    for stride, size in axes:
-        starts = (starts[:, None] + numpy.arange(size) * stride).ravel()
-    return starts, length
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint import Part, load, load_model, save
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, load_optimizer
-from megatron_rl.parallel.checkpoint_tensors import parts_of, sharded_state
+from megatron_rl.parallel.checkpoint_tensors import sharded_state
 from megatron_rl.parallel.checkpoint_write import write
 from megatron_rl.parallel.hf.weights import load_weights
 
@@ -57,7 +57,7 @@ def moments(optimizer: Any) -> list[Any]:
     """Return a copy of this rank's optimizer states."""
     return [
         {name: value.clone() for name, value in part.optimizer.state[p].items()}
-        for part in parts_of(optimizer)
+        for part in optimizer.parts
         for group in part.optimizer.param_groups
         for p in group["params"]
     ]
@@ -101,7 +101,7 @@ def held_bytes(model: Any, optimizer: Any) -> int:
     """Return the bytes of this rank's share of a checkpoint: its shards, and of the weights."""
     weights = sum(p.numel() * p.element_size() for chunk in model.chunks for p in chunk.parameters())
     states = [value for state in moments(optimizer) for value in state.values()]
-    groups = [group for part in parts_of(optimizer) for group in part.optimizer.param_groups]
+    groups = [group for part in optimizer.parts for group in part.optimizer.param_groups]
     masters = [p for group in groups for p in group["params"]]
     shards = sum(value.numel() * value.element_size() for value in (*states, *masters))
     return shards + weights // model.groups.layout.data
