@@ -17,9 +17,9 @@ from simulated_replicas import PROMPT, EndedEngine, begun
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import ticket
+from megatron_rl.roles.rollout import sample
 from megatron_rl.rollout.engine import Request
 from megatron_rl.rollout.episodes import Sweep
-from megatron_rl.rollout.replica import sample
 from megatron_rl.rollout.turns import SingleTurns
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.shapes.layout import ParallelLayout

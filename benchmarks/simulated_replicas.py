@@ -14,9 +14,9 @@ from typing import Any
 import numpy
 import torch
 
+from megatron_rl.roles.rollout import Dealt
 from megatron_rl.rollout.engine import Completion, Request
 from megatron_rl.rollout.episodes import Episodes, begin
-from megatron_rl.rollout.replica import Dealt
 from megatron_rl.rollout.turns import Commands, SingleTurns
 from megatron_rl.types import FINISH_STOP, PromptBatch, SamplingParameters
 

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from megatron_rl.roles.rollout import Dealt
 from megatron_rl.rollout.engine import Sampler
 from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, begin, extended, settle
-from megatron_rl.rollout.replica import Dealt
 from megatron_rl.rollout.sampling import row_seeds
+from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.rollout.turns import SingleTurns, drive
 from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
+
+LastLogits = Callable[[Tensor, Tensor], Tensor]
+"""``logits(tokens [N], lengths [B]) -> [B, V]``: what follows the last token of each ragged row."""
+
+
+class RecomputingDecoder:
+    """Compute every prefix anew through a callable that keeps no cache."""
+
+    def __init__(self, logits: LastLogits) -> None:
+        self._logits = logits
+        self._rows: list[list[int]] = []
+
+    def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        self._rows = [list(row) for row in rows]
+        return self._last()
+
+    def step(self, tokens: Tensor) -> Tensor:
+        for row, token in zip(self._rows, tokens.tolist(), strict=True):
+            row.append(token)
+        return self._last()
+
+    def keep(self, rows: list[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
+
+    def _last(self) -> Tensor:
+        tokens = torch.tensor([token for row in self._rows for token in row], dtype=torch.int64)
+        return self._logits(tokens, torch.tensor([len(row) for row in self._rows], dtype=torch.int64))
+
+
+def engine_of(logits: LastLogits, **more: Any) -> TorchEngine:
+    """Return an engine that samples from a callable."""
+    return TorchEngine(lambda: RecomputingDecoder(logits), **more)
 
 
 def make_prompts(rows: list[list[int]], *sampling: SamplingParameters) -> PromptBatch:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.algorithms.piece import Piece, ragged, torch
+from megatron_rl.algorithms.piece import MAX_LOG_RATIO, Piece, ragged, torch
 from megatron_rl.config.setting import setting
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.metrics import Metrics
@@ -21,7 +21,6 @@ from megatron_rl.metrics import Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
 IS_LEVELS = ("none", "token", "sequence", "geometric")
 REJECTION_MEASURES = (
     "token_k1", "token_k2", "token_k3",

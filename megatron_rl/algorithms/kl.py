@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_rl.algorithms.piece import Piece, torch
+from megatron_rl.algorithms.piece import MAX_LOG_RATIO, Piece, torch
 from megatron_rl.config.setting import setting
 from megatron_rl.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 MAX_ADAPTATION = 0.2
 _NAMES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var", "low_var_kl")

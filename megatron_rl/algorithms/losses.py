@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from megatron_rl.algorithms.piece import Piece, torch, wrong_result
+from megatron_rl.algorithms.piece import MAX_LOG_RATIO, Piece, torch, wrong_result
 from megatron_rl.config.setting import NO_SETTING, setting
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from megatron_rl.types import TrainBatch
 
-MAX_LOG_RATIO = 20.0
 _EXPECTED = "TokenLoss(loss, indicators) of tensors with one value per token [N], neither summed nor averaged"
 
 

@@ -33,6 +33,10 @@ else:
     ragged = _Module("megatron_rl.algorithms.ragged")
 
 
+MAX_LOG_RATIO = 20.0
+"""Logarithms of ratios are kept within it, so that their exponentials stay finite."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """Be one choice that an algorithm makes.

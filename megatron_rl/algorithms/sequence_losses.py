@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, ClassVar
 from megatron_rl.algorithms.losses import (
     HIGH_MEANING,
     LOW_MEANING,
-    MAX_LOG_RATIO,
     PolicyLoss,
     PpoClip,
     TokenLoss,
@@ -27,7 +26,7 @@ from megatron_rl.algorithms.losses import (
     fields_of,
     log_ratio,
 )
-from megatron_rl.algorithms.piece import ragged, torch
+from megatron_rl.algorithms.piece import MAX_LOG_RATIO, ragged, torch
 from megatron_rl.config.setting import setting
 
 if TYPE_CHECKING:

@@ -241,8 +241,9 @@ class HybridEngine:
 def _weights(model: Chunked | None, apart: bool) -> _Trained | None:
     if model is None:
         return None
+    merges = getattr(model, "adapters", None) is not None and not apart
     return _Trained(
-        partial(live_parameters if apart else policy_weights, model), partial(source_boxes, model)
+        partial(policy_weights if merges else live_parameters, model), partial(source_boxes, model)
     )
 
 

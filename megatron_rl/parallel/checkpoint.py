@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron_rl import durable
 from megatron_rl.config.checkpoint_meta import (
@@ -343,6 +342,4 @@ def _bytes(part: Part) -> int:
 def _from_member(value: Any, model: ParallelModel | None) -> Any:
     """Return the value that the first rank of the model's layout holds. Collective over the world."""
     first = model is not None and model.groups.layout.ranks[0] == device.rank()
-    values: list[Any] = [None] * device.world_size()
-    dist.all_gather_object(values, (value,) if first else None)
-    return next((item[0] for item in values if item is not None), value)
+    return next((item[0] for item in gather_objects((value,) if first else None) if item is not None), value)

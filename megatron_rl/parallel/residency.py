@@ -38,6 +38,8 @@ class Residency:
 
     def __init__(self, model: ParallelModel | None, *, offload: bool, base: Residency | None = None) -> None:
         self.model, self.offload, self.base = model, offload and model is not None, base
+        self.moves = self.offload or (base is not None and base.moves)
+        """Whether anything that the model needs is ever away."""
         self.optimizer: Optimizer | None = None
         self._uses: list[Use] = []
         self._seconds = 0.0
@@ -83,11 +85,6 @@ class Residency:
         if self._bytes > before:
             device.synchronize()
         self._seconds += time.perf_counter() - begun
-
-    @property
-    def moves(self) -> bool:
-        """Say whether anything that the model needs is ever away."""
-        return self.offload or (self.base is not None and self.base.moves)
 
     def _own(self) -> dict[int, Any]:
         """Return the storages of the weights that are not the base's."""

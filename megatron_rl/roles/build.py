@@ -32,8 +32,9 @@ from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.policy import add_lora, build_policy, stored_at
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
-from megatron_rl.rollout.engine import make_engine, make_tool_parser
+from megatron_rl.rollout.engine import make_engine
 from megatron_rl.rollout.server import ServerSampler
+from megatron_rl.rollout.vllm.tools import make_tool_parser
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.shapes.pretrained import read_pretrained
 

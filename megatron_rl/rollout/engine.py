@@ -116,7 +116,19 @@ class Sampler(Protocol):
         ...
 
 
-class WeightStore(Protocol):
+class Storage(Protocol):
+    """Say where tensors lie that somebody else writes."""
+
+    def boxes(self) -> list[TensorBox]:
+        """Return where each box of a Hugging Face tensor lies in this rank's ``parameters()``."""
+        ...
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the storage to write into, by name; tied parameters appear once."""
+        ...
+
+
+class WeightStore(Storage, Protocol):
     """Say where weights lie that somebody else writes, and take them into use.
 
     A store may start without weights: copy every box into ``parameters()``, then call ``finish_update``.
@@ -130,14 +142,6 @@ class WeightStore(Protocol):
     @property
     def needs_weights(self) -> bool:
         """Say whether there are no weights, or no longer: every box must be written."""
-        ...
-
-    def boxes(self) -> list[TensorBox]:
-        """Return where each box of a Hugging Face tensor lies in this rank's ``parameters()``."""
-        ...
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        """Return the storage to write new weights into, by name; tied parameters appear once."""
         ...
 
     def finish_update(self, version: int) -> None:
@@ -156,18 +160,6 @@ class WeightStore(Protocol):
         ...
 
 
-class Storage(Protocol):
-    """Say where tensors lie that somebody else writes, as a `WeightStore` does."""
-
-    def boxes(self) -> list[TensorBox]:
-        """Return where each box of a tensor lies in this rank's ``parameters()``."""
-        ...
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        """Return the storage to write into, by name."""
-        ...
-
-
 class Engine(Sampler, WeightStore, Protocol):
     """Sample from weights that somebody else writes into this process's storage."""
 
@@ -182,7 +174,10 @@ class Engine(Sampler, WeightStore, Protocol):
 
 
 ENGINE_MEMBERS = tuple(
-    name for part in (Sampler, WeightStore, Engine) for name in vars(part) if not name.startswith("_")
+    name
+    for part in (Sampler, Storage, WeightStore, Engine)
+    for name in vars(part)
+    if not name.startswith("_")
 )
 
 
@@ -250,14 +245,3 @@ def _own_engine(model_path: str | Path, config: RolloutConfig, **arguments: Any)
             got="none called " + ", ".join(missing),
         )
     return engine
-
-
-def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:
-    """Return vLLM's parser ``name``, whatever the engine; None where there is no name."""
-    if name is None:
-        return None
-    from megatron_rl.rollout.vllm.setup import prepare_vllm
-    from megatron_rl.rollout.vllm.tools import tool_parser
-
-    prepare_vllm()
-    return tool_parser(name, tokenizer)

@@ -1,7 +1,7 @@
 """Episodes in flight: begin them, add tokens of newer weights in rounds, choose whole groups.
 
 An episode is one sample of one prompt, and becomes one row for the learner. A step makes a `Sweep` of what is
-in flight, has the rollout's ranks add tokens to it (`replica.sample`), and calls `settle` with their answers.
+in flight, has the rollout's ranks add tokens to it (`roles.rollout`), and calls `settle` with their answers.
 Letters: P prompts, G samples of each, B = P*G rows; a prompt's G rows are a *group*, complete when all ended.
 """
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config.sections.rollout import leaves_out
-from megatron_rl.types import SamplingParameters
+from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, SamplingParameters
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy decoding, as in vLLM."""
@@ -37,6 +39,36 @@ def part_seed(seed: int, done: int) -> int:
     first tokens' numbers again.
     """
     return seed if done == 0 else row_seeds(seed, [done])[0]
+
+
+def vllm_parameters(sampling: SamplingParameters, limit: int, seed: int) -> dict[str, Any]:
+    """Return the fields of vLLM's SamplingParams that ask for up to ``limit`` tokens, without filters.
+
+    Those that are vLLM's defaults are stated: a server may have others.
+    """
+    return {
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "max_tokens": limit,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "seed": seed,
+        "ignore_eos": True,  # only the row's own stop tokens end it
+        "logprobs": 0,  # the sampled token's alone
+        "detokenize": False,
+    }
+
+
+def vllm_finish(tokens: Sequence[int], log_probs: Sequence[float], reason: str | None) -> int:
+    """Return as what an answer counts that vLLM ended for its ``reason``.
+
+    It has failed where the log-prob of a token is missing or not finite: what is sampled from broken logits
+    is no answer of the policy.
+    """
+    if not len(tokens) or len(log_probs) != len(tokens) or not isfinite(sum(log_probs)):
+        return FINISH_FAILED
+    return {"stop": FINISH_STOP, "length": FINISH_LENGTH}.get(reason or "", FINISH_FAILED)
 
 
 def is_greedy(sampling: SamplingParameters) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +20,8 @@ from megatron_rl.check.engine_servers import BACKEND, EXTENSION
 from megatron_rl.config.sections.rollout import ServerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engine import Completion, Request, failed
-from megatron_rl.rollout.sampling import part_seed, truncates
-from megatron_rl.types import FINISH_LENGTH, FINISH_STOP
+from megatron_rl.rollout.sampling import part_seed, truncates, vllm_finish, vllm_parameters
+from megatron_rl.types import FINISH_FAILED
 
 CONTROL_SECONDS = 20.0
 """Time limit of calls that neither sample nor move weights."""
@@ -297,7 +296,9 @@ class ServerSampler:
 
     async def _answer(self, request: Request) -> Completion:
         """Answer a request by the first server that does."""
-        body = {"token_ids": request.tokens, "sampling_params": _parameters(request)}
+        seed = part_seed(request.seed, request.done)
+        parameters = vllm_parameters(request.sampling, request.limit, seed)
+        body = {"token_ids": request.tokens, "sampling_params": parameters}
         while (server := self._choose(request.seed)) is not None:
             self._busy[server] += 1
             try:
@@ -327,25 +328,8 @@ class ServerSampler:
             raise ServerError(f"an answer from weights {sorted(other)} instead of {self._weights}")
         if reason not in ("stop", "length"):
             raise ServerError(f"an answer that ends with {reason!r}")  # a server that is being stopped
-        if not tokens or len(values) != len(tokens) or not math.isfinite(sum(values)):
-            return failed(number)
-        return Completion(number, tokens, values, FINISH_STOP if reason == "stop" else FINISH_LENGTH)
-
-
-def _parameters(request: Request) -> dict[str, Any]:
-    """Return vLLM's SamplingParams; what a server could have a default for is stated."""
-    return {
-        "temperature": request.sampling.temperature,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "max_tokens": request.limit,
-        "stop_token_ids": list(request.sampling.stop_token_ids),
-        "seed": part_seed(request.seed, request.done),
-        "ignore_eos": True,  # only the row's own stop tokens end it
-        "logprobs": 0,  # the sampled token's alone
-        "detokenize": False,
-    }
+        finish = vllm_finish(tokens, values, reason)
+        return failed(number) if finish == FINISH_FAILED else Completion(number, tokens, values, finish)
 
 
 def alongside(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:

@@ -23,9 +23,6 @@ from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, TensorBox
 
-LastLogits = Callable[[Tensor, Tensor], Tensor]
-"""``logits(tokens [N], lengths [B]) -> [B, V]``: what follows the last token of each ragged row."""
-
 
 class Decoder(Protocol):
     """Feed tokens row by row and keep what the model remembers of them."""
@@ -41,30 +38,6 @@ class Decoder(Protocol):
     def keep(self, rows: list[int]) -> None:
         """Drop all rows but these."""
         ...
-
-
-class RecomputingDecoder:
-    """Compute every prefix anew through a callable that keeps no cache."""
-
-    def __init__(self, logits: LastLogits) -> None:
-        self._logits = logits
-        self._rows: list[list[int]] = []
-
-    def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        self._rows = [list(row) for row in rows]
-        return self._last()
-
-    def step(self, tokens: Tensor) -> Tensor:
-        for row, token in zip(self._rows, tokens.tolist(), strict=True):
-            row.append(token)
-        return self._last()
-
-    def keep(self, rows: list[int]) -> None:
-        self._rows = [self._rows[row] for row in rows]
-
-    def _last(self) -> Tensor:
-        tokens = torch.tensor([token for row in self._rows for token in row], dtype=torch.int64)
-        return self._logits(tokens, torch.tensor([len(row) for row in self._rows], dtype=torch.int64))
 
 
 class CachingDecoder:
@@ -160,11 +133,6 @@ class TorchEngine:
         model.eval().to(device)
         names = read_pretrained(Path(path) / "config.json").family.tensor_name
         return cls(lambda: CachingDecoder(model), model=model, tensor_name=names, **more)
-
-    @classmethod
-    def from_logits(cls, logits: LastLogits, **more: Any) -> TorchEngine:
-        """Sample from a callable ``logits(tokens [N], lengths [B]) -> [B, V]``; prefixes are recomputed."""
-        return cls(lambda: RecomputingDecoder(logits), **more)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:

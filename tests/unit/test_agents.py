@@ -16,13 +16,13 @@ from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.environments.hosts import Hosts, environment_errors
 from megatron_rl.roles.reward import RewardRole
+from megatron_rl.roles.rollout import Dealt
 from megatron_rl.rollout.conversations import Conversations
-from megatron_rl.rollout.engine import make_tool_parser
 from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended
-from megatron_rl.rollout.replica import Dealt
-from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.rollout.turns import drive
+from megatron_rl.rollout.vllm.tools import make_tool_parser
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, split_rows
+from tests.sampling import engine_of
 
 OPENAI = """
 import json, sys
@@ -101,7 +101,7 @@ def play(tmp_path: Path):
         flight = begin(prompts(texts, [0] * len(texts)), samples, seed=4, version=3)
         dealt = Dealt(flight, 99, 200)
         talks = Conversations(made[-1], ChatFormats(TOKENIZER), dealt, None, 200)
-        drive(TorchEngine.from_logits(logits, max_model_len=200), talks, None)
+        drive(engine_of(logits, max_model_len=200), talks, None)
         return extended(flight, added_rows(dealt.numbers, dealt.rows, [1] * len(dealt.rows)), version=3)
 
     yield run
@@ -160,6 +160,7 @@ def test_calls_of_tools_are_parsed_by_vllm_and_templates_render_tools():
 
 CALLING = """
 from megatron_rl import Environment
+from tests.sampling import engine_of
 
 class Calling(Environment):
     async def run(self, episode):
@@ -186,7 +187,7 @@ def test_conversations_tell_their_turns_and_the_calls_in_them(tmp_path: Path):
 
     hosts = Hosts(EnvironmentConfig(f"{tmp_path / 'calling.py'}:Calling", max_turns=5, turn_timeout=100.0))
     talks = Conversations(hosts, ChatFormats(tokenizer), dealt, parse, 200)
-    drive(TorchEngine.from_logits(logits, max_model_len=200), talks, None)
+    drive(engine_of(logits, max_model_len=200), talks, None)
     hosts.close()
     rollouts = extended(flight, added_rows(dealt.numbers, dealt.rows, [1]), version=3).rollouts
     reward = RewardRole(RewardConfig(), tokenizer)

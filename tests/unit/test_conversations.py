@@ -20,10 +20,9 @@ from megatron_rl.environments.hosts import Hosts
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.exchange import Members
 from megatron_rl.roles.reward import RewardRole
+from megatron_rl.roles.rollout import Dealt
 from megatron_rl.rollout.conversations import Conversations
 from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended
-from megatron_rl.rollout.replica import Dealt
-from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.rollout.turns import Row, Until, drive
 from megatron_rl.types import (
     FINISH_FAILED,
@@ -36,7 +35,7 @@ from megatron_rl.types import (
     split_rows,
     turn_starts,
 )
-from tests.sampling import make_prompts
+from tests.sampling import engine_of, make_prompts
 
 SOURCE = '''
 import asyncio, random
@@ -89,7 +88,7 @@ def sweep(
     hosts: Hosts, flight: Episodes, *limits: int | None, over: Callable[[], bool] = lambda: False
 ) -> Episodes:
     """Continue open rows in rounds of so many tokens, with environments made for this sweep alone."""
-    engine = TorchEngine.from_logits(logits, max_model_len=200)
+    engine = engine_of(logits, max_model_len=200)
     dealt = Dealt(flight, len(flight.rollouts), 200)
     talks = Conversations(hosts, ChatFormats(TOKENIZER), dealt)
     for limit in limits:
@@ -187,7 +186,7 @@ def test_groups_from_a_queue_are_the_same_whichever_replica_has_them(hosts: Host
     rows: list[Row] = []
     for place in order:
         dealt = Dealt(flight, 2, 200, lambda: next(tickets), place, len(order))
-        drive(TorchEngine.from_logits(logits, max_model_len=200),
+        drive(engine_of(logits, max_model_len=200),
               Conversations(hosts, ChatFormats(TOKENIZER), dealt), None)  # fmt: skip
         numbers += dealt.numbers
         rows += dealt.rows
@@ -247,7 +246,7 @@ def test_a_group_is_judged_when_it_is_complete_while_others_go_on(tmp_path: Path
         for group, episodes in dealt.complete(3):
             reward.begin(group, episodes)
 
-    engine = TorchEngine.from_logits(logits, max_model_len=200)
+    engine = engine_of(logits, max_model_len=200)
     drive(engine, Conversations(patient, ChatFormats(TOKENIZER), dealt), None, judge)
     assert [row.outcome.failure for row in dealt.rows if row.outcome] == [None] * 4
     alone = cast(Members, SimpleNamespace(ranks=(0,), rank=0, gather_objects=lambda value: [value]))

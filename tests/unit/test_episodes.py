@@ -10,9 +10,9 @@ import pytest
 import torch
 from test_torch_engine import prompts
 
+from megatron_rl.roles.rollout import rows_of
 from megatron_rl.rollout import episodes
 from megatron_rl.rollout.episodes import Added, Episodes, choose, is_enough
-from megatron_rl.rollout.replica import rows_of
 from megatron_rl.rollout.turns import Row
 from megatron_rl.types import FINISH_STOP, UNFINISHED, PromptBatch, SamplingParameters, row_counts, split_rows
 

@@ -25,7 +25,7 @@ from megatron_rl.types import (
     SamplingParameters,
 )
 from tests.hf_models import FAMILIES, save_model
-from tests.sampling import continued, generate, make_prompts
+from tests.sampling import continued, engine_of, generate, make_prompts
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
 
@@ -173,7 +173,7 @@ def test_callable_without_cache_samples_the_same(engine: TorchEngine, model: tor
         with torch.no_grad():
             return torch.stack([model(row[None]).logits[0, -1] for row in tokens.split(lengths.tolist())])
 
-    plain = TorchEngine.from_logits(logits, max_model_len=64, batch_rows=3)
+    plain = engine_of(logits, max_model_len=64, batch_rows=3)
     batch = prompts(ROWS, temperature=0.8, top_p=0.9)
     left, right = generate(plain, batch, seed=8), generate(engine, batch, seed=8)
     assert torch.equal(left.tokens, right.tokens)

@@ -8,12 +8,12 @@ import torch
 from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.parallel import device
-from megatron_rl.rollout.torch import TorchEngine
+from tests.sampling import engine_of
 
 
 def test_an_engine_that_names_no_weights_is_refused_by_name():
     device.initialize()
-    engine = TorchEngine.from_logits(lambda tokens, lengths: torch.zeros(len(lengths), 7))
+    engine = engine_of(lambda tokens, lengths: torch.zeros(len(lengths), 7))
     hybrid = HybridEngine(None, engine)
     with pytest.raises(UserError, match="names no weights") as raised:
         hybrid.sync()

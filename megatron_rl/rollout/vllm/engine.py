@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,14 +17,14 @@ from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
 from megatron_rl.rollout.engine import Completion, Request, failed
-from megatron_rl.rollout.sampling import part_seed, truncates
+from megatron_rl.rollout.sampling import part_seed, truncates, vllm_finish, vllm_parameters
 from megatron_rl.rollout.vllm import routing, setup, truncation, weights
 from megatron_rl.rollout.vllm.adapters import AdapterSlots, engine_arguments
 from megatron_rl.rollout.vllm.live import LiveWeights, live_model, model_runner
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.shapes.pretrained import read_pretrained
-from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, TensorBox
+from megatron_rl.types import FINISH_FAILED, TensorBox
 
 
 @dataclass
@@ -186,7 +185,7 @@ class VllmEngine:
             return
         self._requests += 1
         name = str(self._requests)
-        parameters = _vllm_parameters(request)
+        parameters = _sampling_parameters(request)
         support = None
         if self._truncates:
             support = truncation.add_filters(parameters, request.sampling)
@@ -319,19 +318,13 @@ class VllmEngine:
         device.empty_cache()
 
 
-def _vllm_parameters(request: Request) -> Any:
+def _sampling_parameters(request: Request) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=request.sampling.temperature,
-        max_tokens=request.limit,
-        stop_token_ids=list(request.sampling.stop_token_ids),
-        seed=part_seed(request.seed, request.done),
-        ignore_eos=True,  # only the row's own stop tokens end it
-        logprobs=0,  # the sampled token's alone
+        **vllm_parameters(request.sampling, request.limit, part_seed(request.seed, request.done)),
         flat_logprobs=True,
-        detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
@@ -348,14 +341,12 @@ def _unfinished(processor: Any, name: str) -> Any:
 
 def _completion(number: int, output: Any) -> Completion:
     """Take tokens and their log-probs out of vLLM's answer."""
-    reason = {"stop": FINISH_STOP, "length": FINISH_LENGTH}.get(output.finish_reason)
-    if reason is None or output.logprobs is None or not len(output.token_ids):
-        return failed(number)
-    # A position holds the sampled token first, and after it whatever else vLLM reports there.
-    values = [output.logprobs.logprobs[first] for first in output.logprobs.start_indices]
-    if not math.isfinite(sum(values)):
-        return failed(number)  # broken logits: whatever was sampled from them is no answer of the policy
-    return Completion(number, output.token_ids, values, reason)
+    values: list[float] = []
+    if output.logprobs is not None:
+        # A position holds the sampled token first, and after it whatever else vLLM reports there.
+        values = [output.logprobs.logprobs[first] for first in output.logprobs.start_indices]
+    finish = vllm_finish(output.token_ids, values, output.finish_reason)
+    return failed(number) if finish == FINISH_FAILED else Completion(number, output.token_ids, values, finish)
 
 
 def _refusal(path: Path, config: RolloutConfig, error: Exception) -> UserError:

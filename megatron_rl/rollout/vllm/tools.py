@@ -6,10 +6,17 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engine import ToolParser
+from megatron_rl.rollout.vllm.setup import prepare_vllm
 
 
-def tool_parser(name: str, tokenizer: Any) -> ToolParser:
-    """Return a parser by vLLM's name of it; raises UserError for one that is not known or refuses."""
+def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:
+    """Return a parser by vLLM's name of it, whatever the engine; None where there is no name.
+
+    Raises UserError for one that is not known or refuses.
+    """
+    if name is None:
+        return None
+    prepare_vllm()
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
