@@ -14,6 +14,7 @@ import torch
 from megatron_rl.check.lora import check_adapted_model, check_lora
 from megatron_rl.cli.common import require_counts
 from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.hybrid_engine.offline import (
     Summary,
@@ -51,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="move adapters of this rank alone, as actor.lora.sync=adapter does",
     )
-    parser.add_argument("--staging-bytes", type=int, default=256 * 2**20, metavar="BYTES")
+    parser.add_argument(
+        "--staging-bytes", type=int, default=HybridEngineConfig.staging_bytes, metavar="BYTES"
+    )
     parser.add_argument(
         "--cluster",
         action="append",

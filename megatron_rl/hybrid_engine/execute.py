@@ -224,11 +224,6 @@ class BoxSum:
         return ((words * self._columns).sum(-1, dtype=torch.int32) * rows).sum(dtype=torch.int32)
 
 
-def checksum(values: Tensor, start: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the checksum of a box as a number below 2**32; see `BoxSum`."""
-    return int(BoxSum(values, start, dtype).compute()) % 2**32
-
-
 def _elements_of_a_word(start: int, count: int, itemsize: int) -> int:
     """Return how many elements of a row make a word of 4 bytes: 1 where rows begin or end inside a word."""
     together = max(1, 4 // itemsize)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.execute import VERIFY, Execution, storage_key
 from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan
@@ -121,8 +122,8 @@ class HybridEngine:
         model: Chunked | None,
         engine: WeightStore | None,
         *,
-        staging_bytes: int = 256 * 2**20,
-        verify: str = "full",
+        staging_bytes: int = HybridEngineConfig.staging_bytes,
+        verify: str = HybridEngineConfig.verify,
         group: Any = None,
         resident: Callable[[], AbstractContextManager[None]] = nullcontext,
         apart: bool = False,

@@ -25,8 +25,8 @@ from megatron_rl.trainer.logging import clock
 
 SAMPLES, SAMPLES_OF_A_STEP, TEXT = 2000, 32, 4000
 """Most samples of a page and of one file of samples, and most characters of a text."""
-OUTSIDE = ("evaluate", "checkpoint")
-"""Phases between steps."""
+OUTSIDE = ("evaluate", "checkpoint", "checkpoint_write")
+"""Phases between steps, or beside them."""
 FINISH = ("stop", "length", "failed")
 """Words for `FINISH_STOP` and the others of `megatron_rl.types`."""
 

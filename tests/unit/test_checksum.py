@@ -8,9 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.hybrid_engine import execute
-from megatron_rl.hybrid_engine.execute import checksum
+from megatron_rl.hybrid_engine.execute import BoxSum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def checksum(values: torch.Tensor, start: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the checksum of a box as a number below 2**32."""
+    return int(BoxSum(values, start, dtype).compute()) % 2**32
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

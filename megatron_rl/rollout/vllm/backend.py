@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from megatron_rl.check.engine_servers import BACKEND
+from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.rollout.server import alongside
 from megatron_rl.rollout.vllm.live import LiveWeights, check_writable
 from megatron_rl.rollout.vllm.orphans import end_with_server
@@ -47,8 +48,8 @@ class Meeting(WeightTransferInitInfo):
     port: int = 0
     trainers: int = 0
     workers: int = 0
-    staging_bytes: int = 256 * 2**20
-    verify: str = "full"
+    staging_bytes: int = HybridEngineConfig.staging_bytes
+    verify: str = HybridEngineConfig.verify
 
     def __post_init__(self) -> None:
         if self.address is not None and not (self.port and self.trainers and self.workers):
@@ -123,8 +124,8 @@ class TrainerMeeting(TrainerInitInfo):
     port: int
     trainers: int
     workers: int
-    staging_bytes: int = 256 * 2**20
-    verify: str = "full"
+    staging_bytes: int = HybridEngineConfig.staging_bytes
+    verify: str = HybridEngineConfig.verify
 
 
 class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
