@@ -116,19 +116,7 @@ class Sampler(Protocol):
         ...
 
 
-class Storage(Protocol):
-    """Say where tensors lie that somebody else writes."""
-
-    def boxes(self) -> list[TensorBox]:
-        """Return where each box of a Hugging Face tensor lies in this rank's ``parameters()``."""
-        ...
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        """Return the storage to write into, by name; tied parameters appear once."""
-        ...
-
-
-class WeightStore(Storage, Protocol):
+class WeightStore(Protocol):
     """Say where weights lie that somebody else writes, and take them into use.
 
     A store may start without weights: copy every box into ``parameters()``, then call ``finish_update``.
@@ -142,6 +130,14 @@ class WeightStore(Storage, Protocol):
     @property
     def needs_weights(self) -> bool:
         """Say whether there are no weights, or no longer: every box must be written."""
+        ...
+
+    def boxes(self) -> list[TensorBox]:
+        """Return where each box of a Hugging Face tensor lies in this rank's ``parameters()``."""
+        ...
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the storage to write new weights into, by name; tied parameters appear once."""
         ...
 
     def finish_update(self, version: int) -> None:
@@ -160,6 +156,18 @@ class WeightStore(Storage, Protocol):
         ...
 
 
+class Storage(Protocol):
+    """Say where tensors lie that somebody else writes, as a `WeightStore` does."""
+
+    def boxes(self) -> list[TensorBox]:
+        """Return where each box of a tensor lies in this rank's ``parameters()``."""
+        ...
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the storage to write into, by name."""
+        ...
+
+
 class Engine(Sampler, WeightStore, Protocol):
     """Sample from weights that somebody else writes into this process's storage."""
 
@@ -174,10 +182,7 @@ class Engine(Sampler, WeightStore, Protocol):
 
 
 ENGINE_MEMBERS = tuple(
-    name
-    for part in (Sampler, Storage, WeightStore, Engine)
-    for name in vars(part)
-    if not name.startswith("_")
+    name for part in (Sampler, WeightStore, Engine) for name in vars(part) if not name.startswith("_")
 )
 
 
