@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,31 +84,27 @@ def _flag(name: str, value: Any) -> str:
     return f"--{name} {shlex.quote(json.dumps(value) if isinstance(value, dict) else str(value))}"
 
 
-def check_engine_servers(rollout: RolloutConfig) -> list[UserError]:
-    """Return what is wrong with servers as engine, without asking them."""
+def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield what is wrong with servers as engine, without asking them."""
     urls = rollout.server.urls
     if rollout.engine != SERVER:
-        if not urls:
-            return []
-        return [
-            UserError(
+        if urls:
+            yield UserError(
                 "servers are named, and another engine is to generate",
                 where="rollout.server.urls",
                 expected=f"rollout.engine={SERVER}, or no servers",
                 got=f"rollout.engine={rollout.engine}",
                 fix=f"set rollout.engine={SERVER}, or remove rollout.server",
             )
-        ]
-    errors = [_bad_address(url) for url in urls if not _is_address(url)]
+        return
+    yield from (_bad_address(url) for url in urls if not _is_address(url))
     if not urls or len({url.rstrip("/").lower() for url in urls}) < len(urls):
-        errors.append(
-            UserError(
-                "servers are to generate, and none is named, or one of them twice",
-                where="rollout.server.urls",
-                expected="the address of each server once",
-                got=f"[{', '.join(urls)}]",
-                fix="set rollout.server.urls=[http://host:8000]; `check` shows the command that starts one",
-            )
+        yield UserError(
+            "servers are to generate, and none is named, or one of them twice",
+            where="rollout.server.urls",
+            expected="the address of each server once",
+            got=f"[{', '.join(urls)}]",
+            fix="set rollout.server.urls=[http://host:8000]; `check` shows the command that starts one",
         )
     impossible = {
         "rollout.vllm": (bool(rollout.vllm), "a server's settings stand in its own command", "{}"),
@@ -123,18 +119,15 @@ def check_engine_servers(rollout: RolloutConfig) -> list[UserError]:
             CLOSED,
         ),
     }
-    errors += [
-        UserError(
-            f"{why} with rollout.engine={SERVER}",
-            where=where.partition(",")[0],
-            expected=expected,
-            got=f"{where} is set",
-            fix=f"remove {where}, or set rollout.engine=vllm",
-        )
-        for where, (wrong, why, expected) in impossible.items()
-        if wrong
-    ]
-    return errors
+    for where, (wrong, why, expected) in impossible.items():
+        if wrong:
+            yield UserError(
+                f"{why} with rollout.engine={SERVER}",
+                where=where.partition(",")[0],
+                expected=expected,
+                got=f"{where} is set",
+                fix=f"remove {where}, or set rollout.engine=vllm",
+            )
 
 
 def _is_address(url: str) -> bool:

@@ -55,9 +55,8 @@ class Inputs:
     preview: DataPreview | None = None
 
 
-def check_paths(config: RunConfig) -> list[UserError]:
+def check_paths(config: RunConfig) -> Iterator[UserError]:
     """Return the paths that no file can have, before anything looks for one."""
-    errors = []
     for where, value in flatten(config).items():
         if where.rpartition(".")[2] not in _PATHS or not isinstance(value, str):
             continue
@@ -67,32 +66,27 @@ def check_paths(config: RunConfig) -> list[UserError]:
             continue  # whether something is missing, or in the way, is said where it is read
         except (OSError, ValueError) as error:
             shown = value if len(value) <= 60 else f"{value[:60]}... ({len(value):,} characters)"
-            errors.append(
-                UserError(
-                    f"{where} cannot be a path",
-                    where=where,
-                    expected="a path that this system takes",
-                    got=f"{shown!r}: {getattr(error, 'strerror', None) or error}",
-                    fix=f"correct {where}",
-                )
+            yield UserError(
+                f"{where} cannot be a path",
+                where=where,
+                expected="a path that this system takes",
+                got=f"{shown!r}: {getattr(error, 'strerror', None) or error}",
+                fix=f"correct {where}",
             )
-    return errors
 
 
-def check_attention(config: RunConfig) -> list[UserError]:
-    """Return the error of a stated attention whose package is not on this machine."""
+def check_attention(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of a stated attention whose package is not on this machine."""
     if config.model.attention != "transformer_engine" or has_transformer_engine():
-        return []
-    return [
-        UserError(
-            "Transformer Engine is not installed on this machine, or not its extension of PyTorch",
-            where="model.attention",
-            expected="the package transformer_engine[pytorch] where the run is started",
-            got="transformer_engine",
-            fix="install it (pip install transformer_engine[pytorch]), or set model.attention=torch, "
-            "whose activations take more memory",
-        )
-    ]
+        return
+    yield UserError(
+        "Transformer Engine is not installed on this machine, or not its extension of PyTorch",
+        where="model.attention",
+        expected="the package transformer_engine[pytorch] where the run is started",
+        got="transformer_engine",
+        fix="install it (pip install transformer_engine[pytorch]), or set model.attention=torch, "
+        "whose activations take more memory",
+    )
 
 
 def _check_reward(check: Inputs) -> None:
@@ -300,8 +294,8 @@ def _check_prompts(check: Inputs) -> None:
         )
 
 
-def _run_dir(path: Path) -> list[UserError]:
-    """Return the error of a run folder that cannot be made or written in: a folder is made in its place."""
+def _run_dir(path: Path) -> Iterator[UserError]:
+    """Yield the error of a run folder that cannot be made or written in: a folder is made in its place."""
     place, folder, first = path, RunFolder(path), path.parts[0] if path.parts else ""
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -318,13 +312,11 @@ def _run_dir(path: Path) -> list[UserError]:
         except OSError as error:
             problem = f"nothing can be written in {place}: {error.strerror}"
     if problem is None:
-        return []
-    return [
-        UserError(
-            "the run folder cannot be made",
-            where="run_dir",
-            expected="a directory, or a path where one can be made",
-            got=problem,
-            fix="choose another run_dir",
-        )
-    ]
+        return
+    yield UserError(
+        "the run folder cannot be made",
+        where="run_dir",
+        expected="a directory, or a path where one can be made",
+        got=problem,
+        fix="choose another run_dir",
+    )

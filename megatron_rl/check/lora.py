@@ -27,69 +27,61 @@ _PLAIN = {
 """Settings of PEFT that make something else of an adapter than two matrices -> their value without it."""
 
 
-def check_lora(lora: LoraConfig, engine: str | None, where: str = "actor.lora") -> list[UserError]:
-    """Return the errors of adapters at ``where`` that no model can have, or that the rollout engine cannot.
+def check_lora(lora: LoraConfig, engine: str | None, where: str = "actor.lora") -> Iterator[UserError]:
+    """Yield the errors of adapters at ``where`` that no model can have, or that the rollout engine cannot.
 
     ``engine`` is None for a role that no engine samples with.
     """
-    unknown = [name for name in lora.targets or () if name not in TARGETS]
-    errors = [
-        UserError(
-            f"there is no linear layer {name!r}",
-            where=f"{where}.targets",
-            expected="some of " + ", ".join(TARGETS),
-            got=repr(name),
-            fix=f"write {nearest(name, TARGETS) or TARGETS[0]}",
-        )
-        for name in unknown
-    ]
-    if lora.targets is not None and (not lora.targets or len(set(lora.targets)) < len(lora.targets)):
-        errors.append(
-            UserError(
-                "the layers with adapters are none, or one of them twice",
+    for name in lora.targets or ():
+        if name not in TARGETS:
+            yield UserError(
+                f"there is no linear layer {name!r}",
                 where=f"{where}.targets",
-                expected="some of " + ", ".join(TARGETS) + ", each once",
-                got=f"[{', '.join(lora.targets)}]",
-                fix=f"remove {where}.targets to have all",
+                expected="some of " + ", ".join(TARGETS),
+                got=repr(name),
+                fix=f"write {nearest(name, TARGETS) or TARGETS[0]}",
             )
+    if lora.targets is not None and (not lora.targets or len(set(lora.targets)) < len(lora.targets)):
+        yield UserError(
+            "the layers with adapters are none, or one of them twice",
+            where=f"{where}.targets",
+            expected="some of " + ", ".join(TARGETS) + ", each once",
+            got=f"[{', '.join(lora.targets)}]",
+            fix=f"remove {where}.targets to have all",
         )
     if lora.sync == "adapter" and (engine != "vllm" or lora.rank > ENGINE_RANKS[-1]):
-        errors.append(
-            UserError(
-                "the rollout engine cannot keep these adapters apart from its weights",
-                where=f"{where}.sync",
-                expected=f"merged, or rollout.engine=vllm and a rank of at most {ENGINE_RANKS[-1]}",
-                got=f"{lora.sync} with rollout.engine={engine} and rank {lora.rank}"
-                if engine
-                else f"{lora.sync}, for a role that no engine samples with",
-                fix=f"set {where}.sync=merged",
-            )
+        yield UserError(
+            "the rollout engine cannot keep these adapters apart from its weights",
+            where=f"{where}.sync",
+            expected=f"merged, or rollout.engine=vllm and a rank of at most {ENGINE_RANKS[-1]}",
+            got=f"{lora.sync} with rollout.engine={engine} and rank {lora.rank}"
+            if engine
+            else f"{lora.sync}, for a role that no engine samples with",
+            fix=f"set {where}.sync=merged",
         )
-    return errors
 
 
 def check_adapted_model(
     lora: LoraConfig, model: PretrainedModel, where: str = "actor.lora"
-) -> list[UserError]:
-    """Return what is wrong between adapters at ``where`` and a model, and with the file they start from."""
+) -> Iterator[UserError]:
+    """Yield what is wrong between adapters at ``where`` and a model, and with the file they start from."""
     targets = Lora.of(model.shape, lora.rank, lora.targets).targets
     errors = target_problems(model.shape, targets, f"{where}.targets")
+    yield from errors
     if errors or lora.path is None:
-        return errors
+        return
     path = Path(lora.path) / PEFT_CONFIG
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return list(_file_problems(lora, model, targets, stored, where))
+        yield from list(_file_problems(lora, model, targets, stored, where))  # all, or that it is damaged
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        return [
-            UserError(
-                "the adapter to start from cannot be read",
-                where=f"{where}.path",
-                expected=f"a directory with {PEFT_CONFIG} and adapter_model.safetensors, as PEFT writes them",
-                got=f"{path}: {error}",
-                fix=f"correct {where}.path, or remove it to start from new adapters",
-            )
-        ]
+        yield UserError(
+            "the adapter to start from cannot be read",
+            where=f"{where}.path",
+            expected=f"a directory with {PEFT_CONFIG} and adapter_model.safetensors, as PEFT writes them",
+            got=f"{path}: {error}",
+            fix=f"correct {where}.path, or remove it to start from new adapters",
+        )
 
 
 def _file_problems(

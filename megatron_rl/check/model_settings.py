@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,87 +111,74 @@ DDP_SET: Mapping[str, str] = {
 }
 
 
-def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any]) -> list[UserError]:
-    """Return the errors of the optimizer at ``path``, and of its role's ``ddp``."""
+def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any]) -> Iterator[UserError]:
+    """Yield the errors of the optimizer at ``path``, and of its role's ``ddp``."""
     where = f"{path.removesuffix('.optimizer')}.ddp"
     keys = {name: f"{path}.{key}" for name, key in OPTIMIZER_KEYS.items()}
-    errors = _errors(optimizer.megatron, f"{path}.megatron", OPTIMIZER_CONFIG, keys, OPTIMIZER_SET)
-    errors += _errors(ddp, where, DDP_CONFIG, {}, DDP_SET)
+    yield from _errors(optimizer.megatron, f"{path}.megatron", OPTIMIZER_CONFIG, keys, OPTIMIZER_SET)
+    yield from _errors(ddp, where, DDP_CONFIG, {}, DDP_SET)
     if optimizer.name == "sgd" and optimizer.distributed:
-        errors.append(
-            UserError(
-                "Megatron-Core's distributed optimizer saves the state of Adam alone",
-                where=f"{path}.distributed",
-                expected="false with name: sgd",
-                got="true",
-                fix=f"set {path}.distributed to false",
-            )
+        yield UserError(
+            "Megatron-Core's distributed optimizer saves the state of Adam alone",
+            where=f"{path}.distributed",
+            expected="false with name: sgd",
+            got="true",
+            fix=f"set {path}.distributed to false",
         )
     if optimizer.megatron.get("use_precision_aware_optimizer") and find_module("transformer_engine")[1]:
-        errors.append(
-            UserError(
-                "only Transformer Engine's FusedAdam keeps its state in fewer bits",
-                where=f"{path}.megatron.use_precision_aware_optimizer",
-                expected="an installed transformer_engine",
-                got="none",
-                fix="install it, or remove the setting",
-            )
+        yield UserError(
+            "only Transformer Engine's FusedAdam keeps its state in fewer bits",
+            where=f"{path}.megatron.use_precision_aware_optimizer",
+            expected="an installed transformer_engine",
+            got="none",
+            fix="install it, or remove the setting",
         )
     reduces = optimizer.distributed and ddp.get("overlap_grad_reduce", True)
     if ddp.get("overlap_param_gather") and not reduces:
-        errors.append(
-            UserError(
-                "weights are gathered in the forward pass where gradients are reduced in the backward pass",
-                where=f"{where}.overlap_param_gather",
-                expected="a distributed optimizer, and overlap_grad_reduce",
-                got="true without them",
-                fix=f"remove `{where}.overlap_param_gather`",
-            )
+        yield UserError(
+            "weights are gathered in the forward pass where gradients are reduced in the backward pass",
+            where=f"{where}.overlap_param_gather",
+            expected="a distributed optimizer, and overlap_grad_reduce",
+            got="true without them",
+            fix=f"remove `{where}.overlap_param_gather`",
         )
-    return errors
 
 
-def check_routing(config: RunConfig, shape: ModelShape) -> list[UserError]:
-    """Return the errors of what is said of a mixture's routers."""
+def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
+    """Yield the errors of what is said of a mixture's routers."""
     actor, where = config.actor, "actor.routing_replay"
     replay = actor.routing_replay
     stated = {where: replay} if replay != "none" else {}
     stated |= {"actor.freeze_router": "true"} if actor.freeze_router else {}
     if not shape.experts:
-        return [
-            UserError(
+        for path, value in stated.items():
+            yield UserError(
                 "a model without experts has no routers",
                 where=path,
                 expected="a mixture of experts",
                 got=f"{value}, and {shape.name} without experts",
                 fix=f"remove `{path}`",
             )
-            for path, value in stated.items()
-        ]
+        return
     fused = bool(actor.megatron.get("moe_router_fusion"))
     sinkhorn = actor.megatron.get("moe_router_load_balancing_type") == "sinkhorn"
     if replay != "none" and (fused or sinkhorn):
         name = "moe_router_fusion" if fused else "moe_router_load_balancing_type"
-        return [
-            UserError(
-                "routers that choose in a kernel of their own cannot be told what to choose",
-                where=f"actor.megatron.{name}",
-                expected=f"no fused or Sinkhorn routers with {where}",
-                got=f"{actor.megatron[name]} with {where}: {replay}",
-                fix=f"remove one of the two, or set {where}=none",
-            )
-        ]
-    if replay == "rollout" and config.rollout.engine != "vllm":
-        return [
-            UserError(
-                "this rollout engine does not say which experts its tokens went to",
-                where=where,
-                expected="rollout.engine=vllm, or another replay",
-                got=f"rollout with rollout.engine={config.rollout.engine}",
-                fix="set rollout.engine=vllm, or actor.routing_replay=update",
-            )
-        ]
-    return []
+        yield UserError(
+            "routers that choose in a kernel of their own cannot be told what to choose",
+            where=f"actor.megatron.{name}",
+            expected=f"no fused or Sinkhorn routers with {where}",
+            got=f"{actor.megatron[name]} with {where}: {replay}",
+            fix=f"remove one of the two, or set {where}=none",
+        )
+    elif replay == "rollout" and config.rollout.engine != "vllm":
+        yield UserError(
+            "this rollout engine does not say which experts its tokens went to",
+            where=where,
+            expected="rollout.engine=vllm, or another replay",
+            got=f"rollout with rollout.engine={config.rollout.engine}",
+            fix="set rollout.engine=vllm, or actor.routing_replay=update",
+        )
 
 
 def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron") -> list[UserError]:

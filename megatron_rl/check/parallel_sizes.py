@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_rl.config.derive import longest_row, smallest_world
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
@@ -11,81 +13,71 @@ from megatron_rl.shapes.layout import ParallelLayout, problems
 from megatron_rl.shapes.model import ModelShape
 
 
-def check_world(config: RunConfig, launched: int | None) -> list[UserError]:
-    """Return the error of a launch that differs from the stated world size."""
+def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
+    """Yield the error of a launch that differs from the stated world size."""
     if launched is None or config.world_size is None or launched == config.world_size:
-        return []
-    return [
-        UserError(
-            "the number of processes is not the stated world size",
-            where="world_size",
-            expected=f"{config.world_size} processes, as world_size says",
-            got=f"{launched} process{'es' if launched > 1 else ''}",
-            fix=f"torchrun --nproc-per-node {config.world_size} -m megatron_rl train ..., set "
-            f"world_size={launched}, or remove world_size",
-        )
-    ]
+        return
+    yield UserError(
+        "the number of processes is not the stated world size",
+        where="world_size",
+        expected=f"{config.world_size} processes, as world_size says",
+        got=f"{launched} process{'es' if launched > 1 else ''}",
+        fix=f"torchrun --nproc-per-node {config.world_size} -m megatron_rl train ..., set "
+        f"world_size={launched}, or remove world_size",
+    )
 
 
-def check_layout(role: str, layout: ParallelLayout, world_size: int, config: RunConfig) -> list[UserError]:
-    """Return what is wrong between a role's layout, the world size and the run's settings."""
+def check_layout(
+    role: str, layout: ParallelLayout, world_size: int, config: RunConfig
+) -> Iterator[UserError]:
+    """Yield what is wrong between a role's layout, the world size and the run's settings."""
     fitting = smallest_world(config)
-    errors = problems(layout, world_size, fitting if fitting <= MAX_WORLD else None)
+    yield from problems(layout, world_size, fitting if fitting <= MAX_WORLD else None)
     if layout.context > 1 and config.model.attention == "transformer_engine":
-        errors.append(
-            UserError(
-                "Transformer Engine's attention is used with whole rows, which context parallelism cuts",
-                where=f"{layout.path}.context",
-                expected="1, or model.attention: torch",
-                got=str(layout.context),
-                fix="remove model.attention, or set it to torch",
-            )
+        yield UserError(
+            "Transformer Engine's attention is used with whole rows, which context parallelism cuts",
+            where=f"{layout.path}.context",
+            expected="1, or model.attention: torch",
+            got=str(layout.context),
+            fix="remove model.attention, or set it to torch",
         )
     engine = config.rollout.engine
     if role == "rollout" and engine in ("torch", SERVER) and layout.tensor > 1:
         why = "the torch engine does not cut the model"
         if engine == SERVER:
             why = "ranks only ask the servers, each of which cuts the model as its own command says"
-        errors.append(
-            UserError(
-                why,
-                where="rollout.tensor",
-                expected=f"1 with rollout.engine={engine}",
-                got=str(layout.tensor),
-                fix="set rollout.tensor=1, or rollout.engine=vllm",
-            )
+        yield UserError(
+            why,
+            where="rollout.tensor",
+            expected=f"1 with rollout.engine={engine}",
+            got=str(layout.tensor),
+            fix="set rollout.tensor=1, or rollout.engine=vllm",
         )
-    return errors
 
 
-def check_lengths(config: RunConfig, shape: ModelShape) -> list[UserError]:
-    """Return the error of rows longer than the model's positions or than the micro-batch budget."""
-    longest, prompt, errors = longest_row(config), config.data.max_prompt_tokens, []
+def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
+    """Yield the error of rows longer than the model's positions or than the micro-batch budget."""
+    longest, prompt = longest_row(config), config.data.max_prompt_tokens
     if config.job == TRAIN and longest > shape.max_positions:
-        errors.append(
-            UserError(
-                "prompt and response together are longer than the model's positions",
-                where="rollout.max_response_tokens",
-                expected=f"data.max_prompt_tokens + max_response_tokens <= {shape.max_positions} "
-                "(max_position_embeddings of the model)",
-                got=f"{prompt} + {longest - prompt} = {longest}",
-                fix=f"lower them by {longest - shape.max_positions} tokens together",
-            )
+        yield UserError(
+            "prompt and response together are longer than the model's positions",
+            where="rollout.max_response_tokens",
+            expected=f"data.max_prompt_tokens + max_response_tokens <= {shape.max_positions} "
+            "(max_position_embeddings of the model)",
+            got=f"{prompt} + {longest - prompt} = {longest}",
+            fix=f"lower them by {longest - shape.max_positions} tokens together",
         )
-    return errors
 
 
-def check_budget(config: RunConfig) -> list[UserError]:
-    """Return the error of a micro-batch budget below the longest row."""
+def check_budget(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of a micro-batch budget below the longest row."""
     budget, longest = config.batch.tokens_per_microbatch, longest_row(config)
     if budget is None or budget >= longest or config.job != TRAIN:
-        return []
-    return [
-        UserError(
-            "a micro-batch could not hold the longest row",
-            where="batch.tokens_per_microbatch",
-            expected=f"at least data.max_prompt_tokens + rollout.max_response_tokens = {longest}",
-            got=str(budget),
-            fix=f"raise it to {longest} or more, or remove it to have it derived",
-        )
-    ]
+        return
+    yield UserError(
+        "a micro-batch could not hold the longest row",
+        where="batch.tokens_per_microbatch",
+        expected=f"at least data.max_prompt_tokens + rollout.max_response_tokens = {longest}",
+        got=str(budget),
+        fix=f"raise it to {longest} or more, or remove it to have it derived",
+    )

@@ -27,22 +27,20 @@ def servers(reward: RewardConfig) -> Iterator[tuple[str, RewardServerConfig]]:
             yield f"reward.{name}", config
 
 
-def check_servers(reward: RewardConfig) -> list[UserError]:
-    """Return what is wrong with servers as far as that can be known without asking them."""
-    errors: list[UserError] = []
+def check_servers(reward: RewardConfig) -> Iterator[UserError]:
+    """Yield what is wrong with servers as far as that can be known without asking them."""
     for where, config in servers(reward):
-        errors += _check_url(f"{where}.url", config.url)
+        yield from _check_url(f"{where}.url", config.url)
         for header, name in config.headers.items():
-            errors += _check_header(f"{where}.headers", header)
-            errors += _check_variable(f"{where}.headers", name)
+            yield from _check_header(f"{where}.headers", header)
+            yield from _check_variable(f"{where}.headers", name)
     if reward.http is not None:
-        errors += _check_sends(reward.http.sends)
+        yield from _check_sends(reward.http.sends)
     if reward.judge is not None:
-        errors += _check_judge(reward.judge)
-    return errors
+        yield from _check_judge(reward.judge)
 
 
-def _check_url(where: str, url: str) -> list[UserError]:
+def _check_url(where: str, url: str) -> Iterator[UserError]:
     problem = None
     try:
         parts = urllib.parse.urlsplit(url)
@@ -51,117 +49,100 @@ def _check_url(where: str, url: str) -> list[UserError]:
             problem = repr(url)
         elif parts.username is not None or parts.password is not None or any(map(is_secret, names)):
             # What is wrong with it must not be shown.
-            return [
-                UserError(
-                    "the address of a server holds a secret, and a run writes its settings down",
-                    where=where,
-                    expected="an address without user, password or key",
-                    got=f"an address at {parts.hostname} with one",
-                    fix="name an environment variable that holds it in headers: Authorization: SERVER_TOKEN",
-                )
-            ]
+            yield UserError(
+                "the address of a server holds a secret, and a run writes its settings down",
+                where=where,
+                expected="an address without user, password or key",
+                got=f"an address at {parts.hostname} with one",
+                fix="name an environment variable that holds it in headers: Authorization: SERVER_TOKEN",
+            )
+            return
         elif parts.port == 0:
             problem = repr(url)
     except ValueError as error:
         problem = f"{url!r}: {error}"
-    if problem is None:
-        return []
-    return [
-        UserError(
+    if problem is not None:
+        yield UserError(
             "the address of a server is none",
             where=where,
             expected="http://HOST:PORT/PATH or https://HOST/PATH",
             got=problem,
             fix="correct it",
         )
-    ]
 
 
-def _check_header(where: str, header: str) -> list[UserError]:
-    if _HEADER.fullmatch(header):
-        return []
-    return [
-        UserError(
+def _check_header(where: str, header: str) -> Iterator[UserError]:
+    if not _HEADER.fullmatch(header):
+        yield UserError(
             "a header has a name that HTTP does not know",
             where=where,
             expected="letters, digits and -",
             got=repr(header),
             fix="correct the name",
         )
-    ]
 
 
-def _check_variable(where: str, name: str) -> list[UserError]:
-    """Return the error of an environment variable; what may be a secret itself is not shown."""
+def _check_variable(where: str, name: str) -> Iterator[UserError]:
+    """Yield the error of an environment variable; what may be a secret itself is not shown."""
     expected = "the name of an environment variable that looks like a secret's, as SERVER_TOKEN or MY_API_KEY"
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or not is_secret(name):
-        return [
-            UserError(
-                "a secret is not named by an environment variable that user code is kept from",
-                where=where,
-                expected=expected,
-                got=f"{len(name)} characters that are no such name",
-                fix="put the secret into such a variable, and write its name here",
-            )
-        ]
+        yield UserError(
+            "a secret is not named by an environment variable that user code is kept from",
+            where=where,
+            expected=expected,
+            got=f"{len(name)} characters that are no such name",
+            fix="put the secret into such a variable, and write its name here",
+        )
+        return
     value = os.environ.get(name, "")
     if value.strip() and value.isprintable() and value.isascii():
-        return []
-    return [
-        UserError(
-            f"the environment variable {name} holds no secret",
-            where=where,
-            expected="one line of printable characters",
-            got="text that no header can hold" if value.strip() else "nothing",
-            fix=f"export {name}=... where the run is started",
-        )
-    ]
+        return
+    yield UserError(
+        f"the environment variable {name} holds no secret",
+        where=where,
+        expected="one line of printable characters",
+        got="text that no header can hold" if value.strip() else "nothing",
+        fix=f"export {name}=... where the run is started",
+    )
 
 
-def _check_sends(sends: tuple[str, ...]) -> list[UserError]:
+def _check_sends(sends: tuple[str, ...]) -> Iterator[UserError]:
     wrong = [name for name in sends if name not in SENDS]
     if not wrong and sends:
-        return []
+        return
     close = nearest(wrong[0], SENDS) if wrong else None
-    return [
-        UserError(
-            "the server would be sent what no sample has" if wrong else "the server would be sent nothing",
-            where="reward.http.sends",
-            expected=f"some of {', '.join(SENDS)}",
-            got=", ".join(map(repr, wrong)) or "nothing",
-            fix=f"write {close}" if close else "remove it" if wrong else "remove the setting",
-        )
-    ]
+    yield UserError(
+        "the server would be sent what no sample has" if wrong else "the server would be sent nothing",
+        where="reward.http.sends",
+        expected=f"some of {', '.join(SENDS)}",
+        got=", ".join(map(repr, wrong)) or "nothing",
+        fix=f"write {close}" if close else "remove it" if wrong else "remove the setting",
+    )
 
 
-def _check_judge(judge: JudgeConfig) -> list[UserError]:
-    errors = [] if judge.key_from is None else _check_variable("reward.judge.key_from", judge.key_from)
+def _check_judge(judge: JudgeConfig) -> Iterator[UserError]:
+    if judge.key_from is not None:
+        yield from _check_variable("reward.judge.key_from", judge.key_from)
     if not is_function(judge.template) and "{response}" not in judge.template:
-        errors.append(
-            UserError(
-                "the judge is not shown what it is to judge",
-                where="reward.judge.template",
-                expected="text with {response}, or path/to/file.py:function",
-                got=f"{judge.template!r:.80}",
-                fix="write {response} where the response is to stand",
-            )
+        yield UserError(
+            "the judge is not shown what it is to judge",
+            where="reward.judge.template",
+            expected="text with {response}, or path/to/file.py:function",
+            got=f"{judge.template!r:.80}",
+            fix="write {response} where the response is to stand",
         )
-    fixed = [name for name in ("model", "messages", "stream", "n") if name in judge.parameters]
-    for name in fixed:
-        errors.append(
-            UserError(
-                "a parameter of the judge's request is not free",
-                where=f"reward.judge.parameters.{name}",
-                expected="parameters other than model, messages, stream and n",
-                got=repr(name),
-                fix="set reward.judge.model" if name == "model" else "remove it",
-            )
+    for name in [name for name in ("model", "messages", "stream", "n") if name in judge.parameters]:
+        yield UserError(
+            "a parameter of the judge's request is not free",
+            where=f"reward.judge.parameters.{name}",
+            expected="parameters other than model, messages, stream and n",
+            got=repr(name),
+            fix="set reward.judge.model" if name == "model" else "remove it",
         )
-    return errors
 
 
-def silent_servers(reward: RewardConfig) -> list[UserError]:
-    """Return a warning for every server that does not answer now; it may be there when the run starts."""
+def silent_servers(reward: RewardConfig) -> Iterator[UserError]:
+    """Yield a warning for every server that does not answer now; it may be there when the run starts."""
     problems: dict[str, str] = {}
     threads = [
         threading.Thread(target=_ask, args=(where, config.url, problems), daemon=True)
@@ -171,17 +152,15 @@ def silent_servers(reward: RewardConfig) -> list[UserError]:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    return [
-        UserError(
-            "the server that is to judge does not answer now",
-            where=f"{where}.url",
-            expected="an answer of any kind",
-            got=problems.get(where, f"none within {PATIENCE:g} s"),
-            fix="start it before the run, or correct the address",
-        )
-        for (where, _), thread in zip(servers(reward), threads, strict=True)
-        if thread.is_alive() or where in problems
-    ]
+    for (where, _), thread in zip(servers(reward), threads, strict=True):
+        if thread.is_alive() or where in problems:
+            yield UserError(
+                "the server that is to judge does not answer now",
+                where=f"{where}.url",
+                expected="an answer of any kind",
+                got=problems.get(where, f"none within {PATIENCE:g} s"),
+                fix="start it before the run, or correct the address",
+            )
 
 
 def _ask(where: str, url: str, problems: dict[str, str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import SECTIONS, stage_plans
@@ -9,88 +11,71 @@ from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape
 
 
-def check_stages(config: RunConfig) -> list[UserError]:
-    """Return the errors of how long stages take, of their optimizers, and of a job without a stage."""
-    errors = []
+def check_stages(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors of how long stages take, of their optimizers, and of a job without a stage."""
     if config.job in SECTIONS:
-        errors.extend(_check_job(config))
+        yield from _check_job(config)
     for plan in stage_plans(config):
         fields = [getattr(plan.settings, name) for name in plan.settings.RESPONSES]
         if len(set(fields)) < len(fields):
-            errors.append(
-                UserError(
-                    "preferred and rejected responses are read from the same field",
-                    where=f"{plan.where}.{plan.settings.RESPONSES[-1]}",
-                    expected="two different fields",
-                    got=f"`{fields[-1]}` for both",
-                    fix="name the field that holds the other response",
-                )
+            yield UserError(
+                "preferred and rejected responses are read from the same field",
+                where=f"{plan.where}.{plan.settings.RESPONSES[-1]}",
+                expected="two different fields",
+                got=f"`{fields[-1]}` for both",
+                fix="name the field that holds the other response",
             )
         steps, epochs = plan.settings.steps, plan.settings.epochs
         if (steps is None) == (epochs is None):
-            errors.append(
-                UserError(
-                    "a stage takes a number of steps or a number of epochs",
-                    where=f"{plan.where}.steps",
-                    expected=f"one of {plan.where}.steps and {plan.where}.epochs",
-                    got="neither" if steps is None else f"steps {steps} and epochs {epochs:g}",
-                    fix=f"set {plan.where}.steps=200" if steps is None else "remove one of them",
-                )
+            yield UserError(
+                "a stage takes a number of steps or a number of epochs",
+                where=f"{plan.where}.steps",
+                expected=f"one of {plan.where}.steps and {plan.where}.epochs",
+                got="neither" if steps is None else f"steps {steps} and epochs {epochs:g}",
+                fix=f"set {plan.where}.steps=200" if steps is None else "remove one of them",
             )
         if plan.settings.until_loss is not None and plan.settings.held_out is None:
-            errors.append(
-                UserError(
-                    "a stage is good enough by its loss on held-out data, and there is none",
-                    where=f"{plan.where}.held_out",
-                    expected=f"records to measure {plan.where}.until_loss on",
-                    got="nothing",
-                    fix=f"set {plan.where}.held_out=data/held_out.jsonl, and {plan.where}.evaluate_every=50",
-                )
+            yield UserError(
+                "a stage is good enough by its loss on held-out data, and there is none",
+                where=f"{plan.where}.held_out",
+                expected=f"records to measure {plan.where}.until_loss on",
+                got="nothing",
+                fix=f"set {plan.where}.held_out=data/held_out.jsonl, and {plan.where}.evaluate_every=50",
             )
         actor = config.actor.optimizer.distributed
         if config.job == TRAIN and plan.role == "actor" and plan.settings.optimizer.distributed != actor:
-            errors.append(
-                UserError(
-                    "the actor's optimizers share its gradient buffers, which are laid out for one kind",
-                    where=f"{plan.where}.optimizer.distributed",
-                    expected=f"{actor}, as actor.optimizer.distributed",
-                    got=str(not actor),
-                    fix="set both to the same value",
-                )
+            yield UserError(
+                "the actor's optimizers share its gradient buffers, which are laid out for one kind",
+                where=f"{plan.where}.optimizer.distributed",
+                expected=f"{actor}, as actor.optimizer.distributed",
+                got=str(not actor),
+                fix="set both to the same value",
             )
-    return errors
 
 
-def _check_job(config: RunConfig) -> list[UserError]:
-    errors = []
+def _check_job(config: RunConfig) -> Iterator[UserError]:
     if not stage_plans(config):
         section = SECTIONS[config.job]
-        errors.append(
-            UserError(
-                f"there is nothing to do for {config.job}",
-                where=section,
-                expected=f"the section {section}",
-                got="nothing",
-                fix=f"for example {section.replace('NAME', 'judge')}.data=data/responses.jsonl, "
-                f"{section.replace('NAME', 'judge')}.epochs=1",
-            )
+        yield UserError(
+            f"there is nothing to do for {config.job}",
+            where=section,
+            expected=f"the section {section}",
+            got="nothing",
+            fix=f"for example {section.replace('NAME', 'judge')}.data=data/responses.jsonl, "
+            f"{section.replace('NAME', 'judge')}.epochs=1",
         )
     if config.checkpoint.resume not in ("auto", "never"):
-        errors.append(
-            UserError(
-                "a stage goes on from its own checkpoints in the run folder",
-                where="checkpoint.resume",
-                expected="auto or never",
-                got=config.checkpoint.resume,
-                fix="remove checkpoint.resume; to start from a model, export it and set model.path",
-            )
+        yield UserError(
+            "a stage goes on from its own checkpoints in the run folder",
+            where="checkpoint.resume",
+            expected="auto or never",
+            got=config.checkpoint.resume,
+            fix="remove checkpoint.resume; to start from a model, export it and set model.path",
         )
-    return errors
 
 
-def check_row_lengths(config: RunConfig, shape: ModelShape | None) -> list[UserError]:
-    """Return the errors of rows of stages that are longer than the model's positions or a micro-batch."""
-    errors = []
+def check_row_lengths(config: RunConfig, shape: ModelShape | None) -> Iterator[UserError]:
+    """Yield the errors of rows of stages that are longer than the model's positions or a micro-batch."""
     budget = config.batch.tokens_per_microbatch
     for plan in stage_plans(config):
         longest = plan.settings.max_row_tokens
@@ -102,13 +87,10 @@ def check_row_lengths(config: RunConfig, shape: ModelShape | None) -> list[UserE
         }
         for name, limit in limits.items():
             if longest is not None and limit is not None and longest > limit:
-                errors.append(
-                    UserError(
-                        f"rows may be longer than {name}",
-                        where=f"{plan.where}.max_row_tokens",
-                        expected=f"at most {limit}",
-                        got=str(longest),
-                        fix=f"set {plan.where}.max_row_tokens={limit}",
-                    )
+                yield UserError(
+                    f"rows may be longer than {name}",
+                    where=f"{plan.where}.max_row_tokens",
+                    expected=f"at most {limit}",
+                    got=str(longest),
+                    fix=f"set {plan.where}.max_row_tokens={limit}",
                 )
-    return errors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron_rl.check.stages import check_stages
 from megatron_rl.config.sampling_profiles import profile_errors
 from megatron_rl.config.schema import TRAIN, RunConfig
@@ -26,74 +28,62 @@ def check_values(config: RunConfig) -> list[UserError]:
     ]
 
 
-def _reward_models(config: RunConfig) -> list[UserError]:
-    errors = []
+def _reward_models(config: RunConfig) -> Iterator[UserError]:
     # An environment's rewards have the function's name, too.
     taken = list(dict.fromkeys([FUNCTION, *config.reward.scorers]))
     for name, model in config.reward.models.items():
         where = f"reward.models.{name}"
         if not name.isidentifier() or name in taken or len(name) > _LONGEST_NAME:
-            errors.append(
-                UserError(
-                    "the name of a reward model cannot name its metric",
-                    where=where,
-                    expected=f"letters, digits and _, {_LONGEST_NAME} at most, "
-                    f"but not {', '.join(taken)}, which judges beside it",
-                    got=repr(name[: _LONGEST_NAME + 1]),
-                    fix="give it another name",
-                )
+            yield UserError(
+                "the name of a reward model cannot name its metric",
+                where=where,
+                expected=f"letters, digits and _, {_LONGEST_NAME} at most, "
+                f"but not {', '.join(taken)}, which judges beside it",
+                got=repr(name[: _LONGEST_NAME + 1]),
+                fix="give it another name",
             )
         if model.path is None and model.training is None:
-            errors.append(
-                UserError(
-                    "a reward model is neither given nor trained",
-                    where=f"{where}.path",
-                    expected="a *ForSequenceClassification checkpoint, or a training section",
-                    got="neither",
-                    fix=f"set {where}.path, or {where}.training to train one from the starting model",
-                )
+            yield UserError(
+                "a reward model is neither given nor trained",
+                where=f"{where}.path",
+                expected="a *ForSequenceClassification checkpoint, or a training section",
+                got="neither",
+                fix=f"set {where}.path, or {where}.training to train one from the starting model",
             )
     judges = config.reward.scorers, config.reward.models, config.rollout.environment
     if config.job == TRAIN and not any(judges):
-        errors.append(
-            UserError(
-                "nothing judges the responses",
-                where="reward",
-                expected="reward.function, reward.code, reward.http, reward.judge, reward.models, or an "
-                "environment that returns rewards",
-                got="none",
-                fix="for example reward.function=megatron_rl.rewards.arithmetic:exact_match",
-            )
+        yield UserError(
+            "nothing judges the responses",
+            where="reward",
+            expected="reward.function, reward.code, reward.http, reward.judge, reward.models, or an "
+            "environment that returns rewards",
+            got="none",
+            fix="for example reward.function=megatron_rl.rewards.arithmetic:exact_match",
         )
-    return errors
 
 
-def _optimizers(config: RunConfig) -> list[UserError]:
-    """Return the errors of learning-rate schedules that do not fit in what they are for."""
+def _optimizers(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors of learning-rate schedules that do not fit in what they are for."""
     updates = config.steps * config.batch.optimizer_steps * config.batch.epochs
     lengths = {f"{plan.where}.optimizer": plan.settings.steps for plan in stage_plans(config)}
-    errors = []
     for path, optimizer in sections_of(config, OptimizerConfig):
         minimum, rate = optimizer.minimum_learning_rate, optimizer.learning_rate
         if minimum is not None and minimum > rate:
-            errors.append(_minimum_error(path, minimum, rate))
+            yield _minimum_error(path, minimum, rate)
         length = lengths.get(path, updates)  # None: a stage that is stated in epochs
         if length is not None and optimizer.warmup_steps > length > 0:
-            errors.append(_warmup_error(path, optimizer.warmup_steps, length))
-    return errors
+            yield _warmup_error(path, optimizer.warmup_steps, length)
 
 
-def _pairs(config: RunConfig) -> list[UserError]:
-    """Return the errors of values that contradict one another."""
-    errors = []
+def _pairs(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors of values that contradict one another."""
     warn, stop = config.mismatch.warn, config.mismatch.stop
     if warn is not None and stop is not None and stop < warn:
-        errors.append(_mismatch_error(warn, stop))
+        yield _mismatch_error(warn, stop)
     if 0 < config.batch.prompts_per_step < config.batch.optimizer_steps:
-        errors.append(_optimizer_steps_error(config))
+        yield _optimizer_steps_error(config)
     if config.data.prompt_field == config.data.ground_truth_field:
-        errors.append(_same_field_error(config.data.prompt_field))
-    return errors
+        yield _same_field_error(config.data.prompt_field)
 
 
 def _minimum_error(path: str, minimum: float, rate: float) -> UserError:

@@ -111,7 +111,7 @@ def _lora(config: Any, rank: int | None) -> Lora | None:
     if rank is None:
         return None
     model, lora = pretrained(config), LoraConfig(rank, sync="adapter")
-    errors = check_lora(lora, "vllm") + check_adapted_model(lora, model)
+    errors = [*check_lora(lora, "vllm"), *check_adapted_model(lora, model)]
     if errors:
         raise UserErrors(errors)
     return Lora.of(model.shape, rank)

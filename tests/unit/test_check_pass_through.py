@@ -189,7 +189,7 @@ def test_experts_that_cannot_be_repeated_are_refused(
     config = load("config.yaml", ["actor.routing_replay=rollout", *overrides]).config
     mixture = describe(config_of("qwen3-moe").to_dict()).shape
     assert config is not None
-    errors = check_routing(config, mixture)
+    errors = list(check_routing(config, mixture))
     assert len(errors) == bool(message)
     assert not errors or (message in errors[0].message and errors[0].where == where)
 

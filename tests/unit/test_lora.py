@@ -64,7 +64,7 @@ def test_what_peft_is_given_is_what_comes_back(family: str, tmp_path: Path) -> N
     assert tensors.keys() == names
     described = pretrained(model.hf_config)
     back = LoraConfig(rank=3, alpha=6.0, targets=LORA.targets, path=str(tmp_path / "peft"))
-    assert check_adapted_model(back, described) == []
+    assert list(check_adapted_model(back, described)) == []
     again = adapter_parameters(build(tmp_path / "base", back))
     assert all(torch.equal(value, again[name]) for name, value in adapter_parameters(model).items())
     # The whole model that is exported has them added in, as has one whose base takes them over.

@@ -374,14 +374,14 @@ def test_settings_of_servers_are_checked_and_no_secret_is_shown(monkeypatch) -> 
         (error,) = check_servers(RewardConfig(judge=JudgeConfig(url=good, model="m", **settings)))
         assert message in error.message and SECRET not in str(error)
     http = HttpRewardConfig(url=good, headers={"Authorization": "GOOD_TOKEN"})
-    assert not check_servers(RewardConfig(http=http))
+    assert list(check_servers(RewardConfig(http=http))) == []
 
 
 def test_check_says_whether_a_server_answers(server: Scorer) -> None:
     there = RewardConfig(http=config(server), judge=JudgeConfig(url=server.url + "/v1", model="m"))
-    assert not silent_servers(there)
+    assert list(silent_servers(there)) == []
     server.stop()
-    warnings = silent_servers(there)
+    warnings = list(silent_servers(there))
     assert [warning.where for warning in warnings] == ["reward.http.url", "reward.judge.url"]
     assert "refused" in str(warnings[0])
 
