@@ -75,6 +75,12 @@ def each(error: UserError) -> tuple[UserError, ...]:
     return error.errors if isinstance(error, UserErrors) else (error,)
 
 
+def require_none(errors: Sequence[UserError]) -> None:
+    """Raise what was found, if anything: the one error, or several together."""
+    if errors:
+        raise errors[0] if len(errors) == 1 else UserErrors(errors)
+
+
 def numbered(errors: Iterable[UserError], kind: str) -> list[str]:
     """Return the errors as blocks of lines, numbered ``error 1: …`` where there are several."""
     listed = tuple(errors)

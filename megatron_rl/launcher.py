@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.errors import UserError, UserErrors, each, numbered
+from megatron_rl.errors import UserError, each, numbered, require_none
 
 _LOOKS_SECONDS = 1.0
 """Time between two looks at whether the launcher is still there."""
@@ -50,7 +50,7 @@ def read_launch(environment: Mapping[str, str], *, joins: bool = False) -> Launc
         for name, launcher in _OTHER_LAUNCHERS.items():
             if environment.get(name, "1") not in ("", "1"):
                 errors.append(_unknown_launcher(name, launcher, environment[name]))
-        _raise(errors)
+        require_none(errors)
         return Launch()
     world = _integer(environment, "WORLD_SIZE", 1, None, errors)
     rank = _integer(environment, "RANK", 0, world, errors)
@@ -59,7 +59,7 @@ def read_launch(environment: Mapping[str, str], *, joins: bool = False) -> Launc
         _integer(environment, "MASTER_PORT", 1, 1 << 16, errors)
         if not environment.get("MASTER_ADDR"):
             errors.append(_error("MASTER_ADDR", "the host of rank 0", environment.get("MASTER_ADDR")))
-    _raise(errors)
+    require_none(errors)
     assert world is not None and rank is not None and local is not None
     return Launch(rank, world, local, alone=False)
 
@@ -139,11 +139,6 @@ def _unknown_launcher(name: str, launcher: str, size: str) -> UserError:
         got="none of them",
         fix=f"use launch/slurm.sbatch as an example, or unset {name} for a single process",
     )
-
-
-def _raise(errors: list[UserError]) -> None:
-    if errors:
-        raise errors[0] if len(errors) == 1 else UserErrors(errors)
 
 
 def report_errors(error: UserError) -> None:

@@ -152,7 +152,7 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
     ).fullest
     activations = memory.activations + memory.logits
     return {
-        "gigabytes_weights_and_gradients": memory.weights_and_gradients / GB,
+        "gigabytes_weights_and_gradients": (memory.weights + memory.gradients) / GB,
         "gigabytes_optimizer": memory.optimizer / GB,
         "gigabytes_activations": activations / GB,
         "gigabytes_total": (memory.states + activations) / GB,

@@ -69,69 +69,50 @@ def _optimizers(config: RunConfig) -> Iterator[UserError]:
     for path, optimizer in sections_of(config, OptimizerConfig):
         minimum, rate = optimizer.minimum_learning_rate, optimizer.learning_rate
         if minimum is not None and minimum > rate:
-            yield _minimum_error(path, minimum, rate)
+            yield UserError(
+                "the learning rate would end above where it starts",
+                where=f"{path}.minimum_learning_rate",
+                expected=f"at most learning_rate ({rate:g})",
+                got=f"{minimum:g}",
+                fix="lower minimum_learning_rate, or raise learning_rate",
+            )
         length = lengths.get(path, updates)  # None: a stage that is stated in epochs
         if length is not None and optimizer.warmup_steps > length > 0:
-            yield _warmup_error(path, optimizer.warmup_steps, length)
+            yield UserError(
+                "the learning rate would still be warming up when the run ends",
+                where=f"{path}.warmup_steps",
+                expected=f"at most the {length} optimizer steps of the run",
+                got=str(optimizer.warmup_steps),
+                fix="lower warmup_steps, or raise steps",
+            )
 
 
 def _pairs(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of values that contradict one another."""
     warn, stop = config.mismatch.warn, config.mismatch.stop
     if warn is not None and stop is not None and stop < warn:
-        yield _mismatch_error(warn, stop)
-    if 0 < config.batch.prompts_per_step < config.batch.optimizer_steps:
-        yield _optimizer_steps_error(config)
-    if config.data.prompt_field == config.data.ground_truth_field:
-        yield _same_field_error(config.data.prompt_field)
-
-
-def _minimum_error(path: str, minimum: float, rate: float) -> UserError:
-    return UserError(
-        "the learning rate would end above where it starts",
-        where=f"{path}.minimum_learning_rate",
-        expected=f"at most learning_rate ({rate:g})",
-        got=f"{minimum:g}",
-        fix="lower minimum_learning_rate, or raise learning_rate",
-    )
-
-
-def _warmup_error(path: str, warmup: int, total: int) -> UserError:
-    return UserError(
-        "the learning rate would still be warming up when the run ends",
-        where=f"{path}.warmup_steps",
-        expected=f"at most the {total} optimizer steps of the run",
-        got=str(warmup),
-        fix="lower warmup_steps, or raise steps",
-    )
-
-
-def _mismatch_error(warn: float, stop: float) -> UserError:
-    return UserError(
-        "the run would stop before it warns",
-        where="mismatch.stop",
-        expected=f"at least mismatch.warn ({warn:g})",
-        got=f"{stop:g}",
-        fix="exchange the two values",
-    )
-
-
-def _optimizer_steps_error(config: RunConfig) -> UserError:
+        yield UserError(
+            "the run would stop before it warns",
+            where="mismatch.stop",
+            expected=f"at least mismatch.warn ({warn:g})",
+            got=f"{stop:g}",
+            fix="exchange the two values",
+        )
     prompts, steps = config.batch.prompts_per_step, config.batch.optimizer_steps
-    return UserError(
-        "there are more optimizer steps than prompts to share among them",
-        where="batch.optimizer_steps",
-        expected=f"at most prompts_per_step ({prompts}): samples of one prompt stay together",
-        got=str(steps),
-        fix=f"lower batch.optimizer_steps to {prompts} or less, or raise batch.prompts_per_step to {steps}",
-    )
-
-
-def _same_field_error(name: str) -> UserError:
-    return UserError(
-        "prompt and ground truth are read from the same field",
-        where="data.ground_truth_field",
-        expected="two different fields",
-        got=f"`{name}` for both",
-        fix="name the field that holds the answer",
-    )
+    if 0 < prompts < steps:
+        yield UserError(
+            "there are more optimizer steps than prompts to share among them",
+            where="batch.optimizer_steps",
+            expected=f"at most prompts_per_step ({prompts}): samples of one prompt stay together",
+            got=str(steps),
+            fix=f"lower batch.optimizer_steps to {prompts} or less, "
+            f"or raise batch.prompts_per_step to {steps}",
+        )
+    if config.data.prompt_field == config.data.ground_truth_field:
+        yield UserError(
+            "prompt and ground truth are read from the same field",
+            where="data.ground_truth_field",
+            expected="two different fields",
+            got=f"`{config.data.prompt_field}` for both",
+            fix="name the field that holds the answer",
+        )

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_rl.config.load import load
+from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.metrics import read_metrics
@@ -35,20 +36,25 @@ def without_sync(step: Mapping[str, float]) -> dict[str, float]:
     return seconds | ({"reshard": reshard} if reshard > 0 else {})
 
 
+def _require(path: Path, where: str) -> Path:
+    """Return the path of a file of a run folder; raises UserError where it is not there."""
+    if path.is_file():
+        return path
+    raise UserError(
+        f"no {path.name} in {path.parent}",
+        where=where,
+        expected=str(path),
+        got="no such file",
+        fix="give a run folder",
+    )
+
+
 def read_steps(run_dir: str | Path, where: str = "--calibrate") -> list[dict[str, float]]:
     """Return the lines of metrics.jsonl that are steps, without the first, which warms up.
 
     Raises UserError where there are none.
     """
-    path = Path(run_dir) / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(
-            f"no metrics in {run_dir}",
-            where=where,
-            expected=str(path),
-            got="no such file",
-            fix="give a run folder",
-        )
+    path = _require(RunFolder(run_dir).metrics, where)
     lines = read_metrics(path)
     steps = [line for line in lines if without_sync(line)]
     if not steps:
@@ -133,16 +139,7 @@ def calibrate(
     more. Raises UserError when the folder has no configuration or no phase times.
     """
     steps = read_steps(run_dir)
-    path = Path(run_dir) / "config.yaml"
-    if not path.is_file():
-        raise UserError(
-            f"no config.yaml in {run_dir}",
-            where="--calibrate",
-            expected=str(path),
-            got="no such file",
-            fix="give a run folder",
-        )
-    config = load(path).valid()
+    config = load(_require(RunFolder(run_dir).config, "--calibrate")).valid()
     lengths, measured = observed(config, steps), measured_phases(steps)
     shapes = role_shapes(config, lambda path: load_shape(model or path))
 

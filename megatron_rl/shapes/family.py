@@ -130,8 +130,7 @@ class Family:
     def shape(self, reader: ConfigReader) -> ModelShape:
         """Return the shape that a normal config.json describes; problems are left in ``reader.errors``."""
         config = reader.config
-        hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
-        layers = reader.size("num_hidden_layers")
+        sizes = common_sizes(reader)
         activation = reader.get("hidden_act") or reader.get("hidden_activation") or "silu"
         if activation not in ACTIVATIONS:
             reader.refuse(
@@ -148,18 +147,13 @@ class Family:
         scalar = architectures[0] == self.scalar_architecture
         shape = {
             "name": architectures[0],
-            "hidden": hidden,
-            "layers": layers,
-            "heads": heads,
-            "kv_heads": reader.size("num_key_value_heads", heads),
-            "head_dim": reader.size("head_dim", max(1, hidden // heads)),
+            **sizes,
             "mlp_width": reader.size("intermediate_size"),
-            "vocab": reader.size("vocab_size"),
             "max_positions": reader.size("max_position_embeddings", LARGEST),
             "tied": reader.flag("tie_word_embeddings") and not scalar,
             "scalar_head": scalar,
         }
-        result = ModelShape(**{**shape, **sliding(reader, layers), **self.structure(reader)})
+        result = ModelShape(**{**shape, **sliding(reader, sizes["layers"]), **self.structure(reader)})
         if result.output_bias != result.mlp_bias:
             reader.refuse(
                 "Biases in attention's output alone, or in the MLP alone, are not supported",
@@ -169,6 +163,30 @@ class Family:
         if rotary_fraction(config) != 1 and not self.partial_rotary:
             reader.refuse("the model turns whole heads", "partial_rotary_factor", "1")
         return result
+
+
+def common_sizes(reader: ConfigReader) -> dict[str, int]:
+    """Read the sizes that the config.json of every decoder has."""
+    hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
+    return {
+        "hidden": hidden,
+        "layers": reader.size("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": reader.size("num_key_value_heads", heads),
+        "head_dim": reader.size("head_dim", max(1, hidden // heads)),
+        "vocab": reader.size("vocab_size"),
+    }
+
+
+def latent_sizes(reader: ConfigReader) -> Fields:
+    """Read the sizes of multi-head latent attention."""
+    return {
+        "q_lora": reader.count("q_lora_rank"),
+        "kv_lora": reader.size("kv_lora_rank"),
+        "qk_nope": reader.size("qk_nope_head_dim"),
+        "qk_rope": reader.size("qk_rope_head_dim"),
+        "v_head_dim": reader.size("v_head_dim"),
+    }
 
 
 def rope_parameters(config: Mapping[str, Any], layer_type: str = "full_attention") -> Mapping[str, Any]:
@@ -280,14 +298,7 @@ def deepseek(reader: ConfigReader) -> Fields:
             "rope_parameters",
             "mscale equal to mscale_all_dim",
         )
-    return {
-        **shared_experts(reader),
-        "q_lora": reader.count("q_lora_rank"),
-        "kv_lora": reader.size("kv_lora_rank"),
-        "qk_nope": reader.size("qk_nope_head_dim"),
-        "qk_rope": reader.size("qk_rope_head_dim"),
-        "v_head_dim": reader.size("v_head_dim"),
-    }
+    return {**shared_experts(reader), **latent_sizes(reader)}
 
 
 def deepseek_megatron(config: Mapping[str, Any]) -> Fields:

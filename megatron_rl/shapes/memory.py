@@ -290,11 +290,6 @@ class TrainingMemory:
     overhead: float = 0.0
 
     @property
-    def weights_and_gradients(self) -> float:
-        """Return weights and gradients together."""
-        return self.weights + self.gradients
-
-    @property
     def states(self) -> float:
         """Return what stays between steps: weights, gradients and optimizer."""
         return self.weights + self.gradients + self.optimizer

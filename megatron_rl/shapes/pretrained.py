@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import UserError, UserErrors, nearest
+from megatron_rl.errors import UserError, nearest, require_none
 from megatron_rl.shapes.families import FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
 from megatron_rl.shapes.layer_weights import OUTPUT, Source, Weight, outer_weights
@@ -131,8 +131,7 @@ def describe(config: Mapping[str, Any], place: str = "config.json") -> Pretraine
     normal = family.normal(config)
     reader = ConfigReader(normal, place)
     shape = family.shape(reader)
-    if reader.errors:
-        raise UserErrors(reader.errors) if len(reader.errors) > 1 else reader.errors[0]
+    require_none(reader.errors)
     return PretrainedModel(family, shape, normal)
 
 

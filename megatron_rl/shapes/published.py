@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import UserError, UserErrors, each, nearest
+from megatron_rl.errors import UserError, each, nearest, require_none
 from megatron_rl.shapes.families import FAMILIES
-from megatron_rl.shapes.family import ConfigReader, Fields, sliding
+from megatron_rl.shapes.family import ConfigReader, Fields, common_sizes, latent_sizes, sliding
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, read_json, read_pretrained
 
@@ -83,8 +83,7 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     else:
         reader = ConfigReader(family.normal(config), name)
         shape = replace(family.shape(reader), name=name)
-    if reader.errors:
-        raise UserErrors(reader.errors) if len(reader.errors) > 1 else reader.errors[0]
+    require_none(reader.errors)
     return shape
 
 
@@ -130,8 +129,8 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
     """Read the keys most models share; kv heads default to heads, the MLP's width to four times hidden."""
     config = reader.config
     kind = str(config.get("model_type", ""))
-    hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
-    layers = reader.size("num_hidden_layers")
+    sizes = common_sizes(reader)
+    hidden, layers = sizes["hidden"], sizes["layers"]
     gemma = kind.startswith("gemma")
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
     gated = gemma or not (activation.startswith(("gelu", "relu")) or kind in _TWO_MATRIX)
@@ -140,13 +139,8 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
     width = reader.size("intermediate_size", 4 * hidden)
     fields: Fields = {
         "name": name,
-        "hidden": hidden,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": reader.size("num_key_value_heads", heads),
-        "head_dim": reader.size("head_dim", max(1, hidden // heads)),
+        **sizes,
         "mlp_width": reader.size("intermediate_size_mlp", width),
-        "vocab": reader.size("vocab_size"),
         "tied": bool(config.get("tie_word_embeddings", gemma)),
         "gated": gated,
         "layer_norm": config.get("norm") == "layernorm" or (not gated and config.get("norm") is None),
@@ -161,7 +155,7 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
             **fields,
             **sliding(reader, layers),
             **_mixture(reader, layers),
-            **_latent(reader),
+            **(latent_sizes(reader) if reader.flag("kv_lora_rank") else {}),
             **_delta_nets(reader, layers),
         }
     )
@@ -190,18 +184,6 @@ def _mixture(reader: ConfigReader, layers: int) -> Fields:
         "router_bias": bool(reader.get("router_bias", kind in _ROUTER_BIAS)),
         "expert_bias": kind == "gpt_oss",
         "dense_layers": tuple(layer for layer in range(layers) if layer in plain or (layer + 1) % step),
-    }
-
-
-def _latent(reader: ConfigReader) -> Fields:
-    if not reader.flag("kv_lora_rank"):
-        return {}
-    return {
-        "q_lora": reader.count("q_lora_rank"),
-        "kv_lora": reader.size("kv_lora_rank"),
-        "qk_nope": reader.size("qk_nope_head_dim"),
-        "qk_rope": reader.size("qk_rope_head_dim"),
-        "v_head_dim": reader.size("v_head_dim"),
     }
 
 

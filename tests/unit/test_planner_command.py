@@ -306,7 +306,7 @@ def test_calibration_without_phase_times(tmp_path) -> None:
         (("llama-3.1-8b", "--gpus", "8", "--optimizer-steps", "1000"), "more optimizer steps than prompts"),
         (("llama-3.1-8b", "--gpus", "8", "--response-tokens-mean", "9000"), "mean response"),
         (("deepseek-v3", "--gpus", "8"), "does not fit on 8 H100-80GB"),
-        (("--calibrate", "nowhere"), "no metrics in nowhere"),
+        (("--calibrate", "nowhere"), "no metrics.jsonl in nowhere"),
     ],
 )
 def test_errors_name_what_to_change(words, message: str) -> None:
