@@ -80,7 +80,6 @@ class Resolved:
     """Hold a configuration with derived values filled in, and for each the reason."""
 
     config: RunConfig
-    world_size: int
     reasons: Mapping[str, str]
 
 
@@ -225,7 +224,7 @@ def resolve(
         rollout=rollout,
         asynchrony=asynchrony,
     )
-    return Resolved(filled, world_size, reasons)
+    return Resolved(filled, reasons)
 
 
 def _start(config: RunConfig, reasons: dict[str, str]) -> RunConfig:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -121,9 +122,20 @@ def one_line(value: Any) -> str:
     return json.dumps(value) if "\n" in text else text
 
 
+@contextmanager
+def _reading(text: str) -> Iterator[tuple[_Loader, yaml.Node | None]]:
+    """Give the reader of a YAML text and its root; raises what the reader does, RecursionError at once."""
+    if _deepest(text) > DEEPEST:  # the reader takes longer and longer with each
+        raise RecursionError(f"more than {DEEPEST:,} brackets are open in one place")
+    loader = _Loader(text)
+    try:
+        yield loader, loader.get_single_node()
+    finally:
+        loader.dispose()
+
+
 def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
     """Parse YAML text into a tree; mistakes are added to ``errors`` and their values left out."""
-    loader = None
     try:
         if len(text) > LARGEST_TEXT:
             raise UserError(
@@ -133,23 +145,20 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
                 got=f"{len(text):,} characters",
                 fix="remove what is no configuration, such as long comments",
             )
-        if _deepest(text) > DEEPEST:  # the reader takes longer and longer with each
-            raise RecursionError(f"more than {DEEPEST:,} brackets are open in one place")
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return Section(origin=Origin("file", name))
-        if not isinstance(node, yaml.MappingNode):
-            raise UserError(
-                "a configuration is a mapping of names to values",
-                where=name,
-                expected="lines such as `steps: 200`",
-                got=_kind(node),
-                fix="write `name: value` lines, without a dash before them",
-            )
-        tree = _convert(loader, node, lambda line: Origin("file", f"{name}:{line}"), errors)
-        assert isinstance(tree, Section)
-        return tree
+        with _reading(text) as (loader, node):
+            if node is None:
+                return Section(origin=Origin("file", name))
+            if not isinstance(node, yaml.MappingNode):
+                raise UserError(
+                    "a configuration is a mapping of names to values",
+                    where=name,
+                    expected="lines such as `steps: 200`",
+                    got=_kind(node),
+                    fix="write `name: value` lines, without a dash before them",
+                )
+            tree = _convert(loader, node, lambda line: Origin("file", f"{name}:{line}"), errors)
+            assert isinstance(tree, Section)
+            return tree
     except UserError as error:
         errors.append(error)
     except yaml.YAMLError as error:
@@ -164,9 +173,6 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
                 fix="check the longest and the most deeply nested values",
             )
         )
-    finally:
-        if loader is not None:
-            loader.dispose()
     return Section(origin=Origin("file", name))
 
 
@@ -225,11 +231,9 @@ def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserEr
 
 
 def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf | Section | None:
-    loader = None
     try:
-        loader = _Loader(value)
-        node = loader.get_single_node()
-        return Leaf(None, origin) if node is None else _convert(loader, node, lambda line: origin, errors)
+        with _reading(value) as (loader, node):
+            return Leaf(None, origin) if node is None else _convert(loader, node, lambda line: origin, errors)
     except (yaml.YAMLError, RecursionError, ValueError, ArithmeticError) as error:
         problem = getattr(error, "problem", None) or str(error)
         errors.append(
@@ -242,9 +246,6 @@ def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf
             )
         )
         return None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 def _set(tree: Section, names: list[str], node: Leaf | Section) -> None:
