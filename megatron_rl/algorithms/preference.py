@@ -25,7 +25,6 @@ class PreferenceSettings:
     Strengths: 0.1 is DPO's (arXiv:2305.18290, section 6) and TRL's for IPO; SimPO takes 2.0 with a margin of
     0.5 (arXiv:2405.14734, its authors' code).
 
-
     ``label_smoothing`` is the assumed share of flipped labels (sigmoid, robust); ``margin`` is SimPO's gamma.
     ``sft_coef`` adds the chosen response's mean negative log-likelihood.
     """

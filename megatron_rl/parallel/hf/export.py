@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import BoxGroup, BoxIndex, Region, regions, view_of
-from megatron_rl.parallel.exchange import gather_objects
+from megatron_rl.parallel.exchange import together
 from megatron_rl.parallel.hf.files import (
     SafetensorsWriter,
     copy_tensors,
@@ -116,17 +116,14 @@ def _write(
     shapes, dtypes, parameters = content.shapes, content.dtypes, content.parameters
     steps = _steps(content.files, shapes, ranks, dtypes, piece_bytes)
     target = path.with_name(path.name + ".incomplete")
-    error = _prepare(path, target) if device.rank() == ranks[0] else None
-    _raise_together(error, path, group)
+    first = device.rank() == ranks[0]
+    _together(lambda: _prepare(path, target) if first else None, path, group)
     sources = gather_layout(content.boxes, {name: value.dtype for name, value in parameters.items()}, group)
     writer = _Writer(content.files, shapes, dtypes, target)
     connect(group)
     _collect(steps, sources, BoxIndex(content.boxes), parameters, writer, group)
-    error = writer.close()
-    _raise_together(error, path, group)
-    if device.rank() == ranks[0]:
-        error = _publish(target, path, finish)
-    _raise_together(error, path, group)
+    _together(writer.close, path, group)
+    _together(lambda: _publish(target, path, finish) if first else None, path, group)
 
 
 def _further_layers(described: PretrainedModel, source: str | Path | None) -> list[str]:
@@ -166,7 +163,7 @@ def _pieces(
 
 
 class _Writer:
-    """Write the pieces of this rank's files; after an error keep quiet until `close` tells it."""
+    """Write the pieces of this rank's files; after an error keep quiet until `close` raises it."""
 
     def __init__(
         self,
@@ -191,11 +188,12 @@ class _Writer:
         except OSError as error:
             self._error = error
 
-    def close(self) -> OSError | None:
-        """Close the files and return what went wrong."""
+    def close(self) -> None:
+        """Close the files, and raise what went wrong."""
         for file in self._open.values():
             file.close(complete=self._error is None)
-        return self._error
+        if self._error is not None:
+            raise self._error
 
 
 def _collect(
@@ -269,27 +267,19 @@ def _flows(
     return flows
 
 
-def _prepare(path: Path, target: Path) -> OSError | None:
-    try:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            return FileExistsError("it exists and is not an empty directory")
-        target.mkdir(parents=True, exist_ok=True)
-        for leftover in target.iterdir():
-            leftover.unlink()
-    except OSError as error:
-        return error
-    return None
+def _prepare(path: Path, target: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError("it exists and is not an empty directory")
+    target.mkdir(parents=True, exist_ok=True)
+    for leftover in target.iterdir():
+        leftover.unlink()
 
 
-def _publish(target: Path, path: Path, finish: Callable[[Path], None]) -> OSError | None:
-    try:
-        finish(target)
-        if path.is_dir():
-            path.rmdir()
-        os.replace(target, path)
-    except OSError as error:
-        return error
-    return None
+def _publish(target: Path, path: Path, finish: Callable[[Path], None]) -> None:
+    finish(target)
+    if path.is_dir():
+        path.rmdir()
+    os.replace(target, path)
 
 
 def _finish(
@@ -320,14 +310,19 @@ def _finish(
         copy_tokenizer(source, target)
 
 
-def _raise_together(error: OSError | None, path: Path, group: Any) -> None:
-    """Raise on every rank what happened on one of them."""
-    told = [text for text in gather_objects(str(error) if error else None, group) if text]
-    if told:
-        raise UserError(
-            "The checkpoint cannot be written.",
-            where=str(path),
-            expected="a new or empty directory on a writable file system that all ranks share",
-            got=told[0],
-            fix="name another directory, or free space and allow writing there",
-        )
+def _together(action: Callable[[], None], path: Path, group: Any) -> None:
+    """Do something on every rank; raise on all of them what happened on one."""
+
+    def told() -> None:
+        try:
+            action()
+        except OSError as error:
+            raise UserError(
+                "The checkpoint cannot be written.",
+                where=str(path),
+                expected="a new or empty directory on a writable file system that all ranks share",
+                got=str(error),
+                fix="name another directory, or free space and allow writing there",
+            ) from error
+
+    together(told, f"write {path}", group)
