@@ -25,6 +25,9 @@ from megatron_rl.types import FINISH_FAILED
 
 CONTROL_SECONDS = 20.0
 """Time limit of calls that neither sample nor move weights."""
+FIRST_SECONDS = 120.0
+"""Time limit of calls that a server works on for long the first time: it has programs look at its machine for
+`server_info`, and warms up when it samples."""
 POLL_SECONDS = 5.0
 """Time limit of asking a server before each step whether it is there."""
 STEP_SECONDS = 0.05
@@ -92,7 +95,7 @@ class Server:
         """
         where = f"{self.url}, of rollout.server.urls"
         try:
-            info = self.call("server_info?config_format=json")["vllm_config"]
+            info = self.call("server_info?config_format=json", seconds=FIRST_SECONDS)["vllm_config"]
             self._refuse_settings(expected.compared(info), where)
             (served, *_) = self.call("collective_rpc", {"method": "model_settings"})["results"]
             most = int(info["scheduler_config"]["max_num_seqs"])
@@ -139,7 +142,7 @@ class Server:
         try:
             self.call("resume", {})  # a job that was killed may have left it paused
             body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
-            self.call("inference/v1/generate", body, 6 * CONTROL_SECONDS)
+            self.call("inference/v1/generate", body, FIRST_SECONDS)
         except ServerError as error:
             raise UserError(
                 "a server does not sample from tokens",
