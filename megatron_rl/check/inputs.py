@@ -177,7 +177,15 @@ def _model_files(path: Path, where: str, files: Files, shipped: Path | None) -> 
     """
     if not path.is_dir():
         if path.is_file():
-            files.errors.append(_file_error(path, where))
+            files.errors.append(
+                UserError(
+                    "the model path is a file",
+                    where=where,
+                    expected=_MODEL_FILES,
+                    got=str(path),
+                    fix="name the directory that holds the checkpoint",
+                )
+            )
             return None
         download = f"hf download ORGANISATION/{path.name} --local-dir {path}, or correct the path"
         files.miss(path, f"the model directory {path} does not exist", where, _MODEL_FILES, download)
@@ -196,16 +204,6 @@ def _model_files(path: Path, where: str, files: Files, shipped: Path | None) -> 
     check_weights(path, where, files, model)
     check_tokenizer(path, where, files, None if model is None else model.shape.vocab)
     return model
-
-
-def _file_error(path: Path, where: str) -> UserError:
-    return UserError(
-        "the model path is a file",
-        where=where,
-        expected=_MODEL_FILES,
-        got=str(path),
-        fix="name the directory that holds the checkpoint",
-    )
 
 
 def _judges(config: RunConfig, role: str) -> bool:

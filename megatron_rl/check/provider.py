@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_rl.check.reward_function import Called, check_function
@@ -14,31 +15,28 @@ ARGUMENTS = ("pre_process", "post_process", "vp_stage", "config", "pg_collection
 """What a provider is given of where it names them; the first two it must take."""
 
 
-def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> list[UserError]:
-    """Return what is wrong with `model.provider` and `model.weights`.
+def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Iterator[UserError]:
+    """Yield what is wrong with `model.provider` and `model.weights`.
 
     ``model`` is what config.json describes, None where it is not known.
     """
     if settings.provider is None:
-        if settings.weights is None:
-            return []
-        return [
-            UserError(
+        if settings.weights is not None:
+            yield UserError(
                 "names of parameters are given, but no model provider",
                 where="model.weights",
                 expected="model.provider beside it",
                 got=settings.weights,
                 fix="set model.provider, or remove model.weights",
             )
-        ]
+        return
     stages, further = ARGUMENTS[:2], ARGUMENTS[2:]
-    errors = check_function(Called(settings.provider, "model.provider", (), False, stages, further))
+    yield from check_function(Called(settings.provider, "model.provider", (), False, stages, further))
     if settings.weights is not None:
-        errors += check_function(Called(settings.weights, "model.weights", (), False, (), ()))
+        yield from check_function(Called(settings.weights, "model.weights", (), False, (), ()))
     try:
         if model is not None:
             arguments_of(model)
     except UserError as error:
         fix = "remove model.provider: Megatron's own GPTModel is built"
-        errors.append(replace(error, where="model.provider", fix=fix))
-    return errors
+        yield replace(error, where="model.provider", fix=fix)

@@ -14,7 +14,7 @@ from megatron_rl.config.placement import APART, layout_sections, placed, role_la
 from megatron_rl.config.roles import with_role_sections
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import CriticConfig, LayoutConfig, ReferenceConfig
-from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import AsynchronyConfig, MismatchConfig, RolloutConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
 from megatron_rl.config.stage_plan import stage_plans, starting_model
@@ -194,12 +194,8 @@ def resolve(
         config = replace(config, critic=CriticConfig())
     config = _place(config, world_size, shape, reasons)
     config = _start(config, reasons)
-    optimizer = _optimizer(config.actor.optimizer, "actor.optimizer", reasons)
-    actor = replace(config.actor, optimizer=optimizer, lora=with_targets(config.actor.lora, shape, reasons))
-    critic = config.critic
-    if critic is not None:
-        optimizer = _optimizer(critic.optimizer, "critic.optimizer", reasons)
-        critic = replace(critic, optimizer=optimizer)
+    config = _learning(config, reasons)
+    actor = replace(config.actor, lora=with_targets(config.actor.lora, shape, reasons))
     model = config.model
     if model.attention is None:
         model = replace(model, attention=_attention(config, reasons))
@@ -215,8 +211,6 @@ def resolve(
         world_size=world_size,
         model=model,
         actor=actor,
-        critic=critic,
-        reward=_reward(config, reasons),
         sft=_stage(config.sft, "sft", config, reasons),
         preference=_preference(_stage(config.preference, "preference", config, reasons), reasons),
         batch=batch,
@@ -289,14 +283,18 @@ def _layout(stated: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict
     )
 
 
-def _reward(config: RunConfig, reasons: dict[str, str]) -> RewardConfig:
-    models = {
-        name: replace(
-            model, training=_stage(model.training, f"reward.models.{name}.training", config, reasons)
-        )
-        for name, model in config.reward.models.items()
-    }
-    return replace(config.reward, models=models)
+def _learning(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
+    """Fill in what optimizers leave open, of the roles and of the training of reward models."""
+
+    def fill(path: str, section: Any) -> Any:
+        if isinstance(section, RewardModelConfig):
+            training = _stage(section.training, f"{path}.training", config, reasons)
+            return replace(section, training=training)
+        if isinstance(section, ReferenceConfig):
+            return section
+        return replace(section, optimizer=_optimizer(section.optimizer, f"{path}.optimizer", reasons))
+
+    return with_role_sections(config, fill)
 
 
 def _stage(settings: Any, where: str, config: RunConfig, reasons: dict[str, str]) -> Any:
