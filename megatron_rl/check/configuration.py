@@ -24,12 +24,7 @@ from megatron_rl.check.model_settings import (
     check_routing,
 )
 from megatron_rl.check.packages import logging_errors, missing_packages
-from megatron_rl.check.parallel_sizes import (
-    check_budget,
-    check_layout,
-    check_lengths,
-    check_world,
-)
+from megatron_rl.check.parallel_sizes import check_budget, check_layout, check_lengths, check_world
 from megatron_rl.check.resume import resumed_layout_errors
 from megatron_rl.check.sampling_order import check_asynchrony
 from megatron_rl.check.stages import check_row_lengths
@@ -37,13 +32,7 @@ from megatron_rl.check.values import check_values
 from megatron_rl.check.warnings import check_warnings
 from megatron_rl.config.adapters import adapters_of
 from megatron_rl.config.budget import RankMemory, memory_plan
-from megatron_rl.config.derive import (
-    BatchPlan,
-    batch_plan,
-    has_transformer_engine,
-    resolve,
-    smallest_world,
-)
+from megatron_rl.config.derive import BatchPlan, batch_plan, default_attention, resolve, smallest_world
 from megatron_rl.config.load import LoadedConfig, flatten
 from megatron_rl.config.placement import (
     layout_sections,
@@ -218,14 +207,15 @@ def _checked(
 def _tried_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TriedRole]:
     """Return the roles with a trained or frozen model whose config.json is here."""
     roles, config = [], inputs.config
-    attention = config.model.attention
-    fused = has_transformer_engine() if attention is None else attention == "transformer_engine"
+    attention = config.model.attention or default_attention(config)[0]
     for role, layout in layouts.items():
         model = inputs.models.get(role, inputs.models.get("actor"))
         if role == "rollout" or model is None:
             continue
         section = {"actor": config.actor, "critic": config.critic}.get(role)
         recompute = section.recompute if section is not None else "none"
+        shape = inputs.shapes.get(role, inputs.shape)
+        fused = attention == "transformer_engine" and not (shape and shape.plain_layers)
         scalar_head = role not in ("actor", "reference")
         settings, optimizer = megatron_settings(config, layout), section.optimizer if section else None
         roles.append(TriedRole(role, model, layout, scalar_head, recompute, fused, *settings, optimizer))

@@ -346,10 +346,8 @@ def _frozen(
 
 def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
     """Return the most episodes that a replica samples at once, as far as settings bound them."""
-    rollout, rows = config.rollout, batch.rows_per_replica[1]
-    bounds = [rollout.max_in_flight, rollout.vllm.get("max_num_seqs")]
-    most = min((bound for bound in bounds if isinstance(bound, int)), default=rows)
-    return min(rows, max(most, batch.samples))
+    rows, most = batch.rows_per_replica[1], config.rollout.most_in_flight
+    return rows if most is None else min(rows, max(most, batch.samples))
 
 
 def _rollout(

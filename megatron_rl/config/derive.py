@@ -198,7 +198,8 @@ def resolve(
     actor = replace(config.actor, lora=with_targets(config.actor.lora, shape, reasons))
     model = config.model
     if model.attention is None:
-        model = replace(model, attention=_attention(config, reasons))
+        attention, reasons["model.attention"] = default_attention(config)
+        model = replace(model, attention=attention)
     batch = config.batch
     if batch.tokens_per_microbatch is None:
         layout = role_layout(actor.layout, "actor.layout")
@@ -329,17 +330,13 @@ def has_transformer_engine() -> bool:
     return extended and any((folder / "pytorch").is_dir() for folder in folders)
 
 
-def _attention(config: RunConfig, reasons: dict[str, str]) -> str:
+def default_attention(config: RunConfig) -> tuple[str, str]:
+    """Return the implementation of attention that a run takes where none is stated, and the reason."""
     if any(section is not None and section.context > 1 for section in layout_sections(config).values()):
-        reasons["model.attention"] = (
-            "context parallelism exchanges heads for whole rows around torch's attention"
-        )
-        return "torch"
+        return "torch", "context parallelism exchanges heads for whole rows around torch's attention"
     if has_transformer_engine():
-        reasons["model.attention"] = "Transformer Engine is installed"
-        return "transformer_engine"
-    reasons["model.attention"] = "Transformer Engine is not installed"
-    return "torch"
+        return "transformer_engine", "Transformer Engine is installed"
+    return "torch", "Transformer Engine is not installed"
 
 
 def _preference(preference: PreferenceConfig | None, reasons: dict[str, str]) -> PreferenceConfig | None:

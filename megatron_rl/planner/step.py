@@ -237,12 +237,11 @@ def _moving_seconds(
 
 
 def _rollout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
-    limit = config.rollout.vllm.get("max_num_seqs")
     return RolloutLayout(
         tensor=layout.tensor,
         expert=layout.tensor if config.rollout.vllm.get("enable_expert_parallel") else 1,
         replicas=max(1, layout.data),
-        max_sequences=int(limit) if isinstance(limit, int) else None,
+        max_sequences=config.rollout.most_in_flight,
         memory_fraction=config.rollout.memory_fraction,
     )
 

@@ -264,6 +264,17 @@ def test_an_actor_that_is_not_asked_before_it_learns_takes_no_time_to_score(upda
     assert (step.seconds["score"] > 0, step.flops["score"] > 0) == (updates > 1, updates > 1)
 
 
+def test_fewer_episodes_in_flight_take_longer_to_sample() -> None:
+    for bound in ("max_in_flight: 4", "vllm: {max_num_seqs: 4}"):
+        config = load_text(CONFIG, [f"rollout={{max_response_tokens: 1024, {bound}}}"]).valid()
+        free = load_text(CONFIG, ["rollout={max_response_tokens: 1024}"]).valid()
+        seconds = [
+            predict_run(each, load_constants(), "a100", role_shapes(each, load_shape)).seconds["generate"]
+            for each in (free, config)
+        ]
+        assert seconds[1] > 2 * seconds[0], bound
+
+
 def test_calibration_recovers_the_factors_of_a_run(tmp_path, capsys) -> None:
     slower = {"generate": 2.0, "score": 1.25, "learn": 1.6, "reshard": 0.5, "rest": 7.0}
     _run_folder(tmp_path / "run", slower)

@@ -254,6 +254,12 @@ class RolloutConfig:
         return wanted + math.ceil(wanted * self.oversample - 1e-9)
 
     @property
+    def most_in_flight(self) -> int | None:
+        """Return the most episodes that a replica samples at once, None where no setting bounds them."""
+        bounds = [self.max_in_flight, self.vllm.get("max_num_seqs")]
+        return min((bound for bound in bounds if isinstance(bound, int)), default=None)
+
+    @property
     def truncates(self) -> bool:
         """Say whether some task is sampled from some of the tokens only."""
         common = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
