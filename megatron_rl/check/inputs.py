@@ -29,7 +29,7 @@ from megatron_rl.environments.hosts import environment_errors
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.code import read_tests
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pretrained import PretrainedModel, read_pretrained
+from megatron_rl.shapes.pretrained import PretrainedModel, download_command, read_pretrained
 from megatron_rl.shapes.published import read_trainable
 
 _PATHS = ("path", "megatron", "hf_path", "train", "data", "held_out", "run_dir", "resume")
@@ -187,7 +187,7 @@ def _model_files(path: Path, where: str, files: Files, shipped: Path | None) -> 
                 )
             )
             return None
-        download = f"hf download ORGANISATION/{path.name} --local-dir {path}, or correct the path"
+        download = f"{download_command(str(path))}, or correct the path"
         files.miss(path, f"the model directory {path} does not exist", where, _MODEL_FILES, download)
         return read_trainable(shipped, files.errors) if shipped is not None and shipped.is_file() else None
     config, model = path / "config.json", None

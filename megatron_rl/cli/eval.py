@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_rl.cli.common import add_config_arguments, checked
 from megatron_rl.config.checkpoint_meta import META, checkpoints, is_checkpoint
+from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import launch
@@ -57,9 +58,9 @@ def _require_checkpoint(path: Path) -> None:
     require_directory(path, "--checkpoint")
     if is_checkpoint(path) or (path / "config.json").is_file():
         return
-    inside = checkpoints(path / "checkpoints") or checkpoints(path)
-    hugging_face = path / "hf"
-    inside += [hugging_face] if (hugging_face / "config.json").is_file() else []
+    run = RunFolder(path)
+    inside = checkpoints(run.checkpoints) or checkpoints(path)
+    inside += [run.model] if (run.model / "config.json").is_file() else []
     raise UserError(
         "this is no checkpoint",
         where=str(path),

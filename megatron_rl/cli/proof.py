@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.cli.environment import Finding
+from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import leave_with_launcher, process_rank
 from megatron_rl.metrics import read_metrics
@@ -233,7 +234,9 @@ def _do(task: Task, folder: Path) -> Finding:
 def compare(folder: Path, finding: Finding, tolerance: float) -> Finding:
     """Return how far the steps on all ranks are from those on one; an error beyond ``tolerance``."""
     names = ("sft/loss", "sft/grad_norm")
-    alone, together = (read_metrics(folder / name / "sft.jsonl") for name in ("one_rank", "all_ranks"))
+    alone, together = (
+        read_metrics(RunFolder(folder / name).stage_metrics("sft")) for name in ("one_rank", "all_ranks")
+    )
     differences = [
         (
             abs(right[name] - left[name]) / abs(left[name]),
@@ -252,7 +255,7 @@ def compare(folder: Path, finding: Finding, tolerance: float) -> Finding:
 
 def measured(folder: Path) -> Iterator[Finding]:
     """Yield the rates of the last step of the small model's run."""
-    lines = read_metrics(folder / "train/metrics.jsonl")
+    lines = read_metrics(RunFolder(folder / "train").metrics)
     last = lines[-1]
     # A step's line has what came since the one before: the first that the same process saved.
     checkpoint = next(line["time/checkpoint"] for line in lines if "time/checkpoint" in line)

@@ -22,6 +22,7 @@ from megatron_rl.planner.search import TrainPlan
 from megatron_rl.planner.step import TRAINED, Observed, RunStep, predict_run
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pipeline_stages import end_settings
+from megatron_rl.shapes.pretrained import download_command
 from megatron_rl.shapes.traffic import WeightTraffic, byte_words
 
 _TRAIN_DATA = "data/gsm8k/main/train-00000-of-00001.parquet"
@@ -81,11 +82,7 @@ def _prepare(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
     models = [paths.model, paths.critic]
     models += [model["path"] for model in config["reward"].get("models", {}).values()]
     wanted = dict.fromkeys(path for path in models if path and not path.startswith(("/", ".")))
-    commands = {
-        path: f"hf download ORGANISATION/{path.rsplit('/', 1)[-1]} --local-dir {path}"
-        for path in wanted
-        if not Path(path).exists()
-    }
+    commands = {path: download_command(path) for path in wanted if not Path(path).exists()}
     if paths.data is None:
         commands["data/gsm8k"] = "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k"
     return commands

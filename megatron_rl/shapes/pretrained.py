@@ -176,6 +176,11 @@ def read_pretrained(path: Path) -> PretrainedModel:
     return describe(read_json(path), str(path))
 
 
+def download_command(path: str) -> str:
+    """Return the command that fetches a model to the folder where it is looked for."""
+    return f"hf download ORGANISATION/{path.rpartition('/')[2]} --local-dir {path}"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object of a config.json; raises UserError where there is none."""
     try:
