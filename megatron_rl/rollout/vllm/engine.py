@@ -127,7 +127,7 @@ class VllmEngine:
             **(routing.engine_arguments() if self._records else {}),
         }
         if device.on_host():
-            size = setup.host_cache_bytes(self._path, tensor, dtype, self.max_model_len)
+            size = setup.host_cache_bytes(model.shape, tensor, dtype, self.max_model_len)
             arguments |= {"kv_cache_memory_bytes": size, **host_arguments(self.max_model_len, tensor)}
             if model.shape.kv_lora:
                 # Processors with AMX get another backend, which computes with packed copies of the weights

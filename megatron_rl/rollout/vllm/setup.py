@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -19,6 +18,7 @@ from torch import Tensor
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import communicator
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
 
 _REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so its weights can be written
@@ -223,19 +223,14 @@ def bytes_asleep() -> int:
     return sum(allocation.handle[1] for allocation in allocations if allocation.is_asleep)
 
 
-def host_cache_bytes(path: str | Path, tensor: int, dtype: str, max_model_len: int) -> int:
+def host_cache_bytes(shape: ModelShape, tensor: int, dtype: str, max_model_len: int) -> int:
     """Return the size of one rank's key-value cache on the host: 256 rows of full length, at most 1 GiB.
 
     One row of full length always fits. vLLM touches all of it at once, so more costs memory unused.
     """
-    from megatron_rl.parallel.hf.model_spec import read_hf_config
-
-    config: Any = read_hf_config(path).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * config.num_hidden_layers * -(-heads // tensor) * width * getattr(torch, dtype).itemsize
+    token = shape.kv_bytes_per_gpu(tensor, getattr(torch, dtype).itemsize)
     row = (-(-max_model_len // _HOST_BLOCK) + 1) * _HOST_BLOCK * token
-    return max(2 * row, min(_HOST_CACHE_ROWS * row, _HOST_CACHE_BYTES))
+    return int(max(2 * row, min(_HOST_CACHE_ROWS * row, _HOST_CACHE_BYTES)))
 
 
 class _Distributed:
