@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan, schedule
 from megatron_rl.parallel.boxes import BoxGroup
@@ -27,7 +28,6 @@ from megatron_rl.shapes.traffic import Slice, engine_experts, engine_slice, shar
 from megatron_rl.types import TensorBox
 
 _SIZES = {short: name for name, short in SHORT_NAMES.items()}
-MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
 
 def require_ranks(count: int, where: str) -> None:
     """Raise a UserError for more ranks than a plan is made for."""
-    if count > MOST_RANKS:
+    if count > MAX_WORLD:
         raise UserError(
             "there are too many ranks to plan for",
             where=where,
-            expected=f"at most {MOST_RANKS:,} ranks",
+            expected=f"at most {MAX_WORLD:,} ranks",
             got=f"{count:,}",
             fix="plan fewer data-parallel copies: each has the same traffic",
         )

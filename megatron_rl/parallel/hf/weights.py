@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, some_of
 from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import view_of
 from megatron_rl.parallel.exchange import hand_on, together
@@ -25,6 +25,7 @@ from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.types import TensorBox
 
 SAMPLED = 64
+_SHOWN = 8
 Checkpoint = CheckpointFiles | MegatronFiles
 """What gives slices of a model's tensors by their Hugging Face names."""
 
@@ -193,8 +194,8 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
         raise UserError(
             "The checkpoint's tensors are not those of the model in its config.json.",
             where=str(files.path),
-            expected=f"missing: {_some(missing)}" if missing else None,
-            got=f"unexpected: {_some(unexpected)}" if unexpected else None,
+            expected=f"missing: {some_of(missing, _SHOWN)}" if missing else None,
+            got=f"unexpected: {some_of(unexpected, _SHOWN)}" if unexpected else None,
             fix=hint or "use a checkpoint saved from this architecture and number of layers",
         )
     for name, shape in expected.items():
@@ -229,8 +230,3 @@ def global_name(model: Chunked, storage: str) -> str:
     layer = model.chunks[int(index)].decoder.layers[int(match.group(1))].layer_number - 1
     below = name[match.end() :]
     return f"decoder.layers.{layer}.{names.get(below, below)}"
-
-
-def _some(names: Sequence[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
