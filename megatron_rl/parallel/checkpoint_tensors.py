@@ -15,6 +15,7 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.exchange_utils import exchange_loaded_objects_gather_object
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import extract_nonpersistent, extract_sharded_base
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
@@ -26,6 +27,7 @@ from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_write import TensorWrite
+from megatron_rl.parallel.exchange import sum_over_ranks
 from megatron_rl.parallel.hf.importer import vocabulary_names
 from megatron_rl.parallel.hf.weights import global_name
 from megatron_rl.parallel.lora import load_adapters, sharded_adapters
@@ -80,9 +82,11 @@ def load_tensors(
 
     Raises UserError where Megatron finds no checkpoint that it can read. Collective over the world.
     """
+    sharing = model is not None and model.groups.data_context.size() > 1
+    share = bool(sum_over_ranks(torch.tensor([int(sharing)])))
     with _readable(folder), device.megatron_mode() if model is None else model.scope():
         if model is None:
-            dist_checkpointing.load({}, str(folder), TorchDistLoadShardedStrategy())
+            dist_checkpointing.load({}, str(folder), _Beside(share))
             return
         if optimizer is not None:
             initialise_states(optimizer)
@@ -98,6 +102,25 @@ def load_tensors(
         if optimizer is not None:
             state = merge(loaded["optimizer_common"], local)
             _load_optimizer(optimizer, merge(state, loaded["optimizer"]))
+
+
+class _Beside(TorchDistLoadShardedStrategy):
+    """Take part, with nothing to read, in what the ranks of a role load together.
+
+    Megatron reads with all ranks of the job: once, and where a role's data-parallel ranks ``share`` the
+    reading, objects, tensors and who has which objects, one after the other.
+    """
+
+    def __init__(self, share: bool) -> None:
+        super().__init__()
+        self._share = share
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
+        loaded = super().load(sharded_state_dict, checkpoint_dir)
+        if self._share:
+            super().load({}, checkpoint_dir)
+            exchange_loaded_objects_gather_object({})
+        return loaded
 
 
 @contextmanager

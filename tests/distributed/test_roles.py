@@ -187,13 +187,18 @@ def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(fork
         "evaluation": {"every": 1, "sets": {"held_out": answered}},
     }
     (tmp_path / "odd.py").write_text("def score(*, response, **_):\n    return float(len(response) % 2)\n")
-    teaches = f"reward.function={tmp_path / 'odd.py'}:score"
+    # The actor's data-parallel ranks share a checkpoint's reading, in which the rollout's rank has no part.
+    teaches = (
+        f"reward.function={tmp_path / 'odd.py'}:score",
+        "actor.layout.ranks=[0,1]",
+        "rollout.ranks=[2]",
+    )
     whole = grpo(tmp_path / "whole", material, **learns)
     # What may keep a checkpoint is waited for; else the answers come beside the next step, and are the same.
-    fork("megatron_rl", 2, "train", whole, teaches, "checkpoint.best=eval/held_out/reward", module=True)
+    fork("megatron_rl", 3, "train", whole, *teaches, "checkpoint.best=eval/held_out/reward", module=True)
     parted = grpo(tmp_path / "parted", material, **learns)
-    shards = (teaches, "checkpoint.optimizer_layout=same", "checkpoint.asynchronous=true")
-    fork("megatron_rl", 2, "train", parted, "checkpoint.keep=9", *shards, module=True)
+    shards = (*teaches, "checkpoint.optimizer_layout=same", "checkpoint.asynchronous=true")
+    fork("megatron_rl", 3, "train", parted, "checkpoint.keep=9", *shards, module=True)
     assert [line["staleness/max"] for line in metrics(tmp_path / "parted")] == [0, 1, 1, 1]
     kept = (tmp_path / "parted/run/checkpoints").iterdir()
     kept = {path.name: reads_anywhere(read_meta(path)) for path in kept}
@@ -201,7 +206,7 @@ def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(fork
     state = _read(tmp_path / "parted/run/checkpoints/step_2/state.pt", TYPES)["state"]
     assert state["held"]["sets"] == ("held_out",), "it is answered beside step 3"
     shutil.rmtree(tmp_path / "parted/run/checkpoints/step_4")
-    again = fork("megatron_rl", 2, "train", parted, teaches, module=True)
+    again = fork("megatron_rl", 3, "train", parted, *teaches, module=True)
     assert "step 2: its checkpoint is written anew, for any layout" in again.output
     expected, found = metrics(tmp_path / "whole"), metrics(tmp_path / "parted")
     assert [line["step"] for line in found] == [1, 2, 3, 4]
