@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from megatron_rl.config.roles import with_role_sections
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.config.sections.models import ActorConfig, LoraConfig
 from megatron_rl.config.stage_plan import starting_model
 from megatron_rl.shapes.lora import AdaptedModel, adapted, default_targets
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 
 
-def with_targets(
-    lora: LoraConfig | None, shape: ModelShape | None, reasons: dict[str, str]
-) -> LoraConfig | None:
-    """Return the adapters' settings with their layers and their factor filled in, where they can be known."""
-    if lora is None:
-        return None
-    if lora.alpha is None:
-        reasons["actor.lora.alpha"] = "rank: an adapter adds the product of its matrices as it is"
-        lora = replace(lora, alpha=float(lora.rank))
-    if lora.targets is None and shape is not None:
-        reasons["actor.lora.targets"] = "the linear layers of the model that can have adapters"
-        lora = replace(lora, targets=default_targets(shape))
-    return lora
+def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str, str]) -> RunConfig:
+    """Fill in the factor and the layers of the roles' adapters, where they can be known.
+
+    ``shape`` is that of the actor's model, and of a critic's that starts from the same one.
+    """
+
+    def fill(where: str, section: Any) -> Any:
+        lora = getattr(section, "lora", None)
+        if lora is None:
+            return section
+        if lora.alpha is None:
+            reasons[f"{where}.lora.alpha"] = "rank: an adapter adds the product of its matrices as it is"
+            lora = replace(lora, alpha=float(lora.rank))
+        if lora.targets is None and shape is not None and _has_actor_shape(config, section):
+            reasons[f"{where}.lora.targets"] = "the linear layers of the model that can have adapters"
+            lora = replace(lora, targets=default_targets(shape))
+        return replace(section, lora=lora)
+
+    return with_role_sections(config, fill)
+
+
+def _has_actor_shape(config: RunConfig, section: Any) -> bool:
+    return isinstance(section, ActorConfig) or section.path == starting_model(config)
 
 
 def adapters_of(config: RunConfig) -> dict[str, LoraConfig]:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.adapters import with_targets
+from megatron_rl.config.adapters import with_adapters
 from megatron_rl.config.placement import APART, layout_sections, placed, role_layout, with_best_rank_order
 from megatron_rl.config.roles import with_role_sections
 from megatron_rl.config.schema import TRAIN, RunConfig
@@ -195,14 +195,14 @@ def resolve(
     config = _place(config, world_size, shape, reasons)
     config = _start(config, reasons)
     config = _learning(config, reasons)
-    actor = replace(config.actor, lora=with_targets(config.actor.lora, shape, reasons))
+    config = with_adapters(config, shape, reasons)
     model = config.model
     if model.attention is None:
         attention, reasons["model.attention"] = default_attention(config)
         model = replace(model, attention=attention)
     batch = config.batch
     if batch.tokens_per_microbatch is None:
-        layout = role_layout(actor.layout, "actor.layout")
+        layout = role_layout(config.actor.layout, "actor.layout")
         budget, reasons["batch.tokens_per_microbatch"] = token_budget(config, layout)
         batch = replace(batch, tokens_per_microbatch=budget)
     mismatch = _mismatch(config.mismatch, model.dtype, reasons)
@@ -211,7 +211,6 @@ def resolve(
         config,
         world_size=world_size,
         model=model,
-        actor=actor,
         sft=_stage(config.sft, "sft", config, reasons),
         preference=_preference(_stage(config.preference, "preference", config, reasons), reasons),
         batch=batch,

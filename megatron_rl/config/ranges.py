@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_MOST_RANKS = 1 << 20
+from megatron_rl.config.sections.bounds import MAX_WORLD
 
 
 def parse_ranges(text: str) -> tuple[int, ...] | None:
@@ -16,7 +16,7 @@ def parse_ranges(text: str) -> tuple[int, ...] | None:
         if match is None:
             return None
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or last - first > _MOST_RANKS:
+        if last < first or last >= MAX_WORLD:
             return None
         ranks.extend(range(first, last + 1))
     return tuple(ranks)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,9 @@ from megatron_rl.algorithms import policy_objective, value_objective
 from megatron_rl.algorithms.lookup import algorithm_of
 from megatron_rl.config.budget import SimulatedRank
 from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.roles import role_of, with_role_sections
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.models import ActorConfig
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups, memberships
 from megatron_rl.parallel.residency import Use
@@ -77,19 +80,13 @@ def simulate(
 def _with_models(config: RunConfig, models: Mapping[str, Path]) -> RunConfig:
     """Return the configuration with every model at the folder whose sizes were read."""
 
-    def folder(role: str) -> str:
-        return str(models.get(role, models["actor"]).parent)
+    def folder(section: str) -> str:
+        return str(models.get(role_of(section), models["actor"]).parent)
 
-    critic, reference, reward = config.critic, config.reference, config.reward
-    return replace(
-        config,
-        model=replace(config.model, path=folder("actor")),
-        critic=critic and replace(critic, path=folder("critic")),
-        reference=reference and replace(reference, path=folder("reference")),
-        reward=replace(reward, models={
-            name: replace(model, path=folder(f"reward.{name}")) for name, model in reward.models.items()
-        }),
-    )  # fmt: skip
+    def at_folder(name: str, section: Any) -> Any:
+        return section if isinstance(section, ActorConfig) else replace(section, path=folder(name))
+
+    return with_role_sections(replace(config, model=replace(config.model, path=folder("actor"))), at_folder)
 
 
 def _full_rows(config: RunConfig, batch: BatchPlan, layouts: list[ParallelLayout]) -> TrainBatch:

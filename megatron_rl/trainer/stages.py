@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_model_objective, sft_objective
+from megatron_rl.config.roles import stated_models
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans, starting_model
@@ -132,20 +133,18 @@ def end_of(plan: StagePlan, roles: Roles, config: RunConfig) -> Callable[[], Non
 
 def _hand_on(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
     """Load the model of the actor's stage into the roles that start from it. Collective over the world."""
-    starts = {"reference": config.reference, "critic": config.critic}
-    starts |= {f"reward.models.{name}": section for name, section in config.reward.models.items()}
+    starts = stated_models(config)
     trained = {other.role for other in stage_plans(config) if other.ended and other.role != "actor"}
     for role in roles.models:
-        section = starts.get(role.name)
-        if section is None or section.path != str(plan.model) or role.name in trained:
+        if starts.get(role.name) != str(plan.model) or role.name in trained:
             continue
         if role.base_of is not None:
             continue  # the actor has added what it learned to its weights
         with role.resident(Use.STATE):
             if role.model is not None:
-                load_weights(role.model, section.path)
+                load_weights(role.model, str(plan.model))
                 if role.model.adapters is not None:
-                    note_base(role.model, section.path)
+                    note_base(role.model, str(plan.model))
             if role.optimizer is not None:
                 role.optimizer.reload_parameters()
 
