@@ -7,7 +7,8 @@
 # checkpoint; inputs: configurations and data that the schema or a user got wrong; rewards: hostile functions;
 # leaks: thousands of steps; layouts: every tensor's step of every family in every product of parallel sizes on
 # four ranks; fused_layouts: the same with Transformer Engine's layers, in torch; examples: each of launch/examples
-# by its command; simulations: the memory that check counts for shipped configurations of large jobs.
+# by its command; simulations: the memory that check counts for shipped configurations of large jobs; combinations:
+# features that meet: what check calls READY trains, resumes in the middle and takes the first step of one rank.
 # tests/campaign/ says how. Exit code 1: a promise was broken.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -303,9 +303,9 @@ def differing(expected: Any, found: Any, place: str = "") -> Iterator[str]:
             yield f"{place}: {str(expected)[:100]} became {str(found)[:100]}"
         return
     for name in sorted({*expected, *found}):
-        # A run that has just resumed syncs what was synced before; what an attempt without a checkpoint wrote
-        # is kept under a numbered name.
-        if name.startswith(("reshard/", "rows/")) or re.search(r"\.\d+(\.jsonl)?$", name):
+        # A run that has just resumed syncs what was synced before, and offloads other buffers; what an
+        # attempt without a checkpoint wrote is kept under a numbered name.
+        if name.startswith(("reshard/", "rows/", "offload/")) or re.search(r"\.\d+(\.jsonl)?$", name):
             continue
         inner = f"{place} {name}".strip()
         if name not in expected or name not in found:

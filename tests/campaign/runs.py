@@ -106,19 +106,20 @@ def material(work: Path) -> Path:
 
 def write(name: str, folder: Path, work: Path, **changes: Any) -> Path:
     """Write the configuration of a run below ``folder`` and return the file."""
-    places = material(work)
-
-    def placed(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: placed(inner) for key, inner in value.items()}
-        known = value == "model" or str(value).endswith(".jsonl")
-        return str(places / value) if known else value
-
     config = merged(merged(_COMMON, RUNS[name][1]), changes)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(placed({**config, "run_dir": str(folder / "run")})))
+    file.write_text(yaml.safe_dump({**placed(config, material(work)), "run_dir": str(folder / "run")}))
     return file
+
+
+def placed(value: Any, data: Path, code: Path = ROOT) -> Any:
+    """Return settings with the places of the model, of data and of Python files, which ``code`` holds."""
+    if isinstance(value, Mapping):
+        return {key: placed(inner, data, code) for key, inner in value.items()}
+    if value == "model" or str(value).endswith(".jsonl"):
+        return str(data / value)
+    return str(code / value) if isinstance(value, str) and ".py:" in value else value
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

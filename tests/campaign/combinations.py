@@ -1,0 +1,439 @@
+"""Train features together that the other tests try apart.
+
+A case draws a model family, ranks, and some of `FEATURES`, with a layout for each role. What `check` refuses
+has to be a clear error. What it calls READY trains; ended in the middle and started again it equals the run
+that was not, to the last bit; and where the layout cannot matter its first step is that of one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.algorithms.algorithm import ALGORITHMS
+from tests.campaign import kills, runs
+from tests.campaign.campaign import HELD, Case, Result
+from tests.campaign.forked import preload
+from tests.golden import record
+
+PATIENCE = 420.0
+STEPS, HALF = 4, 2
+CLOSE = 2e-3
+"""By how much a metric of the first step may differ between layouts, relatively."""
+FAMILIES = (
+    "qwen2",
+    "qwen2",
+    "llama3",
+    "qwen3-tied",
+    "gemma3",
+    "qwen3-moe",
+    "mixtral",
+    "deepseek-v3",
+    "glm4-moe",
+)
+MIXTURES = ("qwen3-moe", "mixtral", "deepseek-v3", "glm4-moe")
+UNCOMPARED = (*record.MEASURED, "reshard/", "rows/", "idle/", "offload/", "padding/")
+"""Metrics of a step that belong to a layout."""
+ENVIRONMENT = '''
+from megatron_rl import StepEnvironment
+
+
+class Echo(StepEnvironment):
+    """Asks twice more; every third episode fails, where told."""
+
+    def __init__(self, failing=False):
+        self.failing = failing
+
+    def reset(self, episode):
+        self.turn, self.seed, self.truth = 0, episode.seed, str(episode.ground_truth)
+
+    def step(self, response):
+        if self.failing and self.seed % 3 == 0:
+            raise RuntimeError("this one fails")
+        self.turn += 1
+        return "1+", float(len(set(response) & set(self.truth))), self.turn == 3
+'''
+REWARDS = """
+def group(*, prompt, group, ground_truth, **_):
+    return [float(len(set(response) & set(str(ground_truth)))) - len(group) / 10 for response in group]
+
+
+async def turns(*, prompt, response, turns, tokens, **_):
+    return {"reward": len(tokens["response"]) / 10 + len(turns), "length": len(response)}
+
+
+def failing(*, prompt, response, **_):
+    if len(response) % 4 == 1:
+        raise ValueError("cannot judge this")
+    return float(len(set(response)))
+"""
+
+_OPTIMIZER = {"learning_rate": 1e-3}
+_STAGE = {"checkpoint_every": 2, "optimizer": _OPTIMIZER}
+_JUDGE = {"weight": 0.5, "training": {"data": "pairs.jsonl", "steps": 3, "pairs_per_step": 4, **_STAGE}}
+_BASE: dict[str, Any] = {
+    "steps": STEPS,
+    "model": {"dtype": "float32"},
+    "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
+    "reward": {"function": "rewards.py:turns", "timeout": 120.0, "max_invalid_fraction": 1.0},
+    "batch": {"prompts_per_step": 4, "samples_per_prompt": 2},
+    "actor": {"optimizer": _OPTIMIZER},
+    "rollout": {"engine": "torch", "max_response_tokens": 8},
+    "checkpoint": {"every": 1, "keep": STEPS},
+    "mismatch": {"warn": 0.5, "stop": 5.0},
+}
+
+
+def _piece(kind: str, *values: Any) -> list[dict[str, Any]]:
+    return [{"algorithm": {kind: value}} for value in values]
+
+
+FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "algorithm": [{"algorithm": {"name": name}} for name in sorted(ALGORITHMS)],
+    "advantage": _piece(
+        "advantage", "grpo", "rloo", "opo", "gpg", "remax", "gae", {"whiten": True, "clip": 3.0}
+    ),
+    "policy loss": _piece(
+        "policy_loss", "cispo", "clip_cov", "dppo", "gmpo", "gspo", "kl_cov", "policy_gradient", "sapo",
+        "topr", {"entropy_coef": 0.01}, {"opsm_delta": 0.01},
+    ),
+    "aggregation": _piece(
+        "aggregation", "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm",
+        {"name": "seq-mean-token-mean", "denominator": "all"},
+    ),
+    "kl": _piece(
+        "kl", "none", {"name": "loss", "coef": 0.1, "estimator": "k2"},
+        {"name": "loss", "coef": 0.1, "controller": "adaptive", "horizon": 50.0},
+        {"name": "reward", "coef": 0.05, "controller": "adaptive", "horizon": 50.0},
+        {"name": "reward", "coef": 0.1},
+    ),
+    "correction": _piece(
+        "correction", "token_tis", "sequence_tis", "icepop", "mis", "geometric_token_tis",
+        {"level": "token", "batch_normalize": True}, {"level": "token", "bypass": True},
+    ),
+    "reward shaping": _piece(
+        "reward_shaping", {"normalize": "running", "clip_high": 2.0}, {"normalize": "batch", "smoothing": 0.2}
+    ),
+    "overlong": _piece("overlong", {"buffer": 3}, {"buffer": 2, "penalty": 0.5}, {"buffer": 3, "limit": 6}),
+    "imitation": _piece("imitation", {"coef": 0.1, "threshold": 0.5}),
+    "dynamic sampling": _piece("dynamic_sampling", {"name": "refill", "max_rounds": 3}),
+    "critic": [
+        {"critic": {"optimizer": _OPTIMIZER}},
+        {"critic": {"optimizer": _OPTIMIZER, "warmup_steps": 1, "offload": True}},
+    ],
+    "reward": [
+        {"reward": {"function": "rewards.py:group"}},
+        {"reward": {"function": "rewards.py:failing"}},
+        {"reward": {"models": {"judge": _JUDGE}}},
+        {"reward": {"workers": 2, "concurrency": 2}},
+    ],
+    "updates": [
+        {"batch": {"optimizer_steps": 2}},
+        {"batch": {"epochs": 2}},
+        {"batch": {"optimizer_steps": 2, "epochs": 2, "tokens_per_microbatch": 32}},
+        {"batch": {"samples_per_prompt": 3, "prompts_per_step": 6}},
+    ],
+    "optimizer": [
+        {"actor": {"optimizer": change}}
+        for change in (
+            {"name": "sgd", "distributed": False}, {"distributed": False}, {"offload": True},
+            {"clip_grad": 0.0}, {"clip_grad": 0.01},
+        )
+    ],
+    "training": [
+        {"actor": change}
+        for change in (
+            {"recompute": "full"}, {"recompute": "selective"}, {"offload": True},
+            {"ddp": {"overlap_grad_reduce": True}},
+            {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+        )
+    ],
+    "adapters": [
+        {"actor": {"lora": {"rank": 4, "sync": "adapter"}}, "rollout": {"engine": "vllm"}},
+        {"actor": {"lora": {"rank": 4, "alpha": 8}}},
+        {"actor": {"lora": {"rank": 4}}, "critic": {"lora": {"rank": 2}}},
+    ],
+    "sampling": [
+        {"rollout": {"temperature": 0.7, "top_p": 0.9}},
+        {"rollout": {"top_k": 5}},
+        {"rollout": {"min_p": 0.02, "stop": ["="]}},
+        {"rollout": {"max_in_flight": 3}},
+    ],
+    "order": [
+        {"rollout": {"oversample": 0.5, "round_tokens": 3, "max_response_tokens": 12}},
+        {"rollout": {"oversample": 0.5, "round_tokens": 3, "partial": True, "max_response_tokens": 12}},
+        {"rollout": {"order": "open", "oversample": 0.5, "partial": True}},
+    ],
+    "environment": [
+        {"rollout": {"max_response_tokens": 24, "environment": {"name": "environment.py:Echo", **change}}}
+        for change in ({}, {"max_turns": 2}, {"workers": 2}, {"settings": {"failing": True}})
+    ],
+    "engine": [{"rollout": {"engine": "vllm"}}] * 2,
+    "apart": [
+        {"placement": "split"},
+        {"placement": "standalone"},
+        {"placement": "standalone", "asynchrony": {"steps_ahead": 1}},
+        {"placement": "standalone", "asynchrony": {"steps_ahead": 2}},
+        {"reference": {"layout": {"ranks": [0]}}},
+    ],
+    "evaluation": [
+        {"evaluation": {"every": 2, "sets": {"held_out": {"data": "eval.jsonl", "max_prompts": 6}}}},
+        {
+            "evaluation": {
+                "every": 1,
+                "sets": {"held_out": {"data": "eval.jsonl", "max_prompts": 6, "samples": 2, "temperature": 1}},
+            },
+            "checkpoint": {"best": "eval/held_out/reward", "keep": 1},
+        },
+    ],
+    "checkpoint": [
+        {"checkpoint": {"asynchronous": True}},
+        {"checkpoint": {"optimizer_layout": "same"}},
+        {"checkpoint": {"optimizer_layout": "same", "asynchronous": True, "keep": 1}},
+    ],
+    "stages": [
+        {"sft": {"data": "sft.jsonl", "steps": 3, "rows_per_step": 8, **_STAGE}},
+        {"preference": {"data": "pairs.jsonl", "steps": 3, "pairs_per_step": 4, **_STAGE}},
+        {"preference": {"data": "pairs.jsonl", "steps": 2, "pairs_per_step": 4, "loss": "simpo", **_STAGE}},
+    ],
+    "type": [{"model": {"dtype": "bfloat16"}}],
+    "verification": [{"hybrid_engine": {"verify": "sampled", "staging_bytes": 65536}}],
+    "mixture": [
+        {"actor": {"routing_replay": "update"}}, {"actor": {"routing_replay": "rollout"}},
+        {"actor": {"freeze_router": True}},
+    ],
+}  # fmt: skip
+"""What a case may have, by what it is about; of each at most one."""
+
+
+def cases(seed: int, count: int) -> Iterator[Case]:
+    """Yield ``count`` cases of a seed."""
+    for number in range(count):
+        source = random.Random(f"{seed} {number}")
+        family = source.choice(FAMILIES)
+        ranks = source.choice((1, 2, 2, 4, 4))
+        several = [name for name in FEATURES if name != "mixture" or family in MIXTURES]
+        chosen = {
+            name: source.randrange(len(FEATURES[name]))
+            for name in sorted(source.sample(several, source.randint(3, 8)), key=several.index)
+        }
+        apart = "apart" in chosen and ranks > 1
+        if not apart:
+            chosen.pop("apart", None)
+        layout = _layout(source, family, ranks // 2 if apart else ranks)
+        critic = _layout(source, family, ranks // 2 if apart else ranks) if source.random() < 0.3 else None
+        settings = {"family": family, "ranks": ranks, "features": chosen, "layout": layout, "critic": critic}
+        yield Case(f"{number:04d} {family} x{ranks}", family, settings)
+
+
+def _layout(source: random.Random, family: str, ranks: int) -> dict[str, int]:
+    """Draw how a model is cut over at most so many ranks."""
+    layout, left = {}, ranks
+    names = ["tensor", "pipeline", "context", *(["expert"] * (family in MIXTURES))]
+    for name in source.sample(names, 2):
+        size = source.choice((1, 2))
+        if size <= left:
+            layout[name], left = size, left // size
+    if layout.get("pipeline") == 2 and source.random() < 0.3:
+        layout["virtual_pipeline"] = 2
+    return {name: size for name, size in layout.items() if size > 1}
+
+
+def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a case."""
+    config = dict(_BASE)
+    for name, index in settings["features"].items():
+        config = runs.merged(config, FEATURES[name][index])
+    config = runs.merged(config, {"actor": {"layout": settings["layout"]}})
+    if "critic" in config and settings["critic"] is not None:
+        config = runs.merged(config, {"critic": {"layout": settings["critic"]}})
+    tensor = settings["layout"].get("tensor", 1)
+    if config["rollout"]["engine"] == "vllm" and settings["family"] != "deepseek-v3":
+        config = runs.merged(config, {"rollout": {"tensor": tensor}})
+    if ahead(config):
+        config = runs.merged(config, {"checkpoint": {"keep": STEPS}})
+    return config
+
+
+def try_case(case: Case, work: Path) -> Result:
+    """Check a case's configuration, train it whole, in two halves, and a step on one rank."""
+    preload()  # before anything that would leave a thread: ranks are forked
+    settings = case.settings
+    folder = work / case.name.split()[0]
+    shutil.rmtree(folder, ignore_errors=True)
+    config, ranks = configuration(settings), settings["ranks"]
+    config["model"] = {**config["model"], "path": str(_model(settings["family"], work))}
+    whole = _write(config, folder / "whole", work)
+    code, shown = _checked(whole, ranks)
+    if code == 2:
+        errors = json.loads(shown)["errors"] if shown.startswith("{") else []
+        clear = errors and all(
+            error[name] for error in errors for name in ("message", "where", "expected", "got", "fix")
+        )
+        told = "; ".join(f"{error['where']}: {error['message']}" for error in errors) or shown[-2000:]
+        shutil.rmtree(folder)
+        return Result(HELD if clear else "unclear", told, {"refused": 1})
+    if code != 0:
+        return Result("unclear", shown[-3000:])
+    counts = {"trained": 1.0}
+    problem = _train(whole, ranks)
+    if problem is not None:
+        return problem
+    expected = runs.recording(whole.parent / "run")
+    if ahead(config):  # a run that ends does not sample ahead: its newest checkpoints are lost instead
+        second = _write(config, folder / "second", work)
+        shutil.copytree(whole.parent / "run", second.parent / "run")
+        for step in range(HALF + 1, STEPS + 1):
+            shutil.rmtree(second.parent / f"run/checkpoints/step_{step}")
+        problem = _train(second, ranks)
+    else:
+        second = _write({**config, "steps": HALF}, folder / "halves", work)
+        problem = _train(second, ranks) or _train(_write(config, second.parent, work), ranks)
+    if problem is not None:
+        return problem
+    resumed = runs.recording(second.parent / "run")
+    repeatable = config["rollout"].get("order") != "open"
+    if repeatable:
+        differences = list(_differences(expected, resumed, config))
+        if differences:
+            return Result("lost", "resumed:\n" + "\n".join(differences[:40]), counts)
+        counts["resumed"] = 1
+    if ranks > 1 and repeatable and _layout_is_nothing(config):
+        alone = _write(_alone({**config, "steps": 1}), folder / "alone", work)
+        problem = _train(alone, 1)
+        if problem is not None:
+            return problem
+        single = runs.recording(alone.parent / "run")
+        if _same_samples(expected, single):
+            wrong = list(_different_step(expected, single))
+            if wrong:
+                return Result("lost", "on one rank:\n" + "\n".join(wrong[:20]), counts)
+            counts["compared"] = 1
+    shutil.rmtree(folder)
+    return Result(HELD, counts=counts)
+
+
+def ahead(config: Mapping[str, Any]) -> bool:
+    """Say whether a configuration samples for later steps than the one that it learns."""
+    return bool(config.get("asynchrony"))
+
+
+def _differences(
+    expected: Mapping[str, Any], resumed: Mapping[str, Any], config: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield what a resumed run left otherwise than the one that was not interrupted.
+
+    Where the clock says which rows are computed together, the last digits of the rollout's log-probs differ.
+    """
+    clock = config["rollout"].keys() & {"environment", "max_in_flight"}
+    pieces = str(config.get("algorithm"))
+    if clock and ("correction" in pieces or "topr" in pieces):  # these learn with the rollout's log-probs
+        return
+    for line in kills.differing(expected, resumed):
+        if not (clock and "mismatch/" in line):
+            yield line
+
+
+def _layout_is_nothing(config: Mapping[str, Any]) -> bool:
+    """Say whether a step's numbers are those of one rank but for rounding."""
+    stages = any(config.get(name) for name in ("sft", "preference")) or config["reward"].get("models")
+    return (
+        config["model"]["dtype"] == "float32"
+        and not stages  # several steps of Adam before it
+        and not ahead(config)
+        and not config["rollout"].get("oversample")
+    )
+
+
+def _alone(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration for one rank."""
+    config = {name: value for name, value in config.items() if name != "placement"}
+    for role in ("actor", "critic", "reference"):
+        if role in config:
+            config[role] = {name: value for name, value in config[role].items() if name != "layout"}
+    config["rollout"] = {name: value for name, value in config["rollout"].items() if name != "tensor"}
+    return config
+
+
+def _model(family: str, work: Path) -> Path:
+    """Return a tiny model of a family with the quickstart's tokenizer, made once."""
+    dense, target = runs.material(work) / "model", work / "models" / family
+    if not target.exists():
+        from transformers.utils import logging
+
+        from tests.hf_models import save_model
+
+        logging.disable_progress_bar()  # it leaves a thread
+        special = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+        shape = json.loads((dense / "config.json").read_text())
+        changes = {name: shape[name] for name in special}
+        # vLLM has no attention of 16 numbers a head on hosts.
+        save_model(family, target, dtype="float32", hidden_size=128, **changes)
+        for file in dense.glob("*token*"):
+            shutil.copy(file, target)
+    return target
+
+
+def _write(config: Mapping[str, Any], folder: Path, work: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "environment.py").write_text(ENVIRONMENT)
+    (folder / "rewards.py").write_text(REWARDS)
+    text = yaml.safe_dump(runs.placed(config, runs.material(work), folder) | {"run_dir": str(folder / "run")})
+    (folder / "config.yaml").write_text(text)
+    return folder / "config.yaml"
+
+
+def _checked(config: Path, ranks: int) -> tuple[int, str]:
+    from megatron_rl.cli.main import main
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
+        code = main(["check", str(config), "--world-size", str(ranks), "--json"])
+    return code, output.getvalue()
+
+
+def _train(config: Path, ranks: int) -> Result | None:
+    """Train and return what went wrong, None where nothing did."""
+    environment = {"CAMPAIGN_PORT": "9", "CAMPAIGN_LAUNCH": "1"}
+    launcher = runs.launch(config, ranks, restarts=0, env=environment)
+    try:
+        code = launcher.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        return Result("hang", kills.tail(config.parent))
+    finally:
+        left = runs.descendants(launcher) if launcher.poll() is not None else []
+        if launcher.poll() is None:
+            launcher.terminate()
+            launcher.wait()
+        for process in runs.descendants(launcher):
+            process.kill()
+    if code:
+        return Result("accepted", f"READY, and `train` ended with {code}\n{kills.tail(config.parent)}")
+    return Result("left over", f"{left}") if left else None
+
+
+def _same_samples(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Say whether two recorded runs sampled the same responses for their first step."""
+    steps = [run["samples"][min(run["samples"])] for run in (first, second)]
+    return steps[0]["response"] == steps[1]["response"]
+
+
+def _different_step(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the metrics of the first step that differ between two recorded runs of the same samples."""
+    steps = [run["metrics"]["metrics.jsonl"]["1"] for run in (first, second)]
+    for name in sorted(steps[0].keys() & steps[1].keys()):
+        if name.startswith(UNCOMPARED) or None in (steps[0][name], steps[1][name]):
+            continue
+        values = [float.fromhex(step[name]) for step in steps]
+        if not math.isclose(*values, rel_tol=CLOSE, abs_tol=1e-4):
+            yield f"{name}: {values[0]} and {values[1]}"
