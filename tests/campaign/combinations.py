@@ -14,20 +14,19 @@ import math
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron_rl.algorithms.algorithm import ALGORITHMS
 from tests.campaign import kills, runs
 from tests.campaign.campaign import HELD, Case, Result
+from tests.campaign.features import BASE, ENVIRONMENT, FEATURES, HALF, REWARDS, STEPS
 from tests.campaign.forked import preload
 from tests.golden import record
 
 PATIENCE = 420.0
-STEPS, HALF = 4, 2
 CLOSE = 2e-3
 """By how much a metric of the first step may differ between layouts, relatively."""
 FAMILIES = (
@@ -44,176 +43,6 @@ FAMILIES = (
 MIXTURES = ("qwen3-moe", "mixtral", "deepseek-v3", "glm4-moe")
 UNCOMPARED = (*record.MEASURED, "reshard/", "rows/", "idle/", "offload/", "padding/")
 """Metrics of a step that belong to a layout."""
-ENVIRONMENT = '''
-from megatron_rl import StepEnvironment
-
-
-class Echo(StepEnvironment):
-    """Asks twice more; every third episode fails, where told."""
-
-    def __init__(self, failing=False):
-        self.failing = failing
-
-    def reset(self, episode):
-        self.turn, self.seed, self.truth = 0, episode.seed, str(episode.ground_truth)
-
-    def step(self, response):
-        if self.failing and self.seed % 3 == 0:
-            raise RuntimeError("this one fails")
-        self.turn += 1
-        return "1+", float(len(set(response) & set(self.truth))), self.turn == 3
-'''
-REWARDS = """
-def group(*, prompt, group, ground_truth, **_):
-    return [float(len(set(response) & set(str(ground_truth)))) - len(group) / 10 for response in group]
-
-
-async def turns(*, prompt, response, turns, tokens, **_):
-    return {"reward": len(tokens["response"]) / 10 + len(turns), "length": len(response)}
-
-
-def failing(*, prompt, response, **_):
-    if len(response) % 4 == 1:
-        raise ValueError("cannot judge this")
-    return float(len(set(response)))
-"""
-
-_OPTIMIZER = {"learning_rate": 1e-3}
-_STAGE = {"checkpoint_every": 2, "optimizer": _OPTIMIZER}
-_JUDGE = {"weight": 0.5, "training": {"data": "pairs.jsonl", "steps": 3, "pairs_per_step": 4, **_STAGE}}
-_BASE: dict[str, Any] = {
-    "steps": STEPS,
-    "model": {"dtype": "float32"},
-    "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
-    "reward": {"function": "rewards.py:turns", "timeout": 120.0, "max_invalid_fraction": 1.0},
-    "batch": {"prompts_per_step": 4, "samples_per_prompt": 2},
-    "actor": {"optimizer": _OPTIMIZER},
-    "rollout": {"engine": "torch", "max_response_tokens": 8},
-    "checkpoint": {"every": 1, "keep": STEPS},
-    "mismatch": {"warn": 0.5, "stop": 5.0},
-}
-
-
-def _piece(kind: str, *values: Any) -> list[dict[str, Any]]:
-    return [{"algorithm": {kind: value}} for value in values]
-
-
-FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
-    "algorithm": [{"algorithm": {"name": name}} for name in sorted(ALGORITHMS)],
-    "advantage": _piece(
-        "advantage", "grpo", "rloo", "opo", "gpg", "remax", "gae", {"whiten": True, "clip": 3.0}
-    ),
-    "policy loss": _piece(
-        "policy_loss", "cispo", "clip_cov", "dppo", "gmpo", "gspo", "kl_cov", "policy_gradient", "sapo",
-        "topr", {"entropy_coef": 0.01}, {"opsm_delta": 0.01},
-    ),
-    "aggregation": _piece(
-        "aggregation", "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm",
-        {"name": "seq-mean-token-mean", "denominator": "all"},
-    ),
-    "kl": _piece(
-        "kl", "none", {"name": "loss", "coef": 0.1, "estimator": "k2"},
-        {"name": "loss", "coef": 0.1, "controller": "adaptive", "horizon": 50.0},
-        {"name": "reward", "coef": 0.05, "controller": "adaptive", "horizon": 50.0},
-        {"name": "reward", "coef": 0.1},
-    ),
-    "correction": _piece(
-        "correction", "token_tis", "sequence_tis", "icepop", "mis", "geometric_token_tis",
-        {"level": "token", "batch_normalize": True}, {"level": "token", "bypass": True},
-    ),
-    "reward shaping": _piece(
-        "reward_shaping", {"normalize": "running", "clip_high": 2.0}, {"normalize": "batch", "smoothing": 0.2}
-    ),
-    "overlong": _piece("overlong", {"buffer": 3}, {"buffer": 2, "penalty": 0.5}, {"buffer": 3, "limit": 6}),
-    "imitation": _piece("imitation", {"coef": 0.1, "threshold": 0.5}),
-    "dynamic sampling": _piece("dynamic_sampling", {"name": "refill", "max_rounds": 3}),
-    "critic": [
-        {"critic": {"optimizer": _OPTIMIZER}},
-        {"critic": {"optimizer": _OPTIMIZER, "warmup_steps": 1, "offload": True}},
-    ],
-    "reward": [
-        {"reward": {"function": "rewards.py:group"}},
-        {"reward": {"function": "rewards.py:failing"}},
-        {"reward": {"models": {"judge": _JUDGE}}},
-        {"reward": {"workers": 2, "concurrency": 2}},
-    ],
-    "updates": [
-        {"batch": {"optimizer_steps": 2}},
-        {"batch": {"epochs": 2}},
-        {"batch": {"optimizer_steps": 2, "epochs": 2, "tokens_per_microbatch": 32}},
-        {"batch": {"samples_per_prompt": 3, "prompts_per_step": 6}},
-    ],
-    "optimizer": [
-        {"actor": {"optimizer": change}}
-        for change in (
-            {"name": "sgd", "distributed": False}, {"distributed": False}, {"offload": True},
-            {"clip_grad": 0.0}, {"clip_grad": 0.01},
-        )
-    ],
-    "training": [
-        {"actor": change}
-        for change in (
-            {"recompute": "full"}, {"recompute": "selective"}, {"offload": True},
-            {"ddp": {"overlap_grad_reduce": True}},
-            {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
-        )
-    ],
-    "adapters": [
-        {"actor": {"lora": {"rank": 4, "sync": "adapter"}}, "rollout": {"engine": "vllm"}},
-        {"actor": {"lora": {"rank": 4, "alpha": 8}}},
-        {"actor": {"lora": {"rank": 4}}, "critic": {"lora": {"rank": 2}}},
-    ],
-    "sampling": [
-        {"rollout": {"temperature": 0.7, "top_p": 0.9}},
-        {"rollout": {"top_k": 5}},
-        {"rollout": {"min_p": 0.02, "stop": ["="]}},
-        {"rollout": {"max_in_flight": 3}},
-    ],
-    "order": [
-        {"rollout": {"oversample": 0.5, "round_tokens": 3, "max_response_tokens": 12}},
-        {"rollout": {"oversample": 0.5, "round_tokens": 3, "partial": True, "max_response_tokens": 12}},
-        {"rollout": {"order": "open", "oversample": 0.5, "partial": True}},
-    ],
-    "environment": [
-        {"rollout": {"max_response_tokens": 24, "environment": {"name": "environment.py:Echo", **change}}}
-        for change in ({}, {"max_turns": 2}, {"workers": 2}, {"settings": {"failing": True}})
-    ],
-    "engine": [{"rollout": {"engine": "vllm"}}] * 2,
-    "apart": [
-        {"placement": "split"},
-        {"placement": "standalone"},
-        {"placement": "standalone", "asynchrony": {"steps_ahead": 1}},
-        {"placement": "standalone", "asynchrony": {"steps_ahead": 2}},
-        {"reference": {"layout": {"ranks": [0]}}},
-    ],
-    "evaluation": [
-        {"evaluation": {"every": 2, "sets": {"held_out": {"data": "eval.jsonl", "max_prompts": 6}}}},
-        {
-            "evaluation": {
-                "every": 1,
-                "sets": {"held_out": {"data": "eval.jsonl", "max_prompts": 6, "samples": 2, "temperature": 1}},
-            },
-            "checkpoint": {"best": "eval/held_out/reward", "keep": 1},
-        },
-    ],
-    "checkpoint": [
-        {"checkpoint": {"asynchronous": True}},
-        {"checkpoint": {"optimizer_layout": "same"}},
-        {"checkpoint": {"optimizer_layout": "same", "asynchronous": True, "keep": 1}},
-    ],
-    "stages": [
-        {"sft": {"data": "sft.jsonl", "steps": 3, "rows_per_step": 8, **_STAGE}},
-        {"preference": {"data": "pairs.jsonl", "steps": 3, "pairs_per_step": 4, **_STAGE}},
-        {"preference": {"data": "pairs.jsonl", "steps": 2, "pairs_per_step": 4, "loss": "simpo", **_STAGE}},
-    ],
-    "type": [{"model": {"dtype": "bfloat16"}}],
-    "verification": [{"hybrid_engine": {"verify": "sampled", "staging_bytes": 65536}}],
-    "mixture": [
-        {"actor": {"routing_replay": "update"}}, {"actor": {"routing_replay": "rollout"}},
-        {"actor": {"freeze_router": True}},
-    ],
-}  # fmt: skip
-"""What a case may have, by what it is about; of each at most one."""
 
 
 def cases(seed: int, count: int) -> Iterator[Case]:
@@ -251,7 +80,7 @@ def _layout(source: random.Random, family: str, ranks: int) -> dict[str, int]:
 
 def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a case."""
-    config = dict(_BASE)
+    config = dict(BASE)
     for name, index in settings["features"].items():
         config = runs.merged(config, FEATURES[name][index])
     config = runs.merged(config, {"actor": {"layout": settings["layout"]}})
