@@ -215,9 +215,10 @@ def _model(family: str, work: Path) -> Path:
 
 def _write(config: Mapping[str, Any], folder: Path, work: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "environment.py").write_text(ENVIRONMENT)
-    (folder / "rewards.py").write_text(REWARDS)
-    text = yaml.safe_dump(runs.placed(config, runs.material(work), folder) | {"run_dir": str(folder / "run")})
+    code = folder.parent  # one for all of a case's runs: errors name the file
+    (code / "environment.py").write_text(ENVIRONMENT)
+    (code / "rewards.py").write_text(REWARDS)
+    text = yaml.safe_dump(runs.placed(config, runs.material(work), code) | {"run_dir": str(folder / "run")})
     (folder / "config.yaml").write_text(text)
     return folder / "config.yaml"
 
