@@ -39,7 +39,11 @@ class Gpu:
     @property
     def pace(self) -> float:
         """Return its kernels' share of its peak beside that of the GPUs on which other shares were fitted."""
-        return min(1.0, self.gemm_efficiency / 0.7)
+        return self.gemm_efficiency / 0.7
+
+    def rate_at(self, precision: str, share: float) -> float:
+        """Return the FLOP/s of multiplications that reach ``share`` of the peak where shares were fitted."""
+        return self.peak(precision) * min(1.0, share * self.pace)
 
     def peak(self, precision: str) -> float:
         """Return the dense matrix rate of a precision in FLOP/s."""

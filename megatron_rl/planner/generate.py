@@ -102,7 +102,7 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
             rate = min(rate, local * machine.cluster.network * constants.efficiency.network)
         per_sequence += 4.0 * model.layers * (spread - 1) / spread * model.hidden * 2.0 / rate
     context_free = 2.0 * (dense + model.active_expert_parameters)
-    flop_rate = gpu.peak(machine.precision) * min(1.0, decode.gemm * gpu.gemm_efficiency / 0.7)
+    flop_rate = gpu.rate_at(machine.precision, decode.gemm)
     return DecodeCost(
         fixed=model.layers * per_layer + decode.step_seconds + engine.step_seconds,
         per_sequence=per_sequence,
@@ -127,7 +127,7 @@ def prefill_seconds(
         # Narrow experts cost efficiency, as in training; without expert parallelism tensor ranks cut them.
         width = model.expert_width * rollout.expert / max(rollout.tensor, rollout.expert)
         flops += tokens * active_experts * (1.0 + machine.constants.efficiency.expert_gemm_width / width)
-    rate = gpu.peak(machine.precision) * decode.prefill_gemm * gpu.pace
+    rate = gpu.rate_at(machine.precision, decode.prefill_gemm)
     return flops / (rollout.gpus * rate)
 
 

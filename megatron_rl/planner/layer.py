@@ -176,7 +176,7 @@ def layer_seconds(
     if active_experts:
         rate = expert_rate(machine, model, layout, tokens)
         experts = tokens * 2.0 * active_experts / model.layers / layout.tensor / rate
-    attention_rate = gpu.bf16_flops * efficiency.attention * gpu.pace
+    attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.pace)
     attention = tokens * model.attention_flops(context) / model.layers / layout.tensor / attention_rate
     moved = tokens * elementwise_bytes(model, layout.tensor, layout.token_shards)
     moved /= gpu.hbm * efficiency.hbm
