@@ -111,9 +111,8 @@ def try_case(case: Case, work: Path) -> Result:
         clear = errors and all(
             error[name] for error in errors for name in ("message", "where", "expected", "got", "fix")
         )
-        told = "; ".join(f"{error['where']}: {error['message']}" for error in errors) or shown[-2000:]
         shutil.rmtree(folder)
-        return Result(HELD if clear else "unclear", told, {"refused": 1})
+        return Result(HELD if clear else "unclear", _told(shown), {"refused": 1})
     if code != 0:
         return Result("unclear", shown[-3000:])
     problem = _train(whole, ranks)
@@ -121,7 +120,7 @@ def try_case(case: Case, work: Path) -> Result:
         return problem
     trial = Trial(folder, work, config, ranks, runs.recording(whole.parent / "run"))
     counts = {"trained": 1.0}
-    for name, step in (("resumed", resume), ("moved", move), ("compared", compare)):
+    for name, step in (("resumed", resume), ("moved", move), ("compared", compare), ("handed on", hand_on)):
         ended = step(trial)
         if isinstance(ended, Result):
             return replace(ended, counts=counts)
@@ -200,6 +199,22 @@ def compare(trial: Trial) -> Result | bool:
     return _same_samples(trial.left, single, "1")
 
 
+def hand_on(trial: Trial) -> Result | bool:
+    """Begin another run with the weights that were left for Megatron-LM, if any were."""
+    taken = trial.folder / "whole/taken"
+    if not taken.exists():
+        return False
+    model = {"megatron": str(taken), "hf_path": trial.config["model"]["path"]}
+    stages = ("sft", "preference")
+    config = {name: value for name, value in trial.config.items() if name not in stages}
+    config["model"] = {"dtype": trial.config["model"]["dtype"], **model}
+    second = _write({**config, "steps": HALF}, trial.folder / "handed_on", trial.work)
+    code, shown = _checked(second, trial.ranks)
+    if code:
+        return Result("unclear", f"handed on: {_told(shown)}")
+    return _train(second, trial.ranks) or True
+
+
 def ahead(config: Mapping[str, Any]) -> bool:
     """Say whether a configuration samples for later steps than the one that it learns."""
     return bool(config.get("asynchrony"))
@@ -263,6 +278,9 @@ def _model(family: str, work: Path) -> Path:
 
 def _write(config: Mapping[str, Any], folder: Path, work: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = config["checkpoint"]
+    if "megatron" in checkpoint:
+        config = {**config, "checkpoint": {**checkpoint, "megatron": str(folder / checkpoint["megatron"])}}
     code = folder.parent  # one for all of a case's runs: errors name the file
     (code / "environment.py").write_text(ENVIRONMENT)
     (code / "rewards.py").write_text(REWARDS)
@@ -278,6 +296,12 @@ def _checked(config: Path, ranks: int) -> tuple[int, str]:
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
         code = main(["check", str(config), "--world-size", str(ranks), "--json"])
     return code, output.getvalue()
+
+
+def _told(shown: str) -> str:
+    """Return the errors of a check in one line, or what it said instead."""
+    errors = json.loads(shown)["errors"] if shown.startswith("{") else []
+    return "; ".join(f"{error['where']}: {error['message']}" for error in errors) or shown[-2000:]
 
 
 def _train(config: Path, ranks: int) -> Result | None:

@@ -165,6 +165,8 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"checkpoint": {"asynchronous": True}},
         {"checkpoint": {"optimizer_layout": "same"}},
         {"checkpoint": {"optimizer_layout": "same", "asynchronous": True, "keep": 1}},
+        {"checkpoint": {"megatron": "taken"}},
+        {"checkpoint": {"megatron": "taken", "keep": 1}},
     ],
     "stages": [
         {"sft": {"data": "sft.jsonl", "steps": 3, "rows_per_step": 8, **_STAGE}},
