@@ -25,6 +25,7 @@ from megatron_rl.parallel.hf.importer import vocabulary_names
 from megatron_rl.parallel.hf.megatron_buffers import BufferFiles
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles, read_pointed
 from megatron_rl.parallel.hf.weights import fill, own_share, source_boxes
+from megatron_rl.parallel.host_optimizer import HostOptimizer
 from megatron_rl.parallel.lora import without_adapters
 from megatron_rl.parallel.model import ParallelModel, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer
@@ -203,6 +204,9 @@ def _set_state(model: ParallelModel, part: Any, state: str, values: Mapping[str,
                 held = part._get_model_param_range_map(parameter)["param"]
                 current = part._get_main_param_and_optimizer_states(parameter)
                 share = value.flatten()[held.start : held.end].to(current[state].device)
+                if isinstance(part.optimizer, HostOptimizer):
+                    current[state].copy_(share)
+                    continue
                 part._set_main_param_and_optimizer_states(parameter, {**current, state: share})
 
 

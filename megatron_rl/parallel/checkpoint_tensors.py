@@ -30,6 +30,7 @@ from megatron_rl.parallel.checkpoint_write import TensorWrite
 from megatron_rl.parallel.exchange import sum_over_ranks
 from megatron_rl.parallel.hf.importer import vocabulary_names
 from megatron_rl.parallel.hf.weights import global_name
+from megatron_rl.parallel.host_optimizer import HostOptimizer
 from megatron_rl.parallel.lora import load_adapters, sharded_adapters
 from megatron_rl.parallel.model import ParallelModel, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer
@@ -240,6 +241,8 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
         group.update(values)
     for part in optimizer.parts:
         _separate_steps(part.optimizer)
+        if isinstance(part.optimizer, HostOptimizer):
+            part.optimizer.settle()
 
 
 @contextmanager
@@ -289,6 +292,11 @@ def _keeping_step(part: Any, original: Callable[..., None]) -> Callable[..., Non
     def restore(parameter: Any, tensors: Mapping[str, Tensor]) -> None:
         current = part._get_main_param_and_optimizer_states(parameter)
         steps = {name: value for name, value in current.items() if name == "step"}
-        original(parameter, {**tensors, **steps})
+        if isinstance(part.optimizer, HostOptimizer):
+            # Megatron would keep what it is given, which may be slices of larger tensors.
+            for name in current.keys() - steps.keys():
+                current[name].copy_(tensors[name])
+        else:
+            original(parameter, {**tensors, **steps})
 
     return restore

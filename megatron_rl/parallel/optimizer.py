@@ -17,6 +17,7 @@ from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.transformer_settings import optimizer_settings
+from megatron_rl.parallel.host_optimizer import on_the_host
 from megatron_rl.parallel.model import ParallelModel, of_experts
 
 
@@ -79,7 +80,8 @@ class Optimizer:
             params_dtype=spec.params_dtype,
             **optimizer_settings(config),
         )
-        with model.scope(), _gathering_over(model.groups.all):
+        assert config.distributed or not config.offload, "checked before"
+        with model.scope(), _gathering_over(model.groups.all), on_the_host(settings):
             self.megatron = get_megatron_optimizer(
                 settings, _chunks(model), use_gloo_process_groups=False,
                 pg_collection=model.groups.megatron,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_rl.types import TrainBatch, split_rows
 
@@ -18,7 +18,11 @@ CONFIGS = {
     "qwen2": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=False),
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=8, tie_word_embeddings=False),
-}
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **_SHAPE, head_dim=8, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=24, norm_topk_prob=True,
+    ),
+}  # fmt: skip
 
 
 def write_model(folder: Path, family: str, seed: int = 0, **changes: object) -> Path:

@@ -29,6 +29,8 @@ LLAMA = {"model": "llama"}
 BF16 = {"dtype": "bfloat16"}
 PLAIN = {"distributed": False}
 LORA = {"lora": {"rank": 4}}
+MOE = {"model": "qwen3-moe", "pipeline": 2, "expert": 2}
+HOST = {"offload": True}
 
 IN_MEGATRON = {"megatron": "megatron"}
 IN_BF16 = {"megatron": "megatron-bf16"}
@@ -124,6 +126,41 @@ FOUR = [
     {"name": "lora-vpp", "action": "load", "from": "lora", **LLAMA, **VPP, **LORA},
     {"name": "lora-dp4", "action": "load", "from": "lora", **LLAMA, **LORA},
     {"name": "wrong-rank", "action": "wrong", "from": "lora", **LLAMA, **DP4, "lora": {"rank": 8}},
+    {
+        "name": "host-straight",
+        "action": "save",
+        "to": "host",
+        "shards": "host-shards",
+        **LLAMA,
+        **DP4,
+        **BF16,
+        **HOST,
+    },
+    {
+        "name": "host-same",
+        "action": "load",
+        "from": "host",
+        "same": "host-straight",
+        **LLAMA,
+        **DP4,
+        **BF16,
+        **HOST,
+    },
+    {
+        "name": "host-shards-same",
+        "action": "load",
+        "from": "host-shards",
+        "same": "host-straight",
+        **LLAMA,
+        **DP4,
+        **BF16,
+        **HOST,
+    },
+    {"name": "host-data", "action": "load", "from": "data", **LLAMA, **TP2DP2, **HOST},
+    {"name": "host-buffers", "action": "load", "megatron": "buckets-buffers", **LLAMA, **VPP, **HOST},
+    {"name": "moe-straight", "action": "save", "to": "moe", "shards": "moe-shards", **MOE, **HOST},
+    {"name": "moe-same", "action": "load", "from": "moe-shards", "same": "moe-straight", **MOE, **HOST},
+    {"name": "moe-device", "action": "load", "from": "moe", **MOE, "virtual_pipeline": 2},
     {"name": "broken", "action": "broken", "to": "other/checkpoints/step_9", **LLAMA, **TP2DP2},
     {"name": "wrong-model", "action": "wrong", "from": "run/checkpoints/step_3", **LLAMA, **DP4},
     {"name": "wrong-size", "action": "wrong", "from": "run/checkpoints/step_3", "model": "wide/qwen2", **DP4},
@@ -153,7 +190,7 @@ ONE = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoints")
-    for family in ("qwen2", "llama"):
+    for family in ("qwen2", "llama", "qwen3-moe"):
         write_model(path, family)
     write_model(path / "wide", "qwen2", intermediate_size=64)
     return path
@@ -198,7 +235,8 @@ def test_resume(folder: Path, fork: Any) -> None:
     assert same["state"]["position"] == {"epoch": 1, "row": 5}
     assert torch.equal(same["state"]["buffer"], torch.arange(5))
     assert_same_bits(result(folder, "same-shards"), straight)
-    for pair in ("vpp", "zero", "plain", "lora", "dp4"):
+    assert_same_bits(result(folder, "host-shards-same"), result(folder, "host-straight"))
+    for pair in ("vpp", "zero", "plain", "lora", "dp4", "host", "moe"):
         assert_same_bits(result(folder, f"{pair}-same"), result(folder, f"{pair}-straight"))
 
     # Sums in another order: float32 rounding, grown over three steps.
@@ -210,6 +248,10 @@ def test_resume(folder: Path, fork: Any) -> None:
     worst["buffers-vpp"] = largest_difference(result(folder, "buffers-vpp"), result(folder, "vpp-straight"))
     worst["megatron-vpp"] = largest_difference(result(folder, "megatron-vpp"), result(folder, "vpp-straight"))
     worst["data-alone"] = largest_difference(result(folder, "data-alone"), result(folder, "data-straight"))
+    # Adam on the host is Adam, also where it goes on from the device's state, or the device's from its.
+    pairs = {"host-straight": "dp4", "host-data": "data", "host-buffers": "buckets", "moe-device": "moe"}
+    for name, expected in pairs.items():
+        worst[name] = largest_difference(result(folder, name), result(folder, f"{expected}-straight"))
     for name in ("lora-vpp", "lora-dp4"):
         worst[name] = largest_difference(result(folder, name), result(folder, "lora-straight"))
     print("largest difference after resuming in another layout:", {k: f"{v:.1e}" for k, v in worst.items()})

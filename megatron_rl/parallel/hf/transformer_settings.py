@@ -152,6 +152,5 @@ def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
         "optimizer": config.name,
         "use_distributed_optimizer": config.distributed,
         "optimizer_cpu_offload": config.offload,
-        "optimizer_offload_fraction": float(config.offload),
         **stated,
     }

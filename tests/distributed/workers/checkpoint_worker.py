@@ -53,6 +53,11 @@ def continued(model: Any, optimizer: Any, batch: Any, case: dict[str, Any]) -> d
     return {"steps": steps, "weights": training.gathered_weights(model), "draws": numbers}
 
 
+def choices(case: dict[str, Any]) -> dict[str, bool]:
+    """Return where a case keeps its optimizer's state."""
+    return {"distributed": case["distributed"], "offload": case.get("offload", False)}
+
+
 def moments(optimizer: Any) -> list[Any]:
     """Return a copy of this rank's optimizer states."""
     return [
@@ -69,7 +74,7 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     random.seed(dist.get_rank())
     np.random.seed(dist.get_rank())
     model = training.build(folder / case["model"], case, dtype=getattr(torch, case["dtype"]))
-    optimizer = training.optimizer_of(model, case.get("ddp"), distributed=case["distributed"])
+    optimizer = training.optimizer_of(model, case.get("ddp"), **choices(case))
     gathered, shards, saving = LiveBytes(), LiveBytes(), None
     if case.get("untrained"):
         before = training.gathered_weights(model)
@@ -144,7 +149,7 @@ def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         meta = load_model(folder / case["from"], model)
         log_probs, _ = training.scores(model, batch, case["budget"])
         return {"weights": training.gathered_weights(model), "log_probs": log_probs, "meta": meta}
-    optimizer = training.optimizer_of(model, distributed=case["distributed"])
+    optimizer = training.optimizer_of(model, **choices(case))
     if "megatron" in case:
         load_weights(model, folder / case["megatron"])
         optimizer.reload_parameters()
