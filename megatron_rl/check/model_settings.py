@@ -92,6 +92,7 @@ OPTIMIZER_SET: Mapping[str, str] = {
     **dict.fromkeys(("bf16", "fp16", "params_dtype"), "it follows from `model.dtype`"),
     "overlap_param_gather": "it follows from the role's `ddp`",
     "overlap_param_gather_with_optimizer_step": "weights are read as soon as a step is done",
+    "optimizer_offload_fraction": "with `offload` all states are on the host, without it none",
 }
 _DDP_MODULE = "megatron.core.distributed.distributed_data_parallel_config"
 DDP_CONFIG = ((_DDP_MODULE, "DistributedDataParallelConfig"),)
@@ -117,7 +118,9 @@ def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any
     keys = {name: f"{path}.{key}" for name, key in OPTIMIZER_KEYS.items()}
     yield from _errors(optimizer.megatron, f"{path}.megatron", OPTIMIZER_CONFIG, keys, OPTIMIZER_SET)
     yield from _errors(ddp, where, DDP_CONFIG, {}, DDP_SET)
-    if optimizer.name == "sgd" and optimizer.distributed:
+    if optimizer.offload:
+        yield from _host_errors(optimizer, path)
+    elif optimizer.name == "sgd" and optimizer.distributed:
         yield UserError(
             "Megatron-Core's distributed optimizer saves the state of Adam alone",
             where=f"{path}.distributed",
@@ -125,7 +128,8 @@ def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any
             got="true",
             fix=f"set {path}.distributed to false",
         )
-    if optimizer.megatron.get("use_precision_aware_optimizer") and find_module("transformer_engine")[1]:
+    precise = optimizer.megatron.get("use_precision_aware_optimizer") and not optimizer.offload
+    if precise and find_module("transformer_engine")[1]:
         yield UserError(
             "only Transformer Engine's FusedAdam keeps its state in fewer bits",
             where=f"{path}.megatron.use_precision_aware_optimizer",
@@ -142,6 +146,28 @@ def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any
             got="true without them",
             fix=f"remove `{where}.overlap_param_gather`",
         )
+
+
+def _host_errors(optimizer: OptimizerConfig, path: str) -> Iterator[UserError]:
+    """Yield what cannot be said of an optimizer that steps on the host."""
+    stated = optimizer.megatron
+    refused = (
+        ("name", optimizer.name, "adam", optimizer.name != "adam"),
+        ("distributed", "false", "true, also with one data-parallel rank", not optimizer.distributed),
+        *(
+            (f"megatron.{name}", stated.get(name), "no value", stated.get(name) is value)
+            for name, value in (("use_precision_aware_optimizer", True), ("decoupled_weight_decay", False))
+        ),
+    )
+    for key, got, expected, wrong in refused:
+        if wrong:
+            yield UserError(
+                "the optimizer that steps on the host is the distributed one, AdamW with float32 states",
+                where=f"{path}.{key}",
+                expected=f"{expected}, with {path}.offload",
+                got=str(got),
+                fix=f"remove `{path}.{key}`, or set {path}.offload=false",
+            )
 
 
 def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:

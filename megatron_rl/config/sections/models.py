@@ -168,7 +168,7 @@ class OptimizerConfig:
     )
     offload: bool = setting(
         False,
-        "Keep optimizer state in host memory and step there.",
+        "Keep Adam's moments and the weights in float32 in host memory, and step there; with `distributed`.",
         also_called={"verl": "optimizer_offload"},
     )
     megatron: dict[str, Any] = setting(
