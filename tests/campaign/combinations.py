@@ -43,6 +43,8 @@ FAMILIES = (
     "glm4-moe",
 )
 MIXTURES = ("qwen3-moe", "mixtral", "deepseek-v3", "glm4-moe")
+NOTHING_LEFT = "no token of this step's responses is left to learn from"
+"""What a run may end with, clearly: these models answer at random, and filters may take it all."""
 UNCOMPARED = (*record.MEASURED, "reshard/", "rows/", "idle/", "offload/", "padding/")
 """Metrics of a step that belong to a layout."""
 
@@ -89,7 +91,9 @@ def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "critic" in config and settings["critic"] is not None:
         config = runs.merged(config, {"critic": {"layout": settings["critic"]}})
     tensor = settings["layout"].get("tensor", 1)
-    if config["rollout"]["engine"] == "vllm" and settings["family"] != "deepseek-v3":
+    if settings["family"] == "deepseek-v3":  # vLLM has no latent attention of this size on hosts
+        config = runs.merged(config, {"rollout": {"engine": "torch"}})
+    if config["rollout"]["engine"] == "vllm":
         config = runs.merged(config, {"rollout": {"tensor": tensor}})
     if ahead(config):
         config = runs.merged(config, {"checkpoint": {"keep": STEPS}})
@@ -319,8 +323,11 @@ def _train(config: Path, ranks: int) -> Result | None:
             launcher.wait()
         for process in runs.descendants(launcher):
             process.kill()
+    told = kills.tail(config.parent)
+    if code and NOTHING_LEFT in told:
+        return Result(HELD, NOTHING_LEFT)
     if code:
-        return Result("accepted", f"READY, and `train` ended with {code}\n{kills.tail(config.parent)}")
+        return Result("accepted", f"READY, and `train` ended with {code}\n{told}")
     return Result("left over", f"{left}") if left else None
 
 
