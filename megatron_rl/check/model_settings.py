@@ -70,6 +70,7 @@ SET_BY_RUN: Mapping[str, str] = {
     "variable_seq_lengths": "packed micro-batches differ in length",
     "overlap_p2p_comm": "interleaved schedules give wrong results without it",
     "batch_p2p_comm": "interleaved schedules give wrong results with it",
+    "deallocate_pipeline_outputs": "interleaved schedules free with it what they are still sending",
     "pipeline_model_parallel_layout": "pipeline stages are stated by their ends, "
     "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, which weight syncs follow",
 }

@@ -15,6 +15,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.files import CheckpointFiles, shard_files
 from megatron_rl.parallel.hf.model_spec import model_spec, pretrained, rotation
+from megatron_rl.parallel.hf.transformer_settings import role_settings
 from megatron_rl.parallel.hf.weights import check_tensors
 from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import FAMILIES, RESCALING_ROPE, config_of, make_model, save_model
@@ -53,6 +54,13 @@ def test_vocabulary_is_padded_to_equal_parts():
 def test_virtual_pipeline_gets_the_communication_that_is_right():
     config = spec("qwen2", {"pipeline": 2, "virtual_pipeline": 2}).transformer_config
     assert config.overlap_p2p_comm and not config.batch_p2p_comm
+    freed = [
+        role_settings(ParallelLayout((0, 1), pipeline=2, virtual_pipeline=chunks))[
+            "deallocate_pipeline_outputs"
+        ]
+        for chunks in (1, 2)
+    ]
+    assert freed == [True, False], "interleaved stages free what they are still sending"
 
 
 @pytest.mark.parametrize(

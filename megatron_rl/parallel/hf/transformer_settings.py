@@ -135,7 +135,9 @@ def role_settings(
     settings |= overrides or {}
     if layout.pipeline > 1:
         settings["variable_seq_lengths"] = True  # packed micro-batches differ in length
-        settings["deallocate_pipeline_outputs"] = True  # what a stage has sent on, it does not keep
+        # What a stage has sent on, it does not keep. Interleaved schedules free it before they have waited
+        # for the send, which then reads memory that others write.
+        settings["deallocate_pipeline_outputs"] = layout.virtual_pipeline == 1
         # Megatron checks it for dense models too.
         settings.setdefault("moe_token_dispatcher_type", "alltoall")
     settings["calculate_per_token_loss"] = True  # gradients are sums; the loss weights are already global
