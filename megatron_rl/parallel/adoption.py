@@ -46,6 +46,8 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
         check_chunk(chunk, SCRIPT, groups.is_first_stage and first, groups.is_last_stage and last, spec)
         fit_packed_rows(chunk, spec)
         finish_chunk(chunk, spec, seed=1)
+    if layout.virtual_pipeline > 1:
+        config.deallocate_pipeline_outputs = False  # see role_settings
     spec = replace(spec, transformer_config=config)
     if wrapped[0].ddp_config.overlap_grad_reduce:
         waits = [chunk.no_sync for chunk in wrapped]
