@@ -61,6 +61,12 @@ class Result:
     counts: Mapping[str, float] = field(default_factory=dict)
 
 
+def vague(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the errors of a check, as its JSON has them, that lack a part."""
+    parts = ("message", "where", "expected", "got", "fix")
+    return [error for error in errors if not all(error[part] for part in parts)]
+
+
 class Kind(Protocol):
     """A module of trials."""
 

@@ -24,7 +24,7 @@ from typing import Any
 from megatron_rl.cli.main import main
 from megatron_rl.data import quickstart
 from tests.campaign.bad_inputs import BASE, GROUPS, draw
-from tests.campaign.campaign import HELD, Case, Result
+from tests.campaign.campaign import HELD, Case, Result, vague
 
 SECONDS = 5.0
 """Processor time that a check has; it waits for no other process here."""
@@ -116,13 +116,8 @@ def _unclear(code: int, shown: str, made: Any) -> Result | None:
     if not shown.startswith("{"):
         return None if "usage:" in shown else Result("unclear", shown[-2000:])
     errors = json.loads(shown)["errors"]
-    vague = [
-        error
-        for error in errors
-        if not all(error[name] for name in ("message", "where", "expected", "got", "fix"))
-    ]
-    if vague or not errors:
-        return Result("unclear", f"an error without all its parts: {json.dumps(vague or errors)[:2000]}")
+    if vague(errors) or not errors:
+        return Result("unclear", f"an error without all its parts: {json.dumps(vague(errors))[:2000]}")
     name = made.get("names")
     section = "" if name is None else name.rpartition(".")[0] or name
     if name is not None and not any(section in error["where"] for error in errors):

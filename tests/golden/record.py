@@ -127,19 +127,25 @@ def make_material(work: Path) -> None:
 
 def make_moe_model(dense: Path, target: Path) -> None:
     """Write a tiny mixture of experts with the tokenizer of the dense model, of the tests' own making."""
+    make_model("qwen3-moe", dense, target)
+    config = json.loads((target / "config.json").read_text())
+    if "num_local_experts" in config:  # transformers' name for it; published checkpoints have the other
+        config["num_experts"] = config.pop("num_local_experts")
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def make_model(family: str, dense: Path, target: Path, **changes: Any) -> None:
+    """Write a family's tiny model, with ``changes`` of its sizes and the tokenizer of the dense model."""
     from transformers.utils import logging
 
     sys.path.insert(0, str(ROOT / "tests"))
     from hf_models import save_model
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # it leaves a thread
     special = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
     shape = json.loads((dense / "config.json").read_text())
-    save_model("qwen3-moe", target, dtype="float32", **{name: shape[name] for name in special})
-    config = json.loads((target / "config.json").read_text())
-    if "num_local_experts" in config:  # transformers' name for it; published checkpoints have the other
-        config["num_experts"] = config.pop("num_local_experts")
-    (target / "config.json").write_text(json.dumps(config, indent=2))
+    changes |= {name: shape[name] for name in special}
+    save_model(family, target, dtype="float32", **changes)
     for file in dense.glob("*token*"):
         shutil.copy(file, target)
 
