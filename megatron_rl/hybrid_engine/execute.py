@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ VERIFY = ("full", "sampled", "off")
 
 class WeightMismatchError(RuntimeError):
     """Report weights that differ between trainer and engine after a sync."""
+
+
+class _Term(NamedTuple):
+    """One checksum that this rank computes of a region, and how often it is added: taken away below 0.
+
+    ``told`` is the holder's, which the receivers' must equal.
+    """
+
+    region: int
+    told: bool
+    times: int
+    checksum: BoxSum
 
 
 class Execution:
@@ -57,7 +69,7 @@ class Execution:
         self._local = [(self._written_views(region), self._held_view(region)) for region in local]
         self._exchanges = self._phases(schedule(plan, staging_bytes), sends, receives)
         self._regions = [region for bundle in plan.bundles for region in bundle.regions]
-        self._sums: list[tuple[BoxSum | None, list[BoxSum]]] | None = None
+        self._sums: list[tuple[_Term, Tensor]] = []
 
     def _held_view(self, region: Region) -> Tensor:
         box = self._sources.containing(region)[0]
@@ -67,15 +79,17 @@ class Execution:
         return tuple(view_of(self._written[box.storage], box) for box in self._targets.containing(region))
 
     @torch.no_grad()
-    def run(self) -> None:
+    def run(self, mode: str = "off", turn: int = 0) -> None:
         """Move the weights. Collective over the ranks of the plan.
 
-        Copies inside the rank are made while the first messages travel.
+        Copies inside the rank are made while the first messages travel, and so are the checksums that this
+        rank tells as a holder, for `verify` with this ``mode`` and ``turn``.
         """
+        regions = self._compared(mode, turn)
         if not self._exchanges:
-            self._copy_local()
+            self._copy_local(regions)
         for number, exchange in enumerate(self._exchanges):
-            exchange.run(None if number else self._copy_local)
+            exchange.run(None if number else partial(self._copy_local, regions))
         if self.staging_peak > self.staging_bytes:
             raise RuntimeError(f"staging took {self.staging_peak} bytes, the bound is {self.staging_bytes}")
 
@@ -98,69 +112,92 @@ class Execution:
             for number in sorted(numbers)
         ]
 
-    def _copy_local(self) -> None:
+    def _copy_local(self, regions: range) -> None:
         for targets, value in self._local:
             for target in targets:
                 target.copy_(value)
+        self._sums = self._compute(regions, told=True)
 
     @torch.no_grad()
     def verify(self, mode: str, turn: int) -> int:
         """Compare checksums of every region, or of one in `SAMPLE`, and return how many were compared.
 
-        For each region one of its holders tells its checksum and every receiver compares its own. Raises
-        WeightMismatchError on all ranks alike. Collective over the group.
+        For each region one of its holders adds its checksum as often as all receivers together take theirs
+        away: the sum over all ranks is 0 where they are equal. Raises WeightMismatchError on all ranks alike.
+        Collective over the group.
         """
         if mode == "off":
             return 0
-        if self._sums is None:
-            self._sums = [self._box_sums(index, region) for index, region in enumerate(self._regions)]
-        chosen = (
+        regions = self._compared(mode, turn)
+        known = self._sums or self._compute(regions, told=True)
+        known += self._compute(regions, told=False)
+        self._sums = []
+        balances = torch.zeros(len(regions), dtype=torch.int64)
+        sums = torch.stack([checksum for _, checksum in known]).cpu() if known else torch.zeros(0)
+        places = torch.tensor([term.region // regions.step for term, _ in known], dtype=torch.int64)
+        times = torch.tensor([term.times for term, _ in known], dtype=torch.int64)
+        balances.index_add_(0, places, sums.long() * times)
+        sum_over_ranks(balances, self._group)
+        if balances.any():
+            wrong = {regions[place] for place in balances.nonzero()[:, 0].tolist()}
+            values = zip([term for term, _ in known], sums.tolist(), strict=True)
+            self._report([(term.region, term.told, value) for term, value in values if term.region in wrong])
+        return len(regions)
+
+    def _compared(self, mode: str, turn: int) -> range:
+        """Return the numbers of the regions that are compared in a turn."""
+        if mode == "off":
+            return range(0)
+        return (
             range(len(self._regions)) if mode == "full" else range(turn % SAMPLE, len(self._regions), SAMPLE)
         )
-        told = torch.zeros(len(chosen), dtype=torch.int32)
-        held = [(position, self._sums[index][0]) for position, index in enumerate(chosen)]
-        known = [(position, box_sum) for position, box_sum in held if box_sum is not None]
-        if known:
-            sums = [box_sum.compute() for _, box_sum in known]
-            told[[position for position, _ in known]] = torch.stack(sums).cpu()
-        sum_over_ranks(told, self._group)
-        faults = self._compare(chosen, told)
-        count = int(sum_over_ranks(torch.tensor([len(faults)]), self._group))
-        if count:
-            by_rank = gather_objects(faults, self._group)
-            everywhere = [fault for rank_faults in by_rank for fault in rank_faults]
-            raise WeightMismatchError(
-                f"{count} regions of the engine's weights differ from the trainer's after the sync:\n  "
-                + "\n  ".join(everywhere[:10])
-            )
-        return len(chosen)
 
-    def _box_sums(self, index: int, region: Region) -> tuple[BoxSum | None, list[BoxSum]]:
-        """Return what computes a region's checksum here: as the one holder that tells it, as its receiver."""
-        held = None
-        if region.holders[index % len(region.holders)] == self._rank:
-            held = BoxSum(self._held_view(region), region.start, region.dtype)
-        written = self._written_views(region) if self._rank in region.receivers else ()
-        return held, [BoxSum(view, region.start, region.dtype) for view in written]
+    def _compute(self, regions: range, *, told: bool) -> list[tuple[_Term, Tensor]]:
+        """Return this rank's checksums of ``regions``: those that it tells as a holder, or a receiver's."""
+        chosen = self._terms if regions else ()
+        terms = [term for term in chosen if term.told == told and term.region in regions]
+        return [(term, term.checksum.compute()) for term in terms]
 
-    def _compare(self, chosen: range, told: Tensor) -> list[str]:
-        assert self._sums is not None
-        checked = [
-            (position, index, box_sum)
-            for position, index in enumerate(chosen)
-            for box_sum in self._sums[index][1]
+    @cached_property
+    def _terms(self) -> Sequence[_Term]:
+        """What this rank adds for each region, as the one holder that tells its checksum and as receiver.
+
+        The receiver with number n takes it away n times, so that equal faults of several do not cancel.
+        """
+        terms = []
+        for index, region in enumerate(self._regions):
+            receivers = len(region.receivers)
+            if region.holders[index % len(region.holders)] == self._rank:
+                held = BoxSum(self._held_view(region), region.start, region.dtype)
+                terms.append(_Term(index, True, receivers * (receivers + 1) // 2, held))
+            if self._rank in region.receivers:
+                number = region.receivers.index(self._rank) + 1
+                views = self._written_views(region)
+                first, *others = [BoxSum(view, region.start, region.dtype) for view in views]
+                terms.append(_Term(index, False, -number - len(others), first))
+                terms += [_Term(index, False, 1, other) for other in others]
+        return terms
+
+    def _report(self, known: Sequence[tuple[int, bool, int]]) -> NoReturn:
+        """Raise WeightMismatchError from the regions that differ, whether told, and their checksums here."""
+        by_rank = gather_objects((self._rank, known), self._group)
+        told = {index: value for _, mine in by_rank for index, is_told, value in mine if is_told}
+        faults = [
+            self._fault(index, rank, value, told[index])
+            for rank, mine in by_rank
+            for index, is_told, value in mine
+            if not is_told and value != told[index]
         ]
-        if not checked:
-            return []
-        written = torch.stack([box_sum.compute() for _, _, box_sum in checked]).cpu()
-        expected = told[[position for position, _, _ in checked]]
-        faults = []
-        for wrong in (written != expected).nonzero()[:, 0].tolist():
-            region = self._regions[checked[wrong][1]]
-            box = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
-            holders = f"ranks {list(region.holders)} hold {int(expected[wrong]) % 2**32:#010x}"
-            faults.append(f"{box}: rank {self._rank} has {int(written[wrong]) % 2**32:#010x}, {holders}")
-        return faults
+        raise WeightMismatchError(
+            f"{len(faults)} regions of the engine's weights differ from the trainer's after the sync:\n  "
+            + "\n  ".join(faults[:10])
+        )
+
+    def _fault(self, index: int, rank: int, value: int, told: int) -> str:
+        region = self._regions[index]
+        box = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
+        holders = f"ranks {list(region.holders)} hold {told % 2**32:#010x}"
+        return f"{box}: rank {rank} has {value % 2**32:#010x}, {holders}"
 
 
 def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, torch.dtype], ...]:

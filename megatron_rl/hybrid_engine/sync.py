@@ -168,7 +168,7 @@ class HybridEngine:
         movements = self._due()
         executions = [movement.compile() for movement in movements]
         for execution in executions:
-            execution.run()
+            execution.run(self._verify, self.version)
         device.synchronize()
         moved = time.perf_counter()
         for execution in executions:

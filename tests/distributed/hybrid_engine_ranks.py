@@ -305,18 +305,21 @@ def synced_answers(
 
 
 def check_corruption(hybrid: HybridEngine, engine: VllmEngine) -> None:
-    """One flipped value in one rank's engine stops every rank and names the tensor."""
+    """A flipped value in one rank's engine, or in all alike, stops every rank and names tensor and ranks."""
     name = next(name for name in engine.parameters() if "layers.1.mlp.down_proj" in name)
-    if device.rank() == 2:
-        engine.parameters()[name][3, 5] *= 1.0000002
-    try:
+    ranks = range(dist.get_world_size())
+    for damaged, factor in (([2], 1.0000002), (ranks, -1.0)):
+        if device.rank() in damaged:
+            engine.parameters()[name][3, 5] *= factor
+        try:
+            hybrid.verify()
+        except WeightMismatchError as error:
+            assert "model.layers.1.mlp.down_proj.weight" in str(error), error
+            assert [f"rank {rank} has" in str(error) for rank in ranks] == [rank in damaged for rank in ranks]
+        else:
+            raise AssertionError("a corrupted weight was not noticed")
+        hybrid.sync()
         hybrid.verify()
-    except WeightMismatchError as error:
-        assert "model.layers.1.mlp.down_proj.weight" in str(error) and "rank 2" in str(error), error
-    else:
-        raise AssertionError("a corrupted weight was not noticed")
-    hybrid.sync()
-    hybrid.verify()
 
 
 def check_own_engine(model: Any, engine: VllmEngine) -> None:
