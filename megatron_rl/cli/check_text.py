@@ -11,7 +11,7 @@ from megatron_rl.check.configuration import CheckReport
 from megatron_rl.check.engine_servers import server_commands
 from megatron_rl.cli.check_simulation import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.config.adapters import lora_apart
-from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight
+from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight, saved_bytes
 from megatron_rl.config.checkpoint_meta import SAME
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.load import flatten, to_plain
@@ -21,6 +21,7 @@ from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, has_use, stage_plans
 from megatron_rl.errors import numbered
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import DTYPE_BYTES
 from megatron_rl.shapes.traffic import byte_words, gathered_bytes
 
 WIDTH = 110
@@ -170,7 +171,8 @@ def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
         held = [item.bytes for memory in report.memory for item in memory.items if item.name == name]
         if section is not None and held:
             copies = layouts[role].data * layouts[role].context if section.optimizer.distributed else 1
-            shards, whole = shards + max(held), whole + max(held) * copies
+            saved = saved_bytes(max(held), section.optimizer, DTYPE_BYTES[config.model.dtype])
+            shards, whole = shards + saved, whole + saved * copies
     if not whole:
         return []
     words = f"optimizers gathered for any layout, {_bytes(whole)} on a rank"
@@ -332,7 +334,8 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
     lines = [f"{f'rank {worst.rank}':<{name_width}}{header}    largest first"]
     for item in items:
         cells = "".join(f"{_bytes(item.bytes) if phase in item.phases else '':>12}" for phase in phases)
-        lines.append(f"{item.name:<{name_width}}{cells}    {item.how}")
+        host = "" if item.phases else f"{_bytes(item.bytes)} on the host: "
+        lines.append(f"{item.name:<{name_width}}{cells}    {host}{item.how}")
     totals = "".join(f"{_bytes(worst.total(phase)):>12}" for phase in phases)
     lines += ["-" * (name_width + 12 * len(phases)), f"{'total':<{name_width}}{totals}"]
     if gib is not None:

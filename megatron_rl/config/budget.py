@@ -39,7 +39,7 @@ class MemoryItem:
     """Name one contributor, its bytes, the phases in which it is held, and how it was counted.
 
     What has a ``turn`` is held only while that role works: roles that share ranks work one after the other,
-    and one that offloads has nothing on the device meanwhile.
+    and one that offloads has nothing on the device meanwhile. What has no phases is held by the host.
     """
 
     name: str
@@ -218,7 +218,12 @@ def _built(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:
 
 
 def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
-    """Return an optimizer's bytes per parameter: its moments, and a master copy of weights of fewer bytes."""
+    """Return an optimizer's bytes per parameter: its moments, and a master copy of weights of fewer bytes.
+
+    On the host it has a copy of all weights and of their gradients too.
+    """
+    if optimizer.offload:
+        return 16
 
     def stated(field: str) -> int:
         return _STATE_BYTES.get(str(optimizer.megatron.get(field, "float32")).removeprefix("torch."), 4)
@@ -226,6 +231,14 @@ def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
     moments = ("exp_avg_dtype", "exp_avg_sq_dtype") if optimizer.name == "adam" else ("momentum",)
     master = 0 if weight_bytes == 4 else stated("main_params_dtype")
     return master + sum(stated(moment) for moment in moments)
+
+
+def saved_bytes(held: int, optimizer: OptimizerConfig, weight_bytes: int) -> int:
+    """Return the bytes in a checkpoint of an optimizer that holds so many: a distributed one adds weights."""
+    states = state_bytes(optimizer, weight_bytes)
+    if optimizer.offload:
+        return held * 12 // states  # without gradients
+    return held * (states + 4 * (optimizer.distributed and weight_bytes == 4)) // states
 
 
 def _trained(
@@ -239,11 +252,7 @@ def _trained(
     built = _built(config, shape, learner.recompute)
     stages, stage = _stages(config, layout, shape), layout.coordinates(rank).pipeline
     states = state_bytes(learner.optimizer, built.dtype_bytes)
-    optimizer = OptimizerChoice(
-        distributed=learner.optimizer.distributed,
-        offload=learner.optimizer.offload,
-        state_bytes=states,
-    )
+    optimizer = OptimizerChoice(distributed=learner.optimizer.distributed, state_bytes=states)
     tokens = learner.tokens
     adapters, merged, lora = None, 0, adapters_of(config).get(role)
     if lora is not None:
@@ -275,9 +284,11 @@ def _trained(
     if merged and not learner.alone:
         how = "with the adapters added in, while weights move"
         items.append(MemoryItem("merged weights", merged, ("generate",), how))
-    if not optimizer.offload:
-        shared = f"shared by {layout.data * layout.context}" if optimizer.distributed else "not shared"
-        how = f"{states} B per parameter, {shared}"
+    shared = f"shared by {layout.data * layout.context}" if optimizer.distributed else "not shared"
+    how = f"{states} B per parameter, {shared}"
+    if learner.optimizer.offload:
+        items.append(MemoryItem(named("optimizer"), int(memory.optimizer), (), how))
+    else:
         items.append(MemoryItem(named("optimizer"), int(memory.optimizer), learned, how, turn))
     part = f"{tokens // layout.context} tokens"
     how = f"{part} x {len(stages[stage])} layers x micro-batches in flight, recompute {learner.recompute}"
@@ -286,7 +297,8 @@ def _trained(
     if not learner.alone:
         return items
     # Nobody else is there, and the models that one job trains come one after the other.
-    return [replace(item, phases=("learn",), turn=role) for item in items if "learn" in item.phases]
+    learns = [replace(item, phases=("learn",), turn=role) for item in items if "learn" in item.phases]
+    return learns + [item for item in items if not item.phases]
 
 
 def _is_base(config: RunConfig) -> bool:

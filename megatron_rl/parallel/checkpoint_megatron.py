@@ -25,7 +25,7 @@ from megatron_rl.parallel.hf.importer import vocabulary_names
 from megatron_rl.parallel.hf.megatron_buffers import BufferFiles
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles, read_pointed
 from megatron_rl.parallel.hf.weights import fill, own_share, source_boxes
-from megatron_rl.parallel.host_optimizer import HostOptimizer
+from megatron_rl.parallel.host_optimizer import HostOptimizer, set_states
 from megatron_rl.parallel.lora import without_adapters
 from megatron_rl.parallel.model import ParallelModel, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer
@@ -134,8 +134,8 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
         for state in part.optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(checkpoint.steps)
-        if hasattr(part.optimizer, "sub_optimizers"):
-            part.optimizer._sync_hdo_state_to_sub_optimizers()
+        if isinstance(part.optimizer, HostOptimizer):
+            part.optimizer.settle()
 
 
 def _states(
@@ -202,12 +202,7 @@ def _set_state(model: ParallelModel, part: Any, state: str, values: Mapping[str,
                     (main if state == "param" else part.optimizer.state[main][state]).copy_(value)
             elif parameter in part.model_param_gbuf_map:
                 held = part._get_model_param_range_map(parameter)["param"]
-                current = part._get_main_param_and_optimizer_states(parameter)
-                share = value.flatten()[held.start : held.end].to(current[state].device)
-                if isinstance(part.optimizer, HostOptimizer):
-                    current[state].copy_(share)
-                    continue
-                part._set_main_param_and_optimizer_states(parameter, {**current, state: share})
+                set_states(part, parameter, {state: value.flatten()[held.start : held.end]})
 
 
 def _older(final: Path, keep: int | None) -> list[Path]:

@@ -30,7 +30,7 @@ from megatron_rl.parallel.checkpoint_write import TensorWrite
 from megatron_rl.parallel.exchange import sum_over_ranks
 from megatron_rl.parallel.hf.importer import vocabulary_names
 from megatron_rl.parallel.hf.weights import global_name
-from megatron_rl.parallel.host_optimizer import HostOptimizer
+from megatron_rl.parallel.host_optimizer import HostOptimizer, set_states
 from megatron_rl.parallel.lora import load_adapters, sharded_adapters
 from megatron_rl.parallel.model import ParallelModel, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer
@@ -286,17 +286,10 @@ def _with_bucket_padding(part: Any, original: Callable[..., Any]) -> Callable[..
     return gather
 
 
-def _keeping_step(part: Any, original: Callable[..., None]) -> Callable[..., None]:
+def _keeping_step(part: Any, _: Callable[..., None]) -> Callable[..., None]:
     """Let the restore of one parameter leave its step alone: it was restored with the groups already."""
 
     def restore(parameter: Any, tensors: Mapping[str, Tensor]) -> None:
-        current = part._get_main_param_and_optimizer_states(parameter)
-        steps = {name: value for name, value in current.items() if name == "step"}
-        if isinstance(part.optimizer, HostOptimizer):
-            # Megatron would keep what it is given, which may be slices of larger tensors.
-            for name in current.keys() - steps.keys():
-                current[name].copy_(tensors[name])
-        else:
-            original(parameter, {**tensors, **steps})
+        set_states(part, parameter, {name: value for name, value in tensors.items() if name != "step"})
 
     return restore

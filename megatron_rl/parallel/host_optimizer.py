@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
 
 from megatron_rl.parallel import device
 
@@ -50,6 +51,18 @@ class HostOptimizer(HybridDeviceOptimizer):
         """Step on from the state that was just restored."""
         self._sync_hdo_state_to_sub_optimizers()
         self._sync_sub_optimizers_state_to_hdo()
+
+
+def set_states(part: Any, parameter: Any, states: Mapping[str, Tensor]) -> None:
+    """Give a parameter of one of Megatron's distributed optimizers its share of some of its states."""
+    current = part._get_main_param_and_optimizer_states(parameter)
+    if isinstance(part.optimizer, HostOptimizer):
+        # Megatron would keep what it is given, which may be slices of larger tensors.
+        for name, value in states.items():
+            current[name].copy_(value)
+    else:
+        there = {name: value.to(current[name].device) for name, value in states.items()}
+        type(part)._set_main_param_and_optimizer_states(part, parameter, {**current, **there})
 
 
 class _Whole(HostOptimizer):

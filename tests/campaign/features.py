@@ -36,6 +36,10 @@ async def turns(*, prompt, response, turns, tokens, **_):
     return {"reward": len(tokens["response"]) / 10 + len(turns), "length": len(response)}
 
 
+def length(*, response, **_):
+    return len(response)
+
+
 def failing(*, prompt, response, **_):
     if len(response) % 4 == 1:
         raise ValueError("cannot judge this")
@@ -44,6 +48,7 @@ def failing(*, prompt, response, **_):
 
 _OPTIMIZER = {"learning_rate": 1e-3}
 _STAGE = {"checkpoint_every": 2, "optimizer": _OPTIMIZER}
+_SFT = {"data": "sft.jsonl", "steps": 3, "rows_per_step": 8, **_STAGE}
 _HELD_OUT = {"data": "eval.jsonl", "max_prompts": 6}
 _JUDGE = {"weight": 0.5, "training": {"data": "pairs.jsonl", "steps": 3, "pairs_per_step": 4, **_STAGE}}
 BASE: dict[str, Any] = {
@@ -100,6 +105,8 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"reward": {"function": "rewards.py:group"}},
         {"reward": {"function": "rewards.py:failing"}},
         {"reward": {"models": {"judge": _JUDGE}}},
+        {"reward": {"models": {"judge": {**_JUDGE, "layout": {"tensor": 2}, "offload": True}}}},
+        {"reward": {"models": {"judge": _JUDGE, "other": {**_JUDGE, "layout": {"pipeline": 2}}}}},
         {"reward": {"workers": 2, "concurrency": 2}},
     ],
     "updates": [
@@ -112,7 +119,9 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"actor": {"optimizer": change}}
         for change in (
             {"name": "sgd", "distributed": False}, {"distributed": False}, {"offload": True},
-            {"clip_grad": 0.0}, {"clip_grad": 0.01},
+            {"clip_grad": 0.0}, {"clip_grad": 0.01}, {"offload": True, "warmup_steps": 2},
+            {"decay": "cosine", "warmup_steps": 1, "minimum_learning_rate": 1e-5},
+            {"weight_decay": 0.5, "beta1": 0.5, "beta2": 0.9, "decay": "linear"},
         )
     ],
     "training": [
@@ -121,29 +130,53 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
             {"recompute": "full"}, {"recompute": "selective"}, {"offload": True},
             {"ddp": {"overlap_grad_reduce": True}},
             {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+            {"ddp": {"overlap_grad_reduce": True, "bucket_size": 5000}},
+            {"ddp": {"overlap_grad_reduce": True}, "optimizer": {"distributed": False}},
+            {"recompute": "full", "offload": True}, {"layout": {"sequence_parallel": False}},
         )
     ],
     "adapters": [
         {"actor": {"lora": {"rank": 4, "sync": "adapter"}}, "rollout": {"engine": "vllm"}},
         {"actor": {"lora": {"rank": 4, "alpha": 8}}},
         {"actor": {"lora": {"rank": 4}}, "critic": {"lora": {"rank": 2}}},
+        {"actor": {"lora": {"rank": 2, "dropout": 0.3, "targets": ["linear_qkv", "linear_proj"]}}},
+        {"actor": {"lora": {"rank": 4, "sync": "adapter"}, "offload": True}, "rollout": {"engine": "vllm"}},
     ],
     "sampling": [
         {"rollout": {"temperature": 0.7, "top_p": 0.9}},
         {"rollout": {"top_k": 5}},
         {"rollout": {"min_p": 0.02, "stop": ["="]}},
         {"rollout": {"max_in_flight": 3}},
+        {"rollout": {"sampling_profiles": {"addition": {"temperature": 0.5, "max_response_tokens": 4}}}},
     ],
     "order": [
         {"rollout": {"oversample": 0.5, "round_tokens": 3, "max_response_tokens": 12}},
         {"rollout": {"oversample": 0.5, "round_tokens": 3, "partial": True, "max_response_tokens": 12}},
         {"rollout": {"order": "open", "oversample": 0.5, "partial": True}},
+        {"rollout": {"order": "open", "on_update": "keep"}, "asynchrony": {"max_staleness": 3}},
     ],
     "environment": [
         {"rollout": {"max_response_tokens": 24, "environment": {"name": "environment.py:Echo", **change}}}
         for change in ({}, {"max_turns": 2}, {"workers": 2}, {"settings": {"failing": True}})
     ],
-    "engine": [{"rollout": {"engine": "vllm"}}] * 2,
+    "engine": [
+        {"rollout": {"engine": "vllm", **change}}
+        for change in (
+            {}, {}, {"tensor": 1}, {"tensor": 2}, {"vllm": {"max_num_seqs": 2}},
+            {"vllm": {"async_scheduling": True}}, {"vllm": {"enable_prefix_caching": True}},
+        )
+    ],
+    "reference": [
+        {"reference": change}
+        for change in (
+            {"offload": True}, {"layout": {"tensor": 2}}, {"layout": {"pipeline": 2}, "offload": True},
+            {"layout": {"context": 2}},
+        )
+    ],
+    "data": [
+        {"data": {"shuffle": False}}, {"data": {"max_prompt_tokens": 5}},
+        {"data": {"max_prompt_tokens": 5, "over_long": "error"}}, {"seed": 12345},
+    ],
     "apart": [
         {"placement": "split"},
         {"placement": "standalone"},
@@ -160,6 +193,13 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
             },
             "checkpoint": {"best": "eval/held_out/reward", "keep": 1},
         },
+        {
+            "evaluation": {
+                "every": 1, "at_start": False, "patience": 2,
+                "sets": {"held_out": {**_HELD_OUT, "evaluators": {"length": "rewards.py:length"}}},
+            },
+            "checkpoint": {"best": "eval/held_out/length", "best_is": "lowest", "keep_best": 2},
+        },
     ],
     "checkpoint": [
         {"checkpoint": {"asynchronous": True}},
@@ -169,9 +209,11 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"checkpoint": {"megatron": "taken", "keep": 1}},
     ],
     "stages": [
-        {"sft": {"data": "sft.jsonl", "steps": 3, "rows_per_step": 8, **_STAGE}},
+        {"sft": _SFT},
         {"preference": {"data": "pairs.jsonl", "steps": 3, "pairs_per_step": 4, **_STAGE}},
         {"preference": {"data": "pairs.jsonl", "steps": 2, "pairs_per_step": 4, "loss": "simpo", **_STAGE}},
+        {"sft": {**_SFT, "held_out": "sft_eval.jsonl", "evaluate_every": 1, "until_loss": 2.5}},
+        {"sft": _SFT, "preference": {"data": "pairs.jsonl", "epochs": 0.005, "loss": "ipo", **_STAGE}},
     ],
     "type": [{"model": {"dtype": "bfloat16"}}],
     "verification": [{"hybrid_engine": {"verify": "sampled", "staging_bytes": 65536}}],

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from config_workspace import CONFIG
 
-from megatron_rl.config.budget import memory_plan, state_bytes
+from megatron_rl.config.budget import memory_plan, saved_bytes, state_bytes
 from megatron_rl.config.derive import batch_plan, resolve
 from megatron_rl.config.load import load_text
 from megatron_rl.config.placement import role_layouts, sleeping_ranks
@@ -95,6 +95,7 @@ def test_uneven_stages_are_counted_as_they_are() -> None:
         (OptimizerConfig(), 4, 8),
         (OptimizerConfig(), 2, 12),
         (OptimizerConfig(name="sgd"), 2, 8),
+        (OptimizerConfig(offload=True), 2, 16),
         (OptimizerConfig(megatron={"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}), 2, 8),
     ],
 )
@@ -102,6 +103,21 @@ def test_optimizer_state_is_counted_as_it_is_kept(
     optimizer: OptimizerConfig, weight_bytes: int, expected: int
 ) -> None:
     assert state_bytes(optimizer, weight_bytes) == expected
+
+
+def test_an_optimizer_on_the_host_takes_nothing_on_the_device() -> None:
+    config = load_text(CONFIG).valid()
+    offloaded = replace(config.actor, optimizer=OptimizerConfig(offload=True))
+    ranks = []
+    for actor in (config.actor, offloaded):
+        resolved = resolve(replace(config, actor=actor), 4, shape=SHAPE).config
+        layouts = role_layouts(resolved, 4)
+        ranks.append(memory_plan(resolved, layouts, {"actor": SHAPE}, batch_plan(resolved, layouts))[0])
+    on_device, on_host = ranks
+    states, copies = ({item.name: item for item in rank.items}["optimizer"] for rank in ranks)
+    assert copies.bytes == 2 * states.bytes and on_device.peak - on_host.peak == states.bytes
+    assert saved_bytes(copies.bytes, OptimizerConfig(offload=True), 4) == copies.bytes * 3 // 4
+    assert saved_bytes(states.bytes, OptimizerConfig(), 4) == copies.bytes * 3 // 4
 
 
 def test_adapters_alone_have_gradients_and_the_reference_is_their_base() -> None:
