@@ -290,6 +290,7 @@ def _keeping_step(part: Any, _: Callable[..., None]) -> Callable[..., None]:
     """Let the restore of one parameter leave its step alone: it was restored with the groups already."""
 
     def restore(parameter: Any, tensors: Mapping[str, Tensor]) -> None:
-        set_states(part, parameter, {name: value for name, value in tensors.items() if name != "step"})
+        states = part._get_main_param_and_optimizer_states(parameter).keys() - {"step"}
+        set_states(part, parameter, {name: tensors[name] for name in states})
 
     return restore

@@ -174,8 +174,8 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         )
     ],
     "data": [
-        {"data": {"shuffle": False}}, {"data": {"max_prompt_tokens": 5}},
-        {"data": {"max_prompt_tokens": 5, "over_long": "error"}}, {"seed": 12345},
+        {"data": {"shuffle": False}},
+        {"data": {"max_prompt_tokens": 7, "over_long": "error"}}, {"seed": 12345},
     ],
     "apart": [
         {"placement": "split"},
