@@ -8,7 +8,7 @@
 # leaks: thousands of steps; layouts: every tensor's step of every family in every product of parallel sizes on
 # four ranks; fused_layouts: the same with Transformer Engine's layers, in torch; examples: each of launch/examples
 # by its command; simulations: the memory that check counts for shipped configurations of large jobs; combinations:
-# features that meet: what check calls READY trains, resumes in the middle and takes the first step of one rank.
+# features that meet: what check calls READY trains, resumes, goes on in other layouts and begins other runs.
 # tests/campaign/ says how. Exit code 1: a promise was broken.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
