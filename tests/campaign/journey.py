@@ -157,16 +157,8 @@ def hand_on(trial: Trial) -> Result | bool:
 def _exported_adapters(run: Path, target: Path) -> Result | None:
     """Write the newest checkpoint's adapters as PEFT does; return what went wrong, None where nothing did."""
     checkpoint = max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_rl",
-        "export",
-        str(checkpoint),
-        str(target),
-        "--format",
-        "peft",
-    ]
+    command = [sys.executable, "-m", "megatron_rl", "export", str(checkpoint), "--format", "peft"]
+    command += ["--out", str(target)]
     ended = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, env=record.environment())
     return Result("accepted", ended.stderr[-2000:]) if ended.returncode else None
 
@@ -183,7 +175,8 @@ def _differences(
 
     Where the clock says which rows are computed together, the last digits of the rollout's log-probs differ.
     """
-    clock = config["rollout"].keys() & {"environment", "max_in_flight"}
+    rollout = config["rollout"]
+    clock = {*rollout, *rollout.get("vllm", {})} & {"environment", "max_in_flight", "max_num_seqs"}
     pieces = str(config.get("algorithm"))
     if clock and ("correction" in pieces or "topr" in pieces):  # these learn with the rollout's log-probs
         return
