@@ -98,7 +98,7 @@ def simulation_lines(simulated: list[Simulated]) -> list[str]:
     for each in simulated:
         rank = each.rank
         lines.append(
-            f"rank {rank.rank}: {rank.connections:,} connections of the host's backend, in "
+            f"rank {rank.rank}: at most {rank.connections:,} connections of the host's backend, in "
             f"{len(rank.groups)} groups of "
             + ", ".join(f"{members:,} ({kind})" for kind, members in rank.groups)
         )

@@ -96,7 +96,7 @@ class SimulatedRank:
     """Hold what each phase takes on one rank, and the groups that it is in.
 
     ``resting`` are the bytes that its models keep on the device while another role works. ``groups`` are
-    kinds and numbers of members; the host's backend connects a rank with all other members of each.
+    kinds and numbers of members.
     """
 
     rank: int
@@ -106,8 +106,11 @@ class SimulatedRank:
 
     @property
     def connections(self) -> int:
-        """Return how many connections of the host's backend the rank has."""
-        return sum(members - 1 for _, members in self.groups)
+        """Return how many connections of the host's backend the rank comes to have, at most.
+
+        They are made when collectives first need them: with ranks at distances that double.
+        """
+        return sum(min(members - 1, 2 * (members - 1).bit_length()) for _, members in self.groups)
 
 
 def memory_plan(

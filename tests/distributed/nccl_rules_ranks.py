@@ -1,9 +1,10 @@
-"""Break one rule of NCCL that gloo does not know; the argument names it. Also imported for the names."""
+"""Break one rule of NCCL that gloo does not know, or count connections; the argument names which."""
 
 from __future__ import annotations
 
 import sys
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -51,6 +52,20 @@ def wrong_tensors() -> None:
     for work in dist.batch_isend_irecv([*operations, dist.P2POp(dist.isend, value, (rank + 1) % 3)]):
         work.wait()
     dist.broadcast(torch.ones(4, 4).t()[:, :2], 0)
+
+
+def connections_when_used() -> None:
+    """Make groups: their members connect when one is used."""
+
+    def count() -> int:
+        return sum(each.status == "ESTABLISHED" for each in psutil.Process().net_connections("tcp"))
+
+    barrier()
+    before = count()
+    groups = [dist.new_group([0, 1, 2]) for _ in range(4)]
+    assert count() == before, (count(), before)
+    dist.all_reduce(torch.ones(4), group=groups[0])
+    assert count() == before + 2, (count(), before)
 
 
 if __name__ == "__main__":

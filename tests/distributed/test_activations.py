@@ -32,4 +32,4 @@ def test_the_estimate_of_a_shipped_configuration_agrees_with_its_simulation(fork
     assert max(map(abs, differences.values())) < 0.05, differences
     assert abs(differences["generate"]) < 0.001  # weights, gradients and optimizer states are counted exactly
     assert found["groups"][0] == ["the job", 8] and ["data", 4] in found["groups"], found
-    assert found["connections"] == 11, found
+    assert found["connections"] == 10, found

@@ -21,3 +21,7 @@ RANKS = Path(__file__).with_name("nccl_rules_ranks.py")
 def test_a_program_that_nccl_would_not_carry_out_is_named(fork, program, words):
     with pytest.raises(pytest.fail.Exception, match=words):
         fork(RANKS, 3, program)
+
+
+def test_groups_connect_their_members_when_they_are_used(fork):
+    fork(RANKS, 3, "connections_when_used")
