@@ -73,13 +73,19 @@ def trl_choices(available: int, work: Workload) -> list[Choice]:
 
 
 def learn_layouts(available: int, best: Choice) -> list[tuple[Choice, dict[str, int]]]:
-    """Return where the learn phase is measured: data parallel by both choices, TP2, PP2, TP2×PP2."""
+    """Return where the learn phase is measured: data parallel by both choices, TP2, PP2, TP2×PP2.
+
+    With tensor parallelism also without sequence parallelism, which Megatron's own layers lack here.
+    """
     data_parallel = list(dict.fromkeys([best, *our_choices(available)]))
     pair, four = (Choice(ranks, max(1, available // ranks)) for ranks in (2, 4))
+    plain = {"sequence_parallel": False}
     return [(choice, {}) for choice in data_parallel] + [
         (pair, {"tensor": 2}),
+        (pair, {"tensor": 2, **plain}),
         (pair, {"pipeline": 2}),
         (four, {"tensor": 2, "pipeline": 2}),
+        (four, {"tensor": 2, "pipeline": 2, **plain}),
     ]
 
 
