@@ -33,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and the directories, then evaluate."""
     # A setting may follow the directories.
     overrides = [word for word in arguments.checkpoint if "=" in word and not Path(word).exists()]
-    arguments.overrides = [*arguments.overrides, *overrides]
+    # Nothing is resumed: what the run's newest checkpoint would not do for training does not matter.
+    arguments.overrides = [*arguments.overrides, *overrides, "checkpoint.resume=never"]
     report = checked(arguments, launch(joins=True).world_size, job=TRAIN, training=True)
     config = report.valid()
     paths = [Path(word) for word in arguments.checkpoint if word not in overrides]

@@ -63,6 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         report_errors(error)
         return EXIT_BAD_INPUT
+    except ModuleNotFoundError as error:
+        absent = (error.name or "megatron_rl").partition(".")[0]
+        if absent == "megatron_rl":
+            raise
+        report_errors(_not_installed(absent))
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -75,6 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         report_errors(told)
         return EXIT_BAD_INPUT
+
+
+def _not_installed(package: str) -> UserError:
+    return UserError(
+        "a package that this command needs is not installed for this Python",
+        where=sys.executable,
+        expected=package,
+        got="no such package",
+        fix="call the Python that launch/setup.sh made (. .venv/bin/activate), or run launch/setup.sh; "
+        "`python -m megatron_rl doctor` says what else is not there",
+    )
 
 
 def _take_overrides(parser: argparse.ArgumentParser, known: argparse.Namespace, rest: list[str]) -> None:

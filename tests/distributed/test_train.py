@@ -148,9 +148,7 @@ def _check_sampled_set(values):
 def _check_offline_commands(fork, config, run, accuracy, weights):
     """Evaluating and exporting the last checkpoint give what the run itself gave, and so does its export."""
     models = (run / "checkpoints/step_4", run / "hf")
-    result = fork(
-        "megatron_rl", 2, "eval", config, "--checkpoint", *models, "evaluation.at_start=true", module=True
-    )
+    result = fork("megatron_rl", 2, "eval", config, "--checkpoint", *models, "steps=1", module=True)
     (line,) = [line for line in result.output.splitlines() if line.startswith("eval/held_out/accuracy ")]
     assert line.split()[1::2] == [f"{accuracy:.4f}"] * 2, result.output
     fork("megatron_rl", 1, "export", run / "checkpoints/step_4", "--out", run / "again", module=True)

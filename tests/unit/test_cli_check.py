@@ -211,6 +211,17 @@ def test_other_commands_refuse_bad_input(
     assert message in told and all(name in told for name in ("where:", "expected:", "got:", "fix:"))
 
 
+def test_a_python_without_the_packages_is_named(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("folder").mkdir(exist_ok=True)
+    monkeypatch.delitem(sys.modules, "megatron_rl.trainer.offline", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["export", "folder", "--out", "x"]) == 2
+    told = capsys.readouterr().err
+    assert "expected: torch" in told and sys.executable in told and "launch/setup.sh" in told
+
+
 def test_help_names_every_command() -> None:
     done = run("--help", cwd=ROOT)
     assert done.returncode == 0
