@@ -322,11 +322,13 @@ def vocab_parallel_log_probs(
     sequence-parallel reduce-scatter follows). ``support`` says over which tokens each distribution is, None
     over all. Collective over the tensor-parallel group. float64 inputs give float64 results.
     """
+    precise = torch.promote_types(hidden.dtype, torch.float32)
     if not len(hidden):
-        # Keeps the graph connected so that the pipeline's backward pass runs on empty micro-batches too.
-        zero = (hidden.sum() + weight.sum() * 0)[None][:0]
+        # Keeps the graph connected so that the pipeline's backward pass runs on empty micro-batches too. Its
+        # type is that of other context-parallel ranks' tokens, which it is summed with.
+        zero = (hidden.sum() + weight.sum() * 0)[None][:0].to(precise)
         return zero, zero
-    temperature = temperature.to(torch.promote_types(hidden.dtype, torch.float32))
+    temperature = temperature.to(precise)
     return _VocabParallelLogProbs.apply(
         hidden, weight, targets, temperature, shard, chunk, reduce_hidden_gradient, support
     )

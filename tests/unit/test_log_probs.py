@@ -126,12 +126,14 @@ def test_parts_of_shards_merge_in_any_order():
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_no_token_keeps_the_graph():
-    states, weight, *_ = _case()
+@pytest.mark.parametrize(("dtype", "precise"), [(torch.bfloat16, torch.float32), (torch.float64,) * 2])
+def test_no_token_keeps_the_graph(dtype, precise):
+    states, weight, *_ = _case(dtype=dtype)
     found, _ = vocab_parallel_log_probs(
         states[:0], weight, torch.zeros(0, dtype=torch.long), torch.ones(0), VocabularyShard(0, 13, ALONE)
     )
     assert found.shape == (0,) and found.requires_grad
+    assert found.dtype == precise  # that of other context-parallel ranks, which have tokens
     gradients = torch.autograd.grad(found.sum(), (states, weight))
     assert all(bool((gradient == 0).all()) for gradient in gradients)
 
