@@ -50,9 +50,10 @@ def server_commands(config: RunConfig) -> list[str]:
     """Return the lines of the command that starts a server for this run, and what a bare host adds."""
     model = read_pretrained(Path(config.model.path) / "config.json")
     rollout, longest = config.rollout, longest_row(config)
+    ports = [urllib.parse.urlsplit(url).port for url in rollout.server.urls if _is_address(url)]
     arguments = {
         "model": config.model.path,
-        "port": 8000,
+        "port": ports[0] if ports else 8000,
         "enable_scale_out": True,
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},

@@ -86,6 +86,14 @@ def test_check_shows_what_conversations_have_at_once(
     assert "20 rows x 36 tokens x 1024 B: all at full length" in shown
 
 
+def test_check_shows_the_command_of_the_first_server(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = "rollout.server.urls=[http://one:8123, http://two:8124]"
+    main(["check", "config.yaml", *ALONE, "rollout.engine=server", urls])
+    assert "--port 8123" in capsys.readouterr().out
+
+
 def test_check_for_machines(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "config.yaml", "--json", "--world-size", "8", "world_size=null"]) == 0
     result = json.loads(capsys.readouterr().out)
