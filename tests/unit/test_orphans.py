@@ -21,6 +21,10 @@ def wait(ready):
 
 
 def work(ready):
+    if os.path.exists("late"):  # it loads for longer than its server lives
+        ready.put(os.getpid())
+        while os.path.exists("late"):
+            time.sleep(0.05)
     end_with_server()
     wait(ready)
 
@@ -49,15 +53,20 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("engines", "workers"), [(1, 0), (2, 1)])
-def test_all_that_a_server_started_ends_when_it_is_killed(tmp_path, engines, workers):
+@pytest.mark.parametrize(("engines", "workers", "late"), [(1, 0, False), (2, 1, False), (1, 1, True)])
+def test_all_that_a_server_started_ends_when_it_is_killed(tmp_path, engines, workers, late):
     (tmp_path / "server.py").write_text(PROCESSES)
+    if late:
+        (tmp_path / "late").touch()
     command = [sys.executable, str(tmp_path / "server.py"), str(engines), str(workers)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
+    ) as server:
         assert server.stdout is not None and server.stdout.readline() == "ready\n"
         started = psutil.Process(server.pid).children(recursive=True)
         assert len(started) >= engines * (1 + workers) + (engines > 1)
         server.kill()
+    (tmp_path / "late").unlink(missing_ok=True)
     _, left = psutil.wait_procs(started, timeout=60)
     for process in left:
         process.kill()

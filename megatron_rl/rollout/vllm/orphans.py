@@ -43,13 +43,22 @@ def _watch(engine_pid: int | None, server: int | None) -> None:
     with suppress(psutil.NoSuchProcess):  # the engine has ended first, which the server sees itself
         engine = psutil.Process(engine_pid)
         server, others = server or engine.ppid(), [engine]
-        if engine.ppid() == server:
+        # A server that was gone before this began has left its engine to a process of another session.
+        there = engine.ppid() == server and _session(server) == _session(engine.pid)
+        if there:
             with suppress(psutil.NoSuchProcess):
                 others = psutil.Process(server).children()
-        while engine.ppid() == server:
+        while there and engine.ppid() == server:
             time.sleep(_SECONDS)
         for process in others:  # psutil knows a process by its start, too: no number is taken for another's
             with suppress(psutil.NoSuchProcess):
                 if process.pid != os.getpid():
                     process.kill()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _session(pid: int) -> int | None:
+    """Return the session of a process, None where there is none any more."""
+    with suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return None
