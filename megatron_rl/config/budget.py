@@ -289,10 +289,8 @@ def _trained(
         items.append(MemoryItem("merged weights", merged, ("generate",), how))
     shared = f"shared by {layout.data * layout.context}" if optimizer.distributed else "not shared"
     how = f"{states} B per parameter, {shared}"
-    if learner.optimizer.offload:
-        items.append(MemoryItem(named("optimizer"), int(memory.optimizer), (), how))
-    else:
-        items.append(MemoryItem(named("optimizer"), int(memory.optimizer), learned, how, turn))
+    held = () if learner.optimizer.offload else learned
+    items.append(MemoryItem(named("optimizer"), int(memory.optimizer), held, how, turn))
     part = f"{tokens // layout.context} tokens"
     how = f"{part} x {len(stages[stage])} layers x micro-batches in flight, recompute {learner.recompute}"
     items.append(MemoryItem(named("activations"), int(memory.activations), ("learn",), how, role))

@@ -25,7 +25,7 @@ from megatron_rl.parallel.rendezvous import no_meeting, open_store
 
 # Megatron's overlap of tensor parallelism needs it, and an accelerator reads it when it is first asked for.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-# Otherwise each group connects every pair of its ranks: thousands of the host's sockets a rank
+# Otherwise each group connects every pair of its ranks: thousands of the host's sockets a rank.
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 _ON_HOST = not torch.cuda.is_available()
 _simulated = False

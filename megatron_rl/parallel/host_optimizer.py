@@ -62,6 +62,7 @@ def set_states(part: Any, parameter: Any, states: Mapping[str, Tensor]) -> None:
             current[name].copy_(value)
     else:
         there = {name: value.to(current[name].device) for name, value in states.items()}
+        # The class's method: a restore has put another in its place on the optimizer.
         type(part)._set_main_param_and_optimizer_states(part, parameter, {**current, **there})
 
 

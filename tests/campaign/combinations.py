@@ -8,7 +8,6 @@ the layout cannot matter its first step is that of one rank; and other runs begi
 
 from __future__ import annotations
 
-import copy
 import random
 import shutil
 from collections.abc import Iterator, Mapping
@@ -72,7 +71,7 @@ def _layout(source: random.Random, family: str, ranks: int) -> dict[str, int]:
 
 def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a case."""
-    config = copy.deepcopy(dict(BASE))
+    config = dict(BASE)
     for name, index in settings["features"].items():
         config = runs.merged(config, FEATURES[name][index])
     config = runs.merged(config, {"actor": {"layout": settings["layout"]}})
@@ -82,7 +81,7 @@ def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings["family"] == "deepseek-v3":  # vLLM has no latent attention of this size on hosts
         config = runs.merged(config, {"rollout": {"engine": "torch"}})
     if config["rollout"]["engine"] == "vllm":
-        config["rollout"].setdefault("tensor", tensor)
+        config = runs.merged({"rollout": {"tensor": tensor}}, config)
     if ahead(config):
         config = runs.merged(config, {"checkpoint": {"keep": STEPS}})
     return config
