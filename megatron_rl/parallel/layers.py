@@ -6,8 +6,10 @@ Megatron's own local norm refuses sequence parallelism and its attention refuses
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,19 +52,47 @@ def warn_of_unfused_attention() -> None:
     learned from at 11 % of the card's rate that way, and the scores of every row were held in memory.
     """
     global _unfused
-    module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention")
-    chosen = getattr(module, "_attention_backends", {})
+    chosen = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
     if _unfused or not chosen.get("use_unfused_attention"):
         return
     _unfused = True
     warnings.warn(
         "Transformer Engine computes attention without a fused kernel, several times slower and with the "
-        "scores of whole rows in memory. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 makes it say why. Fix: install "
+        f"scores of whole rows in memory. What it says of the others: {_refusals(chosen)}. Fix: install "
         "flash-attn, or a cuDNN that it takes",
         stacklevel=2,
     )
 
 
+def _refusals(chosen: Mapping[str, Any]) -> str:
+    """Return what Transformer Engine logs, at a level that is off, when it chooses once more."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log = logging.getLogger("DotProductAttention")
+    before, log.propagate = (log.level, log.propagate), False
+    try:
+        choice = importlib.import_module(f"{_ATTENTION}.utils")
+        settings = choice.AttentionLogging
+        log.addHandler(handler)
+        level, settings._log_level = settings._log_level, logging.DEBUG
+        try:
+            choice.get_attention_backend(chosen["attention_params"])
+        finally:
+            settings._log_level = level
+    except Exception as error:  # a warning ends no run
+        said.append(f"not to be learned ({type(error).__name__}: {error})")
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]
+    reasons = [
+        line for line in said if not line.startswith(("Running with", "Available backends", "Selected"))
+    ]
+    return "; ".join(reasons) or "nothing"
+
+
+_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
 _unfused = False
 
 

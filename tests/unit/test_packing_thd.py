@@ -7,6 +7,7 @@ packing, Megatron's rotary embedding of packed rows and its handling of the form
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from itertools import pairwise
@@ -187,18 +188,36 @@ def test_context_parallelism_of_whole_rows_is_refused(tmp_path):
         build_model(reference.config, groups, dtype=torch.float32, attention="transformer_engine")
 
 
-def test_attention_without_a_fused_kernel_is_told_once(monkeypatch):
+def test_attention_without_a_fused_kernel_is_told_once_and_why(monkeypatch):
     name = "transformer_engine.pytorch.attention.dot_product_attention"
-    chosen = {"use_flash_attention": False, "use_fused_attention": True, "use_unfused_attention": False}
+    settings = SimpleNamespace(_log_level=logging.WARNING)
+
+    def choose(parameters):
+        log = logging.getLogger("DotProductAttention")
+        log.setLevel(settings._log_level)
+        log.debug("Running with config=%s", parameters)
+        log.debug("Disabling FusedAttention: %s", parameters)
+        log.debug("Selected backend = %s.", "UnfusedDotProductAttention")
+
+    chosen = {"use_fused_attention": True, "use_unfused_attention": False, "attention_params": "too wide"}
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(_attention_backends=chosen))
-    monkeypatch.setattr(layers, "_unfused", False)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        layers.warn_of_unfused_attention()
-        assert not told
-        chosen |= {"use_fused_attention": False, "use_unfused_attention": True}
-        layers.warn_of_unfused_attention()
-        layers.warn_of_unfused_attention()
-    assert [str(warning.message).split(",")[0] for warning in told] == [
-        "Transformer Engine computes attention without a fused kernel"
-    ]
+    choice = SimpleNamespace(AttentionLogging=settings, get_attention_backend=choose)
+    monkeypatch.setitem(sys.modules, f"{name}.utils", choice)
+    told: list[str] = []
+    for _ in range(2):
+        monkeypatch.setattr(layers, "_unfused", False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            layers.warn_of_unfused_attention()
+            assert not caught
+            chosen |= {"use_fused_attention": False, "use_unfused_attention": True}
+            layers.warn_of_unfused_attention()
+            layers.warn_of_unfused_attention()
+        told += [str(warning.message) for warning in caught]
+        chosen |= {"use_fused_attention": True, "use_unfused_attention": False}
+        vars(choice).pop("get_attention_backend", None)  # as in a version that has it elsewhere
+    assert "says of the others: Disabling FusedAttention: too wide. Fix" in told[0]
+    assert "not to be learned (AttributeError" in told[1]
+    assert len(told) == 2
+    log = logging.getLogger("DotProductAttention")
+    assert (settings._log_level, log.handlers, log.propagate) == (logging.WARNING, [], True)
