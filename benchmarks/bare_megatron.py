@@ -83,7 +83,7 @@ class BareMegatron:
                 parallel_output=True,
                 **like.spec.gpt_kwargs,
             ).to(device.device())
-            if own_layers or like.uses_transformer_engine:
+            if own_layers:
                 like.spec.finish(model)
             else:
                 model.rotary_pos_emb = PackedRotaryEmbedding(

@@ -13,7 +13,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.mlp import MLP
@@ -21,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
+from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 
@@ -49,12 +54,21 @@ def gpt_builder(
     vp_stage: int | None = None,
     config: Any = None,
     pg_collection: Any = None,
+    attention: Any = None,
 ) -> GPTModel:
-    """Take everything from the call, as Megatron-LM's function of this name does."""
+    """Take everything from the call, as Megatron-LM's function of this name does.
+
+    Where Transformer Engine is installed, its layers are taken, with ``attention`` where there is one.
+    """
     assert vp_stage == parallel_state.get_virtual_pipeline_model_parallel_rank()
+    fused = has_transformer_engine()
     layer: Any = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    if fused:
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+        if attention is not None:
+            layer.submodules.self_attention.submodules.core_attention = attention
     if args.num_experts:
-        layer = get_gpt_decoder_block_spec(config, False, normalization=args.normalization, vp_stage=vp_stage)
+        layer = get_gpt_decoder_block_spec(config, fused, normalization=args.normalization, vp_stage=vp_stage)
     return GPTModel(
         config,
         layer,
@@ -67,6 +81,20 @@ def gpt_builder(
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+
+
+def own_attention(
+    args: Namespace, pre_process: bool, post_process: bool, config: Any, pg_collection: Any
+) -> GPTModel:
+    """Have attention of one's own among Transformer Engine's layers: rows come as Megatron gives them."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class Mine(TEDotProductAttention):
+        def forward(self, *args: Any, packed_seq_params: Any = None, **more: Any) -> Tensor:
+            assert packed_seq_params.qkv_format == "thd"
+            return super().forward(*args, packed_seq_params=packed_seq_params, **more)
+
+    return gpt_builder(args, pre_process, post_process, None, config, pg_collection, Mine)
 
 
 def renamed(pre_process: bool, post_process: bool, config: Any, **further: Any) -> GPTModel:

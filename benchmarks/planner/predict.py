@@ -61,7 +61,8 @@ def _choice(
     recompute = scenario.raw.get("recompute")
     micro = scenario.section("batch").get("micro_batch")
     if scenario.layout is not None:
-        return TrainChoice(model, scenario.layout, recompute or "none", scenario.optimizer, int(micro or 1))
+        stated = scenario.layout, recompute or "none", scenario.optimizer, int(micro or 1)
+        return TrainChoice(model, *stated, exchanges_heads=False)
     # A stated recompute may not fit any cut; a heavier one, then offload, are the only ways to run.
     stages = [((recompute,), False)] if recompute else []
     stages += [(RECOMPUTE, False)] + ([(RECOMPUTE, True)] if offload_allowed else [])
@@ -75,6 +76,7 @@ def _choice(
             recomputes=stated,
             micro_batches=(int(micro),) if micro else (1, 2, 4),
             offload_allowed=offload,
+            exchanges_heads=False,
         )
         if plans:
             return plans[0].choice
@@ -274,6 +276,7 @@ def placement_choice(scenario: Scenario) -> Prediction:
         rollout_tensor=rollout.get("tensor"),
         roles_swap=True,
         context_parallel=True,
+        exchanges_heads=False,
         stages_stated_once=False,
     )
     planner = Planner(problem)

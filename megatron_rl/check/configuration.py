@@ -207,7 +207,7 @@ def _checked(
 def _tried_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TriedRole]:
     """Return the roles with a trained or frozen model whose config.json is here."""
     roles, config = [], inputs.config
-    attention = config.model.attention or default_attention(config)[0]
+    attention = config.model.attention or default_attention()[0]
     for role, layout in layouts.items():
         model = inputs.models.get(role, inputs.models.get("actor"))
         if role == "rollout" or model is None:

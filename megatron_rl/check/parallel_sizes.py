@@ -33,14 +33,6 @@ def check_layout(
     """Yield what is wrong between a role's layout, the world size and the run's settings."""
     fitting = smallest_world(config)
     yield from problems(layout, world_size, fitting if fitting <= MAX_WORLD else None)
-    if layout.context > 1 and config.model.attention == "transformer_engine":
-        yield UserError(
-            "Transformer Engine's attention is used with whole rows, which context parallelism cuts",
-            where=f"{layout.path}.context",
-            expected="1, or model.attention: torch",
-            got=str(layout.context),
-            fix="remove model.attention, or set it to torch",
-        )
     engine = config.rollout.engine
     if role == "rollout" and engine in ("torch", SERVER) and layout.tensor > 1:
         why = "the torch engine does not cut the model"

@@ -198,7 +198,7 @@ def resolve(
     config = with_adapters(config, shape, reasons)
     model = config.model
     if model.attention is None:
-        attention, reasons["model.attention"] = default_attention(config)
+        attention, reasons["model.attention"] = default_attention()
         model = replace(model, attention=attention)
     batch = config.batch
     if batch.tokens_per_microbatch is None:
@@ -329,10 +329,8 @@ def has_transformer_engine() -> bool:
     return extended and any((folder / "pytorch").is_dir() for folder in folders)
 
 
-def default_attention(config: RunConfig) -> tuple[str, str]:
+def default_attention() -> tuple[str, str]:
     """Return the implementation of attention that a run takes where none is stated, and the reason."""
-    if any(section is not None and section.context > 1 for section in layout_sections(config).values()):
-        return "torch", "context parallelism exchanges heads for whole rows around torch's attention"
     if has_transformer_engine():
         return "transformer_engine", "Transformer Engine is installed"
     return "torch", "Transformer Engine is not installed"

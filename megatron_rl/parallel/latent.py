@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import multi_latent_attention
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_rl.config.derive import has_transformer_engine
-from megatron_rl.parallel.layers import PackedAttention, PackedRotaryEmbedding
+from megatron_rl.parallel.layers import PackedRotaryEmbedding
+from megatron_rl.parallel.whole_rows import RowAttention
 
 
 def allow_without_transformer_engine() -> None:
@@ -55,17 +56,17 @@ def _in_group(linear: type, group: Any) -> type:
 def prepare_latent_attention(chunk: Any, inverse_frequencies: Tensor) -> None:
     """Give every layer of a GPTModel chunk the rotary angles and attention of packed rows.
 
-    Layers whose attention is Transformer Engine's keep both. In all of them the projections to latents come
+    Layers with attention of a user's own keep both. In all of them the projections to latents come
     out whole, with gradients that tensor-parallel ranks have added up and whose norm counts them once.
     """
     for layer in chunk.decoder.layers:
         attention = layer.self_attention
         config = attention.config
-        if isinstance(attention.core_attention, PackedAttention):
+        if isinstance(attention.core_attention, RowAttention):
+            config.apply_rope_fusion = False  # Megatron's kernel would find positions by boundaries
             device = next(layer.parameters()).device
             scaled = config.rope_type == "yarn"
             attention.rotary_pos_emb = _LatentRotaryEmbedding(inverse_frequencies.to(device), scaled)
-            attention.core_attention = _LatentAttention(attention.core_attention)
         if attention.pg_collection.tp.size() == 1:
             continue
         parts = [(attention.linear_kv_down_proj, config.kv_lora_rank, config.qk_pos_emb_head_dim)]
@@ -116,15 +117,3 @@ class _LatentRotaryEmbedding(PackedRotaryEmbedding):
         angles = super().forward(length, **more).squeeze(1)
         # A scaled embedding also returns the factor of cos and sin, which is 1 here.
         return (angles, 1.0) if self._scaled else angles
-
-
-class _LatentAttention(nn.Module):
-    """Restore the batch dimension that Megatron drops for packed rows."""
-
-    def __init__(self, attention: PackedAttention) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any) -> Tensor:
-        """Return [T, 1, heads * value size] for [T, heads, size] inputs."""
-        return self.attention(*(torch.unsqueeze(part, 1) for part in (query, key, value)), *args, **more)

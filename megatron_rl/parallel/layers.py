@@ -19,7 +19,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -29,6 +28,13 @@ from torch import Tensor, nn
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.packing import PackedRows
+from megatron_rl.parallel.whole_rows import (
+    RowAttention,
+    exchange_for_heads,
+    exchange_for_rows,
+    repeat_heads,
+    transformer_engine_attention,
+)
 
 
 def require_transformer_engine() -> None:
@@ -141,12 +147,10 @@ class PackedRotaryEmbedding(nn.Module):
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
-class PackedAttention(nn.Module):
+class PackedAttention(nn.Module, RowAttention):
     """Attend causally inside each row of a packed sequence with PyTorch's fused attention.
 
-    A ``window_size`` of the config limits how far a token looks back. Under context parallelism, ranks that
-    hold all heads of a part of the tokens exchange them for all tokens of a part of the heads, and back
-    (Jacobs et al. 2023, DeepSpeed-Ulysses): every rank attends to whole rows.
+    A ``window_size`` of the config limits how far a token looks back.
     """
 
     def __init__(
@@ -182,33 +186,18 @@ class PackedAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
         attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: PackedRows | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return [T, 1, heads * size] for query [T, 1, heads, size] and grouped key and value."""
+        """Return [T, 1, heads * size] for query [T, 1, heads, size], or without the 1, and grouped keys."""
         assert packed_seq_params is not None, "packed rows are the only input format"
-        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
         repeats, context = self.repeats, self.context.size()
         if key.shape[1] % context:
-            key, value = _repeat(key, repeats), _repeat(value, repeats)
+            key, value = repeat_heads(key, repeats), repeat_heads(value, repeats)
             repeats = 1
-        if context > 1:
-            query, key, value = (self._whole_rows(heads) for heads in (query, key, value))
-        joined = self._attend(query, _repeat(key, repeats), _repeat(value, repeats), packed_seq_params)
-        if context > 1:
-            joined = self._all_heads(joined)
-        return joined.flatten(1).unsqueeze(1)
-
-    def _whole_rows(self, heads: Tensor) -> Tensor:
-        """Exchange [T / context, H, size], all heads, for [T, H / context, size], all tokens."""
-        tokens, count, size = heads.shape
-        context = self.context.size()
-        parts = heads.view(tokens, context, count // context, size).transpose(0, 1).contiguous()
-        return all_to_all(self.context, parts).view(context * tokens, count // context, size)
-
-    def _all_heads(self, rows: Tensor) -> Tensor:
-        """Exchange [T, H / context, size] back for [T / context, H, size]."""
-        tokens, count, size = rows.shape
-        context = self.context.size()
-        parts = all_to_all(self.context, rows.view(context, tokens // context, count, size))
-        return parts.transpose(0, 1).reshape(tokens // context, context * count, size)
+        query, key, value = (exchange_for_rows(self.context, heads) for heads in (query, key, value))
+        joined = self._attend(
+            query, repeat_heads(key, repeats), repeat_heads(value, repeats), packed_seq_params
+        )
+        return exchange_for_heads(self.context, joined).flatten(1).unsqueeze(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedRows) -> Tensor:
         """Return [T, heads, size] of attention inside whole rows."""
@@ -244,28 +233,32 @@ def _capped_attention(
     return scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(value.dtype) @ value
 
 
-def _repeat(grouped: Tensor, repeats: int) -> Tensor:
-    return grouped.repeat_interleave(repeats, dim=1) if repeats > 1 else grouped
-
-
 def block_spec(
     config: TransformerConfig, use_transformer_engine: bool, vp_stage: int | None, pp_rank: int
 ) -> TransformerBlockSubmodules:
     """Return one pipeline stage's layers: Transformer Engine's, or Megatron's with our norm and attention."""
     if use_transformer_engine:
-        if config.num_moe_experts:
-            return get_gpt_decoder_block_spec(
-                config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
-            )
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        count = get_num_layers_to_build(config, vp_stage, pp_rank)
-        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=_norm(TENorm))
+        block = _fused_block(config, vp_stage, pp_rank)
+        layers: Any = block.layer_specs
+        for layer in layers:
+            layer.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
+        return block
     offset = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     specs = [_local_layer(config, _is_moe(config, offset + index)) for index in range(count)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(RmsNorm))
+
+
+def _fused_block(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
+    if config.num_moe_experts:
+        return get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
+        )
+    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=_norm(TENorm))
 
 
 def _norm(module: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +24,9 @@ from megatron_rl.parallel.hf.transformer_settings import role_settings
 from megatron_rl.parallel.latent import fit_latent_spec
 from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec, require_transformer_engine
 from megatron_rl.parallel.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
-from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows
+from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows, pack_whole_rows
 from megatron_rl.parallel.provider import Provider
+from megatron_rl.parallel.whole_rows import RowAttention
 from megatron_rl.shapes.lora import ADAPTER, AdaptedModel
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
@@ -65,7 +66,9 @@ class ParallelModel:
 
     ``wrapped`` are the chunks as the schedule runs them: Megatron's DDP wrappers where the model trains,
     else the chunks themselves. ``routing`` is None where nobody asks which experts tokens go to, ``adapters``
-    where every weight is the model's own.
+    where every weight is the model's own. Attention of a user's own among Transformer Engine's layers knows
+    rows by their boundaries alone, as Megatron gives them (``takes_rows`` is False); a UserError says where
+    context parallelism would cut them.
     """
 
     chunks: list[GPTModel]
@@ -76,6 +79,21 @@ class ParallelModel:
     routing: Routing | None = None
     adapters: AdaptedModel | None = None
     provider: Provider | None = None
+    takes_rows: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        modules = [named for chunk in self.chunks for named in chunk.named_modules()]
+        cores = [module for name, module in modules if name.endswith(".core_attention")]
+        foreign = [core for core in cores if not isinstance(core, RowAttention)]
+        self.takes_rows = not (self.uses_transformer_engine and foreign)
+        if not self.takes_rows and self.groups.layout.context > 1:
+            raise UserError(
+                "attention of one's own is given whole rows, which context parallelism cuts",
+                where="layout.context",
+                expected="1, or Megatron's TEDotProductAttention",
+                got=f"context {self.groups.layout.context}, and {type(foreign[0]).__name__}",
+                fix="set layout.context=1, or build the layers with TEDotProductAttention",
+            )
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -147,11 +165,10 @@ class ParallelModel:
 
     def pack(self, lengths: Sequence[int]) -> Any:
         """Return the row boundaries in the form this model's attention takes."""
-        if self.uses_transformer_engine:
+        if not self.takes_rows:
             return pack_for_transformer_engine(lengths, device.device())
-        return pack_rows(
-            lengths, device.device(), self.groups.coordinates.context, self.groups.layout.context
-        )
+        pack = pack_whole_rows if self.uses_transformer_engine else pack_rows
+        return pack(lengths, device.device(), self.groups.coordinates.context, self.groups.layout.context)
 
     def token_outputs(
         self,
@@ -224,14 +241,8 @@ def build_model(
     if device.on_host():
         spec.transformer_config.gradient_accumulation_fusion = False
     fused = fused and not spec.model.shape.plain_layers
-    if fused and layout.context > 1:
-        raise UserError(
-            "Transformer Engine's attention is used with whole rows, which context parallelism cuts",
-            where="layout.context",
-            expected="1, or attention that is torch's",
-            got=str(layout.context),
-            fix="set model.attention to torch",
-        )
+    if fused and not device.on_host() and not spec.model.shape.mla:
+        spec.transformer_config.apply_rope_fusion = (overrides or {}).get("apply_rope_fusion", True)
     if fused:
         require_transformer_engine()
     coordinates, settings = groups.coordinates, copy(spec.transformer_config)
@@ -291,7 +302,7 @@ def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: boo
         vp_stage=vp_stage,
         **spec.gpt_kwargs,
     )
-    if not fused and not config.multi_latent_attention:
+    if not config.multi_latent_attention:
         chunk.rotary_pos_emb = PackedRotaryEmbedding(spec.inverse_frequencies.to(device.device()))
     return chunk
 

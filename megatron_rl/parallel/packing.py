@@ -177,13 +177,14 @@ class PackedRows(PackedSeqParams):
 
     ``positions`` count from 0 in each row, for the tokens of this context-parallel rank. ``buckets`` hold
     rows of similar length: (``index`` [rows, longest] into the whole sequence); ``restore`` [T] finds each
-    token in the buckets' flattened outputs. Used with attention that is our own; the format name keeps
-    Megatron's own treatment of packed sequences away.
+    token in the buckets' flattened outputs. Attention of Transformer Engine's has ``whole`` instead, the
+    boundaries of all rows. The format name keeps Megatron's own treatment of packed sequences away.
     """
 
     positions: Tensor = field(default_factory=lambda: torch.empty(0))
     buckets: tuple[Tensor, ...] = ()
     restore: Tensor = field(default_factory=lambda: torch.empty(0))
+    whole: PackedSeqParams | None = None
 
     @property
     def places(self) -> int:
@@ -263,10 +264,25 @@ def pack_rows(lengths: Sequence[int], target: torch.device, part: int = 0, parts
         restore[index[real]] = (torch.arange(index.numel()).view_as(index) + offset)[real]
         buckets.append(index.to(target))
         offset += index.numel()
-    positions = torch.cat([torch.arange(length) for length in lengths]).chunk(parts)[part]
     return PackedRows(
-        qkv_format="rows", positions=positions.to(target), buckets=tuple(buckets), restore=restore.to(target)
+        qkv_format="rows",
+        positions=_positions(lengths, part, parts).to(target),
+        buckets=tuple(buckets),
+        restore=restore.to(target),
     )
+
+
+def pack_whole_rows(
+    lengths: Sequence[int], target: torch.device, part: int = 0, parts: int = 1
+) -> PackedRows:
+    """Prepare the same for kernels that know rows by their boundaries, and pad nothing."""
+    positions = _positions(lengths, part, parts).to(target)
+    whole = pack_for_transformer_engine(lengths, target)
+    return PackedRows(qkv_format="rows", positions=positions, whole=whole)
+
+
+def _positions(lengths: Sequence[int], part: int, parts: int) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths]).chunk(parts)[part]
 
 
 def pack_for_transformer_engine(lengths: Sequence[int], target: torch.device) -> PackedSeqParams:
@@ -274,8 +290,7 @@ def pack_for_transformer_engine(lengths: Sequence[int], target: torch.device) ->
 
     Its ``DotProductAttention`` takes boundaries [rows + 1] int32 of rows that lie one after another, and the
     longest row so that it need not ask the device. Padding at the end is a row of its own: with nothing
-    between the rows the padded boundaries stay away, which every backend of it supports. Rows are whole:
-    context parallelism would need each padded to a multiple of twice its ranks.
+    between the rows the padded boundaries stay away, which every backend of it supports.
     """
     boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(target)
     longest = max(lengths)

@@ -22,6 +22,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import ModelSpec
 from megatron_rl.parallel.layers import PackedAttention, PackedRotaryEmbedding, RmsNorm
+from megatron_rl.parallel.whole_rows import transformer_engine_attention
 from megatron_rl.shapes.megatron_arguments import ABSENT
 from megatron_rl.user_code import load_path
 
@@ -256,19 +257,37 @@ def _norms_of_any_layout() -> Iterator[None]:
 
 
 def fit_packed_rows(chunk: Any, spec: ModelSpec) -> None:
-    """Give Megatron's plain layers attention and rotary angles of packed rows; others bring their own."""
-    plain = False
-    for layer in chunk.decoder.layers:
-        attention: Any = getattr(layer, "self_attention", None)
-        core = getattr(attention, "core_attention", None)
+    """Give Megatron's plain layers and Transformer Engine's attention and rotary angles of packed rows.
+
+    Attention of a user's own stays. Where it stands among Transformer Engine's layers, all of them keep
+    theirs, for a chunk is given rows in one form.
+    """
+    attentions: list[Any] = [getattr(layer, "self_attention", None) for layer in chunk.decoder.layers]
+    cores: list[Any] = [getattr(attention, "core_attention", None) for attention in attentions]
+    plain = [isinstance(core, DotProductAttention) for core in cores]
+    fused = [type(core).__name__ == "TEDotProductAttention" for core in cores]
+    whole = bool(fused) and all(fused)
+    if not any(plain) and not whole:
+        return
+    for attention, core in zip(attentions, cores, strict=True):
         if isinstance(core, DotProductAttention):
-            plain = True
             attention.core_attention = PackedAttention(
                 chunk.config,
                 core.layer_number,
                 softmax_scale=core.softmax_scale,
                 pg_collection=attention.pg_collection,
             )
-    if plain and hasattr(chunk, "rotary_pos_emb"):
+        elif whole:
+            attention.core_attention = transformer_engine_attention()(
+                core.config,
+                attention.layer_number,
+                attention.attn_mask_type,
+                attention.attention_type,
+                softmax_scale=core.softmax_scale,
+                k_channels=core.hidden_size_per_attention_head_k,
+                v_channels=core.hidden_size_per_attention_head_v,
+                pg_collection=attention.pg_collection,
+            )
+    if hasattr(chunk, "rotary_pos_emb"):
         place = next(chunk.parameters()).device
         chunk.rotary_pos_emb = PackedRotaryEmbedding(spec.inverse_frequencies.to(place))

@@ -87,9 +87,9 @@ def microbatches(
     padded = sum(micro.inputs.shape[1] for micro in result) * layout.context
     tokens = sum(micro.tokens for micro in result)
     padding = Metrics.mean("padding/fraction", padded - tokens, padded)
-    packed = [micro.packing.places for micro in result if isinstance(micro.packing, PackedRows)]
-    if packed:
-        padding += Metrics.mean("padding/attention_fraction", sum(packed) - tokens, sum(packed))
+    places = sum(micro.packing.places for micro in result if isinstance(micro.packing, PackedRows))
+    if places:
+        padding += Metrics.mean("padding/attention_fraction", places - tokens, places)
     return result, padding
 
 

@@ -50,8 +50,8 @@ class Problem:
     rollout_tensor: int | None = None
     # What this project's trainer does, and other systems may do otherwise.
     roles_swap: bool = False  # resting roles wait in host memory
-    transformer_engine: bool = True  # its layers, which this project's trainer gives whole sequences
     context_parallel: bool = False  # sequences are cut over ranks
+    exchanges_heads: bool = True  # where they are, around attention; others gather keys and values
     stages_stated_once: bool = True  # uneven pipeline stages hold for every role
 
     @property
@@ -123,7 +123,7 @@ class Planner:
                 problem.optimizer,
                 trained=role in TRAINED,
                 context_allowed=problem.context_parallel,
-                transformer_engine=problem.transformer_engine,
+                exchanges_heads=problem.exchanges_heads,
                 even_stages=even,
                 lora=lora,
                 counted=self.counted,
@@ -195,7 +195,7 @@ class Planner:
             choice = replace(like, lora=None)
             learn, memory = learn_seconds(choice, batch, machine), learn_memory(choice, batch)
             return TrainPlan(choice, learn, lead.forward, memory)
-        choice = TrainChoice(like.model, like.layout, transformer_engine=like.transformer_engine)
+        choice = TrainChoice(like.model, like.layout, exchanges_heads=like.exchanges_heads)
         memory = score_memory(choice, batch)
         if role == "reference" and like.lora is not None:
             memory = RoleMemory(replace(memory.fullest, weights=0.0), 0.0)

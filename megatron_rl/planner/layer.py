@@ -116,12 +116,12 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
 
 
 def _exposed_communication(
-    model: ModelShape, layout: ParallelLayout, machine: Machine, tokens: float, fused: bool
+    model: ModelShape, layout: ParallelLayout, machine: Machine, tokens: float, fused: bool, exchanges: bool
 ) -> float:
     """Return forward seconds of a layer's exposed tensor, expert and context traffic.
 
-    Under context parallelism Megatron's fused attention gathers keys and values, overlapped with attention;
-    this package's exchanges heads for whole rows before and after it.
+    Under context parallelism this package ``exchanges`` heads for whole rows before and after attention;
+    other systems gather keys and values, overlapped with it.
     """
     efficiency = machine.constants.efficiency
     moe_share = model.moe_layers / model.layers
@@ -135,7 +135,7 @@ def _exposed_communication(
         copies = model.experts_per_token
         sent = copies * wide / layout.tensor
         total += 2.0 * moe_share * all_to_all_seconds(machine, layout.expert, sent, copies)
-    if layout.context > 1 and not fused:
+    if layout.context > 1 and exchanges:
         heads, groups = model.heads / layout.tensor, model.kv_heads / layout.tensor
         groups = heads if model.mla or groups % layout.context else groups
         sent = 2.0 * tokens * (heads + groups) * (model.qk_dim + model.value_dim)
@@ -156,12 +156,14 @@ def layer_seconds(
     context: float,
     fused: bool = True,
     frozen: bool = False,
+    exchanges: bool = True,
 ) -> LayerSeconds:
     """Return one average layer's seconds for a micro-batch of ``tokens`` tokens (before context split).
 
     ``context`` is the mean number of keys a token attends to. ``fused`` takes Transformer Engine's layers,
     otherwise this package's own, which move more bytes through memory as they keep more. Weights that are
-    ``frozen`` have no gradients of their own; the products of adapters beside them are not counted.
+    ``frozen`` have no gradients of their own; the products of adapters beside them are not counted. Where
+    sequences are cut, heads are exchanged around attention, else keys and values gathered (``exchanges``).
     """
     efficiency, gpu = machine.constants.efficiency, machine.gpu
     tokens = tokens / layout.context
@@ -184,7 +186,7 @@ def layer_seconds(
         kind = LayerKind(linear=False, experts=model.moe_layers > 0)
         backend, engine = (Layers(fused=built).kept(model, layout, kind, "none") for built in (False, True))
         moved *= backend / engine
-    exposed = _exposed_communication(model, layout, machine, tokens, fused)
+    exposed = _exposed_communication(model, layout, machine, tokens, fused, exchanges)
     launch = efficiency.launch_seconds_layer
     # Without padding the host must read how many tokens each expert got before it launches the products.
     waits = efficiency.routing_seconds_layer * model.moe_layers / model.layers

@@ -31,7 +31,10 @@ from megatron_rl.shapes.pipeline_stages import dealt_out, end_settings
 
 @dataclass(frozen=True)
 class TrainChoice:
-    """Say how one trained or scored model runs on its GPUs; ``lora`` learns in the place of its weights."""
+    """Say how one trained or scored model runs on its GPUs.
+
+    ``lora`` learns in the place of its weights; ``exchanges_heads`` says how sequences that are cut attend.
+    """
 
     model: ModelShape
     layout: ParallelLayout
@@ -40,6 +43,7 @@ class TrainChoice:
     micro_batch: int = 1
     transformer_engine: bool = True
     lora: Lora | None = None
+    exchanges_heads: bool = True
 
     @property
     def built(self) -> Layers:
@@ -195,6 +199,7 @@ def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: flo
         work.context,
         choice.built.fused,
         frozen=choice.lora is not None,
+        exchanges=choice.exchanges_heads,
     )
     per_layer, head = layer.forward + layer.backward, layer.head_forward + layer.head_backward
     if choice.recompute == "full":
@@ -244,7 +249,15 @@ def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> fl
 def score_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
     """Return seconds of one forward pass of one role over a step's rows."""
     work = replica_work(choice, batch, batch.rows)
-    layer = layer_seconds(choice.model, choice.layout, machine, work.tokens, work.context, choice.built.fused)
+    layer = layer_seconds(
+        choice.model,
+        choice.layout,
+        machine,
+        work.tokens,
+        work.context,
+        choice.built.fused,
+        exchanges=choice.exchanges_heads,
+    )
     once = _pipeline_seconds(choice, machine, work, layer.forward, layer.head_forward)
     return once / (machine.constants.efficiency.rl_log_probs * _loop_share(choice, batch, machine.constants))
 

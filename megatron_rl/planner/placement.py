@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 
 from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import GB
@@ -195,16 +194,6 @@ def _faster(best: PlacementPlan | None, other: PlacementPlan | None) -> Placemen
     return other if other.step.total < best.step.total else best
 
 
-def _ways(problem: Problem) -> list[Problem]:
-    """Return the problem and, where sequences are long enough for four parts, the one that cuts them.
-
-    They are cut around this package's own layers: Transformer Engine's are given whole sequences.
-    """
-    if problem.context_parallel or max(contexts(problem.batch.longest)) < 4:
-        return [problem]
-    return [problem, replace(problem, transformer_engine=False, context_parallel=True)]
-
-
 def _placements(planner: Planner, roles: tuple[str, ...], split: str) -> Iterator[PlacementPlan | None]:
     """Yield the best plan of every placement, None where nothing fits."""
     yield _colocated(planner, roles)
@@ -221,10 +210,11 @@ def search(problem: Problem, split: str = BEFORE) -> SearchResult:
 
     ``split``, of `SPLITS`, says when placements with GPUs for generation alone sample.
     """
-    planners = [Planner(way) for way in _ways(problem)]
+    if max(contexts(problem.batch.longest)) >= 4:  # else cutting sequences is not worth the search
+        problem = replace(problem, context_parallel=True)
+    planner = Planner(problem)
     roles = tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
-    ways = zip(*(_placements(planner, roles, split) for planner in planners), strict=True)
-    plans = [best for plans in ways if (best := reduce(_faster, plans)) is not None]
+    plans = [plan for plan in _placements(planner, roles, split) if plan is not None]
     if not plans:
         machine, smallest = problem.machine, _smallest(problem)
         raise UserError(
@@ -235,8 +225,7 @@ def search(problem: Problem, split: str = BEFORE) -> SearchResult:
             fix=f"at least {smallest} GPUs should do" if smallest else "use more or larger GPUs",
         )
     plans.sort(key=lambda plan: plan.step.total)
-    layouts = sum(planner.counted.layouts for planner in planners)
-    return SearchResult(tuple(plans), layouts, sum(planner.counted.evaluated for planner in planners))
+    return SearchResult(tuple(plans), planner.counted.layouts, planner.counted.evaluated)
 
 
 def _least_need(problem: Problem) -> str:

@@ -136,7 +136,7 @@ def _choices(
     recomputes: Iterable[str],
     micro_batches: Iterable[int],
     offload_allowed: bool,
-    transformer_engine: bool,
+    exchanges_heads: bool,
     lora: Lora | None,
 ) -> Iterator[TrainChoice]:
     """Yield every way to run a layout: interleaving, micro-batch, offload and recompute."""
@@ -146,7 +146,9 @@ def _choices(
     for virtual in virtual_choices(model, layout.pipeline):
         cut = replace(layout, virtual_pipeline=virtual)
         for micro, variant, recompute in product(micro_batches, variants, recomputes):
-            yield TrainChoice(model, cut, recompute, variant, micro, transformer_engine, lora)
+            yield TrainChoice(
+                model, cut, recompute, variant, micro, lora=lora, exchanges_heads=exchanges_heads
+            )
 
 
 def training_front(
@@ -161,7 +163,7 @@ def training_front(
     micro_batches: Iterable[int] = _MICRO_BATCHES,
     offload_allowed: bool = True,
     context_allowed: bool = True,
-    transformer_engine: bool = True,
+    exchanges_heads: bool = True,
     even_stages: bool = False,
     lora: Lora | None = None,
     counted: SearchCount | None = None,
@@ -181,19 +183,18 @@ def training_front(
         uneven = model.layers % layout.pipeline > 0
         if (layout.context > 1 and not context_allowed) or (uneven and even_stages):
             continue
-        if not transformer_engine and trainer_problems(
-            model, layout, end_settings(model.layers, layout.pipeline)
-        ):
+        stages = end_settings(model.layers, layout.pipeline)
+        if layout.context > 1 and exchanges_heads and trainer_problems(model, layout, stages):
             continue
         counted.layouts += 1
         if 2.0 * sum(fullest_parameters(model, layout)) > limit:
             continue
         if trained:
             choices = _choices(
-                model, layout, optimizer, recomputes, micro_batches, offload_allowed, transformer_engine, lora
+                model, layout, optimizer, recomputes, micro_batches, offload_allowed, exchanges_heads, lora
             )
         else:
-            choices = iter((TrainChoice(model, layout, transformer_engine=transformer_engine),))
+            choices = iter((TrainChoice(model, layout, exchanges_heads=exchanges_heads),))
         forwards: dict[tuple[int, int], float] = {}
         for choice in choices:
             memory = (learn_memory if trained else score_memory)(choice, batch)

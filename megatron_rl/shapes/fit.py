@@ -17,7 +17,7 @@ def trainer_problems(
 ) -> list[UserError]:
     """Return what is wrong between a model and the Megatron layout of a role.
 
-    ``settings`` are Megatron's, of which those for uneven stages count.
+    ``settings`` are Megatron's, of which those for uneven stages and fused rotary embeddings count.
     """
     path = layout.path
     errors = _head_problems(shape, layout, " and use pipeline or data parallelism for the other ranks")
@@ -35,6 +35,17 @@ def trainer_problems(
                 expected=f"1: {shape.name} is dense",
                 got=str(layout.expert),
                 fix=f"remove {path}.expert",
+            )
+        )
+    if shape.mla and (settings or {}).get("apply_rope_fusion"):
+        where = f"{path.rpartition('.')[0]}.megatron.apply_rope_fusion"
+        errors.append(
+            UserError(
+                "the fused rotary embedding of latent attention finds positions by the boundaries of rows",
+                where=where,
+                expected="no value for a model with latent attention, whose tokens bring their own angles",
+                got="true",
+                fix=f"remove {where}",
             )
         )
     if shape.experts % layout.expert:

@@ -43,9 +43,7 @@ def _cases(settings: Mapping[str, Any], count: int, families: Iterable[str]) -> 
 
 
 def _layouts(family: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for entry in layouts.every_layout(family):
-        if not (settings.get("fused") and "context" in entry):  # plain layers alone take cut rows
-            yield entry
+    yield from layouts.every_layout(family)
 
 
 def try_case(case: Case, work: Path) -> Result:

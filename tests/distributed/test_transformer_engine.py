@@ -29,6 +29,14 @@ CASES = [
     layouts.case("deepseek-v3", tensor=2, expert=2, pipeline=2, **SP),
     layouts.case("deepseek-v3", tensor=2, **SP, recompute="selective"),
     layouts.case("adapted", tensor=2, pipeline=2, **SP),
+    layouts.case("qwen2", tensor=2, context=2, **SP),
+    layouts.case("qwen2", context=4, pipeline=1, recompute="selective"),  # more ranks than key-value heads
+    layouts.case("qwen3-moe", context=2, expert=2, pipeline=2),
+    layouts.case("deepseek-v3", tensor=2, context=2, **SP),
+    layouts.case("mistral", context=2),
+    layouts.case("glm4-moe", context=2, tensor=2, **SP, settings={"apply_rope_fusion": True}),
+    layouts.case("qwen3-moe", expert=2, tensor=2, **SP, provider="gpt_builder"),
+    layouts.case("qwen2", tensor=2, provider="own_attention"),
 ]
 MODELS = tuple(dict.fromkeys(case["model"] for case in CASES))
 MOE: dict[str, Any] = {"model": "qwen3-moe"}
@@ -45,6 +53,7 @@ SAVED = [
     },
     {"name": "same", "action": "load", "from": "saved", "same": "straight", **MOE, **WIDE},
     {"name": "same-shards", "action": "load", "from": "shards", "same": "straight", **MOE, **WIDE},
+    {"name": "cp2", "action": "load", "from": "saved", **MOE, "expert": 2, "context": 2},
     {"name": "dp4", "action": "load", "from": "saved", **MOE, "expert": 4},
     {"name": "buffers-dp4", "action": "load", "megatron": "buffers", **MOE, "expert": 4},
 ]
@@ -90,7 +99,7 @@ def test_a_checkpoint_is_resumed(fork: Any, fork_fused: Any, folder: Path) -> No
         checkpoints.assert_same_bits(checkpoints.result(folder, name), straight)
     (folder / "plain.json").write_text(json.dumps(PLAIN))
     fork(checkpoints.WORKER, 1, folder, "plain.json")
-    for name in ("dp4", "buffers-dp4", "buffers-plain"):
+    for name in ("cp2", "dp4", "buffers-dp4", "buffers-plain"):
         assert checkpoints.largest_difference(checkpoints.result(folder, name), straight) < 5e-5, name
     refused = checkpoints.result(folder, "plain")
     assert "other layers" in refused["message"] and refused["untouched"]

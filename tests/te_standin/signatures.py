@@ -21,6 +21,7 @@ NAMES = {
         "DotProductAttention.__init__",
         "DotProductAttention.forward",
     ),
+    "pytorch/attention/rope.py": ("apply_rotary_pos_emb",),
     "pytorch/module/base.py": (
         "TransformerEngineBaseModule.set_tensor_parallel_group",
         "TransformerEngineBaseModule.init_fp8_metadata",
@@ -41,11 +42,13 @@ def signatures(folder: Path) -> dict[str, str]:
     for file, names in NAMES.items():
         tree = ast.parse((folder / "transformer_engine" / file).read_text())
         for name in names:
-            kind, method = name.split(".")
-            (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind)
-            (function,) = (
-                node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == method
-            )
+            owner, _, method = name.rpartition(".")
+            body = tree.body
+            if owner:
+                (body,) = (
+                    node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner
+                )
+            (function,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == method)
             arguments = function.args
             listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
             for argument in (*listed, arguments.vararg, arguments.kwarg):

@@ -22,6 +22,8 @@ from megatron_rl.check.model_settings import (
 from megatron_rl.config.field_types import known_paths
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.shapes.fit import trainer_problems
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import describe
 from tests.hf_models import config_of
 
@@ -192,6 +194,14 @@ def test_experts_that_cannot_be_repeated_are_refused(
     errors = list(check_routing(config, mixture))
     assert len(errors) == bool(message)
     assert not errors or (message in errors[0].message and errors[0].where == where)
+
+
+def test_fused_rotary_embedding_is_refused_for_latent_attention_alone() -> None:
+    layout = ParallelLayout((0,), path="critic.layout")
+    for family, refused in (("deepseek-v3", True), ("qwen2", False)):
+        shape = describe(config_of(family).to_dict())
+        errors = trainer_problems(shape, layout, {"apply_rope_fusion": True})
+        assert [error.where for error in errors] == ["critic.megatron.apply_rope_fusion"] * refused
 
 
 def test_values_that_were_not_tried_are_a_warning(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

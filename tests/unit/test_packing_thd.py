@@ -1,8 +1,9 @@
 """Packed rows in Transformer Engine's form (THD) go through Megatron's own code to the same logits.
 
-Transformer Engine itself needs a CUDA toolkit. A plain attention stands for its ``DotProductAttention``: it
-insists on what that one's documentation demands of its inputs and computes what it promises; all else, the
-packing, Megatron's rotary embedding of packed rows and its handling of the format, is the real code.
+A user's own attention among Transformer Engine's layers is given them so. A plain attention stands for it: it
+insists on what the documentation of ``DotProductAttention`` demands of its inputs and computes what it
+promises; all else, the packing, Megatron's rotary embedding of packed rows and its handling of the format,
+is the real code.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import warnings
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -70,10 +71,10 @@ def build(family: str, tmp_path: Any, **more: Any) -> Any:
     return model
 
 
-def as_with_transformer_engine(model: Any) -> None:
-    """Give the model what `build_model` gives it where Transformer Engine is installed."""
+def with_attention_of_ones_own(model: Any) -> None:
+    """Give the model what a provider may build where Transformer Engine is installed."""
     config, arguments = model.transformer_config, model.spec.gpt_kwargs
-    model.uses_transformer_engine = True
+    model.uses_transformer_engine, model.takes_rows = True, False
     for chunk in model.chunks:
         chunk.rotary_pos_emb = RotaryEmbedding(
             config.kv_channels,
@@ -101,7 +102,7 @@ def test_thd_gives_the_states_of_packed_rows(family, lengths, tmp_path):
     weight = next(model.chunks[0].parameters())
     expected = hidden_states(model, tokens, lengths)
     (wanted,) = torch.autograd.grad(expected.square().sum(), weight)
-    as_with_transformer_engine(model)
+    with_attention_of_ones_own(model)
     found = hidden_states(model, tokens, lengths)
     (gradient,) = torch.autograd.grad(found.square().sum(), weight)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
@@ -138,7 +139,7 @@ def test_scores_in_thd_and_what_padding_they_count(tmp_path, monkeypatch):
         return [output[places.argsort()] for output in found]
 
     expected = scores()
-    as_with_transformer_engine(model)
+    with_attention_of_ones_own(model)
     monkeypatch.setattr(ParallelModel, "token_multiple", 16)
     for one, other in zip(scores(), expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
@@ -181,11 +182,14 @@ def test_padding_of_ranks_is_a_share_of_all_their_tokens():
     assert found.values()["padding/fraction"] == pytest.approx(5 / 68)
 
 
-def test_context_parallelism_of_whole_rows_is_refused(tmp_path):
-    reference = save_model("qwen2", tmp_path)
+def test_context_parallelism_of_whole_rows_is_refused():
+    layer = torch.nn.Module()
+    layer.core_attention = DocumentedAttention()
+    chunk: Any = torch.nn.Sequential(layer)
     groups: Any = SimpleNamespace(layout=ParallelLayout((0, 1), context=2))
-    with pytest.raises(UserError, match="whole rows"):
-        build_model(reference.config, groups, dtype=torch.float32, attention="transformer_engine")
+    with pytest.raises(UserError, match="whole rows") as refused:
+        ParallelModel([chunk], [chunk], groups, cast(Any, None), True)
+    assert "DocumentedAttention" in str(refused.value)
 
 
 def test_attention_without_a_fused_kernel_is_told_once_and_why(monkeypatch):

@@ -117,7 +117,7 @@ def test_plan_prints_and_writes(tmp_path, capsys) -> None:
     assert not checked(out).errors
 
 
-def test_long_sequences_are_cut_over_ranks_around_this_packages_own_layers() -> None:
+def test_long_sequences_are_cut_over_ranks() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["llama-3.1-8b", "--gpus", "16"]
@@ -127,7 +127,7 @@ def test_long_sequences_are_cut_over_ranks_around_this_packages_own_layers() -> 
         actor = fastest.plan_of("actor").choice
         assert (actor.layout.context > 1) is cut
         config = planned_run(problem, fastest, Paths("models/llama")).config
-        assert config.model.attention == ("torch" if cut else "transformer_engine")
+        assert config.model.attention == "transformer_engine"
         assert config.actor.layout.context == actor.layout.context
 
 

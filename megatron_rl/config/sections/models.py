@@ -272,7 +272,8 @@ class ActorConfig:
     freeze_router: bool = setting(False, "Leave the weights of a mixture's routers as they are.")
     megatron: dict[str, Any] = setting(
         {},
-        "Fields of Megatron-Core's TransformerConfig, for the model of every role that states none.",
+        "Fields of Megatron-Core's TransformerConfig, for the model of every role that states none; "
+        "apply_rope_fusion is true with Transformer Engine's layers on accelerators, latent attention apart.",
         also_called={"verl": "override_transformer_config"},
     )
     ddp: dict[str, Any] = setting({}, DDP_MEANING, also_called={"verl": "override_ddp_config"})

@@ -65,7 +65,7 @@ class ModelConfig:
     attention: str | None = setting(
         None,
         "Implementation of attention in the trained models.",
-        unset="transformer_engine where it is installed and no layout has context > 1, else torch",
+        unset="transformer_engine where it is installed, else torch",
         choices=("transformer_engine", "torch"),
         spelled={"te": "transformer_engine"},
     )

@@ -61,6 +61,7 @@ def build(
         ParallelGroups(layout),
         dtype=dtype,
         recompute=case.get("recompute", "none"),
+        overrides=case.get("settings"),
         trainable=trainable,
         provider=provider_of(path, case),
     )
