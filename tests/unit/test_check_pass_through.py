@@ -199,7 +199,7 @@ def test_experts_that_cannot_be_repeated_are_refused(
 def test_fused_rotary_embedding_is_refused_for_latent_attention_alone() -> None:
     layout = ParallelLayout((0,), path="critic.layout")
     for family, refused in (("deepseek-v3", True), ("qwen2", False)):
-        shape = describe(config_of(family).to_dict())
+        shape = describe(config_of(family).to_dict()).shape
         errors = trainer_problems(shape, layout, {"apply_rope_fusion": True})
         assert [error.where for error in errors] == ["critic.megatron.apply_rope_fusion"] * refused
 
