@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
@@ -25,6 +24,7 @@ from megatron_rl.parallel.layers import warn_of_unfused_attention
 from megatron_rl.parallel.log_probs import Support
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.packing import PackedRows, partition
+from megatron_rl.parallel.pipeline import PipelineExchange
 from megatron_rl.progress import advance
 from megatron_rl.types import token_index
 
@@ -279,7 +279,11 @@ def _run(
     virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
     run = get_forward_backward_func(layout.pipeline, virtual)
     iterators = [iter(micros) for _ in model.wrapped]
-    communicator = P2PCommunicator(model.groups.pipeline, config) if layout.pipeline > 1 else None
+    communicator = None
+    if layout.pipeline > 1:
+        shards = layout.tensor if config.sequence_parallel else 1
+        tokens = [micro.inputs.shape[1] // shards for micro in micros]
+        communicator = PipelineExchange(model.groups.pipeline, config, tokens, layout.virtual_pipeline)
     if model.routing is not None:
         model.routing.begin(learns=not forward_only)
     with model.scope():
@@ -288,7 +292,7 @@ def _run(
             data_iterator=iterators if virtual else iterators[0],
             model=model.wrapped if virtual else model.wrapped[0],
             num_microbatches=len(micros),
-            seq_length=1,  # unused: lengths vary and travel with the tensors
+            seq_length=1,  # unused: lengths vary, and the communicator knows them
             micro_batch_size=1,
             forward_only=forward_only,
             p2p_communicator=communicator,

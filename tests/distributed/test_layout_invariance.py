@@ -192,3 +192,9 @@ def test_overlapped_communication_gives_the_same_weights(folder: Path, fork: Any
             assert float((found["steps"][name] - step).norm() / step.norm()) < 1e-5, name
     moved = torch.load(folder / "sgd.pt", weights_only=False)["steps"]
     assert all(float(step.abs().max()) > 0 for step in moved.values())
+
+
+def test_stages_know_the_shapes_that_come(fork: Any) -> None:
+    """They are those that Megatron would send ahead of every tensor."""
+    out = fork(Path(__file__).parent / "workers/pipeline_worker.py", RANKS).stdout
+    assert int(out.rpartition("compared ")[2]) > 50

@@ -1,0 +1,86 @@
+"""Compare the shapes that pipeline stages expect with those that Megatron's own exchange tells them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megatron_rl.metrics import Metrics
+from megatron_rl.parallel import device, schedule
+from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.model import build_model
+from megatron_rl.parallel.optimizer import wrap
+from megatron_rl.parallel.pipeline import PipelineExchange
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.types import TrainBatch
+from tests.hf_models import config_of
+
+LAYOUTS = (
+    {"pipeline": 4},
+    {"pipeline": 4, "virtual_pipeline": 2},
+    {"pipeline": 2, "virtual_pipeline": 4, "tensor": 2, "sequence_parallel": True},
+)
+ROWS = (1, 16)
+compared = 0
+
+
+class Compared(PipelineExchange):
+    """Ask Megatron, too."""
+
+    def _communicate_shapes(self, *tensors: Any) -> tuple[Any, Any]:
+        global compared
+        expected, told = (
+            super()._communicate_shapes(*tensors),
+            P2PCommunicator._communicate_shapes(self, *tensors),
+        )
+        for one, other in zip(expected, told, strict=True):
+            if one is not None:
+                assert list(one) == list(other), (expected, told)
+                compared += 1
+        return expected
+
+
+def batch_of(rows: int) -> TrainBatch:
+    """Return rows of random lengths, the same on every rank."""
+    generator = torch.Generator().manual_seed(rows)
+    lengths = torch.randint(2, 40, (rows,), generator=generator)
+    count = int(lengths.sum())
+    return TrainBatch(
+        tokens=torch.randint(0, 131, (count,), generator=generator),
+        lengths=lengths,
+        response_mask=torch.ones(count, dtype=torch.bool),
+        loss_weights=torch.full((count,), 1 / count),
+        temperature=torch.ones(rows),
+    )
+
+
+def main() -> None:
+    device.initialize(timeout=60)
+    setattr(schedule, "PipelineExchange", Compared)
+    config = config_of("qwen2")
+    config.num_hidden_layers = 8
+    for sizes in LAYOUTS:
+        layout = ParallelLayout(tuple(range(dist.get_world_size())), **sizes)
+        groups = ParallelGroups(layout)
+        dist.barrier(groups.pipeline)  # NCCL wants all of a group in its first call
+        model = build_model(config, groups, dtype=torch.float32)
+        wrap(model, True, None)
+        for rows in ROWS:
+            batch = batch_of(rows)
+            schedule.score(model, batch, 48, batch.response_mask)
+            schedule.learn(
+                model, batch, 48, batch.response_mask, lambda _, log_probs, __: (log_probs.sum(), Metrics())
+            )
+    counts = torch.tensor([compared])
+    dist.all_reduce(counts, dist.ReduceOp.MIN)
+    if dist.get_rank() == 0:
+        print("compared", int(counts), file=sys.stdout)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
