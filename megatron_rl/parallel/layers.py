@@ -1,6 +1,6 @@
-"""Layers for Megatron's models where Transformer Engine is absent: norm, rotary embedding, attention.
+"""Layers for Megatron's models: attention and rotary embedding of packed rows, and a norm for plain layers.
 
-Megatron's own local norm refuses sequence parallelism and its attention refuses packed rows.
+Megatron's own local norm refuses sequence parallelism and its local attention packed rows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping
+from copy import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -28,13 +31,6 @@ from torch import Tensor, nn
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.packing import PackedRows
-from megatron_rl.parallel.whole_rows import (
-    RowAttention,
-    exchange_for_heads,
-    exchange_for_rows,
-    repeat_heads,
-    transformer_engine_attention,
-)
 
 
 def require_transformer_engine() -> None:
@@ -147,10 +143,16 @@ class PackedRotaryEmbedding(nn.Module):
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
+class RowAttention:
+    """Mark attention that takes `PackedRows`, whose tokens bring rotary angles of their own."""
+
+
 class PackedAttention(nn.Module, RowAttention):
     """Attend causally inside each row of a packed sequence with PyTorch's fused attention.
 
-    A ``window_size`` of the config limits how far a token looks back.
+    A ``window_size`` of the config limits how far a token looks back. Under context parallelism, ranks that
+    hold all heads of a part of the tokens exchange them for all tokens of a part of the heads, and back
+    (Jacobs et al. 2023, DeepSpeed-Ulysses): every rank attends to whole rows.
     """
 
     def __init__(
@@ -191,13 +193,13 @@ class PackedAttention(nn.Module, RowAttention):
         query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
         repeats, context = self.repeats, self.context.size()
         if key.shape[1] % context:
-            key, value = repeat_heads(key, repeats), repeat_heads(value, repeats)
+            key, value = _repeat_heads(key, repeats), _repeat_heads(value, repeats)
             repeats = 1
-        query, key, value = (exchange_for_rows(self.context, heads) for heads in (query, key, value))
+        query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
         joined = self._attend(
-            query, repeat_heads(key, repeats), repeat_heads(value, repeats), packed_seq_params
+            query, _repeat_heads(key, repeats), _repeat_heads(value, repeats), packed_seq_params
         )
-        return exchange_for_heads(self.context, joined).flatten(1).unsqueeze(1)
+        return _exchange_for_heads(self.context, joined).flatten(1).unsqueeze(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedRows) -> Tensor:
         """Return [T, heads, size] of attention inside whole rows."""
@@ -231,6 +233,80 @@ def _capped_attention(
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     return scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(value.dtype) @ value
+
+
+def _exchange_for_rows(group: Any, heads: Tensor) -> Tensor:
+    """Return [T, H / ranks, size], all tokens, for [T / ranks, H, size], all heads.
+
+    Collective over ``group``.
+    """
+    ranks = group.size()
+    if ranks == 1:
+        return heads
+    tokens, count, size = heads.shape
+    parts = heads.view(tokens, ranks, count // ranks, size).transpose(0, 1).contiguous()
+    return all_to_all(group, parts).view(ranks * tokens, count // ranks, size)
+
+
+def _exchange_for_heads(group: Any, rows: Tensor) -> Tensor:
+    """Return [T / ranks, H, size], all heads, for [T, H / ranks, size], all tokens.
+
+    Collective over ``group``.
+    """
+    ranks = group.size()
+    if ranks == 1:
+        return rows
+    tokens, count, size = rows.shape
+    parts = all_to_all(group, rows.view(ranks, tokens // ranks, count, size))
+    return parts.transpose(0, 1).reshape(tokens // ranks, ranks * count, size)
+
+
+def _repeat_heads(grouped: Tensor, repeats: int) -> Tensor:
+    """Return [T, repeats * groups, size] for [T, groups, size]: each group for every head that uses it."""
+    return grouped.repeat_interleave(repeats, dim=1) if repeats > 1 else grouped
+
+
+@cache
+def transformer_engine_attention() -> type:
+    """Return Transformer Engine's attention for `PackedRows`, a class for Megatron's specs of layers.
+
+    Its kernels know rows by their boundaries (THD). Megatron would also derive rotary angles from these, with
+    four reads of the device in a layer, and cut each row between context-parallel ranks; here angles are
+    those of positions, and rows are whole.
+    """
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class WholeRowAttention(TEDotProductAttention, RowAttention):
+        def __init__(self, config: Any, *args: Any, pg_collection: Any, **more: Any) -> None:
+            ranks = pg_collection.cp.size()
+            self.divides = divide(config.num_query_groups, pg_collection.tp.size()) % ranks == 0
+            seen = copy(config)  # the heads that this rank attends with, of whole rows
+            seen.context_parallel_size = 1
+            seen.num_attention_heads = divide(config.num_attention_heads, ranks)
+            seen.num_query_groups = seen.num_attention_heads
+            if self.divides:
+                seen.num_query_groups = config.num_query_groups // ranks
+            super().__init__(seen, *args, pg_collection=pg_collection, **more)
+            self.context = pg_collection.cp
+
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, attn_mask_type: Any,
+            attention_bias: Any = None, packed_seq_params: Any = None, num_splits: Any = None,
+        ) -> Tensor:  # fmt: skip
+            """Return [T, 1, heads * size] as `PackedAttention` does."""
+            assert packed_seq_params is not None, "packed rows are the only input format"
+            query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
+            if not self.divides:
+                key, value = (_repeat_heads(part, query.shape[1] // part.shape[1]) for part in (key, value))
+            query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
+            joined = super().forward(
+                query, key, value, attention_mask, attn_mask_type, attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params.whole, num_splits=num_splits,
+            )  # fmt: skip
+            joined = joined.view(len(query), query.shape[1], -1)
+            return _exchange_for_heads(self.context, joined).flatten(1).unsqueeze(1)
+
+    return WholeRowAttention
 
 
 def block_spec(

@@ -21,8 +21,12 @@ from megatron_rl.check.provider import ARGUMENTS
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import ModelSpec
-from megatron_rl.parallel.layers import PackedAttention, PackedRotaryEmbedding, RmsNorm
-from megatron_rl.parallel.whole_rows import transformer_engine_attention
+from megatron_rl.parallel.layers import (
+    PackedAttention,
+    PackedRotaryEmbedding,
+    RmsNorm,
+    transformer_engine_attention,
+)
 from megatron_rl.shapes.megatron_arguments import ABSENT
 from megatron_rl.user_code import load_path
 

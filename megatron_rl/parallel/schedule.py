@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func, get_schedule_table
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
@@ -24,7 +25,6 @@ from megatron_rl.parallel.layers import warn_of_unfused_attention
 from megatron_rl.parallel.log_probs import Support
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.packing import PackedRows, partition
-from megatron_rl.parallel.pipeline import PipelineExchange
 from megatron_rl.progress import advance
 from megatron_rl.types import token_index
 
@@ -301,6 +301,35 @@ def _run(
     if model.uses_transformer_engine:
         warn_of_unfused_attention()
     return results
+
+
+class PipelineExchange(P2PCommunicator):
+    """Send activations and gradients between stages that all know how many tokens each micro-batch has.
+
+    Stages pack the same micro-batches, in ``tokens`` of a rank each, so a receiver knows what comes next.
+    Megatron would send the shape before every tensor, and wait for the whole device each time. ``chunks`` are
+    the virtual stages of a rank.
+    """
+
+    def __init__(self, group: Any, config: Any, tokens: Sequence[int], chunks: int = 1) -> None:
+        super().__init__(group, config)
+        self._hidden = config.hidden_size
+        first, last = group.rank() == 0, group.rank() == group.size() - 1
+        order = get_schedule_table(len(tokens), chunks, config.microbatch_group_size_per_vp_stage)
+        # The neighbours' order of work, without what ends with them: the outputs of the last stage's last
+        # chunk, and the gradients of the first stage's first chunk, which is its last in the backward pass.
+        self._forward = [tokens[micro] for micro, chunk in order if not (first and chunk == chunks - 1)]
+        self._backward = [tokens[micro] for micro, chunk in order if not (last and chunk == chunks - 1)]
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Any, Any]:
+        """Return the shapes [tokens, 1, hidden size] of the next activations and gradients to come."""
+        shapes = [
+            (coming.pop(0), 1, self._hidden) if received else None
+            for coming, received in ((self._forward, recv_prev), (self._backward, recv_next))
+        ]
+        return shapes[0], shapes[1]
 
 
 def _finalize(

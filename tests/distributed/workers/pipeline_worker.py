@@ -14,7 +14,7 @@ from megatron_rl.parallel import device, schedule
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.model import build_model
 from megatron_rl.parallel.optimizer import wrap
-from megatron_rl.parallel.pipeline import PipelineExchange
+from megatron_rl.parallel.schedule import PipelineExchange
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 from tests.hf_models import config_of
