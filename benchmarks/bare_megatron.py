@@ -111,6 +111,8 @@ class BareMegatron:
 
     def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """Take one optimizer step; return the mean loss over all ranks' tokens and the gradient norm."""
+        # Shapes travel ahead of tensors only where micro-batches differ, as a Megatron-LM user would have it.
+        self.config.variable_seq_lengths = len({batch.tokens.shape for batch in batches}) > 1
         with device.megatron_mode():
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
