@@ -56,12 +56,13 @@ def check_stages(config: RunConfig) -> Iterator[UserError]:
 def _check_job(config: RunConfig) -> Iterator[UserError]:
     if not stage_plans(config):
         section = SECTIONS[config.job]
+        data = "responses" if config.job == "sft" else "pairs"
         yield UserError(
             f"there is nothing to do for {config.job}",
             where=section,
             expected=f"the section {section}",
             got="nothing",
-            fix=f"for example {section.replace('NAME', 'judge')}.data=data/responses.jsonl, "
+            fix=f"for example {section.replace('NAME', 'judge')}.data=data/{data}.jsonl, "
             f"{section.replace('NAME', 'judge')}.epochs=1",
         )
     if config.checkpoint.resume not in ("auto", "never"):

@@ -29,6 +29,7 @@ from megatron_rl.parallel.groups import join_span, leave_span
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.model import Chunked
 from megatron_rl.rollout.engine import Sampler
+from megatron_rl.rollout.lease import Lease
 from megatron_rl.rollout.server import Expected, Server, ServerError, ServerSampler, alongside
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import read_pretrained
@@ -48,12 +49,18 @@ def refuse_other(config: RunConfig, server: Server) -> int:
 def make_sampler(config: RunConfig, layout: ParallelLayout) -> ServerSampler | None:
     """Return what samples at the run's servers, None on ranks outside ``layout``.
 
-    Raises UserError on all ranks unless every server is there and fits the run. Collective over the world.
+    Raises UserError on all ranks unless every server is there, fits the run and is no other's.
+    Collective over the world.
     """
     settings, rank, answer = config.rollout.server, device.rank(), None
+    servers = [Server(url) for url in settings.urls]
+    lease = Lease(servers, config.run_dir)
     if rank == 0:
         try:
-            answer = sum(refuse_other(config, Server(url)) for url in settings.urls)
+            answer = sum(refuse_other(config, server) for server in servers)
+            lease.take()
+            for server in servers:
+                server.refuse_closed()
         except UserError as error:
             answer = error
     answer = gather_objects(answer)[0]
@@ -62,7 +69,8 @@ def make_sampler(config: RunConfig, layout: ParallelLayout) -> ServerSampler | N
     if rank not in layout.ranks:
         return None
     place = layout.ranks.index(rank)
-    return ServerSampler(settings, longest_row(config), max(1, answer // len(layout.ranks)), place)
+    rows = max(1, answer // len(layout.ranks))
+    return ServerSampler(settings, longest_row(config), rows, place, lease.close)
 
 
 class _Link(NamedTuple):
@@ -148,11 +156,16 @@ class ServedWeights:
         yield metrics + Metrics.of({"rollout/servers": float(len(ready))})
 
     def _tell(self, away: dict[Server, str], anew: list[Server]) -> None:
-        """Say which servers are away that were not, and which are back; those of the start are expected."""
+        """Say which servers are away that were not, which are back, and which had strange weights.
+
+        At the start all have them.
+        """
         if device.rank() == 0 and self._started:
-            back = [server for server in (*self._away, *anew) if server not in away]
-            for server in dict.fromkeys(back):
+            for server in self._away.keys() - away.keys():
                 self._say(f"server {server.url} is back, with the newest weights")
+            for server in anew:
+                if server not in away and server not in self._away:
+                    self._say(f"warning: server {server.url} had weights of another run, or was started anew")
             for server in away.keys() - self._away.keys():
                 self._say(f"warning: server {server.url} is away: {away[server]}")
             if len(away) == len(self._servers) > len(self._away):
@@ -228,6 +241,7 @@ class ServedWeights:
         try:
             if server not in self._links:
                 refuse_other(self._run, server)
+                server.refuse_closed()
                 # A job that was killed may have left an update, and its meeting.
                 for path in ("finish_weight_update", "shutdown_weight_transfer_engine"):
                     with suppress(ServerError):

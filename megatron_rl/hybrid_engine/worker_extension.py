@@ -8,6 +8,7 @@ imports this module in each worker, before the worker loads its model. `check` s
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 from megatron_rl.hybrid_engine.weight_transfer import register_in_worker
@@ -15,6 +16,16 @@ from megatron_rl.hybrid_engine.weight_transfer import register_in_worker
 
 class HybridWorker:
     """Add to vLLM's worker what a training job asks it."""
+
+    _claim = ("", 0.0)
+
+    def claim(self, run: str, seconds: float) -> str | None:
+        """Let a run have this server for so long; return the name of the one that has it instead, or None."""
+        (holder, until), now = self._claim, time.monotonic()
+        if holder != run and now < until:
+            return holder
+        self._claim = (run, now + seconds)
+        return None
 
     def model_settings(self) -> dict[str, Any]:
         """Return the settings of the worker's model, as transformers reads them."""

@@ -88,6 +88,12 @@ class Server:
         """Return the name of the weights that the server has; it has little time to say so."""
         return str(self.call("weight_info", seconds=POLL_SECONDS)["weight_version"])
 
+    def claim(self, run: str, seconds: float) -> str | None:
+        """Let a run have the server for so long; return the name of the one that has it instead, or None."""
+        answer = self.call("collective_rpc", {"method": "claim", "args": [run, seconds]}, POLL_SECONDS)
+        (holder, *_) = answer["results"]
+        return holder
+
     def refuse_other(self, settings: Mapping[str, Any], expected: Expected) -> int:
         """Return how many requests the server works on at once; raise UserError unless it fits the run.
 
@@ -110,7 +116,6 @@ class Server:
                 fix=_START,
             ) from error
         self._refuse_model(settings, served, where)
-        self._refuse_closed(where)
         return most
 
     def _refuse_settings(self, compared: Mapping[str, tuple[str, str, bool]], where: str) -> None:
@@ -137,8 +142,9 @@ class Server:
                     fix="start it with the model of model.path",
                 )
 
-    def _refuse_closed(self, where: str) -> None:
-        """Raise UserError unless the server samples from tokens."""
+    def refuse_closed(self) -> None:
+        """Raise UserError unless the server samples from tokens; one that another run has is disturbed."""
+        where = f"{self.url}, of rollout.server.urls"
         try:
             self.call("resume", {})  # a job that was killed may have left it paused
             body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
@@ -195,11 +201,19 @@ class ServerSampler:
     A row stays with its server, for the prefixes that are cached there. A request whose server is lost, or
     answers from other weights, goes to another one, and is counted; with none left it fails. ``most_rows``
     requests are open at once. ``place`` is this client's among all: each begins with another server.
+    ``closing`` is called at the end.
     """
 
-    def __init__(self, config: ServerConfig, max_model_len: int, most_rows: int, place: int = 0) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        max_model_len: int,
+        most_rows: int,
+        place: int = 0,
+        closing: Callable[[], None] = lambda: None,
+    ) -> None:
         self.max_model_len, self.most_rows = max_model_len, most_rows
-        self._seconds, self._place = config.request_timeout, place
+        self._seconds, self._place, self._closing = config.request_timeout, place, closing
         self._servers: list[Server] = []
         self._weights = ""
         self._again = 0
@@ -271,6 +285,7 @@ class ServerSampler:
         if self._session is not None:
             self._run(self._session.close())
         self._loop.close()
+        self._closing()
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.run_until_complete(work)

@@ -38,6 +38,7 @@ from megatron_rl.cli.common import checked
 from megatron_rl.cli.main import main, parse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import read_metrics
+from megatron_rl.rollout.server import Server
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PATIENCE = 400.0
@@ -117,7 +118,10 @@ def is_busy(url: str) -> bool:
 
 
 def accident(servers: Servers, processes: list[int], urls: list[str], metrics: Path) -> None:
-    """Kill the second server while it samples, start it again, and end the run once it samples again."""
+    """Kill the second server while it samples, start it again, and end the run once it samples again.
+
+    Before, say whom the first server tells another run that it works for.
+    """
 
     def servers_of_last_step() -> float:
         lines = read_metrics(metrics)
@@ -125,9 +129,10 @@ def accident(servers: Servers, processes: list[int], urls: list[str], metrics: P
 
     try:
         wait_for(lambda: servers_of_last_step() == 2, "step with two servers")
-        wait_for(lambda: is_busy(urls[1]), "request")
+        (metrics.parent / "holder").write_text(str(Server(urls[0]).claim("another run", 1.0)))
         started = psutil.Process(processes[1]).children(recursive=True)
         assert started, "a server without an engine process"
+        wait_for(lambda: is_busy(urls[1]), "request")
         os.kill(processes[1], signal.SIGKILL)
         wait_for(lambda: not any(is_there(process) for process in started), f"end of {started}")
         wait_for(lambda: servers_of_last_step() == 1, "step with one server")

@@ -1,0 +1,74 @@
+"""Hold API servers for one run: two that bring a server their weights at once would both wait for ever."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.server import Server, ServerError
+
+LEASE_SECONDS = 30.0
+"""So long a server remembers a run that does not renew, one that was killed for instance."""
+RENEW_SECONDS = 5.0
+
+
+class Lease:
+    """Tell servers whose they are, again and again in a thread of its own, until it is closed."""
+
+    def __init__(self, servers: Sequence[Server], run_dir: str) -> None:
+        self._servers = servers
+        self._run = f"the run in {run_dir} (process {os.getpid()} on {socket.gethostname()})"
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, daemon=True)
+
+    def take(self) -> None:
+        """Take the servers; wait for those of a run that may have been killed.
+
+        Raises UserError where another run keeps one.
+        """
+        until = time.monotonic() + LEASE_SECONDS + RENEW_SECONDS
+        while holders := {url: holder for url, holder in map(self._claimed, self._servers) if holder}:
+            if time.monotonic() > until:
+                url, holder = next(iter(holders.items()))
+                raise UserError(
+                    "a server works for another run",
+                    where=f"{url}, of rollout.server.urls",
+                    expected="a server of this run's own: each brings it weights",
+                    got=f"{holder} has it",
+                    fix="name another server, or start this run when that one has ended",
+                )
+            time.sleep(RENEW_SECONDS / 5)
+        self._thread.start()
+
+    def _claimed(self, server: Server) -> tuple[str, str | None]:
+        try:
+            return server.url, server.claim(self._run, LEASE_SECONDS)
+        except (ServerError, KeyError, ValueError) as error:
+            raise UserError(
+                "a server does not say whose it is",
+                where=f"{server.url}, of rollout.server.urls",
+                expected="a server that was started with this version of megatron_rl",
+                got=f"{type(error).__name__}: {error}",
+                fix="start it again with the command that `check` shows",
+            ) from error
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEW_SECONDS):
+            for server in self._servers:
+                with suppress(ServerError, KeyError, ValueError):  # one that is away is missed elsewhere
+                    server.claim(self._run, LEASE_SECONDS)
+
+    def close(self) -> None:
+        """Give the servers back. May be called twice."""
+        if self._ended.is_set() or not self._thread.is_alive():
+            return
+        self._ended.set()
+        self._thread.join()
+        for server in self._servers:
+            with suppress(ServerError, KeyError, ValueError):
+                server.claim(self._run, 0.0)
