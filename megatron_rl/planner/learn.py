@@ -12,7 +12,7 @@ from math import ceil, log, sqrt
 
 from megatron_rl.planner.batch import StepBatch
 from megatron_rl.planner.constants import Constants, Machine
-from megatron_rl.planner.layer import gather_seconds, layer_seconds
+from megatron_rl.planner.layer import LayerSeconds, gather_seconds, layer_seconds
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (
@@ -185,13 +185,8 @@ def _update_seconds(choice: TrainChoice, machine: Machine) -> float:
     return seconds
 
 
-def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: float = 1.0) -> OptimizerStep:
-    """Return seconds of one optimizer step (forward, backward, gradient exchange, update).
-
-    ``share`` is the part of the kernels' pace that the surrounding loop keeps; it slows computation,
-    not the gradient exchange.
-    """
-    layer = layer_seconds(
+def _layer_of(choice: TrainChoice, machine: Machine, work: Work) -> LayerSeconds:
+    return layer_seconds(
         choice.model,
         choice.layout,
         machine,
@@ -201,6 +196,15 @@ def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: flo
         frozen=choice.lora is not None,
         exchanges=choice.exchanges_heads,
     )
+
+
+def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: float = 1.0) -> OptimizerStep:
+    """Return seconds of one optimizer step (forward, backward, gradient exchange, update).
+
+    ``share`` is the part of the kernels' pace that the surrounding loop keeps; it slows computation,
+    not the gradient exchange.
+    """
+    layer = _layer_of(choice, machine, work)
     per_layer, head = layer.forward + layer.backward, layer.head_forward + layer.head_backward
     if choice.recompute == "full":
         per_layer += layer.forward
@@ -249,15 +253,7 @@ def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> fl
 def score_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
     """Return seconds of one forward pass of one role over a step's rows."""
     work = replica_work(choice, batch, batch.rows)
-    layer = layer_seconds(
-        choice.model,
-        choice.layout,
-        machine,
-        work.tokens,
-        work.context,
-        choice.built.fused,
-        exchanges=choice.exchanges_heads,
-    )
+    layer = _layer_of(choice, machine, work)
     once = _pipeline_seconds(choice, machine, work, layer.forward, layer.head_forward)
     return once / (machine.constants.efficiency.rl_log_probs * _loop_share(choice, batch, machine.constants))
 

@@ -1,4 +1,4 @@
-"""Hold API servers for one run: two that bring a server their weights at once would both wait for ever."""
+"""Hold API servers for one run: two that bring a server their weights at once stall each other."""
 
 from __future__ import annotations
 
@@ -59,9 +59,12 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
-            for server in self._servers:
-                with suppress(ServerError, KeyError, ValueError):  # one that is away is missed elsewhere
-                    server.claim(self._run, LEASE_SECONDS)
+            self._tell(LEASE_SECONDS)
+
+    def _tell(self, seconds: float) -> None:
+        for server in self._servers:
+            with suppress(ServerError, KeyError, ValueError):  # one that is away is missed elsewhere
+                server.claim(self._run, seconds)
 
     def close(self) -> None:
         """Give the servers back. May be called twice."""
@@ -69,6 +72,4 @@ class Lease:
             return
         self._ended.set()
         self._thread.join()
-        for server in self._servers:
-            with suppress(ServerError, KeyError, ValueError):
-                server.claim(self._run, 0.0)
+        self._tell(0.0)
