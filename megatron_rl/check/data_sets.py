@@ -13,8 +13,11 @@ from megatron_rl.data.records import (
     Record,
     empty_error,
     missing_error,
+    nothing_taught,
     require_fields,
+    require_text,
     source_error,
+    teaches_nothing,
     unreadable_error,
     values_of,
 )
@@ -37,8 +40,17 @@ class DataPreview:
     count: int | None
 
 
-def check_data(path: Path, where: str, required: Mapping[str, str], files: Files) -> DataPreview | None:
-    """Check a data set; ``required`` maps a field that records must hold to the setting that names it."""
+def check_data(
+    path: Path,
+    where: str,
+    required: Mapping[str, str],
+    files: Files,
+    responses: Mapping[str, str] | None = None,
+) -> DataPreview | None:
+    """Check a data set; ``required`` maps a field that records must hold to the setting that names it.
+
+    ``responses`` maps the fields of responses likewise, which hold text.
+    """
     if not path.exists():
         files.miss(path, missing_error(path, where).message, where, KINDS)
         return None
@@ -48,15 +60,21 @@ def check_data(path: Path, where: str, required: Mapping[str, str], files: Files
         return None
     if path.is_dir():
         return DataPreview(None, None)
-    return (_check_jsonl if path.suffix == ".jsonl" else _check_parquet)(path, where, required, files)
+    if path.suffix == ".jsonl":
+        return _check_jsonl(path, where, required, responses or {}, files)
+    return _check_parquet(path, where, files)
 
 
-def _check_jsonl(path: Path, where: str, required: Mapping[str, str], files: Files) -> DataPreview | None:
-    first, broken = None, 0
+def _check_jsonl(
+    path: Path, where: str, required: Mapping[str, str], responses: Mapping[str, str], files: Files
+) -> DataPreview | None:
+    first, total = None, 0
+    broken: dict[tuple[str, str | None], UserError] = {}
+    uninstructive: list[str] = []
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), b""), start=1):
-                if number > LINES or broken >= MAX_BROKEN:
+                if number > LINES or len(broken) >= MAX_BROKEN:
                     break
                 if len(line) == LONGEST_LINE:
                     problem = f"line {number} has {LONGEST_LINE >> 20} MiB or more"
@@ -67,22 +85,34 @@ def _check_jsonl(path: Path, where: str, required: Mapping[str, str], files: Fil
                 place = f"{path}:{number}"
                 try:
                     record = values_of(line, f"{place} ({where})")
-                    first = first or record
-                    require_fields(Record(record, place), required, where)
+                    first, total = first or record, total + 1
+                    require_fields(Record(record, place), {**required, **responses}, where)
+                    require_text(Record(record, place), responses, where)
+                    if responses and teaches_nothing(*(record[field] for field in responses)):
+                        uninstructive.append(place)
                 except UserError as error:
-                    broken += 1
-                    files.errors.append(error)
+                    broken.setdefault((error.message, error.got), error)  # records of one kind: once
     except OSError as error:
         fix = "check the rights of the file and of its folders"
         files.errors.append(unreadable_error(path, where, str(error), fix))
         return None
+    files.errors.extend(broken.values())
+    if uninstructive:
+        files.warnings.append(
+            UserError(
+                nothing_taught(uninstructive, total, len(responses) > 1),
+                where=where,
+                got=f"{', '.join(responses)} of {total} records at the start of the file",
+                fix="correct or remove the records",
+            )
+        )
     if first is None and not broken:
         files.errors.append(empty_error(path, where))
         return None
     return DataPreview(first, _count_lines(path))
 
 
-def _check_parquet(path: Path, where: str, _: Mapping[str, str], files: Files) -> DataPreview | None:
+def _check_parquet(path: Path, where: str, files: Files) -> DataPreview | None:
     try:
         with path.open("rb") as stream:
             head = stream.read(4)

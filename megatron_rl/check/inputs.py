@@ -155,7 +155,7 @@ def _check_stage_data(check: Inputs, plan: StagePlan) -> None:
     for name in ("data", "held_out"):
         path, where = getattr(plan.settings, name), f"{plan.where}.{name}"
         if path is not None and check.fine("data.prompt_field", where, *settings.values()):
-            check_data(Path(path), where, check.config.data.asked | responses, check.files)
+            check_data(Path(path), where, check.config.data.asked, check.files, responses)
 
 
 def _model(check: Inputs, path: str, where: str) -> ModelShape | None:

@@ -158,7 +158,10 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
         *_episode_lines(report, batch),
         *_scoring_line(report),
         (f"{config.rollout.order} order", _order_words(config)),
-        (f"{config.steps:,} steps x {batch.prompts:,} prompts", _passes(config.steps, batch, report.records)),
+        (
+            f"{_count(config.steps, 'step')} x {_count(batch.prompts, 'prompt')}",
+            _passes(config.steps, batch, report.records),
+        ),
     ]
 
 
@@ -231,11 +234,12 @@ def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:
 
 def _stage_line(plan: StagePlan) -> tuple[str, str]:
     settings = plan.settings
-    size = f"{settings.per_step:,} {settings.UNIT}s"
+    size = _count(settings.per_step, settings.UNIT)
     if settings.steps is None:
-        return f"{plan.where}: {settings.epochs:g} epochs", f"steps of {size}"
-    total = f"{settings.steps * settings.per_step:,} {settings.UNIT}s in all"
-    return f"{plan.where}: {settings.steps:,} steps x {size}", total
+        epochs = "1 epoch" if settings.epochs == 1 else f"{settings.epochs:g} epochs"
+        return f"{plan.where}: {epochs}", f"steps of {size}"
+    total = f"{_count(settings.steps * settings.per_step, settings.UNIT)} in all"
+    return f"{plan.where}: {_count(settings.steps, 'step')} x {size}", total
 
 
 def _passes(steps: int, batch: BatchPlan, records: int | None) -> str:

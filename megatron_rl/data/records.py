@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,37 @@ def require_fields(record: Record, fields: Mapping[str, str], setting: str) -> N
             got=f"fields {', '.join(record.values) or '(none)'}",
             fix=f"set {named_by}={close}" if close else f"set {named_by} to the field that holds it",
         )
+
+
+def require_text(record: Record, fields: Mapping[str, str], setting: str) -> None:
+    """Raise a UserError that names the first of ``fields`` in which ``record`` holds something but text.
+
+    ``fields`` are names with the settings that name them.
+    """
+    for name, named_by in fields.items():
+        value = record.values[name]
+        if not isinstance(value, str):
+            raise UserError(
+                f"the field `{name}` is not text",
+                where=f"{record.where} ({setting})",
+                expected="a string",
+                got=f"{type(value).__name__}: {str(value)[:80]}",
+                fix=f"correct the record, or {named_by}",
+            )
+
+
+def teaches_nothing(response: str | bytes, *others: str | bytes) -> bool:
+    """Say whether a record's response is empty, or those of a pair are equal, as text or as tokens."""
+    return response in others if others else not response
+
+
+def nothing_taught(wheres: Sequence[str], total: int, pairs: bool) -> str:
+    """Return a sentence on the records, of ``total``, for which `teaches_nothing` is true."""
+    many = f"{len(wheres)} of {total}"
+    first = f"first: {', '.join(wheres[:3])}"
+    if pairs:
+        return f"{many} pairs prefer a response to itself and teach nothing; {first}"
+    return f"{many} responses are empty and teach to say nothing; {first}"
 
 
 def values_of(line: bytes, where: str) -> dict[str, Any]:

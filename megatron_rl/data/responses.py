@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,15 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.order import ShuffledOrder
 from megatron_rl.data.prompts import fingerprint, ragged
-from megatron_rl.data.records import Record, require_fields
+from megatron_rl.data.records import (
+    Record,
+    nothing_taught,
+    require_fields,
+    require_text,
+    teaches_nothing,
+)
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import PromptEncoder, drop_over_long, encode_texts, end_token_ids
-from megatron_rl.errors import UserError
 from megatron_rl.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -55,6 +60,11 @@ class ResponseSource:
             lengths, encoded.records, max_tokens, data.over_long, setting
         )
         self.unit = len(responses)
+        self._uninstructive = [
+            encoded.records[index].where
+            for index in self._kept
+            if teaches_nothing(*(rows[index].tobytes() for rows in responses))
+        ]
         sizes = [len(prompts[index]) + len(rows[index]) + 1 for index in self._kept for rows in responses]
         rows = (row for item in range(len(self)) for row in self._rows(item))
         self._order = ShuffledOrder(len(self), seed, data.shuffle, fingerprint(sizes, rows))
@@ -62,6 +72,12 @@ class ResponseSource:
     def __len__(self) -> int:
         """Return the number of records."""
         return len(self._kept)
+
+    def remarks(self) -> Iterator[str]:
+        """Yield sentences for the console: on records that are too long, and on those that teach nothing."""
+        yield self.length_report.line("records")
+        if self._uninstructive:
+            yield f"warning: {nothing_taught(self._uninstructive, len(self), self.unit > 1)}"
 
     def next(self, count: int) -> TrainBatch:
         """Return the rows of the next ``count`` records, those of one record after one another.
@@ -116,7 +132,7 @@ def encode_responses(
     """
     for record in records:
         require_fields(record, data.asked | fields, setting)
-        _require_text(record, fields, setting)
+        require_text(record, fields, setting)
     texts, prompts = PromptEncoder(tokenizer, data, setting).encode(records, max_tokens)
     columns = [prompts]
     for field in fields:
@@ -146,16 +162,3 @@ def load_responses(
         setting=setting,
         model_path=config.model.path,
     )
-
-
-def _require_text(record: Record, fields: dict[str, str], setting: str) -> None:
-    for field, named_by in fields.items():
-        response = record.values[field]
-        if not isinstance(response, str):
-            raise UserError(
-                f"the field {field!r} is not text",
-                where=f"{record.where} ({setting})",
-                expected="a string",
-                got=f"{type(response).__name__}: {str(response)[:80]}",
-                fix=f"correct the record, or {named_by}",
-            )

@@ -74,9 +74,7 @@ class Run:
         job.join()
         self.checkpoint, self.stages = self._left_to_do()
         with self.phases("data"):
-            self.stage_data = [
-                load_stage_data(config, plan, self.tokenizer, job.token_files) for plan in self.stages
-            ]
+            self.stage_data = [load_stage_data(plan, self.tokenizer, job) for plan in self.stages]
         with self.phases("build"), self._progress("build models and engine"):
             self.sets = evaluation_sets(config, held_out, self.tokenizer)
             templated = self.prompts.templated

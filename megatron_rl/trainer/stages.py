@@ -15,7 +15,6 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans, starting_model
 from megatron_rl.data.responses import ResponseSource, load_responses
-from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
@@ -77,14 +76,19 @@ class Stage:
     at_end: Callable[[], None] = lambda: None
 
 
-def load_stage_data(config: RunConfig, plan: StagePlan, tokenizer: Any, files: TokenFiles) -> StageData:
+def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
     """Read and tokenise what a stage learns from; raises UserError for records that do not fit."""
     settings, where, longest = plan.settings, plan.where, plan.settings.max_row_tokens
     assert longest is not None
 
     def source(path: str, name: str) -> ResponseSource:
         fields = {getattr(settings, field): f"{where}.{field}" for field in settings.RESPONSES}
-        return load_responses(config, f"{where}.{name}", path, tokenizer, files, fields, longest)
+        rows = load_responses(
+            job.config, f"{where}.{name}", path, tokenizer, job.token_files, fields, longest
+        )
+        for remark in rows.remarks():
+            job.say(f"{where}.{name}: {remark}")
+        return rows
 
     train = source(settings.data, "data")
     held_out = None if settings.held_out is None else source(settings.held_out, "held_out")
@@ -221,7 +225,7 @@ def run_alone(job: Job) -> None:
     job.join()
     pending = gather_objects(pending_stages(config))[0]
     with job.phases("data"):
-        data = {plan.where: load_stage_data(config, plan, tokenizer, job.token_files) for plan in pending}
+        data = {plan.where: load_stage_data(plan, tokenizer, job) for plan in pending}
     for plan in stage_plans(config):
         if plan.where in data:
             with job.phases("build"):

@@ -70,6 +70,28 @@ def test_a_stage_alone_shows_its_memory_and_what_it_reads(job: str, capsys) -> N
     assert halved.memory[0].peak < rank.peak
 
 
+def test_responses_are_looked_at_before_anything_is_built() -> None:
+    def found(job: str, name: str, *records: dict[str, object]) -> CheckReport:
+        lines = [json.dumps({"prompt": "1+1=", **record}) for record in records]
+        Path(f"{name}.jsonl").write_text("\n".join(lines))
+        return check(ALONE + SECTIONS[job], f"job={job}", "rollout.max_response_tokens=8")
+
+    pair, equal = {"chosen": "2", "rejected": "3"}, {"chosen": "2", "rejected": "2"}
+    report = found("prefer", "pairs", pair, equal, equal, {"chosen": "", "rejected": "2"})
+    assert report.errors == ()
+    (warning,) = (warning for warning in report.warnings if "preference.data" in str(warning.where))
+    assert warning.message.startswith("2 of 4 pairs prefer a response to itself")
+    assert warning.message.endswith("first: pairs.jsonl:2, pairs.jsonl:3")
+    report = found("sft", "sft", {"response": ""}, {"response": "2"})
+    assert any("1 of 2 responses are empty" in warning.message for warning in report.warnings)
+    assert not any("response" in warning.message for warning in found("prefer", "pairs", pair).warnings)
+
+    (error,) = found("sft", "sft", {"response": ["2"]}, {"response": "2"}).errors
+    assert "not text" in error.message and "sft.jsonl:1" in str(error.where)
+    (error,) = found("prefer", "pairs", *[{"rejected": "3"}] * 9).errors
+    assert "has no `chosen`" in error.message, "once for all that are alike"
+
+
 @pytest.mark.parametrize("job", SECTIONS)
 def test_a_stage_alone_without_its_section_is_an_error(job: str) -> None:
     others = "".join(text for name, text in SECTIONS.items() if name != job)

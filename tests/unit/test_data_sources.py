@@ -228,8 +228,11 @@ def test_supervised_rows(tokenizer: Any) -> None:
         responses(records([{"prompt": "1"}]), tokenizer)
     with pytest.raises(UserError, match="not text"):
         responses(records([{"prompt": "1", "response": 2}]), tokenizer)
+    assert list(rows.remarks()) == ["2 records, none over the limit of 64 tokens (longest 8)"]
     long = responses(items, tokenizer, max_tokens=7)
-    assert len(long) == 1 and long.length_report.over_long == 1
+    assert len(long) == 1 and next(long.remarks()).startswith("dropped 1 of 2 records: longer than 7 tokens")
+    (_, warning) = responses(records([{"prompt": "1", "response": ""}]), tokenizer).remarks()
+    assert "1 of 1 responses are empty" in warning and "test.jsonl:1" in warning
 
 
 def test_a_resumed_supervised_source_goes_on_exactly(material: Path, tokenizer: Any) -> None:
