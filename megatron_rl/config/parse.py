@@ -63,7 +63,8 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
     for key, node in section.children.items():
         if key not in known:
             everywhere = known_paths(parse.root) if parse.root is not None else []
-            note_unknown(key, node, path, list(known), everywhere, parse)
+            below = [name for name in known_paths(cls) if name.partition(".")[0] in known]
+            note_unknown(key, node, path, below, everywhere, parse)
     # A new value holds what is no setting, too, as the defaults have it.
     values = {item.name: _default(item, defaults) for item in dataclasses.fields(cls) if not is_setting(item)}
     for name, item in known.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 from megatron_rl.config.other_names import FOREIGN_SECTIONS, RENAMED, OtherName, other_name
@@ -18,11 +19,15 @@ class Notes(Protocol):
 
 
 def note_unknown(
-    key: str, node: Leaf | Section, path: str, siblings: list[str], everywhere: list[str], notes: Notes
+    key: str, node: Leaf | Section, path: str, below: list[str], everywhere: list[str], notes: Notes
 ) -> None:
-    """Record an unknown name: what it is called here, or the nearest known name."""
+    """Record an unknown name: what it is called here, or the nearest known name.
+
+    ``below`` are the paths of the section's own values, without its ``path``.
+    """
     full = f"{path}.{key}" if path else key
-    ours = other_name(full)
+    siblings = list(dict.fromkeys(known.partition(".")[0] for known in below))
+    ours = _in_section(other_name(full), path, below)
     former = any(name.startswith(f"{full}.") for name in RENAMED)
     if former and isinstance(node, Section) and not node.children:
         return  # run folders hold it, and it says nothing
@@ -41,6 +46,15 @@ def note_unknown(
         got=f"`{key}`",
         fix=f"write `{guess}`, or remove the line" if guess else "remove the line; `check` lists every name",
     )
+
+
+def _in_section(ours: OtherName | None, path: str, below: list[str]) -> OtherName | None:
+    """Return what a name is called in the section where it stands, if that has what it means."""
+    if ours is None or not path:
+        return ours
+    words = ours.ours.split(".")
+    ends = (".".join(words[start:]) for start in range(len(words)))
+    return next((replace(ours, ours=f"{path}.{end}") for end in ends if end in below), ours)
 
 
 def _note_other_name(full: str, shown: str, node: Leaf | Section, ours: OtherName, notes: Notes) -> None:
