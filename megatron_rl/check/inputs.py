@@ -18,6 +18,7 @@ from megatron_rl.check.provider import provider_errors
 from megatron_rl.check.resume import resume_errors
 from megatron_rl.check.reward_function import check_not_hidden, check_reward
 from megatron_rl.check.reward_servers import check_servers, silent_servers
+from megatron_rl.check.stages import repeated_records
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.load import flatten
 from megatron_rl.config.roles import role_of, role_sections, stated_models
@@ -155,7 +156,9 @@ def _check_stage_data(check: Inputs, plan: StagePlan) -> None:
     for name in ("data", "held_out"):
         path, where = getattr(plan.settings, name), f"{plan.where}.{name}"
         if path is not None and check.fine("data.prompt_field", where, *settings.values()):
-            check_data(Path(path), where, check.config.data.asked, check.files, responses)
+            preview = check_data(Path(path), where, check.config.data.asked, check.files, responses)
+            if name == "data" and preview is not None and preview.count is not None:
+                check.warnings.extend(repeated_records(plan, preview.count))
 
 
 def _model(check: Inputs, path: str, where: str) -> ModelShape | None:

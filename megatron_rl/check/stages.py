@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.stage_plan import SECTIONS, stage_plans
+from megatron_rl.config.sections.stages import PreferenceConfig
+from megatron_rl.config.stage_plan import SECTIONS, StagePlan, stage_plans
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape
 
@@ -15,6 +16,8 @@ def check_stages(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of how long stages take, of their optimizers, and of a job without a stage."""
     if config.job in SECTIONS:
         yield from _check_job(config)
+    elif config.data.train is None:
+        yield from _check_alone(config)
     for plan in stage_plans(config):
         fields = [getattr(plan.settings, name) for name in plan.settings.RESPONSES]
         if len(set(fields)) < len(fields):
@@ -73,6 +76,60 @@ def _check_job(config: RunConfig) -> Iterator[UserError]:
             got=config.checkpoint.resume,
             fix="remove checkpoint.resume; to start from a model, export it and set model.path",
         )
+
+
+def _check_alone(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of a run of stages alone, which was meant for their own commands."""
+    jobs = [
+        job
+        for job, section in SECTIONS.items()
+        if any(plan.where.startswith(section.partition(".NAME")[0]) for plan in stage_plans(config))
+    ]
+    if jobs:
+        yield UserError(
+            "there is training before reinforcement learning, and no reinforcement learning",
+            where=stage_plans(config)[0].where,
+            expected="data.train, reward and steps beside it",
+            got=", ".join(plan.where for plan in stage_plans(config)),
+            fix=f"for the stage alone: python -m megatron_rl {jobs[0]} CONFIG; check CONFIG --for {jobs[0]}",
+        )
+
+
+def repeated_records(plan: StagePlan, records: int) -> Iterator[UserError]:
+    """Yield the warning of a step that takes more than all ``records`` of a stage's data."""
+    settings = plan.settings
+    size = settings.per_step
+    if settings.epochs is not None:
+        size = min(size, round(settings.epochs * records))
+    if size > records:
+        where = f"{plan.where}.{settings.UNIT}s_per_step"
+        yield UserError(
+            f"a step takes more {settings.UNIT}s than the data has",
+            where=where,
+            got=f"{size} {settings.UNIT}s per step, {records} in {settings.data}",
+            fix=f"lower {where}, or add data: records would repeat within a step",
+        )
+
+
+def unused_settings(config: RunConfig) -> Iterator[UserError]:
+    """Yield the warnings of settings of stages that have no effect."""
+    for plan in stage_plans(config):
+        settings, unused = plan.settings, []
+        if settings.evaluate_every is not None and settings.held_out is None:
+            unused.append(("evaluate_every", "no held_out", f"set {plan.where}.held_out"))
+        if isinstance(settings, PreferenceConfig):
+            loss = f"loss {settings.loss}"
+            if settings.label_smoothing and settings.loss not in ("sigmoid", "robust"):
+                unused.append(("label_smoothing", loss, "choose sigmoid or robust"))
+            if settings.margin != PreferenceConfig.margin and settings.loss != "simpo":
+                unused.append(("margin", loss, "choose simpo"))
+        for name, why, other in unused:
+            yield UserError(
+                "a setting of a stage has no effect",
+                where=f"{plan.where}.{name}",
+                got=f"{getattr(settings, name):g}, with {why}",
+                fix=f"remove it, or {other}",
+            )
 
 
 def check_row_lengths(config: RunConfig, shape: ModelShape | None) -> Iterator[UserError]:

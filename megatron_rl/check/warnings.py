@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.algorithms.returns import Vapo
+from megatron_rl.check.stages import unused_settings
 from megatron_rl.config.budget import PHASES, RankMemory
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.ranges import format_ranges
@@ -52,6 +53,7 @@ def check_warnings(
         if algorithm is not None and config.actor.routing_replay == "update":
             _replay(config, algorithm, warnings)
     _schedule(config, warnings)
+    warnings.found.extend(unused_settings(config))
     _placement(config, world_size, layouts, warnings)
     if algorithm is not None and config.reference is not None and not algorithm.needs_reference:
         warnings.add(

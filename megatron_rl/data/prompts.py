@@ -54,7 +54,7 @@ class PromptSource:
         """Whether prompts went through the tokenizer's chat template; the first of them says it for all."""
         lengths = [len(ids) for ids in self._tokens]
         self._ids, self.length_report = drop_over_long(
-            lengths, records, data.max_prompt_tokens, data.over_long, setting
+            lengths, records, data.max_prompt_tokens, data.over_long, setting, "data.max_prompt_tokens"
         )
         self._records, self._data = records, data
         kept = fingerprint([lengths[row] for row in self._ids], (self._tokens[row] for row in self._ids))

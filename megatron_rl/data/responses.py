@@ -33,9 +33,9 @@ class ResponseSource:
 
     ``encoded`` is what `encode_responses` gives; a record has a row for each field of responses, in that
     order. Prompt and response are tokenised apart, as they are when the response is sampled, and a response
-    ends with the eos token. A record with a row over ``max_tokens`` is dropped and counted in
-    ``length_report``, or raises a UserError under ``data.over_long: error``. ``setting`` is the configuration
-    path of the data.
+    that does not end with a token that ends responses gets the eos token. A record with a row over
+    ``max_tokens`` is dropped and counted in ``length_report``, or raises a UserError under
+    ``data.over_long: error``. ``setting`` is the configuration path of the data.
     """
 
     def __init__(
@@ -49,15 +49,13 @@ class ResponseSource:
         setting: str,
         model_path: str | None = None,
     ) -> None:
-        end = numpy.asarray(end_token_ids(tokenizer, model_path)[:1], numpy.int32)
+        self._ends = end_token_ids(tokenizer, model_path)
         prompts, *responses = encoded.tokens
-        self._prompts, self._responses, self._end = prompts, responses, end
-        lengths = [
-            len(prompts[index]) + max(len(rows[index]) for rows in responses) + 1
-            for index in range(len(prompts))
-        ]
+        self._prompts, self._responses = prompts, responses
+        lengths = [max(map(len, self._rows(index))) for index in range(len(prompts))]
+        limited_by = f"{setting.rpartition('.')[0]}.max_row_tokens"
         self._kept, self.length_report = drop_over_long(
-            lengths, encoded.records, max_tokens, data.over_long, setting
+            lengths, encoded.records, max_tokens, data.over_long, setting, limited_by
         )
         self.unit = len(responses)
         self._uninstructive = [
@@ -65,8 +63,8 @@ class ResponseSource:
             for index in self._kept
             if teaches_nothing(*(rows[index].tobytes() for rows in responses))
         ]
-        sizes = [len(prompts[index]) + len(rows[index]) + 1 for index in self._kept for rows in responses]
-        rows = (row for item in range(len(self)) for row in self._rows(item))
+        sizes = [len(row) for index in self._kept for row in self._rows(index)]
+        rows = (row for index in self._kept for row in self._rows(index))
         self._order = ShuffledOrder(len(self), seed, data.shuffle, fingerprint(sizes, rows))
 
     def __len__(self) -> int:
@@ -92,7 +90,7 @@ class ResponseSource:
         return self._batch(range(len(self)))
 
     def _batch(self, chosen: Sequence[int]) -> TrainBatch:
-        rows = [row for item in chosen for row in self._rows(item)]
+        rows = [row for item in chosen for row in self._rows(self._kept[item])]
         starts = [len(self._prompts[self._kept[item]]) for item in chosen for _ in range(self.unit)]
         mask = torch.cat([torch.arange(len(row)) >= start for row, start in zip(rows, starts, strict=True)])
         return TrainBatch(
@@ -103,10 +101,16 @@ class ResponseSource:
             temperature=torch.ones(len(rows)),
         )
 
-    def _rows(self, item: int) -> list[numpy.ndarray]:
-        index = self._kept[item]
-        prompt = self._prompts[index]
-        return [numpy.concatenate((prompt, responses[index], self._end)) for responses in self._responses]
+    def _rows(self, index: int) -> list[numpy.ndarray]:
+        """Return the rows of a record by its place in the data."""
+        rows = []
+        for responses in self._responses:
+            response = responses[index]
+            # A text may hold its end already: one that a model or a chat template wrote.
+            ended = len(response) and int(response[-1]) in self._ends
+            end = numpy.asarray([] if ended else self._ends[:1], numpy.int32)
+            rows.append(numpy.concatenate((self._prompts[index], response, end)))
+        return rows
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """Return the position in the data."""

@@ -259,11 +259,12 @@ def _shown_length(length: int, limit: int) -> str:
 
 
 def drop_over_long(
-    lengths: Sequence[int], records: Sequence[Record], limit: int, policy: str, setting: str
+    lengths: Sequence[int], records: Sequence[Record], limit: int, policy: str, setting: str, limited_by: str
 ) -> tuple[list[int], LengthReport]:
     """Return the rows within ``limit`` tokens and a report; with policy ``error`` the first longer raises.
 
-    No row within the limit raises a UserError under either policy.
+    No row within the limit raises a UserError under either policy. ``setting`` names the data and
+    ``limited_by`` the limit.
     """
     long = [row for row, length in enumerate(lengths) if length > limit]
     longest = max(lengths)
@@ -276,8 +277,7 @@ def drop_over_long(
             expected=f"at most {limit} tokens",
             got=f"{_shown_length(lengths[row], limit)} tokens there; "
             f"the longest has {_shown_length(longest, limit)}",
-            fix="raise data.max_prompt_tokens"
-            + (", or set data.over_long=drop" if policy == "error" else ""),
+            fix=f"raise {limited_by}" + (", or set data.over_long=drop" if policy == "error" else ""),
         )
     dropped = set(long)
     keep = [row for row in range(len(lengths)) if row not in dropped]

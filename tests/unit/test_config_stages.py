@@ -120,6 +120,34 @@ def test_mistakes_of_a_stage(override: str, message: str) -> None:
     assert any(message in error.message and error.fix for error in errors), [str(error) for error in errors]
 
 
+def test_a_run_of_stages_alone_is_told_their_commands() -> None:
+    (told,) = (
+        error for error in check(ALONE + SECTIONS["prefer"]).errors if "no reinforcement" in error.message
+    )
+    assert "megatron_rl prefer CONFIG" in (told.fix or "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unused"),
+    [
+        ("preference.evaluate_every=2", "evaluate_every"),
+        ("preference.loss=ipo preference.label_smoothing=0.1", "label_smoothing"),
+        ("preference.loss=robust preference.label_smoothing=0.1", None),
+        ("preference.margin=1", "margin"),
+        ("preference.loss=simpo preference.margin=1", None),
+        ("preference.pairs_per_step=2", "pairs_per_step"),
+        ("preference.steps=null preference.epochs=3 preference.pairs_per_step=2", "pairs_per_step"),
+        ("preference.steps=null preference.epochs=1 preference.pairs_per_step=2", None),
+    ],
+)
+def test_what_a_stage_is_allowed_but_rarely_meant(overrides: str, unused: str | None) -> None:
+    text = ALONE + "preference: {data: pairs.jsonl, steps: 5, pairs_per_step: 1}\n"
+    report = check(text, "job=prefer", "rollout.max_response_tokens=8", "world_size=1", *overrides.split())
+    assert report.errors == ()
+    found = [(warning.where or "").partition(" (")[0] for warning in report.warnings]
+    assert found == ([] if unused is None else [f"preference.{unused}"])
+
+
 def test_a_stage_has_ended_when_its_model_is_there(workspace: Path) -> None:
     (workspace / "stages.yaml").write_text("base: config.yaml\n" + STAGES)
     config = load("stages.yaml", ["reward.function=null"]).valid()

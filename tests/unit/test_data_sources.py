@@ -229,10 +229,27 @@ def test_supervised_rows(tokenizer: Any) -> None:
     with pytest.raises(UserError, match="not text"):
         responses(records([{"prompt": "1", "response": 2}]), tokenizer)
     assert list(rows.remarks()) == ["2 records, none over the limit of 64 tokens (longest 8)"]
+    with pytest.raises(UserError, match=r"raise sft\.max_row_tokens"):
+        responses(items, tokenizer, max_tokens=3)
     long = responses(items, tokenizer, max_tokens=7)
     assert len(long) == 1 and next(long.remarks()).startswith("dropped 1 of 2 records: longer than 7 tokens")
     (_, warning) = responses(records([{"prompt": "1", "response": ""}]), tokenizer).remarks()
     assert "1 of 1 responses are empty" in warning and "test.jsonl:1" in warning
+
+
+def test_a_response_that_says_its_end_has_no_second_one(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
+    texts = ["2<eos>", "12<pad>", "3", "<eos>", "4<eos>5"]
+    items = records([{"prompt": "1+1=", "response": text} for text in texts])
+    data = DataConfig(shuffle=False)
+    encoded = encode_responses(tokenizer, data, {"response": "sft.response_field"}, 64, "sft.data", items)
+    how: Any = {"seed": 1, "max_tokens": 8, "setting": "sft.data", "model_path": str(tmp_path)}
+    rows = ResponseSource(encoded, tokenizer, data, **how)
+    batch = rows.everything()
+    found = [tokenizer.decode(row) for row in split_rows(batch.tokens, batch.lengths)]
+    ended = ["2<eos>", "12<pad>", "3<eos>", "<eos>"]
+    assert found == [f"<bos>1+1={text}" for text in ended]
+    assert rows.length_report.over_long == 1 and rows.length_report.longest == 9
 
 
 def test_a_resumed_supervised_source_goes_on_exactly(material: Path, tokenizer: Any) -> None:
