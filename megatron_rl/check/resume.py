@@ -14,8 +14,10 @@ from megatron_rl.config.checkpoint_meta import (
     require_layout,
     require_state_format,
 )
+from megatron_rl.config.roles import role_of
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.stage_plan import pending_stages
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import read_pretrained
@@ -88,19 +90,27 @@ def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
 
 def resumed_layout_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> list[UserError]:
     """Return the errors of optimizers that lie in the checkpoint in shards of other layouts than these."""
-    resume, newest = config.checkpoint.resume, latest(RunFolder(config.run_dir).checkpoints)
-    path = newest if resume == "auto" else None if resume == "never" else Path(resume)
-    if config.job != TRAIN or path is None:
+    resume, folder = config.checkpoint.resume, RunFolder(config.run_dir)
+    if resume == "never":
         return []
-    try:
-        meta = read_meta(path)
-    except UserError:
-        return []  # `resume_errors` says so
-    try:
-        for name in layouts.keys() & meta["roles"].keys():
-            require_layout(path, name, meta, asdict(layouts[name]))
-    except UserError as error:
-        return [error]
-    except (KeyError, TypeError, AttributeError):
-        pass  # `resume_errors` says so
-    return []
+    paths = [latest(folder.stage_checkpoints(plan.name)) for plan in pending_stages(config)]
+    if config.job == TRAIN:
+        begun = latest(folder.checkpoints) if resume == "auto" else Path(resume)
+        paths = [begun] if begun is not None else paths  # a run that has begun is past its stages
+    errors = []
+    for path in paths:
+        if path is None:
+            continue
+        try:
+            meta = read_meta(path)
+        except UserError:
+            continue  # who reads it says so
+        try:
+            for name in meta["roles"]:
+                if role_of(name) in layouts:
+                    require_layout(path, name, meta, asdict(layouts[role_of(name)]))
+        except UserError as error:
+            errors.append(error)
+        except (KeyError, TypeError, AttributeError):
+            pass  # who reads it says so
+    return errors

@@ -163,8 +163,8 @@ def require_layout(
         where=f"{directory} ({name})",
         expected=", ".join(f"{size} {layout[size]}" for size in _CUTS),
         got=", ".join(f"{size} {saved[size]}" for size in _CUTS),
-        fix=f"have its own layout, on {saved['world_size']} ranks, write it for any: "
-        f"train CONFIG checkpoint.optimizer_layout=any steps={meta['step']}{other}",
+        fix=f"have its own layout, on {saved['world_size']} ranks, write it for any: go on there with "
+        f"checkpoint.optimizer_layout=any, which a run with steps={meta['step']} does and no more{other}",
     )
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_rl.config.checkpoint_meta import ANY, checkpoint_path
+from megatron_rl.config.checkpoint_meta import ANY, checkpoint_path, read_meta, reads_anywhere
 from megatron_rl.config.schema import CheckpointConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.checkpoint import Saving
 from megatron_rl.parallel.exchange import gather_objects
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.job import Job
 
 
 class Checkpoints:
@@ -48,6 +52,17 @@ class Checkpoints:
             )  # there may not be the memory, nor the time, for a gather: the other is complete
         self.complete()
         return checkpoint_path(self._folder, step)
+
+    def write_anew(self, path: Path, step: int, job: Job) -> None:
+        """Write a checkpoint for any layout if that is the setting and the one at ``path`` is not.
+
+        Collective over the world.
+        """
+        if self._settings.optimizer_layout != ANY or reads_anywhere(read_meta(path)):
+            return
+        with job.phases("checkpoint"):
+            self.save(step, ANY)
+        job.say(f"step {step}: its checkpoint is written anew, for any layout")
 
     def save(self, step: int, layout: str, *, beside: bool = False) -> None:
         """Write a checkpoint of the present step, or begin to. Collective over the world."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
-from megatron_rl.config.checkpoint_meta import ANY, read_meta, reads_anywhere
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
@@ -164,10 +163,7 @@ class Run:
         with self.phases("resume"):
             self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
         self.job.say(f"resumed from {path} at step {self.state.step}")
-        if self.config.checkpoint.optimizer_layout == ANY and not reads_anywhere(read_meta(path)):
-            with self.phases("checkpoint"):
-                self.checkpoints.save(self.state.step, ANY)
-            self.job.say(f"step {self.state.step}: its checkpoint is written anew, for any layout")
+        self.checkpoints.write_anew(path, self.state.step, self.job)
 
     def _run_stages(self) -> None:
         """Run the stages that have not ended; the engine counts the weights of each as a version."""

@@ -265,6 +265,8 @@ def _take_steps(stage: Stage, job: Job) -> None:
         return checkpoint.save(path, parts, state, keep=1, layout=layout, beside=beside)
 
     checkpoints = Checkpoints(folder, job.config.checkpoint, write)
+    if newest is not None:
+        checkpoints.write_anew(newest, done, job)
     with (
         _Record(stage, job, None if newest is None else done) as record,
         Progress(stage.title, data.steps, shown=job.main, console=job.console) as progress,

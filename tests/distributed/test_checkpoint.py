@@ -286,7 +286,13 @@ LAYOUTS = ("dp4", "pp2dp2", "tp2dp2", "vpp", "alone", "megatron-dp4", "buffers-d
         ("wrong-size", ["of another model", "mlp_width = 64", "mlp_width = 48", "fix:"]),
         (
             "other-shards",
-            ["in the shards of another layout", "pipeline 1", "pipeline 2", "optimizer_layout=any steps=3"],
+            [
+                "in the shards of another layout",
+                "pipeline 1",
+                "pipeline 2",
+                "optimizer_layout=any",
+                "steps=3",
+            ],
         ),
         ("wrong-optimizer", ["another optimizer", "distributed", "replicated", "fix:"]),
         ("wrong-rank", ["other adapters", "rank 8, alpha 8 on", "rank 4, alpha 4 on", "fix:"]),

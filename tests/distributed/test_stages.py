@@ -158,13 +158,16 @@ def write_job(folder: Path, whole: Path, model: Path, **stage: Any) -> Path:
     return file
 
 
-def test_stages_as_jobs_of_their_own_give_what_they_give_in_a_run(fork, material, tmp_path):
+def test_stages_as_jobs_of_their_own_give_what_they_give_in_a_run(fork, material, tmp_path, capsys):
     whole = whole_run(fork, material)
     config = yaml.safe_load((whole.parent / "config.yaml").read_text())
     sft = write_job(tmp_path / "sft", whole, material / "model", sft=config["sft"])
     kill = {"KILL_AT": UPDATE, "KILL_CALL": "4", "KILL_RANK": "1"}
-    assert fork(WORKER, 2, "sft", sft, env=kill, check=False).returncode
-    fork("megatron_rl", 2, "sft", sft, module=True)
+    assert fork(WORKER, 2, "sft", sft, BESIDE[1], env=kill, check=False).returncode
+    # Shards of the optimizer are read where the layout is theirs, and `check` knows it, too.
+    assert command(["check", str(sft), "--for", "sft", "--world-size", "2", "actor.layout.pipeline=1"]) == 2
+    assert "shards of another layout" in capsys.readouterr().out
+    assert "written anew, for any layout" in fork("megatron_rl", 2, "sft", sft, module=True).output
     assert lines(tmp_path / "sft/run", "sft") == lines(whole, "sft")
     assert command(["report", str(tmp_path / "sft/run")]) == 0
     assert "held-out loss" in (tmp_path / "sft/run/report.html").read_text()
