@@ -212,7 +212,7 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"sft": _SFT},
         {"preference": {"data": "pairs.jsonl", "steps": 3, "pairs_per_step": 4, **_STAGE}},
         {"preference": {"data": "pairs.jsonl", "steps": 2, "pairs_per_step": 4, "loss": "simpo", **_STAGE}},
-        {"sft": {**_SFT, "held_out": "sft_eval.jsonl", "evaluate_every": 1, "until_loss": 2.5}},
+        {"sft": {**_SFT, "held_out": "sft_eval.jsonl", "evaluate_every": 1, "until_loss": 6.0}},
         {"sft": _SFT, "preference": {"data": "pairs.jsonl", "epochs": 0.005, "loss": "ipo", **_STAGE}},
     ],
     "type": [{"model": {"dtype": "bfloat16"}}],
