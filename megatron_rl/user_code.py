@@ -15,8 +15,11 @@ from megatron_rl.errors import UserError, nearest
 def load_module(place: str) -> ModuleType:
     """Import ``module``, or ``path/to/file.py`` once per process; raises whatever the import raises.
 
-    A file is relative to the current directory and may import its neighbours.
+    A file is relative to the current directory and may import its neighbours. An empty place is an
+    ImportError.
     """
+    if not place:
+        raise ImportError("there is no `:` between a file or module and the name")
     if not place.endswith(".py"):
         return importlib.import_module(place)
     file = Path(place).resolve()

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.check.installed_source import InstalledField, class_fields, field_error
-from megatron_rl.errors import UserError, each
+from megatron_rl.check.installed_source import InstalledField, class_fields, field_error, table_names
+from megatron_rl.errors import UserError, each, nearest
 from megatron_rl.user_code import load_path
 
 ENGINE_ARGUMENTS = ("vllm.engine.arg_utils", "EngineArgs")
+TOOL_PARSERS = ("vllm.tool_parsers", "_TOOL_PARSERS_TO_REGISTER")
 
 OURS: Mapping[str, str] = {
     "model": "model.path",
@@ -124,6 +125,24 @@ def _error(name: str, value: Any, installed: Mapping[str, InstalledField] | None
 def _is_off(value: Any) -> bool:
     """Return whether a value asks for nothing: null, false, or a size of 0 or 1."""
     return value is None or value is False or (value is not True and value in (0, 1))
+
+
+def check_tool_parser(name: str | None) -> list[UserError]:
+    """Return the error of a parser of tool calls that the installed vLLM does not have."""
+    known = table_names(*TOOL_PARSERS) if name is not None else None
+    if name is None or not known or name in known:
+        return []
+    close = nearest(name, known)
+    return [
+        UserError(
+            f"vLLM of the installed version has no parser of tool calls called `{name}`"
+            + (f"; did you mean `{close}`?" if close else ""),
+            where="rollout.environment.tool_parser",
+            expected=f"one of {', '.join(sorted(known))}",
+            got=name,
+            fix=f"write `{close}`" if close else "name the one that vLLM's documentation has for the model",
+        )
+    ]
 
 
 def check_own_engine(spec: str) -> list[UserError]:

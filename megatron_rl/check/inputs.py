@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.check.data_sets import DataPreview, check_data
+from megatron_rl.check.engine_arguments import check_tool_parser
 from megatron_rl.check.evaluation import best_errors, evaluation_set_errors
 from megatron_rl.check.files import Files
 from megatron_rl.check.model_config import check_model_config
@@ -142,6 +143,7 @@ def check_inputs(check: Inputs) -> None:
     if config.job == TRAIN and config.rollout.environment is not None and check.fine("rollout.environment"):
         hidden = check_not_hidden("rollout.environment", config.rollout.environment.settings)
         check.errors.extend(hidden or environment_errors(config.rollout.environment))
+        check.errors.extend(check_tool_parser(config.rollout.environment.tool_parser))
     check.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))
     if check.fine("run_dir"):
         check.errors.extend(_run_dir(Path(config.run_dir)))

@@ -116,10 +116,12 @@ class _Beside(TorchDistLoadShardedStrategy):
         super().__init__()
         self._share = share
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
-        loaded = super().load(sharded_state_dict, checkpoint_dir)
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Path, *more: Any) -> Any:
+        loaded = super().load(
+            sharded_state_dict, checkpoint_dir, *more
+        )  # newer versions pass how it was saved
         if self._share:
-            super().load({}, checkpoint_dir)
+            super().load({}, checkpoint_dir, *more)
             exchange_loaded_objects_gather_object({})
         return loaded
 

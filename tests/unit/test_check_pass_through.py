@@ -10,8 +10,14 @@ from config_workspace import write_model, write_workspace
 
 from megatron_rl.check import model_settings
 from megatron_rl.check.configuration import CheckReport, check_config
-from megatron_rl.check.engine_arguments import ENGINE_ARGUMENTS, OURS, REFUSED, check_engine_arguments
-from megatron_rl.check.installed_source import class_fields
+from megatron_rl.check.engine_arguments import (
+    ENGINE_ARGUMENTS,
+    OURS,
+    REFUSED,
+    TOOL_PARSERS,
+    check_engine_arguments,
+)
+from megatron_rl.check.installed_source import class_fields, table_names
 from megatron_rl.check.model_settings import (
     DERIVED,
     SET_BY_RUN,
@@ -77,6 +83,12 @@ def test_every_engine_argument_of_the_installed_version_is_sorted() -> None:
     assert read is not None and fields == set(read)
     assert fields == set(OURS) | set(REFUSED) | set(FREE.split())
     assert len(fields) == len(OURS) + len(REFUSED) + len(FREE.split())
+
+
+def test_parsers_of_tool_calls_are_those_of_the_installed_version() -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    assert set(table_names(*TOOL_PARSERS) or ()) == set(ToolParserManager.list_registered())
 
 
 def test_megatron_fields_that_the_run_sets_exist() -> None:
