@@ -94,10 +94,12 @@ def class_fields(*classes: tuple[str, str]) -> dict[str, InstalledField] | None:
 def table_names(module: str, table: str) -> list[str] | None:
     """Return the names in a module's table, which is written as a dict; None where there is none."""
     for node in _tree(module).body:
-        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", ())
-        if any(isinstance(target, ast.Name) and target.id == table for target in targets):
-            keys = node.value.keys if isinstance(node.value, ast.Dict) else ()
-            return [key.value for key in keys if isinstance(key, ast.Constant)]
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Dict)
+            and any(isinstance(target, ast.Name) and target.id == table for target in node.targets)
+        ):
+            return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
     return None
 
 
