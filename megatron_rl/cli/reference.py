@@ -196,8 +196,10 @@ def algorithms() -> str:
     for key, kind in KINDS.items():
         for piece in kind.named.values():
             shown.setdefault(type(piece), key)
-    for key in KINDS:
+    for key, kind in KINDS.items():
         parts.append(f"## Pieces of `{key}`\n")
+        elsewhere = dict.fromkeys(shown[type(piece)] for piece in kind.named.values())
+        parts += [f"Those of `{home}`.\n" for home in elsewhere if home != key]
         parts += [
             f"### {key}: {piece.__name__}\n\n{_doc(piece)}\n" for piece, home in shown.items() if home == key
         ]

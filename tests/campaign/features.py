@@ -215,7 +215,24 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"sft": {**_SFT, "held_out": "sft_eval.jsonl", "evaluate_every": 1, "until_loss": 6.0}},
         {"sft": _SFT, "preference": {"data": "pairs.jsonl", "epochs": 0.005, "loss": "ipo", **_STAGE}},
     ],
-    "type": [{"model": {"dtype": "bfloat16"}}],
+    "type": [
+        {"model": {"dtype": "bfloat16"}},
+        {"model": {"dtype": "bfloat16"}, "rollout": {"engine": "vllm", "float32_head": False}},
+    ],
+    "values": [
+        {"algorithm": {"value_loss": {"clip": None, "coef": 0.5}}, "critic": {"optimizer": _OPTIMIZER}},
+        {"algorithm": {"value_aggregation": "seq-mean-token-mean"}, "critic": {"optimizer": _OPTIMIZER}},
+        {
+            "algorithm": {"value_aggregation": {"name": "token-mean", "denominator": "all"}},
+            "critic": {"optimizer": {"name": "sgd", "learning_rate": 1e-2, "distributed": False}},
+        },
+    ],
+    "megatron": [
+        {"actor": {"megatron": {"attention_softmax_in_fp32": True}}},
+        {"actor": {"megatron": {"bias_dropout_fusion": True}}},
+        {"actor": {"optimizer": {"megatron": {"adam_eps": 1e-5}}}},
+        {"critic": {"optimizer": _OPTIMIZER, "megatron": {"attention_softmax_in_fp32": True}}},
+    ],
     "verification": [{"hybrid_engine": {"verify": "sampled", "staging_bytes": 65536}}],
     "mixture": [
         {"actor": {"routing_replay": "update"}}, {"actor": {"routing_replay": "rollout"}},
