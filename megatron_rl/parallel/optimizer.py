@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -126,7 +127,8 @@ class Optimizer:
 
     def reload_parameters(self) -> None:
         """Take over weights that something else wrote into the model, such as an earlier optimizer."""
-        self.megatron.reload_model_params()
+        with torch.no_grad():  # shards may be views of weights that have been written since
+            self.megatron.reload_model_params()
 
     def step(self, more: bool = False) -> Metrics:
         """Clip, step the weights and the learning rate; a step with non-finite gradients raises.
