@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = report.valid()
     paths = [Path(word) for word in arguments.checkpoint if word not in overrides]
     for path in paths:
-        _require_checkpoint(path)
+        require_checkpoint(path)
     if not config.evaluation.sets:
         raise UserError(
             "there is nothing to evaluate",
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _require_checkpoint(path: Path) -> None:
+def require_checkpoint(path: Path) -> None:
     """Raise a UserError unless the path is a directory that has what one kind of checkpoint has."""
     require_directory(path, "--checkpoint")
     if is_checkpoint(path) or (path / "config.json").is_file():

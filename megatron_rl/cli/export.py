@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_rl.cli.eval import require_directory
+from megatron_rl.cli.eval import require_checkpoint, require_directory
+from megatron_rl.config.checkpoint_meta import META, is_checkpoint
 from megatron_rl.errors import UserError
 
 
@@ -36,6 +37,15 @@ def run(arguments: argparse.Namespace) -> int:
             expected="a directory that does not exist yet, or an empty one",
             got=f"{out} is {'not empty' if out.is_dir() else 'a file'}",
             fix="choose another directory, or remove it",
+        )
+    require_checkpoint(checkpoint)
+    if not is_checkpoint(checkpoint):
+        raise UserError(
+            "this is a Hugging Face model already, and no checkpoint of a run",
+            where=str(checkpoint),
+            expected=f"a run's checkpoints/step_N with {META}",
+            got="config.json",
+            fix="take it as it is; for Megatron-LM have the job write it: checkpoint.megatron=FOLDER",
         )
     from megatron_rl.trainer.offline import export_checkpoint
 

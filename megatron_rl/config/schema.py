@@ -167,7 +167,8 @@ class CheckpointConfig:
     export: bool = setting(True, "Write a Hugging Face checkpoint at the end of the run.")
     megatron: str | None = setting(
         None,
-        "Folder that takes the actor's weights at each checkpoint, for Megatron-LM; `keep` of these stay.",
+        "Folder that takes the actor's weights for Megatron-LM: at each checkpoint of a run, `keep` of which "
+        "stay, and at the end of a stage that is a job.",
         unset="none",
         also_called={"Megatron-LM": "save"},
     )

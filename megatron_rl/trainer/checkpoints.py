@@ -7,13 +7,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.checkpoint_meta import ANY, checkpoint_path, read_meta, reads_anywhere
-from megatron_rl.config.schema import CheckpointConfig
+from megatron_rl.config.schema import CheckpointConfig, RunConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.checkpoint import Saving
+from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.parallel.exchange import gather_objects
+from megatron_rl.parallel.residency import Use
+from megatron_rl.roles.model_role import ModelRole
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.job import Job
+
+
+def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
+    """Write the actor's weights after ``steps`` for Megatron-LM, where that is asked for.
+
+    Collective over the world.
+    """
+    settings = config.checkpoint
+    if settings.megatron is not None:
+        arguments, begun = checkpoint_arguments(config.model.path)
+        with actor.resident(Use.READ):
+            save_megatron(settings.megatron, actor.model, arguments, begun + steps, settings.keep)
 
 
 class Checkpoints:
@@ -53,12 +68,12 @@ class Checkpoints:
         self.complete()
         return checkpoint_path(self._folder, step)
 
-    def write_anew(self, path: Path, step: int, job: Job) -> None:
+    def write_anew(self, path: Path | None, step: int, job: Job) -> None:
         """Write a checkpoint for any layout if that is the setting and the one at ``path`` is not.
 
         Collective over the world.
         """
-        if self._settings.optimizer_layout != ANY or reads_anywhere(read_meta(path)):
+        if path is None or self._settings.optimizer_layout != ANY or reads_anywhere(read_meta(path)):
             return
         with job.phases("checkpoint"):
             self.save(step, ANY)

@@ -16,13 +16,12 @@ from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint_files import newest_intact, require_intact
-from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadTrainer
-from megatron_rl.trainer.checkpoints import Checkpoints
+from megatron_rl.trainer.checkpoints import Checkpoints, save_for_megatron
 from megatron_rl.trainer.evaluation import EvaluationSet, evaluate, evaluation_sets, graded
 from megatron_rl.trainer.job import Job, job
 from megatron_rl.trainer.logging import MetricsLog, Progress
@@ -257,18 +256,8 @@ class Run:
         saving = self.state.save(path, self.roles, self.config.checkpoint, layout=layout, beside=beside)
         begun = self.checkpoints.saved
         if begun is None or begun[0] != self.state.step:
-            self._save_for_megatron()
+            save_for_megatron(self.config, self.roles.actor, self.state.step)
         return saving
-
-    def _save_for_megatron(self) -> None:
-        """Write the actor's weights for Megatron-LM, where that is asked for. Collective over the world."""
-        settings, actor = self.config.checkpoint, self.roles.actor
-        if settings.megatron is not None:
-            arguments, begun = checkpoint_arguments(self.config.model.path)
-            with actor.resident(Use.READ):
-                save_megatron(
-                    settings.megatron, actor.model, arguments, begun + self.state.step, settings.keep
-                )
 
     def _take(self, step: int, sets: Sequence[EvaluationSet]) -> tuple[StepResult | None, list[Rollouts]]:
         """Take one step beside which ``sets`` are answered; see `AheadTrainer.step`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_model_objective, sft_objective
 from megatron_rl.config.roles import stated_models
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans, starting_model
 from megatron_rl.data.responses import ResponseSource, load_responses
@@ -28,7 +28,7 @@ from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.build import Roles, build_learner
 from megatron_rl.roles.model_role import ModelRole, Objective
-from megatron_rl.trainer.checkpoints import Checkpoints
+from megatron_rl.trainer.checkpoints import Checkpoints, save_for_megatron
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.logging import MetricsLog, Progress
 from megatron_rl.types import TrainBatch
@@ -192,11 +192,13 @@ def run_stage(stage: Stage, job: Job) -> None:
                 ddp = job.config.actor.ddp if plan.role == "actor" else None
                 wrap(role.model, plan.settings.optimizer.distributed, ddp)
             role.optimizer = Optimizer(role.model, plan.settings.optimizer, stage.data.steps)
-        _take_steps(stage, job)
+        taken = _take_steps(stage, job)
         role.optimizer = own_optimizer
         if own_optimizer is not None:
             own_optimizer.reload_parameters()
         with job.phases("export"):
+            if job.config.job != TRAIN and plan.role == "actor":
+                save_for_megatron(job.config, role, taken)
             if role.model is not None:
                 export(role.model, plan.model, job.config.model.path)
                 if role.model.adapters is not None:  # the next stage starts from what this one leaves
@@ -241,8 +243,8 @@ def run_alone(job: Job) -> None:
         job.say(f"{plan.where}: the model is in {job.folder.model if plan.role == 'actor' else plan.model}")
 
 
-def _take_steps(stage: Stage, job: Job) -> None:
-    """Take the steps that are left, write their metrics, and save the state now and then."""
+def _take_steps(stage: Stage, job: Job) -> int:
+    """Take the steps that are left, with metrics and checkpoints; return how many there are in all."""
     role, plan, data = stage.role, stage.plan, stage.data
     parts = {role.name: checkpoint.Part(role.model, role.optimizer)}
     folder = job.folder.stage_checkpoints(plan.name)
@@ -265,8 +267,7 @@ def _take_steps(stage: Stage, job: Job) -> None:
         return checkpoint.save(path, parts, state, keep=1, layout=layout, beside=beside)
 
     checkpoints = Checkpoints(folder, job.config.checkpoint, write)
-    if newest is not None:
-        checkpoints.write_anew(newest, done, job)
+    checkpoints.write_anew(newest, done, job)
     with (
         _Record(stage, job, None if newest is None else done) as record,
         Progress(stage.title, data.steps, shown=job.main, console=job.console) as progress,
@@ -301,6 +302,7 @@ def _take_steps(stage: Stage, job: Job) -> None:
     if enough is not None:
         _require_good_enough(stage, loss)
         job.say(f"{stage.title}: held-out loss {loss:.3f}, good enough after {done} of {data.steps} steps")
+    return done
 
 
 def _reaches(enough: float | None, loss: float | None) -> bool:

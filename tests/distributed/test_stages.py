@@ -167,14 +167,21 @@ def test_stages_as_jobs_of_their_own_give_what_they_give_in_a_run(fork, material
     # Shards of the optimizer are read where the layout is theirs, and `check` knows it, too.
     assert command(["check", str(sft), "--for", "sft", "--world-size", "2", "actor.layout.pipeline=1"]) == 2
     assert "shards of another layout" in capsys.readouterr().out
-    assert "written anew, for any layout" in fork("megatron_rl", 2, "sft", sft, module=True).output
+    for_megatron = tmp_path / "megatron"
+    again = fork("megatron_rl", 2, "sft", sft, f"checkpoint.megatron={for_megatron}", module=True)
+    assert "written anew, for any layout" in again.output
+    assert (for_megatron / f"iter_{SFT:07d}").is_dir()
     assert lines(tmp_path / "sft/run", "sft") == lines(whole, "sft")
     assert command(["report", str(tmp_path / "sft/run")]) == 0
     assert "held-out loss" in (tmp_path / "sft/run/report.html").read_text()
     trained = tmp_path / "sft/run/hf"
     assert weights(trained) == weights(whole / "stages/sft/hf")
 
+    # The next stage begins with what was written for Megatron-LM.
     prefer = write_job(tmp_path / "prefer", whole, trained, preference=config["preference"])
+    begun = yaml.safe_load(prefer.read_text())
+    begun["model"] = {"megatron": str(for_megatron), "hf_path": str(trained), "dtype": "bfloat16"}
+    prefer.write_text(yaml.safe_dump(begun))
     fork("megatron_rl", 2, "prefer", prefer, module=True)
     assert lines(tmp_path / "prefer/run", "dpo") == lines(whole, "dpo")
     assert weights(tmp_path / "prefer/run/hf") == weights(whole / "stages/dpo/hf")

@@ -199,6 +199,8 @@ def test_one_rank_speaks(workspace: Path) -> None:
         (("export", LONG, "--out", "x"), "… (5000 characters)"),
         (("export", "loop", "--out", "x"), "no directory loop"),
         (("export", "gone", "--out", "x"), "no directory gone"),
+        (("export", "model", "--out", "x"), "a Hugging Face model already"),
+        (("export", "runs", "--out", "x"), "this is no checkpoint"),
         (("export", "folder", "--out", "model"), "would overwrite something"),
         (("report", "gone"), "no directory gone"),
         (("report", LONG), "choose a shorter name"),
@@ -221,6 +223,7 @@ def test_other_commands_refuse_bad_input(
 
 def test_a_python_without_the_packages_is_named(workspace: Path) -> None:
     Path("folder").mkdir(exist_ok=True)
+    Path("folder/meta.json").touch()
     code = (
         "import sys; sys.modules['torch'] = None; from megatron_rl.cli.main import main; sys.exit(main({}))"
     )
