@@ -107,16 +107,24 @@ class Server:
             most = int(info["scheduler_config"]["max_num_seqs"])
         except (ServerError, KeyError, TypeError, ValueError) as error:
             status = error.status if isinstance(error, ServerError) else 200
+            hidden = status == 404 and self._is_vllm()
             mode = "VLLM_SERVER_DEV_MODE=1 in the server's environment"
             raise UserError(
                 "a server does not say how it is set up" if status else "a server is not reached",
                 where=where,
-                expected=mode if status == 404 else "an API server of the vLLM that is installed here",
+                expected=mode if hidden else "an API server of the vLLM that is installed here",
                 got=f"{type(error).__name__}: {error}",
                 fix=_START,
             ) from error
         self._refuse_model(settings, served, where)
         return most
+
+    def _is_vllm(self) -> bool:
+        """Say whether the server answers as vLLM's always do."""
+        try:
+            return "version" in self.call("version", seconds=POLL_SECONDS)
+        except (ServerError, TypeError, ValueError):
+            return False
 
     def _refuse_settings(self, compared: Mapping[str, tuple[str, str, bool]], where: str) -> None:
         for name, (wanted, there, fits) in compared.items():

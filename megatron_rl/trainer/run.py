@@ -40,6 +40,7 @@ from megatron_rl.trainer.stages import (
     stage_of,
 )
 from megatron_rl.trainer.state import Held, TrainerState
+from megatron_rl.trainer.stop import Stopped
 from megatron_rl.types import Rollouts
 
 
@@ -50,7 +51,12 @@ def run(config: RunConfig) -> None:
     """
     with job(config) as current:
         if config.job == TRAIN:
-            Run(current).run()
+            parts = Run(current)
+            try:
+                parts.run()
+            except Stopped:
+                parts.roles.close()  # who goes on need not wait until servers have forgotten this process
+                raise
         else:
             run_alone(current)
 

@@ -38,7 +38,7 @@ from megatron_rl.cli.common import checked
 from megatron_rl.cli.main import main, parse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import read_metrics
-from megatron_rl.rollout.server import Server
+from megatron_rl.rollout.server import Server, ServerError
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PATIENCE = 400.0
@@ -55,7 +55,7 @@ class Servers:
         self._pipe, far = Pipe()
         if not os.fork():
             self._pipe.close()
-            nurse(far)
+            nurse(far, list(config.rollout.server.urls), Path(config.run_dir))
 
     def start(self, url: str) -> int:
         """Return the process of a server at ``url``, which leads a session of its own."""
@@ -63,8 +63,8 @@ class Servers:
         return self._pipe.recv()
 
 
-def nurse(pipe: Connection) -> NoReturn:
-    """Fork servers as long as anyone asks, then end them."""
+def nurse(pipe: Connection, urls: list[str], folder: Path) -> NoReturn:
+    """Fork servers as long as anyone asks, note whether another run could have them then, and end them."""
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -80,6 +80,8 @@ def nurse(pipe: Connection) -> NoReturn:
                 serve()
                 os._exit(0)
             pipe.send(processes[-1])
+    with suppress(ServerError, OSError):
+        (folder / "holders_after").write_text(str([Server(url).claim("another run", 1.0) for url in urls]))
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import _posixshmem
 import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.server import Expected, Server
 from megatron_rl.rollout.vllm.setup import linear, local_rank, shared_memory_name
 
 # As vLLM names a group of two ranks that a launcher started.
@@ -47,3 +51,25 @@ def test_a_host_multiplies_by_the_weights_that_are_written_in_place(dtype, rows)
         for added in (bias, None):
             expected = torch.nn.functional.linear(values, weight, added)
             torch.testing.assert_close(linear(values, weight, added), expected)
+
+
+@pytest.mark.parametrize("vllm", [False, True])
+def test_a_server_that_does_not_say_how_it_is_set_up_is_told_from_one_of_another_kind(vllm: bool) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        """Answer one path of vLLM's, or none."""
+
+        def do_GET(self) -> None:
+            self.send_response(200 if vllm and self.path == "/version" else 404)
+            self.end_headers()
+            self.wfile.write(b'{"version": "0.32.0"}')
+
+        def log_message(self, *_: object) -> None:
+            """Be silent."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        server = Server(f"http://127.0.0.1:{other.server_address[1]}")
+        with pytest.raises(UserError) as refused:
+            server.refuse_other({}, Expected("float32", True, 16, "cpu"))
+        other.shutdown()
+    assert ("VLLM_SERVER_DEV_MODE" in str(refused.value.expected)) == vllm
