@@ -16,6 +16,7 @@ from megatron_rl.data.records import (
     nothing_taught,
     require_fields,
     require_text,
+    responses_as_text,
     source_error,
     teaches_nothing,
     unreadable_error,
@@ -49,7 +50,8 @@ def check_data(
 ) -> DataPreview | None:
     """Check a data set; ``required`` maps a field that records must hold to the setting that names it.
 
-    ``responses`` maps the fields of responses likewise, which hold text.
+    ``responses`` maps the fields of responses likewise, which hold text; ``required`` has the prompt's alone
+    then.
     """
     if not path.exists():
         files.miss(path, missing_error(path, where).message, where, KINDS)
@@ -84,11 +86,13 @@ def _check_jsonl(
                     continue
                 place = f"{path}:{number}"
                 try:
-                    record = values_of(line, f"{place} ({where})")
-                    first, total = first or record, total + 1
-                    require_fields(Record(record, place), {**required, **responses}, where)
-                    require_text(Record(record, place), responses, where)
-                    if responses and teaches_nothing(*(record[field] for field in responses)):
+                    record = Record(values_of(line, f"{place} ({where})"), place)
+                    first, total = first or record.values, total + 1
+                    if responses:
+                        record = responses_as_text(record, next(iter(required)), responses)
+                    require_fields(record, {**required, **responses}, where)
+                    require_text(record, responses, where)
+                    if responses and teaches_nothing(*(record.values[field] for field in responses)):
                         uninstructive.append(place)
                 except UserError as error:
                     broken.setdefault((error.message, error.got), error)  # records of one kind: once

@@ -283,6 +283,17 @@ def _check_prompts(check: Inputs) -> None:
                 fix="remove data.chat_template",
             )
         )
+    tools = config.data.tools_field
+    if tools is not None and tools not in first:
+        check.warnings.append(
+            UserError(
+                "the first record of data.train has no tools",
+                where="data.tools_field",
+                expected=f"a list in the field `{tools}` where a record has tools",
+                got=f"fields {', '.join(first)}",
+                fix="correct data.tools_field, if no record has them",
+            )
+        )
     wants = isinstance(prompt, list) if config.data.chat_template is None else config.data.chat_template
     path = Path(config.model.path)
     if wants and path.is_dir() and not has_chat_template(path):

@@ -134,7 +134,7 @@ def load_prompts(
     """Return the prompts of the data set at ``path``, which ``setting`` names."""
     data = config.data
     encode = partial(encode_prompts, tokenizer, data, setting)
-    how = ("prompts", *data.judged, data.chat_template, data.max_prompt_tokens)
+    how = ("prompts", *data.judged, *data.rendering, data.max_prompt_tokens)
     return PromptSource(
         files.encoded(path, setting, tokenizer, how, encode),
         tokenizer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,29 @@ def require_text(record: Record, fields: Mapping[str, str], setting: str) -> Non
                 got=f"{type(value).__name__}: {str(value)[:80]}",
                 fix=f"correct the record, or {named_by}",
             )
+
+
+def responses_as_text(record: Record, prompt_field: str, fields: Collection[str]) -> Record:
+    """Return a record with what the assistant says in its ``fields`` of responses as text.
+
+    A response may stand as a list of one message of the assistant. A single one may be the last message of
+    the prompt, where the record has no field of its own for it.
+    """
+    values = dict(record.values)
+    (field, *others), messages = fields, values.get(prompt_field)
+    if not others and field not in values and isinstance(messages, list) and _is_said(messages[-1:]):
+        values[prompt_field], values[field] = messages[:-1], messages[-1:]
+    for field in fields:
+        if _is_said(values.get(field)):
+            values[field] = values[field][0]["content"]
+    return Record(values, record.where)
+
+
+def _is_said(messages: Any) -> bool:
+    """Say whether these are one message of the assistant."""
+    if not isinstance(messages, list) or len(messages) != 1 or not isinstance(messages[0], dict):
+        return False
+    return messages[0].get("role") == "assistant" and "content" in messages[0]
 
 
 def teaches_nothing(response: str | bytes, *others: str | bytes) -> bool:

@@ -18,6 +18,7 @@ from megatron_rl.data.records import (
     nothing_taught,
     require_fields,
     require_text,
+    responses_as_text,
     teaches_nothing,
 )
 from megatron_rl.data.token_files import Encoded, TokenFiles
@@ -132,8 +133,9 @@ def encode_responses(
     """Return records with the tokens of their prompts and of each field that holds a response.
 
     ``fields`` maps those fields to the settings that name them. A record that lacks one, or holds no text
-    there, raises a UserError.
+    there, raises a UserError; `responses_as_text` says what else is read as text.
     """
+    records = [responses_as_text(record, data.prompt_field, fields) for record in records]
     for record in records:
         require_fields(record, data.asked | fields, setting)
         require_text(record, fields, setting)
@@ -156,7 +158,7 @@ def load_responses(
 ) -> ResponseSource:
     """Return the rows of the data set at ``path``, which ``setting`` names."""
     encode = partial(encode_responses, tokenizer, config.data, fields, max_tokens, setting)
-    how = ("responses", config.data.prompt_field, *fields, config.data.chat_template, max_tokens)
+    how = ("responses", *config.data.asked, *fields, *config.data.rendering, max_tokens)
     return ResponseSource(
         files.encoded(path, setting, tokenizer, how, encode),
         tokenizer,

@@ -158,6 +158,14 @@ class PromptEncoder:
         prompt = record.values[self.data.prompt_field]
         if isinstance(prompt, str):
             if not self.data.chat_template:
+                if self._tools(record):
+                    raise UserError(
+                        "a record has tools, and its prompt does not go through the chat template",
+                        where=f"{record.where} ({self.setting})",
+                        expected="a list of messages, or data.chat_template=true",
+                        got=f"text, and tools in {self.data.tools_field!r}",
+                        fix="set data.chat_template=true, or remove data.tools_field",
+                    )
                 return prompt, False
             prompt = [{"role": "user", "content": prompt}]
         elif self.data.chat_template is False or not _is_messages(prompt):
@@ -183,9 +191,13 @@ class PromptEncoder:
                 got="a tokenizer without one",
                 fix="use an instruction-tuned model, or strings as prompts with data.chat_template=false",
             )
+        tools = self._tools(record)
         try:
             rendered = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except Exception as error:  # templates raise jinja errors of many kinds
             raise UserError(
@@ -195,6 +207,19 @@ class PromptEncoder:
                 fix="correct the record's messages",
             ) from None
         return str(rendered)
+
+    def _tools(self, record: Record) -> list[Any] | None:
+        """Return the tools of a record, None where it has none."""
+        tools = None if self.data.tools_field is None else record.values.get(self.data.tools_field)
+        if tools is None or isinstance(tools, list):
+            return tools
+        raise UserError(
+            "the tools of a record are no list",
+            where=f"{record.where} ({self.setting})",
+            expected="a list of descriptions of functions, as transformers' apply_chat_template takes it",
+            got=f"{type(tools).__name__}: {str(tools)[:80]}",
+            fix="correct the record, or data.tools_field",
+        )
 
     def encode(self, records: Sequence[Record], limit: int) -> tuple[list[str], list[numpy.ndarray]]:
         """Return every record's prompt text and its tokens (int32), in order; see `encode_texts`."""

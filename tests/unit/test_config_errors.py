@@ -176,6 +176,7 @@ WARNINGS = [
     (("actor.layout.ranks=0-3", "rollout.ranks=0-3", "world_size=5"), "1 of 5 ranks have no role"),
     (("gpus_per_node=1",), "reaches over nodes"),
     (("gpu=h1000",), "does not know the GPU"),
+    (("data.tools_field=tools",), "first record of data.train has no tools"),
     (("reference={}",), "the algorithm does not use it"),
     (("gpu_memory_gib=0.001",), "more memory than a GPU has"),
     (("actor.optimizer.learning_rate=0.01",), "high for reinforcement learning"),

@@ -86,6 +86,10 @@ def test_responses_are_looked_at_before_anything_is_built() -> None:
     assert any("1 of 2 responses are empty" in warning.message for warning in report.warnings)
     assert not any("response" in warning.message for warning in found("prefer", "pairs", pair).warnings)
 
+    said = {"role": "assistant", "content": "2"}
+    messages = [{"role": "user", "content": "1+1="}, said]
+    assert found("sft", "sft", {"prompt": messages}).errors == ()
+    assert found("prefer", "pairs", {"chosen": [said], "rejected": "3"}).errors == ()
     (error,) = found("sft", "sft", {"response": ["2"]}, {"response": "2"}).errors
     assert "not text" in error.message and "sft.jsonl:1" in str(error.where)
     (error,) = found("prefer", "pairs", *[{"rejected": "3"}] * 9).errors

@@ -252,6 +252,42 @@ def test_a_response_that_says_its_end_has_no_second_one(tokenizer: Any, tmp_path
     assert rows.length_report.over_long == 1 and rows.length_report.longest == 9
 
 
+def test_the_assistants_last_message_is_the_response(material: Path) -> None:
+    tokenizer = load_tokenizer(material / "model")
+    tokenizer.chat_template = TEMPLATE
+    user, again = {"role": "user", "content": "1+1="}, {"role": "user", "content": "2+2="}
+    said = [{"role": "assistant", "content": text} for text in ("2", "4")]
+    expected = responses(records([{"prompt": [user, said[0], again], "response": "4"}]), tokenizer)
+    for values in (
+        {"prompt": [user, said[0], again, said[1]]},
+        {"prompt": [user, said[0], again], "response": [said[1]]},
+    ):
+        rows = responses(records([values]), tokenizer)
+        assert torch.equal(rows.everything().tokens, expected.everything().tokens)
+        assert torch.equal(rows.everything().response_mask, expected.everything().response_mask)
+    for values in ({"prompt": [user]}, {"prompt": [user], "response": said}, {"prompt": said[:1]}):
+        with pytest.raises(UserError):
+            responses(records([values]), tokenizer)
+
+
+def test_the_chat_template_is_given_the_tools_of_a_record(material: Path) -> None:
+    tokenizer = load_tokenizer(material / "model")
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool['name'] }}{% endfor %}" + TEMPLATE
+    messages = [{"role": "user", "content": "1+2"}]
+    items = [{"prompt": messages, "ground_truth": "3"}, {"prompt": messages, "ground_truth": "3"}]
+    items[0]["tools"] = [{"name": "7"}, {"name": "8"}]
+    batch = source(records(items), tokenizer, shuffle=False, tools_field="tools").next(2)
+    assert batch.prompts == ("781+2=", "1+2=")
+    assert source(records(items), tokenizer, shuffle=False).next(1).prompts == ("1+2=",)
+    mistakes = [
+        ({"tools": "add"}, "are no list"),
+        ({"prompt": "1+2"}, "does not go through the chat template"),
+    ]
+    for change, words in mistakes:
+        with pytest.raises(UserError, match=words):
+            source(records([items[0] | change]), tokenizer, tools_field="tools")
+
+
 def test_a_resumed_supervised_source_goes_on_exactly(material: Path, tokenizer: Any) -> None:
     items = load_records(material / "sft.jsonl")[:50]
     first, second = (responses(items, tokenizer) for _ in range(2))

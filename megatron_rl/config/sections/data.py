@@ -36,6 +36,12 @@ class DataConfig:
         "Field of the task's name, for sampling profiles and metrics.",
         also_called={"verl": "reward_fn_key"},
     )
+    tools_field: str | None = setting(
+        None,
+        "Field of the tools that the chat template tells the model of: a list, as transformers takes it.",
+        unset="none",
+        also_called={"slime": "tool_key"},
+    )
     chat_template: bool | None = setting(
         None,
         "Put prompts through the tokenizer's chat template.",
@@ -67,6 +73,11 @@ class DataConfig:
     def asked(self) -> dict[str, str]:
         """Return the field of what is asked, with the setting that names it."""
         return {self.prompt_field: "data.prompt_field"}
+
+    @property
+    def rendering(self) -> tuple[bool | str | None, ...]:
+        """Return what decides the tokens of a prompt beside the record and the tokenizer."""
+        return self.chat_template, self.tools_field
 
     @property
     def judged(self) -> dict[str, str]:
