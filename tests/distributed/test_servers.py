@@ -25,7 +25,7 @@ def test_a_server_that_is_killed_costs_its_requests_and_comes_back_with_weights(
         "rollout": {
             "engine": "server",
             "server": {"urls": [f"http://127.0.0.1:{free_port()}" for _ in range(2)], "update_timeout": 60},
-            "max_response_tokens": 24,
+            "max_response_tokens": 64,
         },
         # Weights of one update before differ by more.
         "mismatch": {"stop": 1e-4},
