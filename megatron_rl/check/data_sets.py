@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.files import Files
+from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.records import (
     KINDS,
     Record,
@@ -44,14 +45,13 @@ class DataPreview:
 def check_data(
     path: Path,
     where: str,
-    required: Mapping[str, str],
+    data: DataConfig,
     files: Files,
     responses: Mapping[str, str] | None = None,
 ) -> DataPreview | None:
-    """Check a data set; ``required`` maps a field that records must hold to the setting that names it.
+    """Check a data set whose records hold a prompt and what it is judged by, or instead ``responses``.
 
-    ``responses`` maps the fields of responses likewise, which hold text; ``required`` has the prompt's alone
-    then.
+    These are the fields of text with the settings that name them.
     """
     if not path.exists():
         files.miss(path, missing_error(path, where).message, where, KINDS)
@@ -63,13 +63,14 @@ def check_data(
     if path.is_dir():
         return DataPreview(None, None)
     if path.suffix == ".jsonl":
-        return _check_jsonl(path, where, required, responses or {}, files)
+        return _check_jsonl(path, where, data, responses or {}, files)
     return _check_parquet(path, where, files)
 
 
 def _check_jsonl(
-    path: Path, where: str, required: Mapping[str, str], responses: Mapping[str, str], files: Files
+    path: Path, where: str, data: DataConfig, responses: Mapping[str, str], files: Files
 ) -> DataPreview | None:
+    required = {**data.asked, **responses} if responses else data.judged
     first, total = None, 0
     broken: dict[tuple[str, str | None], UserError] = {}
     uninstructive: list[str] = []
@@ -89,8 +90,8 @@ def _check_jsonl(
                     record = Record(values_of(line, f"{place} ({where})"), place)
                     first, total = first or record.values, total + 1
                     if responses:
-                        record = responses_as_text(record, next(iter(required)), responses)
-                    require_fields(record, {**required, **responses}, where)
+                        record = responses_as_text(record, data.prompt_field, responses)
+                    require_fields(record, required, where)
                     require_text(record, responses, where)
                     if responses and teaches_nothing(*(record.values[field] for field in responses)):
                         uninstructive.append(place)

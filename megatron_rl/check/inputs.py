@@ -127,12 +127,12 @@ def check_inputs(check: Inputs) -> None:
             _same_vocabulary(check, path, role)
     fine = check.fine("data.prompt_field", "data.ground_truth_field")
     if config.data.train is not None and fine and check.fine("data.train"):
-        check.preview = check_data(Path(config.data.train), "data.train", config.data.judged, files)
+        check.preview = check_data(Path(config.data.train), "data.train", config.data, files)
         _check_prompts(check)
     for name, described in config.evaluation.sets.items():
         where = f"evaluation.sets.{name}"
         if fine and check.fine(where):
-            check_data(Path(described.data), f"{where}.data", config.data.judged, files)
+            check_data(Path(described.data), f"{where}.data", config.data, files)
             check.errors.extend(evaluation_set_errors(name, described))
     if check.fine("evaluation", "checkpoint"):
         check.errors.extend(best_errors(config))
@@ -158,7 +158,7 @@ def _check_stage_data(check: Inputs, plan: StagePlan) -> None:
     for name in ("data", "held_out"):
         path, where = getattr(plan.settings, name), f"{plan.where}.{name}"
         if path is not None and check.fine("data.prompt_field", where, *settings.values()):
-            preview = check_data(Path(path), where, check.config.data.asked, check.files, responses)
+            preview = check_data(Path(path), where, check.config.data, check.files, responses)
             if name == "data" and preview is not None and preview.count is not None:
                 check.warnings.extend(repeated_records(plan, preview.count))
 

@@ -93,14 +93,10 @@ def class_fields(*classes: tuple[str, str]) -> dict[str, InstalledField] | None:
 
 def table_names(module: str, table: str) -> list[str] | None:
     """Return the names in a module's table, which is written as a dict; None where there is none."""
-    for node in _tree(module).body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Dict)
-            and any(isinstance(target, ast.Name) and target.id == table for target in node.targets)
-        ):
-            return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
-    return None
+    written, _ = _alias(table, module)
+    if not isinstance(written, ast.Dict):
+        return None
+    return [str(key.value) for key in written.keys if isinstance(key, ast.Constant)]
 
 
 def field_error(

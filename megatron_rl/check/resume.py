@@ -98,9 +98,7 @@ def resumed_layout_errors(config: RunConfig, layouts: Mapping[str, ParallelLayou
         begun = latest(folder.checkpoints) if resume == "auto" else Path(resume)
         paths = [begun] if begun is not None else paths  # a run that has begun is past its stages
     errors = []
-    for path in paths:
-        if path is None:
-            continue
+    for path in filter(None, paths):
         try:
             meta = read_meta(path)
         except UserError:

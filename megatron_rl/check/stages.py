@@ -11,6 +11,9 @@ from megatron_rl.config.stage_plan import SECTIONS, StagePlan, stage_plans
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape
 
+SMOOTHED = ("sigmoid", "robust")
+"""Losses of pairs that ``label_smoothing`` changes."""
+
 
 def check_stages(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of how long stages take, of their optimizers, and of a job without a stage."""
@@ -119,8 +122,8 @@ def unused_settings(config: RunConfig) -> Iterator[UserError]:
             unused.append(("evaluate_every", "no held_out", f"set {plan.where}.held_out"))
         if isinstance(settings, PreferenceConfig):
             loss = f"loss {settings.loss}"
-            if settings.label_smoothing and settings.loss not in ("sigmoid", "robust"):
-                unused.append(("label_smoothing", loss, "choose sigmoid or robust"))
+            if settings.label_smoothing and settings.loss not in SMOOTHED:
+                unused.append(("label_smoothing", loss, f"choose {' or '.join(SMOOTHED)}"))
             if settings.margin != PreferenceConfig.margin and settings.loss != "simpo":
                 unused.append(("margin", loss, "choose simpo"))
         for name, why, other in unused:

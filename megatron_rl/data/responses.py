@@ -50,13 +50,22 @@ class ResponseSource:
         setting: str,
         model_path: str | None = None,
     ) -> None:
-        self._ends = end_token_ids(tokenizer, model_path)
+        ends = end_token_ids(tokenizer, model_path)
+        self._ends, self._end = frozenset(ends), numpy.asarray(ends[:1], numpy.int32)
         prompts, *responses = encoded.tokens
         self._prompts, self._responses = prompts, responses
-        lengths = [max(map(len, self._rows(index))) for index in range(len(prompts))]
+        lengths = [
+            [len(prompts[index]) + len(rows[index]) + len(self._end_after(rows[index])) for rows in responses]
+            for index in range(len(prompts))
+        ]
         limited_by = f"{setting.rpartition('.')[0]}.max_row_tokens"
         self._kept, self.length_report = drop_over_long(
-            lengths, encoded.records, max_tokens, data.over_long, setting, limited_by
+            [max(sizes) for sizes in lengths],
+            encoded.records,
+            max_tokens,
+            data.over_long,
+            setting,
+            limited_by,
         )
         self.unit = len(responses)
         self._uninstructive = [
@@ -64,7 +73,7 @@ class ResponseSource:
             for index in self._kept
             if teaches_nothing(*(rows[index].tobytes() for rows in responses))
         ]
-        sizes = [len(row) for index in self._kept for row in self._rows(index)]
+        sizes = [size for index in self._kept for size in lengths[index]]
         rows = (row for index in self._kept for row in self._rows(index))
         self._order = ShuffledOrder(len(self), seed, data.shuffle, fingerprint(sizes, rows))
 
@@ -104,14 +113,15 @@ class ResponseSource:
 
     def _rows(self, index: int) -> list[numpy.ndarray]:
         """Return the rows of a record by its place in the data."""
-        rows = []
-        for responses in self._responses:
-            response = responses[index]
-            # A text may hold its end already: one that a model or a chat template wrote.
-            ended = len(response) and int(response[-1]) in self._ends
-            end = numpy.asarray([] if ended else self._ends[:1], numpy.int32)
-            rows.append(numpy.concatenate((self._prompts[index], response, end)))
-        return rows
+        given = (responses[index] for responses in self._responses)
+        return [
+            numpy.concatenate((self._prompts[index], response, self._end_after(response)))
+            for response in given
+        ]
+
+    def _end_after(self, response: numpy.ndarray) -> numpy.ndarray:
+        """Return the tokens that end a response: none where a model or a chat template wrote its end."""
+        return self._end[:0] if len(response) and int(response[-1]) in self._ends else self._end
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """Return the position in the data."""

@@ -117,9 +117,8 @@ class _Beside(TorchDistLoadShardedStrategy):
         self._share = share
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path, *more: Any) -> Any:
-        loaded = super().load(
-            sharded_state_dict, checkpoint_dir, *more
-        )  # newer versions pass how it was saved
+        # Newer versions of Megatron pass ``more``: how the checkpoint was saved.
+        loaded = super().load(sharded_state_dict, checkpoint_dir, *more)
         if self._share:
             super().load({}, checkpoint_dir, *more)
             exchange_loaded_objects_gather_object({})

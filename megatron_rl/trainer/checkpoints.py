@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_rl.config.checkpoint_meta import ANY, checkpoint_path, read_meta, reads_anywhere
 from megatron_rl.config.schema import CheckpointConfig, RunConfig
@@ -14,9 +13,7 @@ from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_
 from megatron_rl.parallel.exchange import gather_objects
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.model_role import ModelRole
-
-if TYPE_CHECKING:
-    from megatron_rl.trainer.job import Job
+from megatron_rl.trainer.job import Job
 
 
 def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:

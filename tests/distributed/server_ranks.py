@@ -83,7 +83,9 @@ def nurse(pipe: Connection, urls: list[str], folder: Path) -> NoReturn:
                 os._exit(0)
             pipe.send(processes[-1])
     with suppress(ServerError, OSError):
-        (folder / "holders_after").write_text(str([Server(url).claim("another run", 1.0) for url in urls]))
+        note = folder / "holders_after.part"
+        note.write_text(str([Server(url).claim("another run", 1.0) for url in urls]))
+        note.rename(folder / "holders_after")
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
