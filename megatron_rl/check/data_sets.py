@@ -15,9 +15,9 @@ from megatron_rl.data.records import (
     empty_error,
     missing_error,
     nothing_taught,
+    read_responses,
     require_fields,
-    require_text,
-    responses_as_text,
+    require_responses,
     source_error,
     teaches_nothing,
     unreadable_error,
@@ -48,10 +48,12 @@ def check_data(
     data: DataConfig,
     files: Files,
     responses: Mapping[str, str] | None = None,
+    every_turn: bool = False,
 ) -> DataPreview | None:
     """Check a data set whose records hold a prompt and what it is judged by, or instead ``responses``.
 
-    These are the fields of text with the settings that name them.
+    These are the fields of responses with the settings that name them; `read_responses` says what
+    ``every_turn`` is.
     """
     if not path.exists():
         files.miss(path, missing_error(path, where).message, where, KINDS)
@@ -63,12 +65,17 @@ def check_data(
     if path.is_dir():
         return DataPreview(None, None)
     if path.suffix == ".jsonl":
-        return _check_jsonl(path, where, data, responses or {}, files)
+        return _check_jsonl(path, where, data, responses or {}, every_turn, files)
     return _check_parquet(path, where, files)
 
 
 def _check_jsonl(
-    path: Path, where: str, data: DataConfig, responses: Mapping[str, str], files: Files
+    path: Path,
+    where: str,
+    data: DataConfig,
+    responses: Mapping[str, str],
+    every_turn: bool,
+    files: Files,
 ) -> DataPreview | None:
     required = {**data.asked, **responses} if responses else data.judged
     first, total = None, 0
@@ -90,9 +97,9 @@ def _check_jsonl(
                     record = Record(values_of(line, f"{place} ({where})"), place)
                     first, total = first or record.values, total + 1
                     if responses:
-                        record = responses_as_text(record, data.prompt_field, responses)
+                        record = read_responses(record, data.prompt_field, responses, every_turn)
                     require_fields(record, required, where)
-                    require_text(record, responses, where)
+                    require_responses(record, responses, where)
                     if responses and teaches_nothing(*(record.values[field] for field in responses)):
                         uninstructive.append(place)
                 except UserError as error:

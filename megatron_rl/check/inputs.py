@@ -128,7 +128,7 @@ def check_inputs(check: Inputs) -> None:
     fine = check.fine("data.prompt_field", "data.ground_truth_field")
     if config.data.train is not None and fine and check.fine("data.train"):
         check.preview = check_data(Path(config.data.train), "data.train", config.data, files)
-        _check_prompts(check)
+        _check_prompts(check, check.preview, "data.train")
     for name, described in config.evaluation.sets.items():
         where = f"evaluation.sets.{name}"
         if fine and check.fine(where):
@@ -158,7 +158,9 @@ def _check_stage_data(check: Inputs, plan: StagePlan) -> None:
     for name in ("data", "held_out"):
         path, where = getattr(plan.settings, name), f"{plan.where}.{name}"
         if path is not None and check.fine("data.prompt_field", where, *settings.values()):
-            preview = check_data(Path(path), where, check.config.data, check.files, responses)
+            data, every_turn = check.config.data, plan.settings.every_turn
+            preview = check_data(Path(path), where, data, check.files, responses, every_turn)
+            _check_prompts(check, preview, where)
             if name == "data" and preview is not None and preview.count is not None:
                 check.warnings.extend(repeated_records(plan, preview.count))
 
@@ -267,19 +269,20 @@ def _same_vocabulary(check: Inputs, path: str | None, role: str) -> None:
     )
 
 
-def _check_prompts(check: Inputs) -> None:
-    if check.preview is None or check.preview.first is None:
+def _check_prompts(check: Inputs, preview: DataPreview | None, where: str) -> None:
+    """Check that the prompts of the data that ``where`` names become tokens, by the first of them."""
+    if preview is None or preview.first is None:
         return
     config = check.config
-    first = check.preview.first
+    first = preview.first
     prompt = first.get(config.data.prompt_field)
-    if isinstance(prompt, list) and config.data.chat_template is False:
+    if isinstance(prompt, list) and config.data.chat_template is False and check.fine("data.chat_template"):
         check.errors.append(
             UserError(
                 "prompts are lists of messages, and the chat template is switched off",
                 where="data.chat_template",
                 expected="true, or prompts that are text",
-                got="false",
+                got=f"false, and a list in {where}",
                 fix="remove data.chat_template",
             )
         )
@@ -287,7 +290,7 @@ def _check_prompts(check: Inputs) -> None:
     if tools is not None and tools not in first:
         check.warnings.append(
             UserError(
-                "the first record of data.train has no tools",
+                f"the first record of {where} has no tools",
                 where="data.tools_field",
                 expected=f"a list in the field `{tools}` where a record has tools",
                 got=f"fields {', '.join(first)}",
@@ -296,13 +299,13 @@ def _check_prompts(check: Inputs) -> None:
         )
     wants = isinstance(prompt, list) if config.data.chat_template is None else config.data.chat_template
     path = Path(config.model.path)
-    if wants and path.is_dir() and not has_chat_template(path):
+    if wants and check.fine("data.chat_template") and path.is_dir() and not has_chat_template(path):
         check.errors.append(
             UserError(
                 "the tokenizer has no chat template",
                 where="data.chat_template",
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
-                got=f"neither in {path}",
+                got=f"neither in {path}, and prompts of {where} that need one",
                 fix="use an instruction-tuned model, or prompts that are text with data.chat_template=false",
             )
         )

@@ -8,6 +8,7 @@ the turn, the new messages, and the opening of the next turn.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -21,6 +22,34 @@ if TYPE_CHECKING:
 Message = Mapping[str, str]
 SENTINEL = "⸢turn⸣"
 _WHERE = "the chat template of model.path"
+_ASKED = ({"role": "user", "content": "a"},)
+_TURN = {"role": "assistant", "content": SENTINEL}
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them, without what is null, and with arguments as objects.
+
+    Tables hold null where a message lacks a field, and OpenAI's format has the arguments of a call as JSON.
+    """
+    result = []
+    for message in messages:
+        fields = {name: value for name, value in message.items() if value is not None}
+        if "content" in message:
+            fields.setdefault("content", "")
+        if "tool_calls" in fields:
+            fields["tool_calls"] = [_with_arguments(call) for call in fields["tool_calls"]]
+        result.append(fields)
+    return result
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return a call of a tool with its arguments as an object, where they are one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    with suppress(ValueError):
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    return call
 
 
 class ChatFormat(Protocol):
@@ -83,10 +112,10 @@ class ChatTemplate(PlainText):
                 {"role": "user", "content": "e"},
             ],
         )
-        tails = {self._tail(new)}
+        tails = {self.tail(new)}
         for history in histories:
             with suppress(UserError):  # a template may refuse some roles
-                tails.add(self._tail(new, history))
+                tails.add(self.tail(new, history))
         if len(tails) > 1:
             raise _refused("what follows a turn depends on what was said before", sorted(tails))
 
@@ -97,25 +126,53 @@ class ChatTemplate(PlainText):
 
     def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
         """See `ChatFormat.extend`."""
-        tokens = self._tokenizer.encode(self._tail(messages), add_special_tokens=False)
+        tokens = self._tokenizer.encode(self.tail(messages), add_special_tokens=False)
         return tokens[1:] if tokens and tokens[0] == last else tokens
 
-    def _tail(
-        self, new: Sequence[Message], history: Sequence[Message] = ({"role": "user", "content": "a"},)
-    ) -> str:
-        messages = [*map(dict, history), {"role": "assistant", "content": SENTINEL}, *map(dict, new)]
-        text = self._render(messages)
+    def tail(self, new: Sequence[Mapping[str, Any]], history: Sequence[Message] = _ASKED) -> str:
+        """Return the text between a turn that follows ``history`` and the next, ``new`` in between.
+
+        Raises UserError where the template leaves out what a message says.
+        """
+        tail = self._behind([*history, _TURN, *new])
+        for at, message in enumerate(new):
+            if str(message.get("content") or "").strip() not in tail:  # it may be written otherwise, or not
+                changed = [*new[:at], {**message, "content": "?"}, *new[at + 1 :]]
+                if self._behind([*history, _TURN, *changed]) == tail:
+                    raise _refused(f"it leaves out what a message of {message.get('role')} says", [tail])
+        return tail
+
+    def said(self, message: Mapping[str, Any]) -> str:
+        """Return what the assistant writes in a message: text, calls and thoughts as the template has them.
+
+        The end of the turn is not part of it. Raises UserError where the template leaves some of it out, or
+        shows it otherwise than it opens and ends a turn.
+        """
+        plain = {"role": "assistant", "content": message.get("content") or ""}
+        whole = self._render([*_ASKED, message], opens=False)
+        if whole == self._render([*_ASKED, plain], opens=False):
+            unsaid = [name for name in ("tool_calls", "reasoning_content") if message.get(name)]
+            if unsaid:
+                raise _refused(f"it leaves out the {unsaid[0]} of a message", [whole])
+            return plain["content"]
+        opening, close = self._render(_ASKED), self._behind([*_ASKED, _TURN], opens=False)
+        if not (whole.startswith(opening) and whole.endswith(close)):
+            raise _refused("a turn does not stand between what opens and what ends one", [whole])
+        return whole[len(opening) : len(whole) - len(close)]
+
+    def _behind(self, messages: Sequence[Mapping[str, Any]], opens: bool = True) -> str:
+        """Return what is rendered behind the sentinel of ``messages``."""
+        text = self._render(messages, opens=opens)
         before, sentinel, tail = text.rpartition(SENTINEL)
         if not sentinel or SENTINEL in before:
             raise _refused("it does not show a turn exactly once", [text])
         return tail
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-        conversation = [dict(message) for message in messages]
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, opens: bool = True) -> str:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    conversation, tools=tools, tokenize=False, add_generation_prompt=True
+                    template_messages(messages), tools=tools, tokenize=False, add_generation_prompt=opens
                 )
             )
         except Exception as error:  # templates raise jinja errors of many kinds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -56,7 +56,7 @@ class PromptSource:
         self._ids, self.length_report = drop_over_long(
             lengths, records, data.max_prompt_tokens, data.over_long, setting, "data.max_prompt_tokens"
         )
-        self._records, self._data = records, data
+        self._records, self._data, self._encoded = records, data, encoded
         kept = fingerprint([lengths[row] for row in self._ids], (self._tokens[row] for row in self._ids))
         self._order = ShuffledOrder(len(self._ids), seed, data.shuffle, kept)
 
@@ -91,12 +91,22 @@ class PromptSource:
         return replace(batch, sampling=tuple(sampling))
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """Return the position in the data: epoch, position, seed and a fingerprint of the prompts."""
-        return self._order.state_dict()
+        """Return the position in the data, the seed, and what tells prompts and records apart."""
+        return self._order.state_dict() | {"records": self._digest}
 
-    def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Continue from ``state`` with exactly the prompts that followed it; UserError for other data."""
+    def load_state_dict(self, state: dict[str, int | str | bool]) -> str | None:
+        """Continue from ``state`` with exactly the prompts that followed it; UserError for other data.
+
+        Return a warning where the records hold something else beside the same prompts.
+        """
         self._order.load_state_dict(state)
+        if state.get("records", self._digest) == self._digest:  # checkpoints of before have none
+            return None
+        return "warning: records hold something else beside their prompts than when the checkpoint was made"
+
+    @cached_property
+    def _digest(self) -> str:
+        return self._encoded.digest()
 
     def _batch(self, rows: Sequence[int]) -> PromptBatch:
         ids = [self._ids[row] for row in rows]

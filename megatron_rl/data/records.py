@@ -140,48 +140,67 @@ def require_fields(record: Record, fields: Mapping[str, str], setting: str) -> N
         )
 
 
-def require_text(record: Record, fields: Mapping[str, str], setting: str) -> None:
-    """Raise a UserError that names the first of ``fields`` in which ``record`` holds something but text.
+def require_responses(record: Record, fields: Mapping[str, str], setting: str) -> None:
+    """Raise a UserError that names the first of ``fields`` in which ``record`` holds no response.
 
-    ``fields`` are names with the settings that name them.
+    A response is text, or messages that begin and end with the assistant's. ``fields`` are names with the
+    settings that name them.
     """
     for name, named_by in fields.items():
         value = record.values[name]
-        if not isinstance(value, str):
+        if not isinstance(value, str) and not _are_turns(value):
             raise UserError(
-                f"the field `{name}` is not text",
+                f"the field `{name}` is not a response",
                 where=f"{record.where} ({setting})",
-                expected="a string",
+                expected="text, or messages, all with text, that begin and end with the assistant's",
                 got=f"{type(value).__name__}: {str(value)[:80]}",
                 fix=f"correct the record, or {named_by}",
             )
 
 
-def responses_as_text(record: Record, prompt_field: str, fields: Collection[str]) -> Record:
-    """Return a record with what the assistant says in its ``fields`` of responses as text.
+def read_responses(
+    record: Record, prompt_field: str, fields: Collection[str], every_turn: bool = False
+) -> Record:
+    """Return a record with the responses in its ``fields``, where they may stand as messages.
 
-    A response may stand as a list of one message of the assistant. A single one may be the last message of
-    the prompt, where the record has no field of its own for it.
+    A single response may be the end of the prompt's messages, where the record has no field of its own for
+    it: the last message, or with ``every_turn`` all from the first that the assistant answers with. A message
+    that has text alone is read as text.
     """
     values = dict(record.values)
     (field, *others), messages = fields, values.get(prompt_field)
     if not others and field not in values and isinstance(messages, list) and _is_said(messages[-1:]):
-        values[prompt_field], values[field] = messages[:-1], messages[-1:]
+        answers = [at for at, message in enumerate(messages) if at and _is_said([message])]
+        start = answers[0 if every_turn else -1] if answers else 0
+        values[prompt_field], values[field] = messages[:start], messages[start:]
     for field in fields:
-        if _is_said(values.get(field)):
-            values[field] = values[field][0]["content"]
+        messages = values.get(field)
+        if isinstance(messages, list) and len(messages) == 1 and _is_said(messages):
+            (message,) = messages
+            if not any(message[name] is not None for name in message.keys() - {"role", "content"}):
+                values[field] = message["content"]
     return Record(values, record.where)
 
 
-def _is_said(messages: Any) -> bool:
-    """Say whether these are one message of the assistant."""
-    if not isinstance(messages, list) or len(messages) != 1 or not isinstance(messages[0], dict):
+def _is_said(messages: Sequence[Any]) -> bool:
+    """Say whether the last of ``messages`` is the assistant's."""
+    return bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
+
+
+def _are_turns(messages: Any) -> bool:
+    """Say whether these are messages that begin and end with the assistant's."""
+    if not isinstance(messages, list) or not _is_said(messages[:1]) or not _is_said(messages):
         return False
-    return messages[0].get("role") == "assistant" and "content" in messages[0]
+    return all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and (isinstance(message.get("content"), str) or bool(message.get("tool_calls")))
+        for message in messages
+    )
 
 
-def teaches_nothing(response: str | bytes, *others: str | bytes) -> bool:
-    """Say whether a record's response is empty, or those of a pair are equal, as text or as tokens."""
+def teaches_nothing(response: object, *others: object) -> bool:
+    """Say whether a record's response is empty, or those of a pair are equal, as they stand or as tokens."""
     return response in others if others else not response
 
 

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.data.chat_format import ChatTemplate
 from megatron_rl.data.order import ShuffledOrder
 from megatron_rl.data.prompts import fingerprint, ragged
 from megatron_rl.data.records import (
     Record,
     nothing_taught,
+    read_responses,
     require_fields,
-    require_text,
-    responses_as_text,
+    require_responses,
     teaches_nothing,
 )
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import PromptEncoder, drop_over_long, encode_texts, end_token_ids
+from megatron_rl.errors import UserError
 from megatron_rl.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -33,30 +37,18 @@ class ResponseSource:
     """Give the rows of records in an order known from the seed, epoch after epoch.
 
     ``encoded`` is what `encode_responses` gives; a record has a row for each field of responses, in that
-    order. Prompt and response are tokenised apart, as they are when the response is sampled, and a response
-    that does not end with a token that ends responses gets the eos token. A record with a row over
-    ``max_tokens`` is dropped and counted in ``length_report``, or raises a UserError under
-    ``data.over_long: error``. ``setting`` is the configuration path of the data.
+    order. A record with a row over ``max_tokens`` is dropped and counted in ``length_report``, or raises a
+    UserError under ``data.over_long: error``. ``setting`` is the configuration path of the data.
     """
 
     def __init__(
-        self,
-        encoded: Encoded,
-        tokenizer: PreTrainedTokenizerBase,
-        data: DataConfig,
-        *,
-        seed: int,
-        max_tokens: int,
-        setting: str,
-        model_path: str | None = None,
+        self, encoded: Encoded, data: DataConfig, *, seed: int, max_tokens: int, setting: str
     ) -> None:
-        ends = end_token_ids(tokenizer, model_path)
-        self._ends, self._end = frozenset(ends), numpy.asarray(ends[:1], numpy.int32)
         prompts, *responses = encoded.tokens
         self._prompts, self._responses = prompts, responses
         lengths = [
-            [len(prompts[index]) + len(rows[index]) + len(self._end_after(rows[index])) for rows in responses]
-            for index in range(len(prompts))
+            [len(prompt) + len(response) for response in given]
+            for prompt, *given in zip(prompts, *responses, strict=True)
         ]
         limited_by = f"{setting.rpartition('.')[0]}.max_row_tokens"
         self._kept, self.length_report = drop_over_long(
@@ -71,7 +63,7 @@ class ResponseSource:
         self._uninstructive = [
             encoded.records[index].where
             for index in self._kept
-            if teaches_nothing(*(rows[index].tobytes() for rows in responses))
+            if teaches_nothing(*(rows[index][:-1].tobytes() for rows in responses))  # without their ends
         ]
         sizes = [size for index in self._kept for size in lengths[index]]
         rows = (row for index in self._kept for row in self._rows(index))
@@ -102,9 +94,11 @@ class ResponseSource:
     def _batch(self, chosen: Sequence[int]) -> TrainBatch:
         rows = [row for item in chosen for row in self._rows(self._kept[item])]
         starts = [len(self._prompts[self._kept[item]]) for item in chosen for _ in range(self.unit)]
+        tokens = ragged(rows)
         mask = torch.cat([torch.arange(len(row)) >= start for row, start in zip(rows, starts, strict=True)])
+        mask &= tokens >= 0
         return TrainBatch(
-            tokens=ragged(rows),
+            tokens=torch.where(tokens < 0, ~tokens, tokens),
             lengths=torch.tensor([len(row) for row in rows], dtype=torch.long),
             response_mask=mask,
             loss_weights=mask.float() / (mask.sum() if self.unit == 1 else len(rows)),
@@ -114,14 +108,7 @@ class ResponseSource:
     def _rows(self, index: int) -> list[numpy.ndarray]:
         """Return the rows of a record by its place in the data."""
         given = (responses[index] for responses in self._responses)
-        return [
-            numpy.concatenate((self._prompts[index], response, self._end_after(response)))
-            for response in given
-        ]
-
-    def _end_after(self, response: numpy.ndarray) -> numpy.ndarray:
-        """Return the tokens that end a response: none where a model or a chat template wrote its end."""
-        return self._end[:0] if len(response) and int(response[-1]) in self._ends else self._end
+        return [numpy.concatenate((self._prompts[index], response)) for response in given]
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """Return the position in the data."""
@@ -138,23 +125,90 @@ def encode_responses(
     fields: dict[str, str],
     max_tokens: int,
     setting: str,
+    ends: Sequence[int],
     records: Sequence[Record],
+    every_turn: bool = False,
 ) -> Encoded:
     """Return records with the tokens of their prompts and of each field that holds a response.
 
-    ``fields`` maps those fields to the settings that name them. A record that lacks one, or holds no text
-    there, raises a UserError; `responses_as_text` says what else is read as text.
+    ``fields`` maps those fields to the settings that name them. A record that lacks one, or holds no response
+    there, raises a UserError; `read_responses` says what is one, and `_Turns` what its tokens are.
     """
-    records = [responses_as_text(record, data.prompt_field, fields) for record in records]
+    records = [read_responses(record, data.prompt_field, fields, every_turn) for record in records]
     for record in records:
         require_fields(record, data.asked | fields, setting)
-        require_text(record, fields, setting)
-    texts, prompts = PromptEncoder(tokenizer, data, setting).encode(records, max_tokens)
-    columns = [prompts]
-    for field in fields:
-        responses = [str(record.values[field]) for record in records]
-        columns.append(encode_texts(tokenizer, responses, special=False, limit=max_tokens))
-    return Encoded(records, texts, tuple(columns))
+        require_responses(record, fields, setting)
+    prompts = PromptEncoder(tokenizer, data, setting)
+    texts, tokens = prompts.encode(records, max_tokens)
+    turns = _Turns(prompts, ends, "set sft.turns=last" if every_turn else None)
+    return Encoded(records, texts, (tokens, *(turns.encode(records, field, max_tokens) for field in fields)))
+
+
+class _Turns:
+    """Turn responses into tokens, as they would stand in a conversation that was sampled.
+
+    Prompt, turns and what is read between them are tokenised apart. A turn that does not end with one of
+    ``ends``, the tokens that end responses, gets one: that by which the chat template ends a turn where it is
+    among them, else the first. ``otherwise`` is a way out where the template makes no conversations.
+    """
+
+    def __init__(self, prompts: PromptEncoder, ends: Sequence[int], otherwise: str | None) -> None:
+        self._prompts, self._ends, self._otherwise = prompts, frozenset(ends), otherwise
+        self._end = {False: ends[0], True: ends[0]}
+        if getattr(prompts.tokenizer, "chat_template", None):
+            with suppress(UserError):  # a template that makes no conversations, and may have none to make
+                close = prompts.tokenizer.encode(self._chat.tail([]), add_special_tokens=False)
+                self._end[True] = close[0] if close and close[0] in self._ends else ends[0]
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        return ChatTemplate(self._prompts.tokenizer)
+
+    def encode(self, records: Sequence[Record], field: str, limit: int) -> list[numpy.ndarray]:
+        """Return the tokens (int32) of each record's response; ~token is one that is read between turns."""
+        pieces = [self._pieces(record, record.values[field]) for record in records]
+        texts = [text for texts in pieces for text in texts]
+        tokens = iter(encode_texts(self._prompts.tokenizer, texts, special=False, limit=limit))
+        return [
+            self._row([next(tokens) for _ in texts], self._end[self._prompts.templated(record)])
+            for record, texts in zip(records, pieces, strict=True)
+        ]
+
+    def _pieces(self, record: Record, response: str | Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return what is said, read, said … as text: it begins and ends with what is said."""
+        if isinstance(response, str):
+            return [response]
+        where = f"{record.where} ({self._prompts.setting})"
+        if not self._prompts.templated(record):
+            raise UserError(
+                "a response of messages follows a prompt that does not go through the chat template",
+                where=where,
+                expected="a prompt of messages, or data.chat_template=true",
+                got=f"text, and {len(response)} messages behind it",
+                fix="set data.chat_template=true, or give responses as text",
+            )
+        said = [at for at, message in enumerate(response) if message["role"] == "assistant"]
+        try:
+            pieces = [self._chat.said(response[0])]
+            for before, at in pairwise(said):
+                pieces += [self._chat.tail(response[before + 1 : at]), self._chat.said(response[at])]
+        except UserError as error:
+            fix = " or ".join(filter(None, (error.fix, self._otherwise)))
+            raise UserError(
+                error.message, where=where, expected=error.expected, got=error.got, fix=fix
+            ) from None
+        return pieces
+
+    def _row(self, pieces: Sequence[numpy.ndarray], end: int) -> numpy.ndarray:
+        row: list[numpy.ndarray] = []
+        for number, tokens in enumerate(pieces):
+            if number % 2:
+                row.append(~tokens[1 if len(tokens) and tokens[0] == row[-1][-1] else 0 :])
+            else:
+                row.append(tokens)
+                if not len(tokens) or int(tokens[-1]) not in self._ends:
+                    row.append(numpy.asarray([end], numpy.int32))
+        return numpy.concatenate(row)
 
 
 def load_responses(
@@ -165,16 +219,13 @@ def load_responses(
     files: TokenFiles,
     fields: dict[str, str],
     max_tokens: int,
+    every_turn: bool = False,
 ) -> ResponseSource:
     """Return the rows of the data set at ``path``, which ``setting`` names."""
-    encode = partial(encode_responses, tokenizer, config.data, fields, max_tokens, setting)
-    how = ("responses", *config.data.asked, *fields, *config.data.rendering, max_tokens)
-    return ResponseSource(
-        files.encoded(path, setting, tokenizer, how, encode),
-        tokenizer,
-        config.data,
-        seed=config.seed,
-        max_tokens=max_tokens,
-        setting=setting,
-        model_path=config.model.path,
+    data, ends = config.data, end_token_ids(tokenizer, config.model.path)
+    encode = partial(
+        encode_responses, tokenizer, data, fields, max_tokens, setting, ends, every_turn=every_turn
     )
+    how = ("responses", *data.asked, *fields, *data.rendering, max_tokens, ends, every_turn)
+    encoded = files.encoded(path, setting, tokenizer, how, encode)
+    return ResponseSource(encoded, data, seed=config.seed, max_tokens=max_tokens, setting=setting)

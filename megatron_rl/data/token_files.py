@@ -28,7 +28,7 @@ from megatron_rl.durable import replace_file
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 1
+_FORMAT = 2
 """Changes whenever equal settings give files of other content."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -37,13 +37,27 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 class Encoded:
     """Hold a data set: its records, their prompts as rendered text, and their tokens.
 
-    ``tokens`` are columns of int32 rows: the prompts, then each field of responses. All are as long as the
-    records.
+    ``tokens`` are columns of int32 rows: the prompts, then each field of responses, where ~token is one that
+    is read between turns and not said. All are as long as the records, as are ``lines``, the records as JSON
+    where a file has them.
     """
 
     records: Sequence[Record]
     texts: Sequence[str]
     tokens: tuple[Sequence[numpy.ndarray], ...]
+    lines: Sequence[str] | None = None
+
+    def digest(self) -> str:
+        """Return 16 hexadecimal digits that differ where the fields of records or their order do."""
+        digest = hashlib.sha256()
+        for line in map(_line, self.records) if self.lines is None else self.lines:
+            digest.update(line.encode() + b"\n")
+        return digest.hexdigest()[:16]
+
+
+def _line(record: Record) -> str:
+    """Return a record's fields as JSON, where a value that JSON has not is the name of its type."""
+    return json.dumps(record.values, ensure_ascii=False, default=lambda value: type(value).__name__)
 
 
 class _Rows(Sequence[Any]):
@@ -175,10 +189,10 @@ def _write(file: Path, encoded: Encoded) -> None:
 def _as_json(record: Record) -> str:
     """Return a record's fields as text that gives them back; raises _Unfit where there is none."""
     try:
-        text = json.dumps(record.values, ensure_ascii=False)
+        text = _line(record)
         if json.loads(text) == record.values:
             return text
-    except (TypeError, ValueError):
+    except ValueError:
         pass
     raise _Unfit(f"{record.where} holds values that JSON has not")
 
@@ -198,6 +212,7 @@ def _read(file: Path) -> Encoded | None:
         _Rows(count, lambda row: Record(json.loads(record[row].as_py()), where[row].as_py())),
         _Rows(count, lambda row: text[row].as_py()),
         tuple(tokens),
+        _Rows(count, lambda row: record[row].as_py()),
     )
 
 

@@ -13,6 +13,7 @@ import numpy
 from megatron_rl.config.sampling_profiles import profile_errors, profile_fields, stop_error
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.data.chat_format import template_messages
 from megatron_rl.data.records import Record
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.progress import advance
@@ -153,11 +154,15 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, setting: str) -> None:
         self.tokenizer, self.data, self.setting = tokenizer, data, setting
 
+    def templated(self, record: Record) -> bool:
+        """Say whether a record's prompt goes through the chat template."""
+        return bool(self.data.chat_template) or not isinstance(record.values[self.data.prompt_field], str)
+
     def text(self, record: Record) -> tuple[str, bool]:
         """Return the prompt as text, and whether it is a rendered template (which has special tokens)."""
         prompt = record.values[self.data.prompt_field]
         if isinstance(prompt, str):
-            if not self.data.chat_template:
+            if not self.templated(record):
                 if self._tools(record):
                     raise UserError(
                         "a record has tools, and its prompt does not go through the chat template",
@@ -194,7 +199,7 @@ class PromptEncoder:
         tools = self._tools(record)
         try:
             rendered = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                template_messages(messages),
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=True,
@@ -317,5 +322,8 @@ def _is_messages(prompt: Any) -> bool:
         isinstance(prompt, Sequence)
         and not isinstance(prompt, str | bytes)
         and len(prompt) > 0
-        and all(isinstance(item, Mapping) and "role" in item and "content" in item for item in prompt)
+        and all(
+            isinstance(item, Mapping) and "role" in item and {"content", "tool_calls"} & item.keys()
+            for item in prompt
+        )
     )

@@ -166,8 +166,10 @@ class Run:
 
     def _resume(self, path: Path) -> None:
         with self.phases("resume"):
-            self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
+            warning = self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
         self.job.say(f"resumed from {path} at step {self.state.step}")
+        if warning is not None:
+            self.job.say(f"data.train: {warning}")
         self.checkpoints.write_anew(path, self.state.step, self.job)
 
     def _run_stages(self) -> None:

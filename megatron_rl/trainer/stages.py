@@ -83,8 +83,9 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
 
     def source(path: str, name: str) -> ResponseSource:
         fields = {getattr(settings, field): f"{where}.{field}" for field in settings.RESPONSES}
+        every_turn = settings.every_turn
         rows = load_responses(
-            job.config, f"{where}.{name}", path, tokenizer, job.token_files, fields, longest
+            job.config, f"{where}.{name}", path, tokenizer, job.token_files, fields, longest, every_turn
         )
         for remark in rows.remarks():
             job.say(f"{where}.{name}: {remark}")

@@ -84,23 +84,27 @@ class TrainerState:
                 beside=beside,
             )
 
-    def restore(self, path: Path, roles: Roles, *, trusted: bool = False) -> None:
-        """Continue from a checkpoint of any layout; see `checkpoint.load`. Collective over the world."""
+    def restore(self, path: Path, roles: Roles, *, trusted: bool = False) -> str | None:
+        """Continue from a checkpoint of any layout; see `checkpoint.load`. Collective over the world.
+
+        Return what `load_state_dict` does.
+        """
         with roles.learners_resident():
             state = checkpoint.load(path, _parts(roles), TYPES, trusted=trusted)
-        self.load_state_dict(state, roles)
+        return self.load_state_dict(state, roles)
 
-    def load_state_dict(self, state: Mapping[str, Any], roles: Roles) -> None:
-        """Continue from what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any], roles: Roles) -> str | None:
+        """Continue from what `state_dict` returned; return the warning of `PromptSource.load_state_dict`."""
         self.step = int(state["step"])
         self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
-        self.prompts.load_state_dict(state["prompts"])
+        warning = self.prompts.load_state_dict(state["prompts"])
         roles.hybrid_engine.version = int(state["policy_version"])
         self.source.load_state_dict(state["rollouts"])
         self.queue[:] = self.source.still_wanted([SampledBatch(**item) for item in state["queue"]])
         self.best = Best(**state["best"])
         held = state.get("held")  # none in checkpoints of before there was one
         self.held = None if held is None else Held(**held)
+        return warning
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """Return the plain values that are equal on every rank."""

@@ -88,10 +88,17 @@ def test_responses_are_looked_at_before_anything_is_built() -> None:
 
     said = {"role": "assistant", "content": "2"}
     messages = [{"role": "user", "content": "1+1="}, said]
+    (error,) = found("sft", "sft", {"prompt": messages}).errors
+    assert "no chat template" in error.message and "sft.data" in str(error.got)
+    Path("model", "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     assert found("sft", "sft", {"prompt": messages}).errors == ()
+    (error,) = found(
+        "sft", "sft", {"prompt": [*messages[:1], {"role": "assistant", "content": 2}, *messages]}
+    ).errors
+    assert "not a response" in error.message, "of every turn"
     assert found("prefer", "pairs", {"chosen": [said], "rejected": "3"}).errors == ()
     (error,) = found("sft", "sft", {"response": ["2"]}, {"response": "2"}).errors
-    assert "not text" in error.message and "sft.jsonl:1" in str(error.where)
+    assert "not a response" in error.message and "sft.jsonl:1" in str(error.where)
     (error,) = found("prefer", "pairs", *[{"rejected": "3"}] * 9).errors
     assert "has no `chosen`" in error.message, "once for all that are alike"
 

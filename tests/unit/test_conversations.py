@@ -288,7 +288,7 @@ def test_a_chat_template_closes_the_turn_and_opens_the_next():
     assert chat.extend(STOP, new) == tail[1:]  # the policy has closed its turn itself
     assert tail[0] == STOP
     tokenizer.chat_template = CHATML.replace(
-        "{{ m['content'] }}", "{{ messages|length if loop.last else m['content'] }}"
+        "{{ m['content'] }}", "{{ m['content'] }}{{ messages|length if loop.last }}"
     )
     with pytest.raises(UserError, match="what follows a turn depends"):
         ChatTemplate(tokenizer)

@@ -21,7 +21,6 @@ from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data import quickstart
 from megatron_rl.data.prompts import PromptSource, encode_prompts
 from megatron_rl.data.records import Record, load_records
-from megatron_rl.data.responses import ResponseSource, encode_responses
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import encode_texts, end_token_ids, load_tokenizer
 from megatron_rl.errors import UserError
@@ -55,14 +54,6 @@ def source(
     settings = DataConfig("train", **data)
     encoded = encode_prompts(tokenizer, settings, "data.train", items)
     return PromptSource(encoded, tokenizer, settings, rollout or RolloutConfig(), seed=seed)
-
-
-def responses(
-    items: Sequence[Record], tokenizer: Any, max_tokens: int = 64, shuffle: bool = True
-) -> ResponseSource:
-    data, fields = DataConfig("train", shuffle=shuffle), {"response": "sft.response_field"}
-    encoded = encode_responses(tokenizer, data, fields, max_tokens, "sft.data", items)
-    return ResponseSource(encoded, tokenizer, data, seed=1, max_tokens=max_tokens, setting="sft.data")
 
 
 def same(left: PromptBatch, right: PromptBatch) -> bool:
@@ -106,6 +97,15 @@ def test_a_resumed_source_goes_on_exactly(tokenizer: Any, taken: int) -> None:
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for count in (7, 30, 1):
         assert same(whole.next(count), second.next(count))
+
+
+def test_a_resumed_source_says_that_records_have_changed_beside_their_prompts(tokenizer: Any) -> None:
+    state = source(problems(3), tokenizer).state_dict()
+    assert source(problems(3), tokenizer).load_state_dict(state) is None
+    items = problems(2) + records([{**problems(3)[2].values, "ground_truth": "5"}])
+    assert "beside their prompts" in (source(items, tokenizer).load_state_dict(state) or "")
+    del state["records"]
+    assert source(items, tokenizer).load_state_dict(state) is None, "a checkpoint that has no digest"
 
 
 def test_state_of_other_data_is_refused(tokenizer: Any) -> None:
@@ -214,62 +214,6 @@ def test_a_prompt_without_tokens_is_an_error(tokenizer: Any) -> None:
         source(records([{"prompt": "", "ground_truth": "x"}]), plain)
 
 
-def test_supervised_rows(tokenizer: Any) -> None:
-    items = records([{"prompt": "1+1=", "response": "2"}, {"prompt": "6+6=", "response": "12"}])
-    rows = responses(items, tokenizer, shuffle=False)
-    batch = rows.next(2)
-    assert tokenizer.decode(batch.tokens) == "<bos>1+1=2<eos><bos>6+6=12<eos>"
-    assert batch.lengths.tolist() == [7, 8]
-    assert batch.response_mask.tolist() == [False] * 5 + [True] * 2 + [False] * 5 + [True] * 3
-    assert torch.allclose(batch.loss_weights, batch.response_mask / 5)
-    assert batch.temperature.tolist() == [1.0, 1.0]
-    assert torch.equal(rows.everything().tokens, batch.tokens), "in the order of the data"
-    with pytest.raises(UserError, match="a record has no `response`"):
-        responses(records([{"prompt": "1"}]), tokenizer)
-    with pytest.raises(UserError, match="not text"):
-        responses(records([{"prompt": "1", "response": 2}]), tokenizer)
-    assert list(rows.remarks()) == ["2 records, none over the limit of 64 tokens (longest 8)"]
-    with pytest.raises(UserError, match=r"raise sft\.max_row_tokens"):
-        responses(items, tokenizer, max_tokens=3)
-    long = responses(items, tokenizer, max_tokens=7)
-    assert len(long) == 1 and next(long.remarks()).startswith("dropped 1 of 2 records: longer than 7 tokens")
-    (_, warning) = responses(records([{"prompt": "1", "response": ""}]), tokenizer).remarks()
-    assert "1 of 1 responses are empty" in warning and "test.jsonl:1" in warning
-
-
-def test_a_response_that_says_its_end_has_no_second_one(tokenizer: Any, tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
-    texts = ["2<eos>", "12<pad>", "3", "<eos>", "4<eos>5"]
-    items = records([{"prompt": "1+1=", "response": text} for text in texts])
-    data = DataConfig(shuffle=False)
-    encoded = encode_responses(tokenizer, data, {"response": "sft.response_field"}, 64, "sft.data", items)
-    how: Any = {"seed": 1, "max_tokens": 8, "setting": "sft.data", "model_path": str(tmp_path)}
-    rows = ResponseSource(encoded, tokenizer, data, **how)
-    batch = rows.everything()
-    found = [tokenizer.decode(row) for row in split_rows(batch.tokens, batch.lengths)]
-    ended = ["2<eos>", "12<pad>", "3<eos>", "<eos>"]
-    assert found == [f"<bos>1+1={text}" for text in ended]
-    assert rows.length_report.over_long == 1 and rows.length_report.longest == 9
-
-
-def test_the_assistants_last_message_is_the_response(material: Path) -> None:
-    tokenizer = load_tokenizer(material / "model")
-    tokenizer.chat_template = TEMPLATE
-    user, again = {"role": "user", "content": "1+1="}, {"role": "user", "content": "2+2="}
-    said = [{"role": "assistant", "content": text} for text in ("2", "4")]
-    expected = responses(records([{"prompt": [user, said[0], again], "response": "4"}]), tokenizer)
-    for values in (
-        {"prompt": [user, said[0], again, said[1]]},
-        {"prompt": [user, said[0], again], "response": [said[1]]},
-    ):
-        rows = responses(records([values]), tokenizer)
-        assert torch.equal(rows.everything().tokens, expected.everything().tokens)
-        assert torch.equal(rows.everything().response_mask, expected.everything().response_mask)
-    for values in ({"prompt": [user]}, {"prompt": [user], "response": said}, {"prompt": said[:1]}):
-        with pytest.raises(UserError):
-            responses(records([values]), tokenizer)
-
-
 def test_the_chat_template_is_given_the_tools_of_a_record(material: Path) -> None:
     tokenizer = load_tokenizer(material / "model")
     tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool['name'] }}{% endfor %}" + TEMPLATE
@@ -286,14 +230,6 @@ def test_the_chat_template_is_given_the_tools_of_a_record(material: Path) -> Non
     for change, words in mistakes:
         with pytest.raises(UserError, match=words):
             source(records([items[0] | change]), tokenizer, tools_field="tools")
-
-
-def test_a_resumed_supervised_source_goes_on_exactly(material: Path, tokenizer: Any) -> None:
-    items = load_records(material / "sft.jsonl")[:50]
-    first, second = (responses(items, tokenizer) for _ in range(2))
-    first.next(70)
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(first.next(64).tokens, second.next(64).tokens)
 
 
 def test_the_quickstart_holds_its_evaluation_out(material: Path) -> None:

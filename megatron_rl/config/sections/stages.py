@@ -74,6 +74,11 @@ class StageConfig:
         """Return the number of records that a step learns from."""
         return getattr(self, f"{self.UNIT}s_per_step")
 
+    @property
+    def every_turn(self) -> bool:
+        """Say whether a conversation that ends with its response teaches all turns of the assistant."""
+        return False
+
 
 @dataclass(frozen=True)
 class SftConfig(StageConfig):
@@ -81,9 +86,20 @@ class SftConfig(StageConfig):
 
     rows_per_step: int = setting(64, "Rows that an optimizer step takes.", unit="rows", **MANY)
     response_field: str = setting("response", "Field of the response.")
+    turns: str = setting(
+        "every",
+        "What is learned of a conversation whose last message is the response: every turn of the assistant, "
+        "or the last.",
+        choices=("every", "last"),
+    )
 
     UNIT = "row"
     RESPONSES = ("response_field",)
+
+    @property
+    def every_turn(self) -> bool:
+        """Say whether a conversation that ends with its response teaches all turns of the assistant."""
+        return self.turns == "every"
 
 
 @dataclass(frozen=True)
