@@ -95,9 +95,9 @@ def _check_jsonl(
                 place = f"{path}:{number}"
                 try:
                     record = Record(values_of(line, f"{place} ({where})"), place)
-                    first, total = first or record.values, total + 1
                     if responses:
                         record = read_responses(record, data.prompt_field, responses, every_turn)
+                    first, total = first or record.values, total + 1
                     require_fields(record, required, where)
                     require_responses(record, responses, where)
                     if responses and teaches_nothing(*(record.values[field] for field in responses)):

@@ -164,11 +164,16 @@ def read_responses(
     """Return a record with the responses in its ``fields``, where they may stand as messages.
 
     A single response may be the end of the prompt's messages, where the record has no field of its own for
-    it: the last message, or with ``every_turn`` all from the first that the assistant answers with. A message
-    that has text alone is read as text.
+    it: the last message, or with ``every_turn`` all from the first that the assistant answers with. Several
+    may be whole conversations: the messages that they share are the prompt. A message that has text alone is
+    read as text.
     """
     values = dict(record.values)
     (field, *others), messages = fields, values.get(prompt_field)
+    if others and all(_is_asked(values.get(field)) for field in fields):
+        shared = _shared([values[field] for field in fields])
+        values[prompt_field] = values[field][:shared]
+        values |= {field: values[field][shared:] for field in fields}
     if not others and field not in values and isinstance(messages, list) and _is_said(messages[-1:]):
         answers = [at for at, message in enumerate(messages) if at and _is_said([message])]
         start = answers[0 if every_turn else -1] if answers else 0
@@ -180,6 +185,20 @@ def read_responses(
             if not any(message[name] is not None for name in message.keys() - {"role", "content"}):
                 values[field] = message["content"]
     return Record(values, record.where)
+
+
+def _is_asked(messages: Any) -> bool:
+    """Say whether these are messages whose first is not the assistant's."""
+    return isinstance(messages, list) and bool(messages) and not _is_said(messages[:1])
+
+
+def _shared(conversations: Sequence[Sequence[Any]]) -> int:
+    """Return with how many equal messages conversations begin, the last of the shortest left out."""
+    most = min(map(len, conversations)) - 1
+    equal = (
+        all(message == first for message in others) for first, *others in zip(*conversations, strict=False)
+    )
+    return next((at for at, same in enumerate(equal) if not same or at == most), most)
 
 
 def _is_said(messages: Sequence[Any]) -> bool:

@@ -97,6 +97,10 @@ def test_responses_are_looked_at_before_anything_is_built() -> None:
     ).errors
     assert "not a response" in error.message, "of every turn"
     assert found("prefer", "pairs", {"chosen": [said], "rejected": "3"}).errors == ()
+    whole = {"chosen": messages, "rejected": [messages[0], {"role": "assistant", "content": "3"}]}
+    assert found("prefer", "pairs", whole).errors == ()
+    Path("model", "chat_template.jinja").unlink()
+    assert "no chat template" in found("prefer", "pairs", whole).errors[0].message
     (error,) = found("sft", "sft", {"response": ["2"]}, {"response": "2"}).errors
     assert "not a response" in error.message and "sft.jsonl:1" in str(error.where)
     (error,) = found("prefer", "pairs", *[{"rejected": "3"}] * 9).errors

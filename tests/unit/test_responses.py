@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -196,6 +197,33 @@ def test_pairs_are_chosen_then_rejected_and_weigh_the_same(tmp_path, tokenizer):
         for row in split_rows(pairs(tmp_path / "pairs.jsonl", tokenizer).next(4).tokens, batch.lengths)
     ]
     assert firsts == [row.tolist() for row in split_rows(batch.tokens, batch.lengths)]
+
+
+def test_pairs_may_be_whole_conversations(material: Path, tmp_path: Path) -> None:
+    tokenizer: Any = load_tokenizer(material / "model")
+    tokenizer.chat_template = TEMPLATE
+    asked = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "+3"},
+    ]
+    said = [{"role": "assistant", "content": text} for text in ("5", "6")]
+    apart = {"prompt": asked, "chosen": "5", "rejected": "6"}
+    whole = {"prompt": "1+1", "chosen": [*asked, said[0]], "rejected": [*asked, said[1]]}
+    same = {"chosen": [*asked, said[0]], "rejected": [*asked, said[0]]}
+    for name, values in (("apart", apart), ("whole", whole), ("same", same)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(values))
+    expected, batch = (
+        pairs(tmp_path / f"{name}.jsonl", tokenizer, 64).everything() for name in ("apart", "whole")
+    )
+    assert torch.equal(batch.tokens, expected.tokens)
+    assert torch.equal(batch.response_mask, expected.response_mask)
+    assert "prefer a response to itself" in list(pairs(tmp_path / "same.jsonl", tokenizer, 64).remarks())[1]
+    (tmp_path / "other.jsonl").write_text(
+        json.dumps({"chosen": whole["chosen"], "rejected": [asked[2], said[1]]})
+    )
+    with pytest.raises(UserError, match="`chosen` is not a response"):
+        pairs(tmp_path / "other.jsonl", tokenizer, 64)
 
 
 def test_long_pairs_are_counted_and_wrong_fields_named(tmp_path, tokenizer):
