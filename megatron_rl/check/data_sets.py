@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_rl.data.records import (
     missing_error,
     nothing_taught,
     read_responses,
+    read_table,
     require_fields,
     require_responses,
     source_error,
@@ -25,8 +27,8 @@ from megatron_rl.data.records import (
 )
 from megatron_rl.errors import UserError
 
-LINES = 200
-"""Lines at the start of a JSONL file that are read as records; training reads every one."""
+ROWS = 200
+"""Records at the start of a data set that are read; training reads every one."""
 LONGEST_LINE = 64 << 20
 """Bytes of a line that no record has."""
 COUNTED_BYTES = 256 << 20
@@ -62,14 +64,22 @@ def check_data(
     if error is not None:
         files.errors.append(error)
         return None
-    if path.is_dir():
+    try:
+        problem = _parquet_error(path, where) if path.is_file() and path.suffix == ".parquet" else None
+        if problem is None:
+            return _check_records(path, where, data, responses or {}, every_turn, files)
+        files.errors.append(problem)
+    except OSError as problem:
+        fix = "check the rights of the file and of its folders"
+        files.errors.append(unreadable_error(path, where, str(problem), fix))
+    except ImportError:  # a machine that only checks may lack what reads tables
         return DataPreview(None, None)
-    if path.suffix == ".jsonl":
-        return _check_jsonl(path, where, data, responses or {}, every_turn, files)
-    return _check_parquet(path, where, files)
+    except UserError as problem:
+        files.errors.append(problem)
+    return None
 
 
-def _check_jsonl(
+def _check_records(
     path: Path,
     where: str,
     data: DataConfig,
@@ -81,33 +91,25 @@ def _check_jsonl(
     first, total = None, 0
     broken: dict[tuple[str, str | None], UserError] = {}
     uninstructive: list[str] = []
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), b""), start=1):
-                if number > LINES or len(broken) >= MAX_BROKEN:
-                    break
-                if len(line) == LONGEST_LINE:
-                    problem = f"line {number} has {LONGEST_LINE >> 20} MiB or more"
-                    files.errors.append(unreadable_error(path, where, problem, "name a file of records"))
-                    return None
-                if not line.strip():
-                    continue
-                place = f"{path}:{number}"
-                try:
-                    record = Record(values_of(line, f"{place} ({where})"), place)
-                    if responses:
-                        record = read_responses(record, data.prompt_field, responses, every_turn)
-                    first, total = first or record.values, total + 1
-                    require_fields(record, required, where)
-                    require_responses(record, responses, where)
-                    if responses and teaches_nothing(*(record.values[field] for field in responses)):
-                        uninstructive.append(place)
-                except UserError as error:
-                    broken.setdefault((error.message, error.got), error)  # records of one kind: once
-    except OSError as error:
-        fix = "check the rights of the file and of its folders"
-        files.errors.append(unreadable_error(path, where, str(error), fix))
-        return None
+    jsonl = path.is_file() and path.suffix == ".jsonl"
+    for found in islice(_lines(path, where) if jsonl else read_table(path), ROWS):
+        if len(broken) >= MAX_BROKEN:
+            break
+        error = found if isinstance(found, UserError) else None
+        if isinstance(found, Record):
+            try:
+                record = found
+                if responses:
+                    record = read_responses(found, data.prompt_field, responses, every_turn)
+                first, total = first or record.values, total + 1
+                require_fields(record, required, where)
+                require_responses(record, responses, where)
+                if responses and teaches_nothing(*(record.values[field] for field in responses)):
+                    uninstructive.append(record.where)
+            except UserError as problem:
+                error = problem
+        if error is not None:
+            broken.setdefault((error.message, error.got), error)  # records of one kind: once
     files.errors.extend(broken.values())
     if uninstructive:
         files.warnings.append(
@@ -121,35 +123,42 @@ def _check_jsonl(
     if first is None and not broken:
         files.errors.append(empty_error(path, where))
         return None
-    return DataPreview(first, _count_lines(path))
+    return DataPreview(first, _count_lines(path) if jsonl else None)
 
 
-def _check_parquet(path: Path, where: str, files: Files) -> DataPreview | None:
-    try:
-        with path.open("rb") as stream:
-            head = stream.read(4)
-            size = path.stat().st_size
-            stream.seek(max(0, size - 4))
-            tail = stream.read(4)
-    except OSError as error:
-        head, tail, size = b"", b"", -1
-        fix = "check the rights of the file and of its folders"
-        files.errors.append(unreadable_error(path, where, str(error), fix))
+def _lines(path: Path, where: str) -> Iterator[Record | UserError]:
+    """Yield each line's record, or what is wrong with the line; raises UserError where there is no end."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), b""), start=1):
+            if len(line) == LONGEST_LINE:
+                problem = f"line {number} has {LONGEST_LINE >> 20} MiB or more"
+                raise unreadable_error(path, where, problem, "name a file of records")
+            if line.strip():
+                place = f"{path}:{number}"
+                try:
+                    yield Record(values_of(line, f"{place} ({where})"), place)
+                except UserError as error:
+                    yield error
+
+
+def _parquet_error(path: Path, where: str) -> UserError | None:
+    """Return what is wrong with a Parquet file by its ends; raises OSError where it cannot be read."""
+    with path.open("rb") as stream:
+        head = stream.read(4)
+        size = path.stat().st_size
+        stream.seek(max(0, size - 4))
+        tail = stream.read(4)
     if size == 0:
-        files.errors.append(empty_error(path, where))
+        return empty_error(path, where)
+    if (head, tail) == (b"PAR1", b"PAR1"):
         return None
-    if size > 0 and (head, tail) != (b"PAR1", b"PAR1"):
-        files.errors.append(
-            UserError(
-                f"{path} is not a whole Parquet file",
-                where=where,
-                expected="a file that begins and ends with PAR1",
-                got=f"{head!r} ... {tail!r}, {size} bytes",
-                fix="write or download the file again",
-            )
-        )
-        return None
-    return DataPreview(None, None)
+    return UserError(
+        f"{path} is not a whole Parquet file",
+        where=where,
+        expected="a file that begins and ends with PAR1",
+        got=f"{head!r} ... {tail!r}, {size} bytes",
+        fix="write or download the file again",
+    )
 
 
 def _count_lines(path: Path) -> int | None:

@@ -124,7 +124,7 @@ class PromptSource:
         )
 
     def _metadata(self, record: Record) -> Mapping[str, Any]:
-        reserved = {self._data.prompt_field, self._data.ground_truth_field, self._data.task_field}
+        reserved = {self._data.prompt_field, self._data.ground_truth_field}
         return {name: value for name, value in record.values.items() if name not in reserved}
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from megatron_rl.errors import UserError, nearest, neighbours
 
 SUFFIXES = (".jsonl", ".parquet")
+_ROWS = 1000
+"""Rows of a Parquet file that are in memory as Python's values beside the records."""
 KINDS = "a .jsonl or .parquet file, or a directory saved by HF datasets"
 
 
@@ -32,12 +34,8 @@ def load_records(path: str | Path, setting: str = "data.train") -> tuple[Record,
     error = source_error(path, setting) if path.exists() else missing_error(path, setting)
     if error is not None:
         raise error
-    if path.is_dir():
-        records = tuple(_read_dataset(path))
-    elif path.suffix == ".jsonl":
-        records = tuple(_read_jsonl(path, setting))
-    else:
-        records = tuple(_read_parquet(path))
+    jsonl = path.is_file() and path.suffix == ".jsonl"
+    records = tuple(_read_jsonl(path, setting) if jsonl else read_table(path))
     if not records:
         raise empty_error(path, setting)
     return records
@@ -79,12 +77,14 @@ def _directory_error(path: Path, setting: str) -> UserError | None:
     inside = sorted(item.name for item in path.iterdir())
     splits = [name for name in inside if (path / name / "state.json").is_file()]
     if splits:
+        learns = not (setting.startswith("evaluation.") or setting.endswith(".held_out"))
+        likely = next((name for name in splits if name.startswith("train") is learns), splits[0])
         return UserError(
             f"{path} holds several splits",
             where=setting,
             expected="the directory of one split",
             got=f"the splits {', '.join(splits)}",
-            fix=f"set {setting}={path / splits[0]}",
+            fix=f"set {setting}={path / likely}",
         )
     data = [name for name in inside if name.endswith(SUFFIXES)]
     return UserError(
@@ -131,12 +131,15 @@ def require_fields(record: Record, fields: Mapping[str, str], setting: str) -> N
         present = [key for key, value in record.values.items() if value is not None]
         close = nearest(name, present) or (present[0] if len(present) == 1 else None)
         null = name in record.values
+        fix = f"set {named_by}={close}" if close else f"set {named_by} to the field that holds it"
+        if not null and name.partition(".")[0] in present:
+            fix = f"write what lies inside another field into one of its own, and set {named_by} to that"
         raise UserError(
             f"`{name}` is null in a record" if null else f"a record has no `{name}`",
             where=f"{record.where} ({setting})",
             expected=f"a value in the field `{name}`",
             got=f"fields {', '.join(record.values) or '(none)'}",
-            fix=f"set {named_by}={close}" if close else f"set {named_by} to the field that holds it",
+            fix=fix,
         )
 
 
@@ -280,6 +283,11 @@ def _require_characters(values: Mapping[str, Any], where: str) -> None:
         ) from None
 
 
+def read_table(path: Path) -> Iterator[Record]:
+    """Yield the records of a Parquet file or of a directory saved by HF ``datasets``, as they are read."""
+    return _read_dataset(path) if path.is_dir() else _read_parquet(path)
+
+
 def _read_parquet(path: Path) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
@@ -287,7 +295,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
         row = 0
-        for batch in file.iter_batches():
+        for batch in file.iter_batches(_ROWS):
             for values in batch.to_pylist():
                 yield Record(values, f"{path}, row {row}")
                 row += 1

@@ -121,11 +121,12 @@ class RewardRole:
     Functions and tests judge each rank's share of the rows, in processes of the rank. Servers are asked by
     the first rank alone: so limits of requests, what is kept of answers and what is known of a server's
     health hold for the whole job. ``leading`` is the name of the first of ``scorers`` scorers. ``key`` names
-    the function to the user where it is another than the run's.
+    the function to the user where it is another than the run's, which judges what environments rewarded too.
     """
 
     def __init__(self, config: RewardConfig, tokenizer: Any, key: str = "") -> None:
         self._tokenizer = tokenizer
+        self._own = bool(key)
         self._beside = Beside()
         self._scorers: dict[str, tuple[float, Scorer]] = {}
         try:
@@ -172,6 +173,8 @@ class RewardRole:
         which the ranks know ``early`` are not judged again. Collective over the members.
         """
         known = environments_answers(rollouts)
+        if self._own:
+            known = {row: answer for row, answer in known.items() if answer.reason is not None}
         judgements = []
         for name, (weight, scorer) in self._scorers.items():
             rows, told = _share(rollouts, members, scorer), {**(early or {}).get(name, {}), **known}

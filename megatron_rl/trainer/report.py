@@ -58,6 +58,7 @@ def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
     lines, stages = run.lines, run.stages
     rows = summary(lines, stages)
     phases = phase_times(lines or [line for measured in stages.values() for line in measured])
+    _print(folder, rows, phases, console)  # first: it may be all that can be had of another one's run
     draw(lines, stages).savefig(folder.curve, format="png", dpi=130)
     parts = [page.table(("", "value", ""), rows, numeric=(1,)), page.heading("Learning curves")]
     parts += [page.pictures(pictures(lines, stages))]
@@ -70,7 +71,7 @@ def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
     if folder.config.exists():
         parts += [page.heading("Configuration"), page.text(folder.config.read_text(encoding="utf-8"))]
     page.write(folder.report, folder.path.resolve().name, parts)
-    _print(folder, rows, phases, console)
+    print(f"learning curves: {folder.curve}\nreport:          {folder.report}", file=console)
     return folder.report
 
 
@@ -91,9 +92,9 @@ def summary(
     ):
         _, values = series(lines, name)
         if values:
-            first, last = mean(values[:WINDOW]), mean(values[-WINDOW:])
-            remark = f"means of the first and last {min(WINDOW, len(values))} steps"
-            rows.append((label, _change(first, last, form), remark))
+            steps = max(1, min(WINDOW, len(values) // 2))  # those of a short run would be the same ones
+            remark = f"means of the first and last {steps} steps"
+            rows.append((label, _change(mean(values[:steps]), mean(values[-steps:]), form), remark))
     trained, _ = series([line for line in lines if line["step"] > 0], "step")
     if lines:
         rows.append(("steps", str(len(trained)), ""))
@@ -167,7 +168,6 @@ def _print(
         for row in _phase_rows(phases):
             times.add_row(*row)
         console.print(times)
-    console.print(f"learning curves: {folder.curve}\nreport:          {folder.report}")
 
 
 def _phase_rows(phases: Sequence[tuple[str, float, float, float | None]]) -> list[tuple[str, str, str, str]]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 from config_workspace import write_model, write_workspace
+from datasets import Dataset
 
 from megatron_rl.check import packages
 from megatron_rl.check.configuration import CheckReport, check_config
@@ -40,6 +43,10 @@ TABLE = [
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("workspace")
     write_workspace(root)
+    messages = {"prompt": [{"role": "user", "content": "a"}], "truth": "b"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([messages]), root / "chat.parquet")
+    Dataset.from_list([messages]).save_to_disk(str(root / "chat"))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([messages])[:0], root / "no_rows.parquet")
     return root
 
 

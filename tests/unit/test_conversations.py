@@ -260,6 +260,23 @@ def test_a_group_is_judged_when_it_is_complete_while_others_go_on(tmp_path: Path
     reward.close()
 
 
+def test_a_function_that_is_not_the_runs_judges_what_an_environment_rewarded(hosts: Hosts, tmp_path: Path):
+    """Evaluators, and a set's own reward: the run's function is asked about nothing here."""
+    (tmp_path / "reward.py").write_text("def judge(*, prompt, **_): return 100.0 + len(prompt)\n")
+    batch = prompts(["go", "fail"], [1, 3])
+    rollouts = sweep(hosts, begin(batch, 2, seed=9, version=3), None).rollouts
+    alone = cast(Members, SimpleNamespace(ranks=(0,), rank=0, gather_objects=lambda value: [value]))
+    said = {}
+    for key in ("", "evaluation.sets.held_out.evaluators.style"):
+        reward = RewardRole(RewardConfig(f"{tmp_path / 'reward.py'}:judge"), TOKENIZER, key)
+        (judgement,) = reward.infer(batch.repeat(2), rollouts, alone)
+        said[key] = judgement.shard.values["rewards"].tolist()
+        reward.close()
+    own = said.pop("")
+    assert own[:2] == [1.0, 1.0] and said.popitem()[1][:2] == [102.0, 102.0]
+    assert all(value != value for value in own[2:]), "a failed episode has no reward"
+
+
 def test_no_room_and_no_turn_left_truncate_and_are_no_failure(hosts: Hosts):
     rollouts = sweep(hosts, begin(prompts(["go"] * 3, [9] * 3, most=12), 1, seed=2, version=3), None).rollouts
     assert rollouts.finish_reason.tolist() == [FINISH_LENGTH] * 3

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
-from megatron_rl.data.records import load_records, require_fields
+from megatron_rl.data.records import Record, load_records, require_fields
 from megatron_rl.errors import UserError
 
 ROWS = [{"prompt": f"{n}+1=", "ground_truth": str(n + 1), "level": n} for n in range(5)]
@@ -60,6 +60,10 @@ def test_broken_files_say_where(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a", "ground_thruth": 1}\n')
     assert "a record has no `ground_truth`" in error_of(path)
     assert "set data.ground_truth_field=ground_thruth" in error_of(path)
+    with pytest.raises(UserError, match="write what lies inside another field into one of its own"):
+        require_fields(
+            Record({"model": {"truth": 1}}, "a:1"), {"model.truth": "data.ground_truth_field"}, "a"
+        )
     path.write_text('{"prompt": "a", "ground_truth": null}\n')
     assert "is null" in error_of(path)
 
@@ -77,6 +81,13 @@ def test_directories_that_are_no_single_data_set(tmp_path: Path) -> None:
     both = tmp_path / "both"
     DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS)).save_to_disk(str(both))
     assert "several splits" in error_of(both) and "test, train" in error_of(both)
+    for setting, split in (
+        ("data.train", "train"),
+        ("sft.held_out", "test"),
+        ("evaluation.sets.a.data", "test"),
+    ):
+        with pytest.raises(UserError, match=f"set {setting}={both / split}"):
+            load_records(both, setting)
     assert len(load_records(both / "train")) == 5
     saved = tmp_path / "saved"
     Dataset.from_list(ROWS).save_to_disk(str(saved))

@@ -70,6 +70,9 @@ def test_a_batch_holds_what_the_records_say(tokenizer: Any) -> None:
     assert batch.prompts == ("0+0=", "1+1=", "2+2=") and batch.ground_truths == ("0", "2", "4")
     assert batch.tasks == ("default",) * 3 and [m["level"] for m in batch.metadata] == [0, 1, 2]
     assert "prompt" not in batch.metadata[0] and "ground_truth" not in batch.metadata[0]
+    named = [Record({**problem.values, "task": "sums"}, problem.where) for problem in problems(1)]
+    of_task = source(named, tokenizer).next(1)
+    assert of_task.tasks == ("sums",) and of_task.metadata[0]["task"] == "sums", "rewards may go by the task"
     assert batch.tokens.dtype == torch.int64 and batch.lengths.tolist() == [5, 5, 5]
     rows = [row.tolist() for row in split_rows(batch.tokens, batch.lengths)]
     assert rows == [tokenizer(text)["input_ids"] for text in batch.prompts]

@@ -265,6 +265,18 @@ def test_short_and_sparse_runs_have_a_report(tmp_path: Path, steps: int) -> None
     page = report.write(folder.path, io.StringIO()).read_text()
     assert "eval/held_out/accuracy" in page and folder.curve.stat().st_size > 5000
     assert "mismatch" not in page
+    rewards = [line["reward/mean"] for line in read_metrics(folder.metrics) if "reward/mean" in line]
+    shown = [row[1] for row in report.summary(read_metrics(folder.metrics), {}) if row[0] == "mean reward"]
+    ends = [f"{rewards[0]:.3f} → {rewards[-1]:.3f}"] if rewards else []
+    assert shown == ends, "the first and the last steps are not the same ones"
+
+
+def test_a_run_that_cannot_be_written_to_has_its_table(tmp_path: Path) -> None:
+    folder, console = run(tmp_path, steps=2), io.StringIO()
+    folder.curve.mkdir()
+    with pytest.raises(OSError):
+        report.write(folder.path, console)
+    assert "mean reward" in console.getvalue()
 
 
 def test_the_warm_up_is_in_the_table(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class DataConfig:
     )
     task_field: str = setting(
         "task",
-        "Field of the task's name, for sampling profiles and metrics.",
+        "Field of the task's name, which chooses a sampling profile.",
         also_called={"verl": "reward_fn_key"},
     )
     tools_field: str | None = setting(
