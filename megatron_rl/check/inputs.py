@@ -299,7 +299,8 @@ def _check_prompts(check: Inputs, preview: DataPreview | None, where: str) -> No
         )
     wants = isinstance(prompt, list) if config.data.chat_template is None else config.data.chat_template
     path = Path(config.model.path)
-    if wants and check.fine("data.chat_template") and path.is_dir() and not has_chat_template(path):
+    fine = check.fine("data.chat_template", "model.path")
+    if wants and fine and path.is_dir() and not has_chat_template(path):
         check.errors.append(
             UserError(
                 "the tokenizer has no chat template",

@@ -192,8 +192,14 @@ def kill_all(holders: Iterable[Holder]) -> None:
 
 
 def readable(text: str) -> str:
-    """Return ``text`` with what no file or terminal takes replaced: half a surrogate pair is no character."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    """Return ``text`` with what no file or terminal takes replaced: half a surrogate pair is no character.
+
+    What would command a terminal, or make a log no text, is written as an escape.
+    """
+    characters = text.encode("utf-8", "replace").decode("utf-8")
+    if characters.isprintable():
+        return characters
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in characters)
 
 
 def _write_all(requests: queue.SimpleQueue[bytes | None], stream: IO[bytes]) -> None:
@@ -249,7 +255,8 @@ def load(spec: str) -> Any:
 
 def told(error: BaseException) -> str:
     """Return an exception's text with its last frames, and what it was not allowed."""
-    text = "".join(traceback.format_exception(error, limit=-3)).strip()
+    lines = "".join(traceback.format_exception(error, limit=-3)).strip().split("\n")
+    text = "\n".join(line for line in lines if not line or line.strip(" ^~"))  # without marks below code
     number = error.errno if isinstance(error, OSError) else None
     return f"{text}\n({_WITHHELD[number]})" if number in _WITHHELD else text
 

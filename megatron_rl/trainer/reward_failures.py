@@ -22,6 +22,13 @@ def of_each_kind(failures: Iterable[Failure]) -> list[Failure]:
     return list(first.values())[:SHOWN_FAILURES]
 
 
+def ending(message: str, most: int) -> str:
+    """Return the last whole lines of a message that ``most`` characters hold, or the end of its last one."""
+    text = message.strip()
+    end = text[-most:]
+    return end if len(text) <= most else end.partition("\n")[2] or end
+
+
 class FailureWatch:
     """Count the steps running in which more rewards failed than `reward.max_invalid_fraction` allows."""
 
@@ -40,11 +47,11 @@ class FailureWatch:
         if self._running < self._patience:
             return
         commonest = reasons.most_common(1)[0][0] if reasons else "the engine gave no response"
-        example = next((failure.message.strip() for failure in examples if failure.reason == commonest), "")
+        example = next((failure.message for failure in examples if failure.reason == commonest), "")
         raise UserError(
             f"rewards fail in {invalid_fraction:.0%} of the samples, in {self._running} steps running",
             where=f"reward (step {step})",
             expected=f"at most {self._most:.0%} (reward.max_invalid_fraction)",
-            got=f"most often: {commonest}" + (f"\n{example[-600:]}" if example else ""),
+            got=f"most often: {commonest}" + (f"\n{ending(example, 600)}" if example else ""),
             fix="mend the reward function; reward.max_invalid_fraction=1 goes on whatever fails",
         )

@@ -15,7 +15,7 @@ from megatron_rl.trainer.evaluation import EvaluationResult, failure_lines
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.logging import write_rollouts
 from megatron_rl.trainer.loop import StepResult
-from megatron_rl.trainer.reward_failures import of_each_kind
+from megatron_rl.trainer.reward_failures import ending, of_each_kind
 from megatron_rl.types import row_counts
 
 
@@ -49,7 +49,7 @@ class Samples:
         if not self.job.main or result is None:
             return reasons, examples
         for failure in examples:
-            self.job.say(f"step {step}: a reward failed ({failure.reason}): {failure.message.strip()[-300:]}")
+            self.job.say(f"step {step}: a reward failed ({failure.reason}): {ending(failure.message, 300)}")
         if reasons.total() > len(examples):
             counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
             self.job.say(f"step {step}: {reasons.total()} rewards failed in all: {counts}")

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.function import Failure
-from megatron_rl.trainer.reward_failures import FailureWatch, of_each_kind
+from megatron_rl.trainer.reward_failures import FailureWatch, ending, of_each_kind
 
 EXAMPLES = [Failure(0, "timeout", "ran longer than 10 s"), Failure(1, "exception", "KeyError: 'answer'")]
 
@@ -30,6 +30,12 @@ def test_a_run_may_be_told_to_go_on_whatever_fails() -> None:
     watch = FailureWatch(RewardConfig("m:f", max_invalid_fraction=1.0))
     for step in range(10):
         watch.look(step, 1.0, Counter(), [])
+
+
+def test_what_is_shown_of_a_long_message_begins_with_a_line() -> None:
+    message = "Traceback\n  File 'reward.py', line 6\n    raise ValueError(text)\nValueError: no digits\n"
+    assert ending(message, 500) == message.strip()
+    assert ending(message, 40) == "ValueError: no digits" and ending(message, 8) == "o digits"
 
 
 def test_one_failure_of_each_kind_is_shown() -> None:

@@ -53,7 +53,7 @@ def bounds(metadata):
     return {"reward": 1.0, "tasks": read("/proc/sys/kernel/pid_max"), "oom": read("/proc/self/oom_score_adj")}
 
 def surrogate_error(metadata):
-    raise ValueError("half \\udc00 pair")
+    raise ValueError("half \\udc00 pair \\0 \\x1b[2J é\\n\\tend")
 
 def memory_of_children(metadata):
     program = "import time; held = bytearray(400 * 2**20); time.sleep(1000)"
@@ -152,7 +152,7 @@ def one(
         ("huge", "not_finite: reward is 1e+300, beyond what float32 holds"),
         ("huge component", "not_finite: score is -1e+300"),
         ("huge integer", "not_finite: reward is inf"),
-        ("surrogate_error", "half ? pair"),
+        ("surrogate_error", "half ? pair \\x00 \\x1b[2J é\n\tend"),
         ("many components", "wrong_type: more than 64 components"),
         ("memory", "MemoryError"),
         ("spin", "timeout: ran longer than 1 s"),
