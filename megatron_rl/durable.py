@@ -36,6 +36,7 @@ _FIXES = {
     errno.EEXIST: "remove what has the name, or choose another",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "correct the link, which leads back to itself",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
     errno.EIO: "check the disk, or the connection to the file system",
     errno.ESTALE: "check the disk, or the connection to the file system",
 }

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
@@ -27,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 STANDIN = ROOT / "tests/te_standin"
 """Where Python finds the stand-in of Transformer Engine."""
 LAUNCH_SECONDS = 300.0
+settings.register_profile("untimed", deadline=None)  # a busy machine says nothing of an example
+settings.load_profile("untimed")
 NOT_LOOKED_AT = pytest.StashKey[list[str]]()
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from megatron_rl.algorithms.piece import Piece, ragged, torch, wrong_result
 from megatron_rl.config.setting import NO_SETTING, setting
+from megatron_rl.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -348,7 +349,13 @@ class Gdpo(GroupAdvantage):
         weights = self.weights or dict.fromkeys(components, 1.0)
         missing = sorted(set(weights) - set(components))
         if missing:
-            raise ValueError(f"reward components {missing} missing; there are {sorted(components)}")
+            raise UserError(
+                f"no response of a step has the reward component {', '.join(missing)}",
+                where="algorithm.advantage.weights",
+                expected="components that the reward returns, of every response that it judges",
+                got=f"components {', '.join(sorted(components))}",
+                fix="correct the name, or have the reward return it always (0 where there is nothing to say)",
+            )
         normalized = Grpo(epsilon=self.epsilon)
         total = torch.zeros_like(inputs.rewards)
         for name, weight in weights.items():

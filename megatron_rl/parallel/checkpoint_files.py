@@ -17,6 +17,9 @@ from megatron_rl.parallel.exchange import gather_objects, together
 _FULL_BYTES = 2**20
 """A disk with less room than this is full, whatever a writer that failed on it says."""
 
+_CUT_OFF = "unexpected pos"
+"""What PyTorch's writer of tensors says of a write that the system refused; why is lost there."""
+
 
 def first(value: Callable[[], Any]) -> Any:
     """Return what the first rank finds: a shared file system may tell others something else for a while.
@@ -46,6 +49,14 @@ def disk_or(error: Exception, folder: Path) -> Exception:
         return error
     if full or shutil.disk_usage(existing).free < _FULL_BYTES:
         return durable.no_space(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
+    if isinstance(error, RuntimeError) and _CUT_OFF in str(error):
+        return UserError(
+            f"the checkpoint {folder.name} cannot be written",
+            where=str(folder),
+            expected="a file system that takes whole files",
+            got=str(error).splitlines()[0],
+            fix="look at the quota, the limit of file sizes (ulimit -f) and the disk, or set another run_dir",
+        )
     return (durable.file_error(error, folder) if isinstance(error, OSError) else None) or error
 
 

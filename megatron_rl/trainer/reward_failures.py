@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.function import Failure
+from megatron_rl.types import Outcome
 
 SHOWN_FAILURES = 4
 """So many of a step's failed rewards are shown on the console; all are counted."""
@@ -27,6 +28,15 @@ def ending(message: str, most: int) -> str:
     text = message.strip()
     end = text[-most:]
     return end if len(text) <= most else end.partition("\n")[2] or end
+
+
+def never_asked(reward: RewardConfig, outcomes: Sequence[Outcome | None] | None) -> str | None:
+    """Return a warning where environments reward every episode themselves, and others are to judge."""
+    rewarded = [said is not None and said.reward is not None for said in outcomes or ()]
+    if not rewarded or not all(rewarded) or not reward.scorers:
+        return None
+    names = ", ".join(f"reward.{name}" for name in reward.scorers)
+    return f"warning: the environment rewards every episode of this step, and nothing asks {names}"
 
 
 class FailureWatch:

@@ -15,7 +15,7 @@ from megatron_rl.trainer.evaluation import EvaluationResult, failure_lines
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.logging import write_rollouts
 from megatron_rl.trainer.loop import StepResult
-from megatron_rl.trainer.reward_failures import ending, of_each_kind
+from megatron_rl.trainer.reward_failures import ending, never_asked, of_each_kind
 from megatron_rl.types import row_counts
 
 
@@ -24,6 +24,7 @@ class Samples:
 
     def __init__(self, job: Job, roles: Roles) -> None:
         self.job, self.roles = job, roles
+        self._warned = False
 
     def keep_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> Metrics:
         """Store the answers, say what failed, and return what was measured. Collective over the world."""
@@ -54,6 +55,10 @@ class Samples:
             counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
             self.job.say(f"step {step}: {reasons.total()} rewards failed in all: {counts}")
         batch, rollouts = result.batch, result.batch.rollouts
+        unasked = never_asked(self.job.config.reward, rollouts.outcomes)
+        if unasked and not self._warned:
+            self.job.say(f"step {step}: {unasked}")
+            self._warned = True
         columns = self._columns(batch.prompts, rollouts)
         columns["group"] = rollouts.group.tolist()
         columns["reward"] = batch.scores.rewards.tolist()

@@ -7,12 +7,14 @@ import hashlib
 import inspect
 import json
 import os
+import resource
 import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +26,7 @@ from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.responses import ResponseSource
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint
+from megatron_rl.parallel.checkpoint_files import disk_or
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.trainer.state import TYPES, Best, TrainerState
 
@@ -135,3 +138,18 @@ def test_a_change_of_the_state_raises_its_format() -> None:
     assert digest == STATE_DIGESTS[STATE_FORMAT], (
         f"raise STATE_FORMAT where old checkpoints would be misread; its digest is {digest}"
     )
+
+
+def test_a_write_that_the_system_cuts_off_is_told_as_one(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        with pytest.raises(RuntimeError) as cut:
+            torch.save(torch.zeros(2**16), tmp_path / "tensors.pt")
+        with pytest.raises(OSError) as refused:
+            (tmp_path / "text").write_bytes(bytes(2**17))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for error in (cut.value, refused.value):
+        told = disk_or(error, tmp_path / "step_2")
+        assert isinstance(told, UserError) and "ulimit -f" in str(told)

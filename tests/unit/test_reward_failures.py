@@ -9,7 +9,8 @@ import pytest
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.function import Failure
-from megatron_rl.trainer.reward_failures import FailureWatch, ending, of_each_kind
+from megatron_rl.trainer.reward_failures import FailureWatch, ending, never_asked, of_each_kind
+from megatron_rl.types import Outcome
 
 EXAMPLES = [Failure(0, "timeout", "ran longer than 10 s"), Failure(1, "exception", "KeyError: 'answer'")]
 
@@ -36,6 +37,15 @@ def test_what_is_shown_of_a_long_message_begins_with_a_line() -> None:
     message = "Traceback\n  File 'reward.py', line 6\n    raise ValueError(text)\nValueError: no digits\n"
     assert ending(message, 500) == message.strip()
     assert ending(message, 40) == "ValueError: no digits" and ending(message, 8) == "o digits"
+
+
+def test_a_reward_beside_an_environment_that_rewards_is_warned_of() -> None:
+    said = [Outcome(1.0), Outcome(0.0)]
+    assert "nothing asks reward.function" in (never_asked(RewardConfig("m:f"), said) or "")
+    assert never_asked(RewardConfig(), said) is None, "nobody is to judge"
+    assert never_asked(RewardConfig("m:f"), [*said, Outcome(failure="timeout")]) is None
+    assert never_asked(RewardConfig("m:f"), [*said, Outcome()]) is None, "one is left to it"
+    assert never_asked(RewardConfig("m:f"), None) is None
 
 
 def test_one_failure_of_each_kind_is_shown() -> None:
