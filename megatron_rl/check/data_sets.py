@@ -24,6 +24,7 @@ from megatron_rl.data.records import (
     teaches_nothing,
     unreadable_error,
     values_of,
+    with_inner,
 )
 from megatron_rl.errors import UserError
 
@@ -98,9 +99,9 @@ def _check_records(
         error = found if isinstance(found, UserError) else None
         if isinstance(found, Record):
             try:
-                record = found
+                record = with_inner(found, (*data.of_prompts, *responses))
                 if responses:
-                    record = read_responses(found, data.prompt_field, responses, every_turn)
+                    record = read_responses(record, data.prompt_field, responses, every_turn)
                 first, total = first or record.values, total + 1
                 require_fields(record, required, where)
                 require_responses(record, responses, where)

@@ -15,7 +15,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.order import ShuffledOrder
-from megatron_rl.data.records import Record, require_fields
+from megatron_rl.data.records import Record, require_fields, with_inner
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import PromptEncoder, drop_over_long, end_token_ids, sampling_by_task
 from megatron_rl.types import PromptBatch
@@ -132,6 +132,7 @@ def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, data: DataConfig, setting: str, records: Sequence[Record]
 ) -> Encoded:
     """Return records with their prompts' tokens; UserError for one that has no prompt or no ground truth."""
+    records = [with_inner(record, data.of_prompts) for record in records]
     for record in records:
         require_fields(record, data.judged, setting)
     texts, tokens = PromptEncoder(tokenizer, data, setting).encode(records, data.max_prompt_tokens)
@@ -144,7 +145,7 @@ def load_prompts(
     """Return the prompts of the data set at ``path``, which ``setting`` names."""
     data = config.data
     encode = partial(encode_prompts, tokenizer, data, setting)
-    how = ("prompts", *data.judged, *data.rendering, data.max_prompt_tokens)
+    how = ("prompts", *data.of_prompts, data.chat_template, data.max_prompt_tokens)
     return PromptSource(
         files.encoded(path, setting, tokenizer, how, encode),
         tokenizer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,24 @@ def empty_error(path: Path, setting: str) -> UserError:
     )
 
 
+def with_inner(record: Record, names: Iterable[str | None]) -> Record:
+    """Return a record that also holds, by each of ``names``, what lies within another field.
+
+    ``reward_model.ground_truth`` is ``ground_truth`` in the mapping ``reward_model``, where the record has no
+    field of the whole name.
+    """
+    inner = {}
+    for name in names:
+        if name is None or name in record.values or "." not in name:
+            continue
+        value: Any = record.values
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            inner[name] = value
+    return Record({**record.values, **inner}, record.where) if inner else record
+
+
 def require_fields(record: Record, fields: Mapping[str, str], setting: str) -> None:
     """Raise a UserError that names the first of ``fields`` that ``record`` lacks or holds as null.
 
@@ -129,17 +147,18 @@ def require_fields(record: Record, fields: Mapping[str, str], setting: str) -> N
         if record.values.get(name) is not None:
             continue
         present = [key for key, value in record.values.items() if value is not None]
-        close = nearest(name, present) or (present[0] if len(present) == 1 else None)
-        null = name in record.values
-        fix = f"set {named_by}={close}" if close else f"set {named_by} to the field that holds it"
-        if not null and name.partition(".")[0] in present:
-            fix = f"write what lies inside another field into one of its own, and set {named_by} to that"
+        outer = [(key, value) for key, value in record.values.items() if isinstance(value, Mapping)]
+        inner = [f"{key}.{part}" for key, value in outer for part in value]
+        close = next((path for path in inner if path.endswith(f".{name}")), None) or nearest(
+            name, [*present, *inner]
+        )
+        close = close or (present[0] if len(present) == 1 else None)
         raise UserError(
-            f"`{name}` is null in a record" if null else f"a record has no `{name}`",
+            f"`{name}` is null in a record" if name in record.values else f"a record has no `{name}`",
             where=f"{record.where} ({setting})",
             expected=f"a value in the field `{name}`",
-            got=f"fields {', '.join(record.values) or '(none)'}",
-            fix=fix,
+            got=f"fields {', '.join([*record.values, *inner]) or '(none)'}",
+            fix=f"set {named_by}={close}" if close else f"set {named_by} to the field that holds it",
         )
 
 

@@ -23,6 +23,7 @@ from megatron_rl.data.records import (
     require_fields,
     require_responses,
     teaches_nothing,
+    with_inner,
 )
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import PromptEncoder, drop_over_long, encode_texts, end_token_ids
@@ -134,6 +135,7 @@ def encode_responses(
     ``fields`` maps those fields to the settings that name them. A record that lacks one, or holds no response
     there, raises a UserError; `read_responses` says what is one, and `_Turns` what its tokens are.
     """
+    records = [with_inner(record, (*data.of_prompts, *fields)) for record in records]
     records = [read_responses(record, data.prompt_field, fields, every_turn) for record in records]
     for record in records:
         require_fields(record, data.asked | fields, setting)
@@ -226,6 +228,6 @@ def load_responses(
     encode = partial(
         encode_responses, tokenizer, data, fields, max_tokens, setting, ends, every_turn=every_turn
     )
-    how = ("responses", *data.asked, *fields, *data.rendering, max_tokens, ends, every_turn)
+    how = ("responses", *data.of_prompts, *fields, data.chat_template, max_tokens, ends, every_turn)
     encoded = files.encoded(path, setting, tokenizer, how, encode)
     return ResponseSource(encoded, data, seed=config.seed, max_tokens=max_tokens, setting=setting)

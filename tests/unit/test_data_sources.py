@@ -21,6 +21,7 @@ from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data import quickstart
 from megatron_rl.data.prompts import PromptSource, encode_prompts
 from megatron_rl.data.records import Record, load_records
+from megatron_rl.data.responses import encode_responses
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import encode_texts, end_token_ids, load_tokenizer
 from megatron_rl.errors import UserError
@@ -77,6 +78,25 @@ def test_a_batch_holds_what_the_records_say(tokenizer: Any) -> None:
     rows = [row.tolist() for row in split_rows(batch.tokens, batch.lengths)]
     assert rows == [tokenizer(text)["input_ids"] for text in batch.prompts]
     assert batch.sampling[0] == SamplingParameters(1.0, 1.0, 0, 256, (tokenizer.eos_token_id,))
+
+
+def test_a_dot_leads_into_a_field(tokenizer: Any) -> None:
+    inner = {"style": "rule", "ground_truth": "2", "said": "3"}
+    items = records([{"ask": {"now": "1+1="}, "reward_model": inner, "extra": {"index": 7, "kind": "sum"}}])
+    names = {"prompt_field": "ask.now", "task_field": "extra.kind"}
+    truth = "reward_model.ground_truth"
+    batch = source(items, tokenizer, ground_truth_field=truth, **names).next(1)
+    assert (batch.prompts, batch.ground_truths, batch.tasks) == (("1+1=",), ("2",), ("sum",))
+    assert batch.metadata[0]["reward_model"] == inner and batch.metadata[0]["extra"]["index"] == 7
+    literal = records([{"prompt": "1+1=", "reward_model.ground_truth": "4", "reward_model": inner}])
+    assert source(literal, tokenizer, ground_truth_field="reward_model.ground_truth").next(
+        1
+    ).ground_truths == ("4",)
+    fields = {"reward_model.said": "sft.response_field"}
+    encoded = encode_responses(
+        tokenizer, DataConfig(prompt_field="ask.now"), fields, 64, "sft.data", [tokenizer.eos_token_id], items
+    )
+    assert tokenizer.decode(encoded.tokens[1][0]) == "3<eos>"
 
 
 def test_every_epoch_has_every_prompt_once_in_its_own_order(tokenizer: Any) -> None:

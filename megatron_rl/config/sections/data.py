@@ -12,7 +12,8 @@ from megatron_rl.config.setting import setting
 class DataConfig:
     """Name the data sets and the fields of a record.
 
-    A data set is a .jsonl or .parquet file or a directory saved by Hugging Face ``datasets``.
+    A data set is a .jsonl or .parquet file or a directory saved by Hugging Face ``datasets``. A field within
+    another is named with a dot: ``reward_model.ground_truth``.
     """
 
     train: str | None = setting(
@@ -75,9 +76,9 @@ class DataConfig:
         return {self.prompt_field: "data.prompt_field"}
 
     @property
-    def rendering(self) -> tuple[bool | str | None, ...]:
-        """Return what decides the tokens of a prompt beside the record and the tokenizer."""
-        return self.chat_template, self.tools_field
+    def of_prompts(self) -> tuple[str | None, ...]:
+        """Return the fields that are read of a record beside its responses, None for one that is not."""
+        return *self.judged, self.task_field, self.tools_field
 
     @property
     def judged(self) -> dict[str, str]:
