@@ -191,12 +191,14 @@ def kill_all(holders: Iterable[Holder]) -> None:
         holder.process.kill()
 
 
-def readable(text: str) -> str:
-    """Return ``text`` with what no file or terminal takes replaced: half a surrogate pair is no character.
+def encodable(text: str) -> str:
+    """Return ``text`` with what no file takes replaced: half a surrogate pair is no character."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
-    What would command a terminal, or make a log no text, is written as an escape.
-    """
-    characters = text.encode("utf-8", "replace").decode("utf-8")
+
+def readable(text: str) -> str:
+    """Return ``text`` for people, with escapes for what commands a terminal or makes a log no text."""
+    characters = encodable(text)
     if characters.isprintable():
         return characters
     return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in characters)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from megatron_rl.config.sections.rewards import RewardServerConfig
-from megatron_rl.contained.process import readable
+from megatron_rl.contained.process import encodable
 from megatron_rl.redaction import HIDDEN
 from megatron_rl.rewards.worker import TIMEOUT
 
@@ -180,7 +180,7 @@ class Server:
         for secret in self._secrets.values():
             for word in (secret, *secret.split()):
                 text = text.replace(word, HIDDEN) if len(word) >= SHORTEST_SECRET else text
-        return readable(text)
+        return encodable(text)
 
 
 async def _content(response: aiohttp.ClientResponse) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.config.sections.rewards import HttpRewardConfig, JudgeConfig, RewardConfig
+from megatron_rl.contained.process import readable
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.client import (
@@ -85,7 +86,7 @@ def _rewards(reply: Reply, count: int) -> list[Answer]:
 
 def _reward(value: Any) -> Answer:
     if isinstance(value, dict) and "reward" not in value and "error" in value:
-        return Answer(REPORTED, f"{value['error']!s:.500}")
+        return Answer(REPORTED, readable(f"{value['error']!s:.500}"))
     answer = answer_of(scored(value))
     assert answer is not None, "what is scored is in the language of workers"
     return answer

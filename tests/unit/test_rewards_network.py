@@ -122,7 +122,10 @@ class Handler(BaseHTTPRequestHandler):
             )
         else:
             rewards = [self.reward(sample) for sample in body["samples"]]
-            self.answer(200, json.dumps({"rewards": rewards[word == "few" :]}).encode())
+            text = json.dumps(
+                {"rewards": rewards[word == "few" :], "note": "a\u00a0b\u3000"}, ensure_ascii=False
+            )
+            self.answer(200, f"{text}\r\n".encode())
 
     def reward(self, sample: dict[str, Any]) -> Any:
         special = {
@@ -130,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
             "large": 1e300,
             "text": "1.0",
             "nothing": None,
-            "error": {"error": "the judge is out"},
+            "error": {"error": "the judge is out\x1b[2J"},
             "parts": {"reward": 0.5, "style": 2},
             "echo": {"score": self.headers["Authorization"]},
         }
@@ -197,7 +200,7 @@ def test_every_failure_has_its_reason_and_its_neighbours_stand(server: Scorer, m
     assert {headers["Authorization"] for headers in server.headers} == {f"Bearer {SECRET}"}
     assert all(SECRET not in failure.message and failure.message for failure in result.failures)
     words = {responses[failure.row]: failure.message for failure in result.failures}
-    assert "out" in words["error"] and "401" in words["denied"] and "sign in" in words["page"]
+    assert "out\\x1b[2J" in words["error"] and "401" in words["denied"] and "sign in" in words["page"]
     assert server.tries["denied"] == server.tries["page"] == 1, (
         "what another try cannot mend is not tried again"
     )
