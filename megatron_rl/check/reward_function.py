@@ -216,14 +216,16 @@ def _check_signature(
         return []
     problem = [f"it does not take {', '.join(refused)}"] if refused else []
     problem += [f"it requires {', '.join(lacking)}"] if lacking else []
+    fix = f"give them {'in reward.arguments, or ' * (called.where == 'reward.function')}a default"
+    if refused:
+        fix = "add **kwargs for what it has no use for"
+        fix = f"call it from a function of these parameters, or rename its own and {fix}" if lacking else fix
     return [
         UserError(
             f"the {called.what} {node.name} cannot be called as it will be",
             where=f"{path}:{node.lineno}",
             expected=f"parameters for the call {node.name}({', '.join(f'{name}=' for name in passed)})",
             got=" and ".join(problem),
-            fix="add **kwargs for what it has no use for"
-            if refused
-            else f"give them {'in reward.arguments, or ' * (called.where == 'reward.function')}a default",
+            fix=fix,
         )
     ]
