@@ -20,6 +20,24 @@ BACKEND = "megatron_rl"
 HOST_BATCHED_TOKENS = 4096
 """vLLM's own default on the host for one step, per tensor-parallel rank."""
 
+_OF_FILES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "head_dtype", "architectures")
+"""Settings of a model's config.json that say nothing of what the model computes."""
+
+
+def plain_settings(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Return those of a model's settings that a server of the same model has, too.
+
+    They are the plain ones, and the numbers of those of positions, whose names vLLM changes in part.
+    """
+    plain = dict[str, Any]()
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            of_positions = section or name.startswith("rope")
+            plain |= plain_settings(value, f"{section}{name}.") if of_positions else {}
+        elif isinstance(value, int | float) if section else name not in _OF_FILES:
+            plain[f"{section}{name}"] = json.loads(json.dumps(value, default=str))
+    return plain
+
 
 def sampling_arguments(
     model: PretrainedModel, *, float32_head: bool, dtype: str, max_model_len: int

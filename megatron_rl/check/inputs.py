@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_rl.check.data_sets import DataPreview, check_data
 from megatron_rl.check.engine_arguments import check_tool_parser
+from megatron_rl.check.engine_servers import check_engine_servers
 from megatron_rl.check.evaluation import best_errors, evaluation_set_errors
 from megatron_rl.check.files import Files
 from megatron_rl.check.model_config import check_model_config
@@ -26,6 +27,7 @@ from megatron_rl.config.roles import role_of, role_sections, stated_models
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.rewards import RewardModelConfig
+from megatron_rl.config.sections.rollout import SERVER
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.environments.hosts import environment_errors
 from megatron_rl.errors import UserError
@@ -109,7 +111,9 @@ def _check_reward(check: Inputs) -> None:
             )
     check.errors.extend(errors)
     if check.asks_servers and not errors:
-        check.warnings.extend(silent_servers(reward))
+        rollout = check.config.rollout
+        samples = rollout.engine == SERVER and not list(check_engine_servers(rollout))
+        check.warnings.extend(silent_servers(reward, rollout.server.urls if samples else ()))
 
 
 def check_inputs(check: Inputs) -> None:

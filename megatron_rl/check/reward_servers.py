@@ -1,4 +1,4 @@
-"""Rules on servers that judge: where they are, what they are told, and whether they answer."""
+"""Rules on servers that judge: where they are, what they are told, and whether they and samplers answer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import re
 import ssl
 import threading
+import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_rl.config.sections.rewards import SENDS, JudgeConfig, RewardConfig, RewardServerConfig
 from megatron_rl.errors import UserError, nearest
@@ -17,6 +18,8 @@ from megatron_rl.rewards.judgement import is_function
 
 PATIENCE = 2.0
 """Seconds that all servers together have to answer."""
+_OF_VLLM = "/weight_info"
+"""What a server of vLLM answers at once, and only with VLLM_SERVER_DEV_MODE=1, which weights need."""
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -141,30 +144,58 @@ def _check_judge(judge: JudgeConfig) -> Iterator[UserError]:
         )
 
 
-def silent_servers(reward: RewardConfig) -> Iterator[UserError]:
-    """Yield a warning for every server that does not answer now; it may be there when the run starts."""
-    problems: dict[str, str] = {}
-    threads = [
-        threading.Thread(target=_ask, args=(where, config.url, problems), daemon=True)
-        for where, config in servers(reward)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    for (where, _), thread in zip(servers(reward), threads, strict=True):
-        if thread.is_alive() or where in problems:
+def silent_servers(reward: RewardConfig, samplers: Sequence[str] = ()) -> Iterator[UserError]:
+    """Yield warnings of servers that do not answer now; they may be there when the run starts.
+
+    ``samplers`` are the addresses of vLLM's API servers: each must answer as one does.
+    """
+    judges = {where: config.url for where, config in servers(reward)}
+    problems = _problems([*judges.values(), *samplers], of_vllm=len(samplers))
+    for (where, _), problem in zip(judges.items(), problems, strict=False):
+        if problem is not None:
             yield UserError(
                 "the server that is to judge does not answer now",
                 where=f"{where}.url",
                 expected="an answer of any kind",
-                got=problems.get(where, f"none within {PATIENCE:g} s"),
+                got=problem,
                 fix="start it before the run, or correct the address",
             )
+    silent = [
+        f"{url}: {problem}"
+        for url, problem in zip(samplers, problems[len(judges) :], strict=True)
+        if problem is not None
+    ]
+    if silent:
+        yield UserError(
+            f"of {len(samplers)} servers that are to sample, {len(silent)} do not answer now",
+            where="rollout.server.urls",
+            expected="vLLM's API server at each address, started with the command under SERVERS",
+            got="\n".join(silent),
+            fix="start them before the run, or correct the addresses",
+        )
 
 
-def _ask(where: str, url: str, problems: dict[str, str]) -> None:
-    """Note why nobody answers at ``url``, if so; any status is an answer."""
+def _problems(urls: Sequence[str], of_vllm: int) -> list[str | None]:
+    """Ask at all addresses at once; return why nobody answers there, None where someone does.
+
+    The last ``of_vllm`` are to answer as vLLM's API servers.
+    """
+    problems: list[str | None] = [f"no answer within {PATIENCE:g} s"] * len(urls)
+
+    def ask(place: int) -> None:
+        problems[place] = _problem(urls[place], place >= len(urls) - of_vllm)
+
+    threads = [threading.Thread(target=ask, args=(place,), daemon=True) for place in range(len(urls))]
+    until = time.monotonic() + PATIENCE
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return list(problems)
+
+
+def _problem(url: str, of_vllm: bool) -> str | None:
+    """Return why nobody answers at ``url``; any status is an answer, but of one that is to be vLLM's."""
     parts = urllib.parse.urlsplit(url)
     try:
         if parts.scheme == "https":
@@ -173,8 +204,12 @@ def _ask(where: str, url: str, problems: dict[str, str]) -> None:
             )
         else:
             connection = http.client.HTTPConnection(parts.netloc, timeout=PATIENCE)
-        connection.request("HEAD", parts.path or "/")
-        connection.getresponse()
+        if of_vllm:
+            connection.request("GET", _OF_VLLM)
+        else:
+            connection.request("HEAD", parts.path or "/")
+        status = connection.getresponse().status
         connection.close()
     except (OSError, http.client.HTTPException) as error:
-        problems[where] = f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
+    return f"HTTP status {status} at {_OF_VLLM}" if of_vllm and status != 200 else None

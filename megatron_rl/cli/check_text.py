@@ -45,7 +45,7 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
     if report.sync is not None:
         blocks.append(_section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync(report)))
     if report.config.rollout.engine == SERVER and report.shape is not None:
-        note = "one at each address of rollout.server.urls, which this does not ask"
+        note = "one at each address of rollout.server.urls"
         blocks.append(_section("SERVERS", note, _servers(report.config)))
     if report.layouts is not None and report.shape is None:
         sync = "" if report.batch is None else ", no bytes per weight sync"

@@ -243,9 +243,9 @@ class ServedWeights:
                 refuse_other(self._run, server)
                 server.refuse_closed()
                 # A job that was killed may have left an update, and its meeting.
-                for path in ("finish_weight_update", "shutdown_weight_transfer_engine"):
+                for method in ("finish_weight_update", "shutdown_weight_transfer_engine"):
                     with suppress(ServerError):
-                        server.call(path, {}, seconds)
+                        server.attempt(method, seconds=seconds)
                 place = _meeting_place(server) | {"workers": server.workers()}
             server.call("pause?mode=keep", {}, seconds)
         except (ServerError, UserError, OSError) as error:
@@ -260,8 +260,8 @@ class ServedWeights:
         settings = {"staging_bytes": movement.staging_bytes, "verify": movement.verify}
         count = len(self._actor)
         if self._leads:
-            info = {"init_info": place | settings | {"trainers": count}}
-            waits = alongside(server.call, "init_weight_transfer_engine", info, seconds)
+            info = place | settings | {"trainers": count}
+            waits = alongside(server.attempt, "init_weight_transfer_engine", info, seconds=seconds)
         rank = self._actor.index(device.rank())
         with _explained(waits):
             group = join_span(place["address"], place["port"], rank, count + place["workers"], seconds)
@@ -270,14 +270,14 @@ class ServedWeights:
 
     def _begin(self, server: Server) -> None:
         if self._leads:
-            server.call("start_weight_update", {}, self._config.update_timeout)
+            server.attempt("start_weight_update", seconds=self._config.update_timeout)
 
     def _move(self, server: Server) -> Metrics:
         """Move the weights, and let the server go on with them."""
         seconds, waits = self._config.update_timeout, None
         if self._leads:
-            body = {"update_info": {"version": self.version}}
-            waits = alongside(server.call, "update_weights", body, seconds)
+            update = {"version": self.version}
+            waits = alongside(server.attempt, "update_weights", update, seconds=seconds)
         with _explained(waits):
             transfer = self._links[server].transfer
             transfer.version = self.version

@@ -27,6 +27,18 @@ class HybridWorker:
         self._claim = (run, now + seconds)
         return None
 
+    def attempt(self, method: str, *arguments: Any) -> str | None:
+        """Call a method of this worker, and return why it failed, None where it did not.
+
+        vLLM leaves the answers of further workers unread where one raises, and takes them for those of
+        later calls.
+        """
+        try:
+            getattr(self, method)(*arguments)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
     def model_settings(self) -> dict[str, Any]:
         """Return the settings of the worker's model, as transformers reads them."""
         worker: Any = self

@@ -29,12 +29,20 @@ class Lease:
     def take(self) -> None:
         """Take the servers; wait for those of a run that may have been killed.
 
-        Raises UserError where another run keeps one.
+        Raises UserError where another run keeps one, or two addresses are of one.
         """
         until = time.monotonic() + LEASE_SECONDS + RENEW_SECONDS
         while holders := {url: holder for url, holder in map(self._claimed, self._servers) if holder}:
+            url, holder = next(iter(holders.items()))
+            if holder.startswith(self._run):
+                raise UserError(
+                    "two addresses are of one server",
+                    where="rollout.server.urls",
+                    expected="the address of each server once",
+                    got=f"{url} is the server of {holder.removeprefix(self._run).strip()}",
+                    fix=f"remove {url}",
+                )
             if time.monotonic() > until:
-                url, holder = next(iter(holders.items()))
                 raise UserError(
                     "a server works for another run",
                     where=f"{url}, of rollout.server.urls",
@@ -47,7 +55,7 @@ class Lease:
 
     def _claimed(self, server: Server) -> tuple[str, str | None]:
         try:
-            return server.url, server.claim(self._run, LEASE_SECONDS)
+            return server.url, self._claim(server, LEASE_SECONDS)
         except (ServerError, KeyError, ValueError) as error:
             raise UserError(
                 "a server does not say whose it is",
@@ -57,6 +65,9 @@ class Lease:
                 fix="start it again with the command that `check` shows",
             ) from error
 
+    def _claim(self, server: Server, seconds: float) -> str | None:
+        return server.claim(f"{self._run} {server.url}", seconds)
+
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
             self._tell(LEASE_SECONDS)
@@ -64,7 +75,7 @@ class Lease:
     def _tell(self, seconds: float) -> None:
         for server in self._servers:
             with suppress(ServerError, KeyError, ValueError):  # one that is away is missed elsewhere
-                server.claim(self._run, seconds)
+                self._claim(server, seconds)
 
     def close(self) -> None:
         """Give the servers back. May be called twice."""

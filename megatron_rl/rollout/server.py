@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_rl.check.engine_servers import BACKEND, EXTENSION
+from megatron_rl.check.engine_servers import BACKEND, EXTENSION, plain_settings
 from megatron_rl.config.sections.rollout import ServerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engine import Completion, Request, failed
@@ -34,6 +34,12 @@ STEP_SECONDS = 0.05
 """Longest wait of a `ServerSampler.step` without an answer."""
 _EXCERPT = 400
 _START = "start it with the command that `check` shows"
+
+
+_WITHOUT = {
+    401: "no --api-key in its command, and no VLLM_API_KEY in its environment",
+    403: "--enable-scale-out in its command",
+}
 
 
 class ServerError(RuntimeError):
@@ -94,6 +100,13 @@ class Server:
         (holder, *_) = answer["results"]
         return holder
 
+    def attempt(self, method: str, *arguments: Any, seconds: float) -> None:
+        """Have every worker call a method of its own; raise ServerError where one fails."""
+        body = {"method": "attempt", "args": [method, *arguments]}
+        for failure in self.call("collective_rpc", body, seconds)["results"]:
+            if failure is not None:
+                raise ServerError(f"{self.url}: {method}: {failure:.{_EXCERPT}}")
+
     def refuse_other(self, settings: Mapping[str, Any], expected: Expected) -> int:
         """Return how many requests the server works on at once; raise UserError unless it fits the run.
 
@@ -138,15 +151,15 @@ class Server:
                 )
 
     def _refuse_model(self, settings: Mapping[str, Any], served: Mapping[str, Any], where: str) -> None:
-        """Raise UserError where a plain setting that both sides have differs."""
-        for name, value in json.loads(json.dumps(settings, default=str)).items():
-            plain = name not in _OF_FILES and not isinstance(value, dict)
-            if plain and name in served and served[name] != value:
+        """Raise UserError where both sides have a plain setting, or a number of positions, that differs."""
+        wanted, there = plain_settings(settings), plain_settings(served)
+        for name, value in wanted.items():
+            if name in there and there[name] != value:
                 raise UserError(
                     "a server has another model",
                     where=where,
                     expected=f"{name}: {value}",
-                    got=f"{name}: {served[name]}, of {served.get('_name_or_path')}",
+                    got=f"{name}: {there[name]}, of {served.get('_name_or_path')}",
                     fix="start it with the model of model.path",
                 )
 
@@ -161,14 +174,10 @@ class Server:
             raise UserError(
                 "a server does not sample from tokens",
                 where=where,
-                expected="--enable-scale-out in its command" if error.status == 403 else "an answer",
+                expected=_WITHOUT.get(error.status, "an answer"),
                 got=str(error),
                 fix=_START,
             ) from error
-
-
-_OF_FILES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "head_dtype", "architectures")
-"""Settings of a model's config.json that say nothing of what the model computes."""
 
 
 class Expected:
@@ -358,7 +367,7 @@ class ServerSampler:
         return failed(number) if finish == FINISH_FAILED else Completion(number, tokens, values, finish)
 
 
-def alongside(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+def alongside(function: Callable[..., Any], *arguments: Any, **named: Any) -> Callable[[], Any]:
     """Call a function in a thread, since both sides must be in a transfer at once; return what waits for it.
 
     What waits returns the answer, or raises what the function raised.
@@ -368,7 +377,7 @@ def alongside(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any
 
     def run() -> None:
         try:
-            answers.append(function(*arguments))
+            answers.append(function(*arguments, **named))
         except BaseException as error:
             failures.append(error)
 

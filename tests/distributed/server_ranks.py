@@ -53,15 +53,17 @@ class Servers:
         *lines, _, host = server_commands(config)
         command = " ".join(line.removesuffix("\\") for line in lines)
         self._words = [*shlex.split(f"{command} {host}")[4:], "--kv-cache-memory-bytes", str(2**26)]
-        self._words += ["--host", "127.0.0.1", "--distributed-executor-backend", "uni"]
+        self._words += ["--host", "127.0.0.1"]
         self._pipe, far = Pipe()
         if not os.fork():
             self._pipe.close()
             nurse(far, list(config.rollout.server.urls), Path(config.run_dir))
 
-    def start(self, url: str) -> int:
+    def start(self, url: str, workers: int = 1) -> int:
         """Return the process of a server at ``url``, which leads a session of its own."""
-        self._pipe.send([*self._words, "--port", str(urlsplit(url).port)])
+        executor = "uni" if workers == 1 else "mp"
+        many = ["--tensor-parallel-size", str(workers), "--distributed-executor-backend", executor]
+        self._pipe.send([*self._words, *many, "--port", str(urlsplit(url).port)])
         return self._pipe.recv()
 
 
@@ -151,13 +153,22 @@ def accident(servers: Servers, processes: list[int], urls: list[str], metrics: P
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def train_before(path: str, run_dir: str) -> None:
+    """Have another run of one step use the servers, which find the traces of it where they are used again."""
+    process = os.fork()
+    if not process:
+        os._exit(main(["train", path, "steps=1", f"run_dir={run_dir}"]))
+    assert os.waitpid(process, 0)[1] == 0, "the run before has failed"
+
+
 def run(path: str) -> None:
-    """Start the servers, and train."""
+    """Start the servers, of two workers and of one, and train."""
     config = checked(parse(["train", path]), 1, job="train", training=True).config
     servers, urls = Servers(config), list(config.rollout.server.urls)
-    processes = [servers.start(url) for url in urls]
+    processes = [servers.start(url, workers) for url, workers in zip(urls, (2, 1), strict=True)]
     for url in urls:
         wait_for(lambda url=url: asked(f"{url}/health") is not None, f"server at {url}")
+    train_before(path, f"{config.run_dir}_before")
     values = (servers, processes, urls, Path(config.run_dir) / "metrics.jsonl")
     threading.Thread(target=accident, args=values, daemon=True).start()
     main(["train", path])

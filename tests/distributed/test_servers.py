@@ -39,6 +39,7 @@ def test_a_server_that_is_killed_costs_its_requests_and_comes_back_with_weights(
     ended = fork(RANKS, 1, file, check=False, timeout=560)
     lines = read_metrics(tmp_path / "run/metrics.jsonl")
     there = [line["rollout/servers"] for line in lines]
+    assert there, ended.output
     assert (there[0], min(there), there[-1]) == (2, 1, 2), ended.output
     lost = config["rollout"]["server"]["urls"][1]
     assert f"warning: server {lost} is away: ServerError: {lost}/weight_info" in ended.output

@@ -86,12 +86,13 @@ def test_check_shows_what_conversations_have_at_once(
     assert "20 rows x 36 tokens x 1024 B: all at full length" in shown
 
 
-def test_check_shows_the_command_of_the_first_server(
+def test_check_shows_the_command_of_the_first_server_and_which_are_not_there(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    urls = "rollout.server.urls=[http://one:8123, http://two:8124]"
+    urls = "rollout.server.urls=[http://127.0.0.1:8, http://127.0.0.1:9]"
     main(["check", "config.yaml", *ALONE, "rollout.engine=server", urls])
-    assert "--port 8123" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "--port 8 " in shown and "of 2 servers that are to sample, 2 do not answer now" in shown
 
 
 def test_check_for_machines(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

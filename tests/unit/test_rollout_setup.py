@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _posixshmem
+import json
 import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.lease import Lease
 from megatron_rl.rollout.server import Expected, Server
 from megatron_rl.rollout.vllm.setup import linear, local_rank, shared_memory_name
 
@@ -73,3 +75,56 @@ def test_a_server_that_does_not_say_how_it_is_set_up_is_told_from_one_of_another
             server.refuse_other({}, Expected("float32", True, 16, "cpu"))
         other.shutdown()
     assert ("VLLM_SERVER_DEV_MODE" in str(refused.value.expected)) == vllm
+
+
+@pytest.mark.parametrize(
+    ("served", "other"),
+    [
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+            "rope_parameters.rope_theta: 1000000",
+        ),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "mrope"}, "task": {"size": 2}}, None),
+        ({"hidden_size": 8}, "hidden_size: 8"),
+    ],
+)
+def test_a_server_of_a_model_with_other_positions_is_refused(served: dict, other: str | None) -> None:
+    settings = {
+        "hidden_size": 4,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "task": {"size": 1},
+    }
+    server = Server("http://127.0.0.1:1")
+    if other is None:
+        server._refuse_model(settings, served, "here")
+        return
+    with pytest.raises(UserError) as refused:
+        server._refuse_model(settings, served, "here")
+    assert str(refused.value.got).startswith(other)
+
+
+def test_two_addresses_of_one_server_are_told_apart_from_a_server_of_another_run() -> None:
+    holders: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        """Say whose the server is, as its worker does."""
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            holders.append(body["args"][0])
+            other = None if holders[-1] == holders[0] else holders[0]
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"results": [other]}).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Be silent."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as one:
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+        port = one.server_address[1]
+        lease = Lease([Server(f"http://{name}:{port}") for name in ("127.0.0.1", "localhost")], "run")
+        with pytest.raises(UserError, match="two addresses are of one server") as refused:
+            lease.take()
+        one.shutdown()
+    assert refused.value.fix == f"remove http://localhost:{port}"
