@@ -257,7 +257,8 @@ class BoxSum:
     def _part(self, values: Tensor, rows: Tensor) -> Tensor:
         words = values if values.dtype == torch.int32 else _words(values.to(self._dtype), self._together)
         if self._products:
-            return torch.dot(rows, torch.mv(words, self._columns))
+            # Rows first: summing along memory is twice as fast as one product per row.
+            return torch.dot(torch.mm(rows[None], words)[0], self._columns)
         return ((words * self._columns).sum(-1, dtype=torch.int32) * rows).sum(dtype=torch.int32)
 
 
@@ -290,7 +291,7 @@ def _has_integer_product(kind: str) -> bool:
     """Say whether the device multiplies integer matrices, which is several times faster there."""
     ones = torch.ones(1, 1, dtype=torch.int32, device=kind)
     try:
-        return bool(torch.dot(ones[0], torch.mv(ones, ones[0])).item())
+        return bool(torch.dot(torch.mm(ones, ones)[0], ones[0]).item())
     except RuntimeError:
         return False
 
