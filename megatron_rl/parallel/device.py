@@ -216,6 +216,9 @@ def prepare_megatron() -> None:
         _answer_for_the_accelerator()
     from megatron.core import parallel_state
 
+    from megatron_rl.parallel.compiled import compile_for_any_shape
+
+    compile_for_any_shape()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
