@@ -32,6 +32,9 @@ CHECKED = sorted([*EXAMPLES.glob("*/*.yaml"), *(ROOT / "configs/translated").glo
 
 # `megatron_rl/parallel/device.py`, `configs/quickstart.yaml`, `launch/test.sh` …
 PATH = re.compile(r"(?<![\w/.-])(?:megatron_rl|configs|launch|tests|benchmarks|docs)/[\w./-]*\w/?")
+# `trainer/loop.py`, `roles/{rollout,reward}.py` …: of the package
+SOURCES = "|".join(folder.name for folder in (ROOT / "megatron_rl").iterdir() if folder.is_dir())
+SOURCE = re.compile(rf"(?<![\w/.-])(?:{SOURCES})/[\w./{{}},-]*\.py\b")
 # `megatron_rl.parallel.device` …
 MODULE = re.compile(r"(?<![\w/.])megatron_rl(?:\.[a-z_]\w*)+")
 # `actor.layout.tensor`, `rollout.oversample: 0.5`, `actor.layout.tensor=2`
@@ -113,10 +116,22 @@ def is_module_or_member(dotted: str) -> bool:
     return False
 
 
+def spelled_out(path: str) -> list[str]:
+    """Return the paths that braces stand for, as in a shell."""
+    before, brace, rest = path.partition("{")
+    if not brace:
+        return [path]
+    names, _, after = rest.partition("}")
+    return [whole for name in names.split(",") for whole in spelled_out(f"{before}{name}{after}")]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_names_what_exists(name: str) -> None:
     text = re.sub(r"https?://\S+", "", (ROOT / name).read_text(encoding="utf-8"))
     missing = {path for path in PATH.findall(text) if not (ROOT / path).exists()}
+    # A user's own files are called my_….
+    sources = [path for found in SOURCE.findall(text) for path in spelled_out(found) if "/my_" not in path]
+    missing |= {path for path in sources if not (ROOT / "megatron_rl" / path).is_file()}
     missing |= {module for module in MODULE.findall(text) if not is_module_or_member(module)}
     assert not missing
 
