@@ -226,7 +226,7 @@ def _units(batch: TrainBatch, rows: list[int]) -> list[list[int]]:
     if batch.group is None:
         return [[row] for row in rows]
     dense = ragged.dense_groups(batch.group)[0].tolist()
-    found: dict[int, list[int]] = {}
+    rows_of_unit: dict[int, list[int]] = {}
     for row in rows:
-        found.setdefault(dense[row], []).append(row)
-    return list(found.values())
+        rows_of_unit.setdefault(dense[row], []).append(row)
+    return list(rows_of_unit.values())

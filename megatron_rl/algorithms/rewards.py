@@ -310,11 +310,11 @@ def take_groups(keep: Tensor, group: Tensor, wanted: int) -> list[int]:
         [0, 3]
     """
     dense, _ = ragged.dense_groups(group)
-    found: dict[int, list[int]] = {}
+    rows_of_group: dict[int, list[int]] = {}
     for row, (kept, number) in enumerate(zip(keep.tolist(), dense.tolist(), strict=True)):
         if kept:
-            found.setdefault(number, []).append(row)
-    return sorted(row for rows in list(found.values())[:wanted] for row in rows)
+            rows_of_group.setdefault(number, []).append(row)
+    return sorted(row for rows in list(rows_of_group.values())[:wanted] for row in rows)
 
 
 def prompts_to_sample(wanted: int, kept: int, sampled: int, *, ceiling: int) -> int:

@@ -72,7 +72,7 @@ def _check_kept(config: RunConfig) -> Iterator[UserError]:
 
 def _lacking(needs: Mapping[str, bool], error: UserError) -> Iterator[UserError]:
     """Yield the error of a choice with the settings that it lacks, none where it has all that it needs."""
-    lacks = [setting for setting, there in needs.items() if not there]
+    lacks = [setting for setting, met in needs.items() if not met]
     if lacks:
         got, fix = f"{error.got} without {', '.join(lacks)}", f"set {' '.join(lacks)}, or {error.fix}"
         yield replace(error, got=got, fix=fix)

@@ -50,12 +50,12 @@ def _role(report: CheckReport, role: str, top: int, ranks: range, colour: str | 
         _text(16, top + 32, role_words(role, layout), _GREY, size=11),
     ]
     for rank in ranks:
-        here = rank in layout.ranks
+        holds_role = rank in layout.ranks
         parts.append(
             f'<rect x="{_centre(rank) - _CELL // 2 + 4}" y="{top + 4}" width="{_CELL - 8}" '
-            f'height="{_ROW - 8}" rx="5" fill="{colour if here else _EMPTY}"/>'
+            f'height="{_ROW - 8}" rx="5" fill="{colour if holds_role else _EMPTY}"/>'
         )
-        if here:
+        if holds_role:
             label = cell_label(role, layout, rank)
             parts.append(_text(_centre(rank), top + 25, label, "#ffffff", middle=True))
     return parts

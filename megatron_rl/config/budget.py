@@ -307,11 +307,11 @@ def _is_base(config: RunConfig) -> bool:
     return reference_is_base(config) or ("critic" in adapters_of(config) and own_base_reason(config) is None)
 
 
-def _with_base(config: RunConfig, weights: MemoryItem, own: int, learning: str) -> MemoryItem:
+def _with_base(config: RunConfig, weights: MemoryItem, added_bytes: int, learning: str) -> MemoryItem:
     """Return the critic's weights where adapters learn: its ``own`` bytes alone over the actor's base."""
     reason = own_base_reason(config)
     if reason is None:
-        return replace(weights, bytes=own, how=f"{learning} and the head, over the actor's base")
+        return replace(weights, bytes=added_bytes, how=f"{learning} and the head, over the actor's base")
     return replace(weights, how=f"{learning} and the head, and a base of its own: {reason}")
 
 

@@ -181,13 +181,13 @@ def check_same_model(
     fix: str = "set model.path to the model that the run started from, or use another run_dir",
 ) -> None:
     """Raise UserError if a folder is of another model than this; ``saved`` is its `model_identity`."""
-    mine = model_identity(model)
-    differing = [name for name in mine if name in saved and saved[name] != mine[name]]
+    identity = model_identity(model)
+    differing = [name for name in identity if name in saved and saved[name] != identity[name]]
     if differing:
         raise UserError(
             "the checkpoint is of another model",
             where=str(directory),
-            expected=", ".join(f"{name} = {_shown(mine[name])}" for name in differing),
+            expected=", ".join(f"{name} = {_shown(identity[name])}" for name in differing),
             got=", ".join(f"{name} = {_shown(saved[name])}" for name in differing),
             fix=fix,
         )

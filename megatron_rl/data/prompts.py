@@ -86,8 +86,8 @@ class PromptSource:
         if temperature == 0:
             sampling = [parameters.greedy() for parameters in batch.sampling]
         else:
-            own = {"temperature": temperature} | ({} if top_p is None else {"top_p": top_p})
-            sampling = [parameters._replace(**own) for parameters in batch.sampling]
+            profile = {"temperature": temperature} | ({} if top_p is None else {"top_p": top_p})
+            sampling = [parameters._replace(**profile) for parameters in batch.sampling]
         return replace(batch, sampling=tuple(sampling))
 
     def state_dict(self) -> dict[str, int | str | bool]:

@@ -177,12 +177,12 @@ def _write(file: Path, encoded: Encoded) -> None:
             writer.write_batch(batch)
 
     # Where locks do not reach from host to host, two may write the same at once.
-    own = file.with_name(f"{file.name}.{socket.gethostname()}.{os.getpid()}")
+    temporary = file.with_name(f"{file.name}.{socket.gethostname()}.{os.getpid()}")
     try:
-        replace_file(own, write)
-        os.replace(own, file)
+        replace_file(temporary, write)
+        os.replace(temporary, file)
     except OSError:
-        own.with_name(own.name + ".part").unlink(missing_ok=True)
+        temporary.with_name(temporary.name + ".part").unlink(missing_ok=True)
         raise
 
 

@@ -80,14 +80,14 @@ def end_token_ids(
     tokenizer: PreTrainedTokenizerBase, model_path: str | Path | None = None
 ) -> tuple[int, ...]:
     """Return the ids that end a response: the tokenizer's eos first, then the generation config's."""
-    found: list[int] = []
+    tokens: list[int] = []
     if tokenizer.eos_token_id is not None:
-        found.append(int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
+        tokens.append(int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
     file = Path(model_path) / "generation_config.json" if model_path is not None else None
     if file is not None and file.is_file():
         listed = json.loads(file.read_text()).get("eos_token_id")
-        found.extend(listed if isinstance(listed, list) else [] if listed is None else [listed])
-    if not found:
+        tokens.extend(listed if isinstance(listed, list) else [] if listed is None else [listed])
+    if not tokens:
         raise UserError(
             "the model names no token that ends a response",
             where="model.path",
@@ -95,7 +95,7 @@ def end_token_ids(
             got="neither",
             fix="set eos_token in tokenizer_config.json",
         )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(tokens))
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], setting: str) -> tuple[int, ...]:

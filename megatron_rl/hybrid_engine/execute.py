@@ -181,11 +181,11 @@ class Execution:
     def _report(self, known: Sequence[tuple[int, bool, int]]) -> NoReturn:
         """Raise WeightMismatchError from the regions that differ, whether told, and their checksums here."""
         by_rank = gather_objects((self._rank, known), self._group)
-        told = {index: value for _, mine in by_rank for index, is_told, value in mine if is_told}
+        told = {index: value for _, sums in by_rank for index, is_told, value in sums if is_told}
         faults = [
             self._fault(index, rank, value, told[index])
-            for rank, mine in by_rank
-            for index, is_told, value in mine
+            for rank, sums in by_rank
+            for index, is_told, value in sums
             if not is_told and value != told[index]
         ]
         raise WeightMismatchError(

@@ -81,10 +81,10 @@ def _bare(chunk: Any) -> Any:
 
 def _check_groups(groups: ParallelGroups) -> None:
     for name, attribute in GROUPS.items():
-        theirs, ours = getattr(parallel_state, name), getattr(groups, attribute)
-        if attribute == "all" or theirs is None or ours is None:
+        global_group, role_group = getattr(parallel_state, name), getattr(groups, attribute)
+        if attribute == "all" or global_group is None or role_group is None:
             continue
-        ranks, expected = dist.get_process_group_ranks(theirs), dist.get_process_group_ranks(ours)
+        ranks, expected = dist.get_process_group_ranks(global_group), dist.get_process_group_ranks(role_group)
         if ranks != expected:
             raise UserError(
                 f"the training script's {attribute} group has other ranks",

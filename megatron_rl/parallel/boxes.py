@@ -126,17 +126,17 @@ def _by_tensor(
     groups: Sequence[BoxGroup], ranks: _RankSets
 ) -> tuple[dict[str, dict[Span, tuple[int, ...]]], dict[str, torch.dtype]]:
     """Return for each tensor its distinct boxes with all ranks that have them, and its dtype."""
-    found: dict[str, dict[Span, list[tuple[int, ...]]]] = {}
+    owners_of: dict[str, dict[Span, list[tuple[int, ...]]]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for group in groups:
         members = ranks.keep(group.ranks)
         for box in group.boxes:
-            owners = found.setdefault(box.name, {}).setdefault((box.start, box.size), [])
+            owners = owners_of.setdefault(box.name, {}).setdefault((box.start, box.size), [])
             if not owners or owners[-1] is not members:
                 owners.append(members)
             dtypes[box.name] = group.dtypes[box.storage]
     ordered = {
-        name: {span: ranks.union(spans[span]) for span in sorted(spans)} for name, spans in found.items()
+        name: {span: ranks.union(spans[span]) for span in sorted(spans)} for name, spans in owners_of.items()
     }
     return ordered, dtypes
 

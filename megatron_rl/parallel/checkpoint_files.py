@@ -60,12 +60,14 @@ def disk_or(error: Exception, folder: Path) -> Exception:
     return (durable.file_error(error, folder) if isinstance(error, OSError) else None) or error
 
 
-def digests_of_all(folder: Path, mine: Mapping[str, str]) -> dict[str, str]:
+def digests_of_all(folder: Path, digests_here: Mapping[str, str]) -> dict[str, str]:
     """Return the digests of a folder's files: those that each rank has, and of the rest each takes its share.
 
     Fails on all ranks where one cannot bring a file to the disk, or read it. Collective over the world.
     """
-    known = {name: digest for digests in gather_objects(dict(mine)) for name, digest in digests.items()}
+    known = {
+        name: digest for digests in gather_objects(dict(digests_here)) for name, digest in digests.items()
+    }
     names, share = first(lambda: [name for name in durable.files_below(folder) if name not in known]), {}
 
     def read_share() -> None:

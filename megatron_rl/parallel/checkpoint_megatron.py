@@ -158,8 +158,8 @@ def _proven(model: ParallelModel, source: str | Path, checkpoint: MegatronCheckp
     it reads in `fill`. Raises UserError on all ranks where they differ. Collective over the model's ranks.
     """
     weights, differing = MegatronFiles(source, checkpoint), []
-    mine = own_share(live_parameters(model), model)
-    boxes = [box for box in source_boxes(model) if box.storage in mine]
+    shares = own_share(live_parameters(model), model)
+    boxes = [box for box in source_boxes(model) if box.storage in shares]
     for parameters in checkpoint.flat_parameters(read_pretrained(Path(source) / "config.json").shape):
         masters = BufferFiles(source, checkpoint, parameters)
         names = together(

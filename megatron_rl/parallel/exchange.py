@@ -89,9 +89,9 @@ class Members:
         """Return each member's numbers of rows, of tokens, and of each field's items."""
         counts = [len(shard.rows), int(shard.lengths.sum()), *map(len, shard.items.values())]
         # On the host: whoever is done first waits here, and waiting costs an accelerator all of its time.
-        mine = torch.tensor(counts, dtype=torch.int64)
+        lengths = torch.tensor(counts, dtype=torch.int64)
         sizes = torch.empty((len(self.ranks), len(counts)), dtype=torch.int64)
-        dist.all_gather_into_tensor(sizes.view(-1), mine, group=self.group)
+        dist.all_gather_into_tensor(sizes.view(-1), lengths, group=self.group)
         return sizes.tolist()
 
     def _broadcast(self, shard: RowShard, source: int, counts: list[int]) -> RowShard:

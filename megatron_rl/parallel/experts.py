@@ -143,9 +143,9 @@ class Routing:
         self.learns = learns
         for router in self._routers:
             router.repeated.clear()
-        here = device.device()
-        self._loads = torch.zeros((self.layers, self.experts), dtype=torch.long, device=here)
-        self._agreement = torch.zeros(2, dtype=torch.long, device=here)
+        place = device.device()
+        self._loads = torch.zeros((self.layers, self.experts), dtype=torch.long, device=place)
+        self._agreement = torch.zeros(2, dtype=torch.long, device=place)
 
     @contextmanager
     def forward(self, tokens: RoutedTokens) -> Iterator[None]:

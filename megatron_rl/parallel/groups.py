@@ -59,22 +59,22 @@ class ParallelGroups:
         self.embedding = self._embedding_group()
 
     def _mine(self, *dimensions: str) -> Any:
-        mine = None
+        member_of = None
         for ranks in self.layout.groups(*dimensions):
             group = communicator(ranks)
             if self.rank in ranks:
-                mine = group
-        return mine
+                member_of = group
+        return member_of
 
     def _embedding_group(self) -> Any:
         """Return the group of first and last pipeline stage, which share tied embeddings."""
-        mine = None
+        member_of = None
         for ranks in self.layout.groups("pipeline"):
             ends = ranks if len(ranks) == 1 else (ranks[0], ranks[-1])
             group = communicator(ends)
             if self.rank in ends:
-                mine = group
-        return mine
+                member_of = group
+        return member_of
 
     @cached_property
     def coordinates(self) -> Coordinates:

@@ -61,9 +61,9 @@ def set_states(part: Any, parameter: Any, states: Mapping[str, Tensor]) -> None:
         for name, value in states.items():
             current[name].copy_(value)
     else:
-        there = {name: value.to(current[name].device) for name, value in states.items()}
+        moved = {name: value.to(current[name].device) for name, value in states.items()}
         # The class's method: a restore has put another in its place on the optimizer.
-        type(part)._set_main_param_and_optimizer_states(part, parameter, {**current, **there})
+        type(part)._set_main_param_and_optimizer_states(part, parameter, {**current, **moved})
 
 
 class _Whole(HostOptimizer):
@@ -87,8 +87,8 @@ def on_the_host(settings: OptimizerConfig) -> Iterator[None]:
     settings.use_precision_aware_optimizer = settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     settings.store_param_remainders = False
     modules = (megatron_optimizer, _Whole), (distrib_optimizer, HostOptimizer)
-    for module, ours in modules:
-        setattr(module, "HybridDeviceOptimizer", ours)
+    for module, optimizer_class in modules:
+        setattr(module, "HybridDeviceOptimizer", optimizer_class)
     try:
         with torch.no_grad():
             yield

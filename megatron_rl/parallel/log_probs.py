@@ -52,9 +52,9 @@ class Support(NamedTuple):
         last = int(ends[part][-1])
         tokens = self.tokens[last - int(sizes.sum()) : last] - start
         positions = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
-        here = (tokens >= 0) & (tokens < columns)
+        in_shard = (tokens >= 0) & (tokens < columns)
         outside = (sizes > 0)[:, None].repeat(1, columns)
-        outside[positions[here], tokens[here]] = False
+        outside[positions[in_shard], tokens[in_shard]] = False
         return outside
 
 
@@ -118,8 +118,8 @@ def _add_gradients(
     slope = log_p.add_(entropy[:, None]).mul_(-entropy_gradient[:, None])
     slope = slope.sub_(log_prob_gradient[:, None]).mul_(p)
     del p
-    local, mine = _local_targets(targets, len(weight), shard)
-    slope.scatter_add_(1, local[:, None], (log_prob_gradient * mine)[:, None])
+    local, in_shard = _local_targets(targets, len(weight), shard)
+    slope.scatter_add_(1, local[:, None], (log_prob_gradient * in_shard)[:, None])
     if slack is not None:
         slope = slope.mul_(slack.clamp_(min=0.0))  # where a token takes no part both are 0
     slope = slope.div_(temperature[:, None]).to(weight.dtype)
@@ -157,8 +157,8 @@ def chunked_statistics(
 def _statistics(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
     """Reduce one chunk of tokens, overwriting its logits; another tensor [chunk, V / tp] lives meanwhile."""
     peak = logits.amax(dim=-1)
-    local, mine = _local_targets(targets, logits.shape[1], shard)
-    target = logits.gather(1, local[:, None])[:, 0].masked_fill(~mine, _MASKED)
+    local, in_shard = _local_targets(targets, logits.shape[1], shard)
+    target = logits.gather(1, local[:, None])[:, 0].masked_fill(~in_shard, _MASKED)
     shifted = logits.sub_(peak[:, None])
     exponents = shifted.exp()
     total = exponents.sum(dim=-1)
@@ -219,9 +219,9 @@ def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
     hidden = torch.randn(150, 192, generator=generator) / 4
     hidden[:100] += weight[targets[:100]] * torch.linspace(0.2, 2.5, 100)[:, None]
     temperature = 0.5 + torch.rand(150, generator=generator)
-    here, shard = device.device(), VocabularyShard(0, 690, None)
-    rest = (targets.to(here), temperature.to(here))
-    states, words = hidden.to(here, dtype), weight.to(here, dtype)
+    place, shard = device.device(), VocabularyShard(0, 690, None)
+    rest = (targets.to(place), temperature.to(place))
+    states, words = hidden.to(place, dtype), weight.to(place, dtype)
     statistics = _combine(kernel_statistics(states, words, *rest, shard)[None])
 
     dense = (words[:690].double().cpu()).requires_grad_()
@@ -237,7 +237,7 @@ def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
     errors = {}
     for name, kind in kinds.items():
         (truth,) = torch.autograd.grad(chosen[kind].sum(), dense, retain_graph=True)
-        slopes = (kind.to(here, torch.float32), torch.zeros(150, device=here))
+        slopes = (kind.to(place, torch.float32), torch.zeros(150, device=place))
         _, gradient = _gradients(states, words, *rest, statistics[0], statistics[2], *slopes, shard, 64)
         assert gradient is not None
         errors[name] = float((gradient[:690].double().cpu() - truth).norm() / truth.norm())
@@ -276,8 +276,8 @@ def _project(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def _local_targets(targets: Tensor, words: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
     local = targets - shard.start
-    mine = (local >= 0) & (local < words)
-    return local.clamp(0, words - 1), mine
+    in_shard = (local >= 0) & (local < words)
+    return local.clamp(0, words - 1), in_shard
 
 
 def _gather(stats: Tensor, group: Any) -> Tensor:

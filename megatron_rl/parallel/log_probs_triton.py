@@ -53,9 +53,13 @@ def _statistics(
         rows = weight + row.to(tl.int64)[None, :] * weight_stride
         logits = tl.zeros((TOKENS, WORDS), tl.float32)
         for depth in range(0, width, WIDTH):
-            here = depth + column
-            left = tl.load(states + here[None, :], mask=inside[:, None] & (here < width)[None, :], other=0.0)
-            right = tl.load(rows + here[:, None], mask=real[None, :] & (here < width)[:, None], other=0.0)
+            offsets = depth + column
+            left = tl.load(
+                states + offsets[None, :], mask=inside[:, None] & (offsets < width)[None, :], other=0.0
+            )
+            right = tl.load(
+                rows + offsets[:, None], mask=real[None, :] & (offsets < width)[:, None], other=0.0
+            )
             logits = tl.dot(left, right, logits, input_precision=PRECISION)
         logits = tl.where(real[None, :], logits / divisor[:, None], MASK)
         hit = row[None, :] == target[:, None]

@@ -50,13 +50,13 @@ def live_parameters(model: Chunked) -> dict[str, Tensor]:
 
     Biases that balance experts are buffers in Megatron, but weights of the checkpoint.
     """
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for index, chunk in enumerate(model.chunks):
         parameters = chunk.named_parameters()
-        found |= {f"{index}.{name}": value.data for name, value in parameters if f".{ADAPTER}." not in name}
+        weights |= {f"{index}.{name}": value.data for name, value in parameters if f".{ADAPTER}." not in name}
         buffers = chunk.named_buffers()
-        found |= {f"{index}.{name}": buffer for name, buffer in buffers if name.endswith(".expert_bias")}
-    return found
+        weights |= {f"{index}.{name}": buffer for name, buffer in buffers if name.endswith(".expert_bias")}
+    return weights
 
 
 def of_experts(name: str) -> bool:
@@ -161,10 +161,10 @@ class ParallelModel:
 
     def local_tokens(self, count: int) -> slice:
         """Return which of a micro-batch's ``count`` tokens, padding included, layers work on on this rank."""
-        layout, mine = self.groups.layout, self.groups.coordinates
-        parts, part = layout.context, mine.context
+        layout, coordinates = self.groups.layout, self.groups.coordinates
+        parts, part = layout.context, coordinates.context
         if self.transformer_config.sequence_parallel:
-            parts, part = parts * layout.tensor, part * layout.tensor + mine.tensor
+            parts, part = parts * layout.tensor, part * layout.tensor + coordinates.tensor
         return slice(count // parts * part, count // parts * (part + 1))
 
     def pack(self, lengths: Sequence[int]) -> Any:

@@ -165,8 +165,8 @@ def _gathering_over(group: Any) -> Iterator[None]:
     """Let Megatron compare its parameter groups over a role's ranks, where it would ask the whole world."""
     gather, size = dist.all_gather_object, dist.get_world_size
 
-    def role_gather(found: list[Any], value: Any, group: Any = group) -> None:
-        gather(found, value, group=group)
+    def role_gather(gathered: list[Any], value: Any, group: Any = group) -> None:
+        gather(gathered, value, group=group)
 
     def role_size(group: Any = group) -> int:
         return size(group)

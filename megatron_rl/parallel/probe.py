@@ -133,10 +133,10 @@ class DeviceProbe:
 
 def probe_devices() -> list[DeviceProbe]:
     """Return the rates of all devices, measured while all work. Collective over the world."""
-    size, here = (512 if device.on_host() else 8192), device.device()
+    size, place = (512 if device.on_host() else 8192), device.device()
     # Drawn at random: zeros and ones take less power, and the clock is then higher than in training.
-    left, right = (torch.randn(size, size, device=here).to(torch.bfloat16) for _ in range(2))
-    block = torch.zeros((32 if device.on_host() else 1024) * 2**20, dtype=torch.uint8, device=here)
+    left, right = (torch.randn(size, size, device=place).to(torch.bfloat16) for _ in range(2))
+    block = torch.zeros((32 if device.on_host() else 1024) * 2**20, dtype=torch.uint8, device=place)
     copy = torch.empty_like(block)
     barrier()
     flops = 2 * size**3 / _median(lambda: left @ right)

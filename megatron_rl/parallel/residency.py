@@ -170,12 +170,12 @@ def _identity(tensor: Tensor) -> int:
 
 def _storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
     """Return the distinct storages of tensors on the device, by identity; scalars stay where they are."""
-    found: dict[int, Any] = {}
+    storages: dict[int, Any] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if tensor.device.type == device.device().type and tensor.numel() > 1 and storage.nbytes():
-            found.setdefault(_identity(tensor), storage)
-    return found
+            storages.setdefault(_identity(tensor), storage)
+    return storages
 
 
 def _weights(model: Any) -> Iterator[Tensor]:

@@ -143,8 +143,8 @@ def _support(batch: Any, places: Tensor) -> Support | None:
     sizes = getattr(batch, "support_sizes", None)
     if sizes is None or not len(batch.support):
         return None
-    index, here = token_index(sizes, places), device.device()
-    return Support(sizes[places].to(here), batch.support[index].to(here))
+    index, place = token_index(sizes, places), device.device()
+    return Support(sizes[places].to(place), batch.support[index].to(place))
 
 
 def score(
@@ -359,11 +359,11 @@ def _forward_step(
     chunk = model.chunks[model.wrapped.index(wrapped)]
 
     def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-        found = model.token_outputs(
+        answers = model.token_outputs(
             chunk, hidden, micro.index, micro.targets, micro.temperature, micro.support
         )
-        zeros = torch.zeros(micro.tokens, dtype=found[0].dtype, device=found[0].device)
-        outputs = [zeros.index_put((micro.selected,), output) for output in found]
+        zeros = torch.zeros(micro.tokens, dtype=answers[0].dtype, device=answers[0].device)
+        outputs = [zeros.index_put((micro.selected,), output) for output in answers]
         if model.groups.layout.context > 1:
             # Each rank takes the loss of all tokens, and its gradient with respect to its own.
             outputs = [

@@ -24,9 +24,9 @@ def bind(attention: Any) -> None:
     attention.get_query_key_value_tensors = partial(_in_group, original, attention.pg_collection.tp)
 
 
-def _in_group(function: Callable[..., Any], own: Any, *args: Any, **more: Any) -> Any:
+def _in_group(function: Callable[..., Any], group: Any, *args: Any, **more: Any) -> Any:
     global _group
-    before, _group = _group, own
+    before, _group = _group, group
     try:
         return function(*args, **more)
     finally:

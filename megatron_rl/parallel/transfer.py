@@ -165,9 +165,9 @@ class Exchange:
 
     def _buffer(self, buffers: dict[Any, Tensor], key: Any, stream: _Stream, number: int) -> Tensor:
         storages = self._in_place[id(stream)]
-        there = storages[number]
-        if there is not None:
-            return there
+        in_place = storages[number]
+        if in_place is not None:
+            return in_place
         if key not in buffers:
             staged = zip(stream.lengths, storages, strict=True)
             largest = max(length for length, storage in staged if storage is None)
@@ -224,14 +224,14 @@ def gather_layout(
         )
         digest = hashlib.sha256(pickle.dumps(content)).hexdigest()
     holders: dict[str, list[int]] = {}
-    for other, found in gather_objects((rank, digest), group):
-        if found is not None:
-            holders.setdefault(found, []).append(other)
+    for other, content_digest in gather_objects((rank, digest), group):
+        if content_digest is not None:
+            holders.setdefault(content_digest, []).append(other)
     tells = digest is not None and rank == min(holders[digest])
     told = dict(
         item for item in gather_objects((digest, content) if tells else None, group) if item is not None
     )
     return [
-        BoxGroup(tuple(sorted(ranks)), told[found][0], told[found][1])
-        for found, ranks in sorted(holders.items(), key=lambda item: min(item[1]))
+        BoxGroup(tuple(sorted(ranks)), told[content_digest][0], told[content_digest][1])
+        for content_digest, ranks in sorted(holders.items(), key=lambda item: min(item[1]))
     ]

@@ -60,8 +60,8 @@ class ModelRole:
         self.outputs = outputs
         self.base_of = base_of
         base = None if over is None else over.residency
-        own = Residency(model, offload=offload, base=base)
-        self.residency = own if base_of is None else base_of.residency
+        residency = Residency(model, offload=offload, base=base)
+        self.residency = residency if base_of is None else base_of.residency
         self.optimizer = optimizer
         self.prefix = prefix or name
 

@@ -214,8 +214,8 @@ class Dealt:
                 known[row // flight.samples] = homes[seeds[row]]
         waiting = [group for group in self._groups if group not in known]
         filled = 0 if known else max(1, most // max(flight.samples, 1)) * replicas
-        mine = [group for group, home in known.items() if home == place]
-        self._first, self._queue = [*mine, *waiting[:filled][place::replicas]], waiting[filled:]
+        remembered = [group for group, home in known.items() if home == place]
+        self._first, self._queue = [*remembered, *waiting[:filled][place::replicas]], waiting[filled:]
 
     def more(self, busy: int) -> list[int]:
         """Begin further rows while there is room beside ``busy`` ones; return their places."""

@@ -140,26 +140,26 @@ class Server:
             return False
 
     def _refuse_settings(self, compared: Mapping[str, tuple[str, str, bool]], where: str) -> None:
-        for name, (wanted, there, fits) in compared.items():
+        for name, (wanted, served, fits) in compared.items():
             if not fits:
                 raise UserError(
                     f"a server has another `{name}` than the run needs",
                     where=where,
                     expected=wanted,
-                    got=there,
+                    got=served,
                     fix=_START,
                 )
 
     def _refuse_model(self, settings: Mapping[str, Any], served: Mapping[str, Any], where: str) -> None:
         """Raise UserError where both sides have a plain setting, or a number of positions, that differs."""
-        wanted, there = plain_settings(settings), plain_settings(served)
+        wanted, served_settings = plain_settings(settings), plain_settings(served)
         for name, value in wanted.items():
-            if name in there and there[name] != value:
+            if name in served_settings and served_settings[name] != value:
                 raise UserError(
                     "a server has another model",
                     where=where,
                     expected=f"{name}: {value}",
-                    got=f"{name}: {there[name]}, of {served.get('_name_or_path')}",
+                    got=f"{name}: {served_settings[name]}, of {served.get('_name_or_path')}",
                     fix="start it with the model of model.path",
                 )
 

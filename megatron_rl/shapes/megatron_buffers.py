@@ -141,18 +141,18 @@ def flat_parameters(
     except UserError as error:
         raise other_buffers(f"{error.message}: {error.expected}", str(error.got)) from error
     model = _Model(shape, rows, layout, order)
-    found: list[FlatParameter] = []
+    flat: list[FlatParameter] = []
     used: set[Bucket] = set()
     for part, group, places, buffers in _groups(model, stages, apart=any(bucket.part for bucket in sizes)):
         for buffer, parameters in enumerate(filter(None, buffers)):
             for parameter, bucket, start in _laid_out(parameters, Bucket(part, group, buffer, 0), sizes):
                 used.add(bucket)
                 if not parameter.copy:
-                    found.append(FlatParameter(parameter.name, parameter.shape, *places, bucket, start))
+                    flat.append(FlatParameter(parameter.name, parameter.shape, *places, bucket, start))
     if used != set(sizes):
         expected = f"{len(used)} buckets, by {layout.short_words()} of its arguments"
         raise other_buffers(expected, f"{len(sizes)}")
-    return found
+    return flat
 
 
 def _groups(
@@ -197,11 +197,11 @@ def _chunk(
     behind = [part for part in outer if not part.name.startswith("embedding.")]
     between: list[_Part] = []
     for layer in layers:
-        found: list[tuple[tuple[int, ...], _Part]] = []
+        ordered: list[tuple[tuple[int, ...], _Part]] = []
         for weight in model.shape.weights(layer):
             if weight.expert in kinds and not weight.name.endswith("expert_bias"):
-                found += _of_layer(model, layer, weight, places)
-        between += [part for _, part in sorted(found, key=lambda item: item[0])]
+                ordered += _of_layer(model, layer, weight, places)
+        between += [part for _, part in sorted(ordered, key=lambda item: item[0])]
     return before + between + behind
 
 

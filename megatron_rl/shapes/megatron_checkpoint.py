@@ -347,12 +347,12 @@ def _iteration_folder(path: Path, where: str) -> Path:
     words = tracker.read_text(encoding="utf-8", errors="replace").strip()
     folder = path / (f"iter_{int(words):07d}" if words.isdecimal() else "release")
     if not (words.isdecimal() or words == "release") or not folder.is_dir():
-        there = ", ".join(sorted(item.name for item in path.iterdir() if item.is_dir())) or "no folder"
+        folders = ", ".join(sorted(item.name for item in path.iterdir() if item.is_dir())) or "no folder"
         raise UserError(
             "the newest iteration of the Megatron checkpoint is not there",
             where=str(tracker),
             expected=f"{folder.name}, as the tracker says ({words[:20]!r})",
-            got=there,
+            got=folders,
             fix=f"copy {folder.name}, or name one that is there",
         )
     return folder

@@ -256,8 +256,8 @@ def forward_bytes(
     if built.fused:
         live = 2 * max((built.kept(shape, layout, kind, "none") for kind in kinds), default=0.0)
     else:
-        own = _OwnLayer(shape, layout.tensor, layout.token_shards, built.dtype_bytes)
-        live = built.dtype_bytes * max(map(own.forward, kinds), default=0.0)
+        layer = _OwnLayer(shape, layout.tensor, layout.token_shards, built.dtype_bytes)
+        live = built.dtype_bytes * max(map(layer.forward, kinds), default=0.0)
     return live * tokens / layout.context
 
 

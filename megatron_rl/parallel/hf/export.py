@@ -199,7 +199,7 @@ class _Writer:
 def _collect(
     steps: Sequence[Mapping[int, _Piece]],
     sources: Sequence[BoxGroup],
-    own: BoxIndex,
+    held_boxes: BoxIndex,
     parameters: Mapping[str, Tensor],
     writer: _Writer,
     group: Any,
@@ -210,18 +210,18 @@ def _collect(
         torch.Size(piece.size).numel() * piece.dtype.itemsize for step in steps for piece in step.values()
     )
     for step, flow in zip(steps, _flows(steps, sources), strict=True):
-        mine = step.get(rank)
-        values = torch.empty(mine.size, dtype=mine.dtype, device=device.device()) if mine else None
+        target = step.get(rank)
+        values = torch.empty(target.size, dtype=target.dtype, device=device.device()) if target else None
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
         for region, receiver, sender in flow:
             held = None
             if sender == rank:
-                box = own.containing(region)[0]
+                box = held_boxes.containing(region)[0]
                 held = view_of(parameters[box.storage], box)
             if receiver == rank:
-                assert mine is not None and values is not None
-                part = _part(values, mine, region)
+                assert target is not None and values is not None
+                part = _part(values, target, region)
                 if held is not None:
                     part.copy_(held)
                 else:
@@ -229,8 +229,8 @@ def _collect(
             elif held is not None:
                 sends.setdefault(receiver, []).append((held, region.dtype))
         Exchange(sends, receives, 2 * largest + 4096, group).run()
-        if mine is not None and values is not None:
-            writer.write(mine, values)
+        if target is not None and values is not None:
+            writer.write(target, values)
 
 
 def _part(values: Tensor, piece: _Piece, region: Region) -> Tensor:
@@ -255,7 +255,7 @@ def _flows(
             boxes.setdefault(writer, []).append(box)
             dtypes[piece.name] = piece.dtype
             place.setdefault(piece.name, []).append((piece.start[0], number))
-    wanted = [BoxGroup((writer,), tuple(own), dtypes) for writer, own in boxes.items()]
+    wanted = [BoxGroup((writer,), tuple(pieces), dtypes) for writer, pieces in boxes.items()]
     flows: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
     for number, region in enumerate(regions(sources, wanted)):
         (writer,) = region.receivers

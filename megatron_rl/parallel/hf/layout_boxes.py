@@ -59,7 +59,7 @@ def megatron_layout(
                 parameters = expert_shapes(shape, layout, layers)
                 shard = Shard(0, layout.tensor, expert, layout.expert, expert_tensor, layout.expert_tensor)
                 groups.append(group(parameters, shard, members))
-    return [found for found in groups if found.boxes]
+    return [holders for holders in groups if holders.boxes]
 
 
 def dense_shapes(

@@ -97,8 +97,8 @@ def fill(parameters: Mapping[str, Tensor], model: Chunked, opened: Callable[[], 
         _read(parameters, parameters.keys(), model, opened())
         return
     sources = _sources(parameters, groups)
-    mine = _share(sources)
-    together(lambda: _read(parameters, mine, model, opened()), "read the model's weights", groups.all)
+    share = _share(sources)
+    together(lambda: _read(parameters, share, model, opened()), "read the model's weights", groups.all)
     with torch.no_grad():
         for storage, (group, source) in sources.items():
             hand_on(parameters[storage], source, group)

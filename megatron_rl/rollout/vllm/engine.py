@@ -87,8 +87,8 @@ class VllmEngine:
         arguments = self._arguments(config, layout.tensor, dtype, seed)
         if adapters is not None:
             arguments |= engine_arguments(adapters, dtype)
-        here = setup.local_rank(device.device().index)
-        with setup.unchanged_random_state(), setup.layout_as_world(layout), here:
+        local_rank = setup.local_rank(device.device().index)
+        with setup.unchanged_random_state(), setup.layout_as_world(layout), local_rank:
             from vllm import LLM
 
             try:

@@ -22,10 +22,10 @@ def end_with_server() -> None:
     When it is gone, whatever ended it, its engines, their workers and the coordinator of several engines
     are killed.
     """
-    own, parent = multiprocessing.current_process(), multiprocessing.parent_process()
+    process, parent = multiprocessing.current_process(), multiprocessing.parent_process()
     if parent is None:
         return
-    if own.name.startswith(_ENGINE):
+    if process.name.startswith(_ENGINE):
         pids = (os.getpid(), parent.pid)
     elif parent.name.startswith(_ENGINE):
         pids = (parent.pid, None)
@@ -44,11 +44,11 @@ def _watch(engine_pid: int | None, server: int | None) -> None:
         engine = psutil.Process(engine_pid)
         server, others = server or engine.ppid(), [engine]
         # A server that was gone before this began has left its engine to a process of another session.
-        there = engine.ppid() == server and _session(server) == _session(engine.pid)
-        if there:
+        serving = engine.ppid() == server and _session(server) == _session(engine.pid)
+        if serving:
             with suppress(psutil.NoSuchProcess):
                 others = psutil.Process(server).children()
-        while there and engine.ppid() == server:
+        while serving and engine.ppid() == server:
             time.sleep(_SECONDS)
         for process in others:  # psutil knows a process by its start, too: no number is taken for another's
             with suppress(psutil.NoSuchProcess):
