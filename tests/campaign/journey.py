@@ -109,7 +109,7 @@ def read(trial: Trial) -> Result | bool:
         "compare": ["compare", str(trial.run), str(trial.folder / "second/run"), "--out", str(out / "both")],
         "picture": [
             "check", str(trial.folder / "whole/config.yaml"), "--world-size", str(trial.ranks),
-            "--picture", str(out / "picture.svg"), "checkpoint.resume=never",
+            "--picture", str(out / "picture.svg"),
         ],
     }  # fmt: skip
     newest = newest_checkpoint(trial.run)
@@ -118,9 +118,9 @@ def read(trial: Trial) -> Result | bool:
         commands["export"] = ["export", str(newest), "--out", str(out / "hf")]
     out.mkdir()
     for name, words in commands.items():
-        code, _, errors = commanded(words, out / f"{name}.log")
+        code, said, errors = commanded(words, out / f"{name}.log")
         if code:
-            return Result("accepted", f"{name} ended with {code}: {errors[-2000:]}")
+            return Result("accepted", f"{name} ended with {code}: {said[-2000:]}{errors[-2000:]}")
     if ended and record.tensor_digests(out / "hf") != record.tensor_digests(trial.run / "hf"):
         return Result("lost", "the newest checkpoint, exported, is not what the run left in hf")
     return True
