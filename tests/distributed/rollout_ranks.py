@@ -147,6 +147,9 @@ def check_updates(path: Path) -> None:
     write(engine, path)
     engine.finish_update(3)
     third = generate(engine, long, seed=1)
+    # As an evaluation set may ask where training filters nothing.
+    filtered = generate(engine, make_prompts([torch.arange(300).tolist()], SAMPLED._replace(top_k=1)), seed=1)
+    assert torch.equal(filtered.tokens, third.tokens) and not filtered.support_sizes.any()
     assert not torch.equal(first.rollout_log_probs, second.rollout_log_probs)
     assert torch.equal(first.tokens, third.tokens)
     assert torch.equal(first.rollout_log_probs, third.rollout_log_probs)
