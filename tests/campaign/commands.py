@@ -24,6 +24,7 @@ ASKED_TO_STOP = "was asked to stop (SIGTERM)"
 CLEAR_ENDS = {
     "no token of this step's responses is left to learn from": "models answer at random, and filters",
     "are longer than the limit": "`check` tokenises nothing",
+    "on a host without accelerator": "`check` may be asked on another machine",
 }
 """What a run may end with all the same that `check` called READY, and why."""
 

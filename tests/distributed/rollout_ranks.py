@@ -23,6 +23,7 @@ from engines import (
 )
 from safetensors.torch import load_file
 
+from megatron_rl.errors import UserErrors
 from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
 from megatron_rl.rollout.episodes import Episodes, begin
@@ -130,6 +131,12 @@ def check_sampling(path: Path) -> None:
 
 def check_updates(path: Path) -> None:
     """No weights, no answer; a second update drops the cached prefix of the first."""
+    try:
+        build(path, 2, vllm={"enable_chunked_prefill": True})
+    except UserErrors as errors:
+        assert [error.where for error in errors.errors] == ["rollout.vllm.enable_chunked_prefill"]
+    else:
+        raise AssertionError("prompts are read in parts on a host")
     engine = build(path, 2)
     try:
         generate(engine, make_prompts([[1, 2]], GREEDY), seed=1)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.check.engine_arguments import check_engine_arguments
-from megatron_rl.check.engine_servers import host_arguments, sampling_arguments
+from megatron_rl.check.engine_servers import host_arguments, host_errors, sampling_arguments
 from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
@@ -139,6 +139,7 @@ class VllmEngine:
                 arguments["async_scheduling"] = False  # no step may be under way while weights are written
             arguments["moe_backend"] = "triton"  # the one that reads experts as the checkpoint has them
         errors = check_engine_arguments(config.vllm)
+        errors += host_errors(config.vllm) if device.on_host() else []
         if errors:
             raise UserErrors(errors)
         return arguments | config.vllm
