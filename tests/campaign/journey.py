@@ -54,11 +54,17 @@ class Trial:
 
     @property
     def exact(self) -> bool:
-        """Say whether another layout computes the same but for rounding: adapters drop other inputs there."""
+        """Say whether another layout computes the same but for rounding.
+
+        What is dropped is drawn by each rank; and where ``|log_probs - old_log_probs|`` is a loss its slope
+        at old weights is the sign of a rounding, unless old log-probs are the pass's own.
+        """
         actor = self.config["actor"]
         drawn = {"attention_dropout", "hidden_dropout", "moe_input_jitter_eps"} & {*actor.get("megatron", {})}
         dropout = drawn or actor.get("lora", {}).get("dropout")
-        return self.config["model"]["dtype"] == "float32" and not dropout
+        several = {"optimizer_steps", "epochs"} & {*self.config["batch"]}
+        signs = several and "kl_cov" in str(self.config.get("algorithm"))
+        return self.config["model"]["dtype"] == "float32" and not dropout and not signs
 
 
 def resume(trial: Trial) -> Result | bool:
