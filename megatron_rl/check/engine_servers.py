@@ -64,6 +64,22 @@ def host_arguments(max_model_len: int, tensor: int = 1) -> dict[str, Any]:
     }
 
 
+def host_errors(values: Mapping[str, Any]) -> list[UserError]:
+    """Return the error of ``rollout.vllm`` on a host without accelerator that `host_arguments` avoids."""
+    where, value = "rollout.vllm.enable_chunked_prefill", values.get("enable_chunked_prefill")
+    if not value:
+        return []
+    return [
+        UserError(
+            "prompts are to be read in parts, on a host without accelerator",
+            where=where,
+            expected="no value: a generator on the host cannot be set back, which vLLM does after each part",
+            got=str(value).lower(),
+            fix=f"remove {where}, which is false on a host, and true on an accelerator",
+        )
+    ]
+
+
 def server_commands(config: RunConfig) -> list[str]:
     """Return the lines of the command that starts a server for this run, and what a bare host adds."""
     model = read_pretrained(Path(config.model.path) / "config.json")

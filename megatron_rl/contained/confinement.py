@@ -56,17 +56,29 @@ def quiet_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def set_limits(limits: Mapping[str, Any]) -> None:
-    """Limit memory, open files and file sizes of this process and of all that it starts."""
-    for kind, value in (
+    """Limit memory, open files and file sizes of this process and of all that it starts.
+
+    ``limits`` may hold ``own_files``: by how many more than ``files`` `allow_files` may raise their limit.
+    """
+    for kind, value, more in (
         # Private writable memory: the address space alone says little of programs that map large files.
-        (resource.RLIMIT_DATA, int(limits["memory_gib"] * GIB)),
-        (resource.RLIMIT_NOFILE, int(limits["files"])),
-        (resource.RLIMIT_FSIZE, int(limits["file_gib"] * GIB)),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_DATA, int(limits["memory_gib"] * GIB), 0),
+        (resource.RLIMIT_NOFILE, int(limits["files"]), limits.get("own_files", 0)),
+        (resource.RLIMIT_FSIZE, int(limits["file_gib"] * GIB), 0),
+        (resource.RLIMIT_CORE, 0, 0),
     ):
         _, hard = resource.getrlimit(kind)
-        bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (bound, bound))
+        bounds = (value, value + more)
+        if hard != resource.RLIM_INFINITY:
+            bounds = (min(value, hard), min(value + more, hard))
+        resource.setrlimit(kind, bounds)
+
+
+def allow_files(count: int) -> None:
+    """Let this process have ``count`` files open, as far as `set_limits` lets it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    bound = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (bound, hard))
 
 
 def allow_processor_seconds(seconds: float) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.setting import value_errors
+from megatron_rl.contained.confinement import allow_files
 from megatron_rl.contained.process import READY, Requests, load, told
 from megatron_rl.environments.environment import Environment, Episode, Message, Opening, Truncated, WrongUse
 from megatron_rl.errors import UserError, UserErrors, each
@@ -24,10 +25,12 @@ from megatron_rl.rewards.worker import EXCEPTION, SCORED, WRONG_TYPE, failed, sc
 START, TURN, END, CANCEL, PING = "start", "turn", "end", "cancel", "ping"
 ASKS, ENDED, CLOSED, LIVES = "asks", "ended", "closed", "lives"
 WHERE = "rollout.environment"
+LOOP_FILES = 3
+"""Files that the event loop of an episode has open, beside those that its environment opens."""
 _THREAD_STACK = 2**20
 
 
-def serve(requests: Requests, _: Mapping[str, Any], missing: list[str]) -> None:
+def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> None:
     """Load the class, say so, and run an environment for every episode that the trainer starts."""
     path, spec, settings, max_turns = requests.read()
     sys.path[:] = path
@@ -42,6 +45,7 @@ def serve(requests: Requests, _: Mapping[str, Any], missing: list[str]) -> None:
         return
     requests.reply({"kind": READY, "missing": missing})
     running: dict[int, _Running] = {}
+    loops = _Loops(limits["files"])
     lock = threading.Lock()
 
     def reply(frame: Mapping[str, Any]) -> None:
@@ -56,7 +60,7 @@ def serve(requests: Requests, _: Mapping[str, Any], missing: list[str]) -> None:
         if kind == PING:
             reply({"kind": LIVES})
         elif kind == START:
-            running[number] = _Running(number, make, max_turns, reply, *more)
+            running[number] = _Running(number, make, max_turns, loops, reply, *more)
         elif kind == CANCEL:
             running.pop(number).cancel()
         else:
@@ -101,6 +105,28 @@ def factory(spec: str, settings: Mapping[str, Any]) -> Callable[[], Environment]
     return lambda: cls(**values)
 
 
+class _Loops:
+    """The event loops of all episodes, whose own files do not count among the ``files`` that limits allow."""
+
+    def __init__(self, files: int) -> None:
+        self._files, self._open, self._lock = files, 0, threading.Lock()
+
+    def open(self) -> asyncio.AbstractEventLoop:
+        """Return a further loop."""
+        self._allow(1)
+        return asyncio.new_event_loop()
+
+    def close(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close a loop."""
+        loop.close()
+        self._allow(-1)
+
+    def _allow(self, loops: int) -> None:
+        with self._lock:
+            self._open += loops
+            allow_files(self._files + self._open * LOOP_FILES)
+
+
 class _Running:
     """One episode: its thread, and where its turns come from."""
 
@@ -109,12 +135,14 @@ class _Running:
         number: int,
         make: Callable[[], Environment],
         max_turns: int,
+        loops: _Loops,
         reply: Callable[[Mapping[str, Any]], None],
         values: Mapping[str, Any],
     ) -> None:
         self._number, self._make, self._left, self._reply = number, make, max_turns, reply
         self._episode = Episode(**values, turns=self._turn)
-        self._loop = asyncio.new_event_loop()
+        self._loops = loops
+        self._loop = loops.open()
         self._task: asyncio.Task | None = None
         self._waiting: asyncio.Future | None = None
         self._started = threading.Event()
@@ -174,7 +202,7 @@ class _Running:
             self._loop.run_until_complete(self._run())
         finally:
             self._send({"kind": CLOSED})
-            self._loop.close()
+            self._loops.close(self._loop)
 
     async def _run(self) -> None:
         self._task = asyncio.current_task()

@@ -19,6 +19,9 @@ from megatron_rl.rewards.worker import CRASHED, TIMEOUT, answer_of
 GRACE_SECONDS = 2.0
 """Time that an environment has to end once it is cancelled; then its process is replaced."""
 
+MOST_EPISODES = 2**14
+"""Episodes of a process whose event loops do not count among the files that ``limits`` allow."""
+
 
 class Asks(NamedTuple):
     """Say that an environment wants a turn of the policy after ``messages``, of at most ``limit`` tokens.
@@ -94,7 +97,11 @@ class Hosts:
 
     def _begin(self, place: int | None = None) -> list[str]:
         """Start a process, instead of the one at ``place``; return what it does not enforce."""
-        limits = {**asdict(self.config.limits), "loopback": True}  # an agent speaks with its endpoint
+        limits = {
+            **asdict(self.config.limits),
+            "loopback": True,  # an agent speaks with its endpoint
+            "own_files": protocol.LOOP_FILES * MOST_EPISODES,
+        }
         process = ContainedProcess("megatron_rl.environments.host:serve", limits)
         try:
             ready = process.load(self.config.name, dict(self.config.settings), self.config.max_turns)

@@ -60,6 +60,16 @@ def vllm_parameters(sampling: SamplingParameters, limit: int, seed: int) -> dict
     }
 
 
+def vllm_filters(sampling: SamplingParameters) -> dict[str, float]:
+    """Return the fields of vLLM's SamplingParams by which vLLM itself filters, without saying what is left.
+
+    That will do for answers that nobody learns from, such as those to an evaluation set.
+    """
+    if not truncates(sampling):
+        return {}
+    return {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+
+
 def vllm_finish(tokens: Sequence[int], log_probs: Sequence[float], reason: str | None) -> int:
     """Return as what an answer counts that vLLM ended for its ``reason``.
 

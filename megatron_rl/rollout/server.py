@@ -20,7 +20,7 @@ from megatron_rl.check.engine_servers import BACKEND, EXTENSION, plain_settings
 from megatron_rl.config.sections.rollout import ServerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engine import Completion, Request, failed
-from megatron_rl.rollout.sampling import part_seed, truncates, vllm_finish, vllm_parameters
+from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters
 from megatron_rl.types import FINISH_FAILED
 
 CONTROL_SECONDS = 20.0
@@ -262,8 +262,6 @@ class ServerSampler:
 
     def submit(self, request: Request) -> None:
         """Take a request; see `Sampler.submit`."""
-        if truncates(request.sampling):
-            raise ValueError("a request truncates, and servers do not say which tokens were left")
         request = replace(request, tokens=list(request.tokens))
         self._open[request.number] = self._loop.create_task(self._answer(request))
 
@@ -332,7 +330,7 @@ class ServerSampler:
     async def _answer(self, request: Request) -> Completion:
         """Answer a request by the first server that does."""
         seed = part_seed(request.seed, request.done)
-        parameters = vllm_parameters(request.sampling, request.limit, seed)
+        parameters = vllm_parameters(request.sampling, request.limit, seed) | vllm_filters(request.sampling)
         body = {"token_ids": request.tokens, "sampling_params": parameters}
         while (server := self._choose(request.seed)) is not None:
             self._busy[server] += 1

@@ -38,9 +38,12 @@ def stage_chunks(
     cannot be dealt out. Source: `get_num_layers_to_build` and `get_transformer_layer_offset`.
     """
     stages, virtual = layout.pipeline, layout.virtual_pipeline
-    if stages == 1:
-        return [[list(range(layers))]]
     chosen = settings or {}
+    if stages == 1:
+        stated = [chosen[name] for name in (FIRST, LAST) if chosen.get(name) is not None]
+        if stated and stated != [layers]:
+            raise _uneven(layers, layout, chosen)
+        return [[list(range(layers))]]
     embedding, loss = (int(bool(chosen.get(name))) for name in (EMBEDDING, LOSS))
     counts = _counts(layers + embedding + loss, stages, chosen.get(FIRST), chosen.get(LAST))
     # With both ends stated and chunks interleaved Megatron divides by the number of stages between.
@@ -78,7 +81,7 @@ def _uneven(layers: int, layout: ParallelLayout, settings: Mapping[str, Any]) ->
     ends = stage_ends(layers, stages, virtual)
     divisors = [number for number in range(1, layers + 1) if layers % number == 0]
     fix = "choose one of these" if not stated else "change or remove " + ", ".join(stated)
-    if ends is not None and (stages > 2 or virtual == 1):
+    if ends is not None and stages > 1 and (stages > 2 or virtual == 1):
         role = path.rpartition(".")[0] or "actor"
         fix += f", or set {FIRST}: {ends[0]} and {LAST}: {ends[1]} in {role}.megatron"
     return UserError(
@@ -86,7 +89,9 @@ def _uneven(layers: int, layout: ParallelLayout, settings: Mapping[str, Any]) ->
         where=f"{path}.{'virtual_pipeline' if virtual > 1 else 'pipeline'}",
         expected=f"a divisor of {layers}: {', '.join(map(str, divisors[:12]))}"
         if not stated
-        else "equal stages between the first and the last, each divisible by virtual_pipeline",
+        else "equal stages between the first and the last, each divisible by virtual_pipeline"
+        if stages > 1
+        else f"no other stage, or one of {layers} layers",
         got=str(stages * virtual) if not stated else ", ".join(f"{k}: {v}" for k, v in stated.items()),
         fix=fix,
     )

@@ -1,9 +1,11 @@
 """Train features together that the other tests try apart.
 
 A case draws a model family, ranks, and some of `FEATURES`, with a layout for each role. What `check` refuses
-has to be a clear error. What it calls READY trains; ended in the middle and started again it equals the run
-that was not, to the last bit; it goes on from there on one rank, and on other ranks in another layout; where
-the layout cannot matter its first step is that of one rank; and other runs begin with what it left.
+has to be a clear error. What it calls READY trains; ended in the middle, or stopped by a signal, and started
+again it equals the run that was not, to the last bit; the commands that read a run read it; its first stage
+does the same as a job of its own; it goes on from its middle on one rank, and on other ranks in another
+layout; where the layout cannot matter its first step is that of one rank; and other runs begin with what it
+left.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from typing import Any
 
 from tests.campaign import runs
 from tests.campaign.campaign import HELD, Case, Result, vague
+from tests.campaign.commands import checked, errors_of, told, train, write
 from tests.campaign.features import BASE, FEATURES, STEPS
 from tests.campaign.forked import preload
-from tests.campaign.journey import JOURNEY, Trial, ahead, checked, errors_of, on_all_ranks, told, train, write
+from tests.campaign.forms import TEMPLATE, laid
+from tests.campaign.journey import JOURNEY, Trial, ahead, on_all_ranks
+from tests.campaign.judges import ANYWHERE, served
 from tests.golden import record
 
 FAMILIES = (
@@ -52,6 +57,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
             "layout": layout,
             "critic": critic,
             "onward": {"ranks": onward, "layout": _layout(source, family, onward)},
+            "interrupted": source.choice(("end", "signal")),
         }
         yield Case(f"{number:04d} {family} x{ranks}", family, settings)
 
@@ -82,19 +88,32 @@ def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
         config = runs.merged(config, {"rollout": {"engine": "torch"}})
     if config["rollout"]["engine"] == "vllm":
         config = runs.merged({"rollout": {"tensor": tensor}}, config)
+    if "/" in config["data"]["train"]:
+        config = laid(config, config["data"]["train"])
     if ahead(config):
         config = runs.merged(config, {"checkpoint": {"keep": STEPS}})
     return config
 
 
 def try_case(case: Case, work: Path) -> Result:
-    """Check a case's configuration, train it whole, in two halves, and a step on one rank."""
+    """Check a case's configuration, train it whole, interrupted, and a step on one rank."""
     preload()  # before anything that would leave a thread: ranks are forked
+    if "servers" not in case.settings["features"]:
+        return _tried(case, work, "")
+    with served() as address:
+        return _tried(case, work, address)
+
+
+def _tried(case: Case, work: Path, address: str) -> Result:
+    """Try a case, whose server is at ``address``."""
     settings = case.settings
     folder = work / case.name.split()[0]
     shutil.rmtree(folder, ignore_errors=True)
     config, ranks = configuration(settings), settings["ranks"]
     config["model"] = {**config["model"], "path": str(_model(settings["family"], work))}
+    for name in {"http", "judge"} & config["reward"].keys():
+        server = config["reward"][name]
+        config = runs.merged(config, {"reward": {name: {"url": server["url"].replace(ANYWHERE, address)}}})
     whole = write(config, folder / "whole", work)
     code, shown = checked(whole, ranks)
     if code == 2:
@@ -107,7 +126,8 @@ def try_case(case: Case, work: Path) -> Result:
     if problem is not None:
         return problem
     onward = settings["onward"]["ranks"], on_all_ranks(config, settings["onward"]["layout"])
-    trial = Trial(folder, work, config, ranks, onward, runs.recording(whole.parent / "run"))
+    left = runs.recording(whole.parent / "run")
+    trial = Trial(folder, work, config, ranks, onward, left, settings["interrupted"] == "signal")
     counts = {"trained": 1.0}
     for name, step in JOURNEY.items():
         ended = step(trial)
@@ -124,4 +144,5 @@ def _model(family: str, work: Path) -> Path:
     if not target.exists():
         # vLLM has no attention of 16 numbers a head on hosts.
         record.make_model(family, dense, target, hidden_size=128)
+        (target / "chat_template.jinja").write_text(TEMPLATE)
     return target

@@ -6,10 +6,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.algorithms.algorithm import ALGORITHMS
+from tests.campaign.judges import ANYWHERE
 
 STEPS, HALF = 4, 2
 ENVIRONMENT = '''
-from megatron_rl import StepEnvironment
+import asyncio
+
+from megatron_rl import Environment, StepEnvironment
+
+
+class Free(Environment):
+    """Takes turns of limited lengths as its seed says, and waits in between."""
+
+    async def run(self, episode):
+        length = 0
+        for turn in range(1 + episode.seed % 3):
+            said = await episode.generate(limit=3 + turn)
+            length += len(said)
+            await asyncio.sleep(0.01 * (episode.seed % 2))
+            if turn < episode.seed % 3:
+                episode.observe("2*", "3=")
+        return {"reward": length / 10, "turns": 1 + episode.seed % 3}
 
 
 class Echo(StepEnvironment):
@@ -40,6 +57,18 @@ def length(*, response, **_):
     return len(response)
 
 
+def parts(*, response, ground_truth, metadata, **_):
+    return {"reward": len(response) / 8, "other": len(metadata), "third": len(str(ground_truth))}
+
+
+def asks(*, prompt, response, **_):
+    return [{"role": "user", "content": f"{response} to {prompt}?"}]
+
+
+def reads(*, judgement, **_):
+    return float(judgement[-1]) if judgement[-1].isdigit() else None
+
+
 def failing(*, prompt, response, **_):
     if len(response) % 4 == 1:
         raise ValueError("cannot judge this")
@@ -49,6 +78,8 @@ def failing(*, prompt, response, **_):
 _OPTIMIZER = {"learning_rate": 1e-3}
 _STAGE = {"checkpoint_every": 2, "optimizer": _OPTIMIZER}
 _SFT = {"data": "sft.jsonl", "steps": 3, "rows_per_step": 8, **_STAGE}
+_PAIRS = {"data": "pairs.jsonl", "steps": 3, "pairs_per_step": 4, **_STAGE}
+_PATIENT = {"backoff": 0.01, "retries": 5, "timeout": 60.0}
 _HELD_OUT = {"data": "eval.jsonl", "max_prompts": 6}
 _JUDGE = {"weight": 0.5, "training": {"data": "pairs.jsonl", "steps": 3, "pairs_per_step": 4, **_STAGE}}
 BASE: dict[str, Any] = {
@@ -108,6 +139,33 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"reward": {"models": {"judge": {**_JUDGE, "layout": {"tensor": 2}, "offload": True}}}},
         {"reward": {"models": {"judge": _JUDGE, "other": {**_JUDGE, "layout": {"pipeline": 2}}}}},
         {"reward": {"workers": 2, "concurrency": 2}},
+        {"reward": {"function": "rewards.py:parts", "weight": 0.5}, "algorithm": {"name": "gdpo"}},
+        {"reward": {"code": {"scoring": "share", "workers": 2}}, "data": {"train": "programs/train.jsonl"}},
+        {
+            "reward": {"function": None, "code": {"scoring": "share", "weight": 2.0}},
+            "data": {"train": "programs/train.jsonl"},
+        },
+    ],
+    "servers": [
+        {"reward": {"http": {"url": f"{ANYWHERE}/plain", **_PATIENT}}},
+        {"reward": {"function": None, "http": {"url": f"{ANYWHERE}/named", "samples_per_request": 3}}},
+        {"reward": {"http": {"url": f"{ANYWHERE}/flaky", "concurrency": 2, "weight": 0.5, **_PATIENT}}},
+        {
+            "reward": {
+                "http": {
+                    "url": f"{ANYWHERE}/failing", "sends": ["response", "turns", "tokens"], "rate": 500.0
+                }
+            }
+        },
+        {"reward": {"function": None, "judge": {"url": ANYWHERE, "model": "any", **_PATIENT}}},
+        {
+            "reward": {
+                "judge": {
+                    "url": f"{ANYWHERE}/flaky", "model": "any", "cache": 0, "weight": 0.5, **_PATIENT,
+                    "template": "rewards.py:asks", "parser": "rewards.py:reads", "temperature": 0.5,
+                }
+            }
+        },
     ],
     "updates": [
         {"batch": {"optimizer_steps": 2}},
@@ -148,6 +206,9 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"rollout": {"min_p": 0.02, "stop": ["="]}},
         {"rollout": {"max_in_flight": 3}},
         {"rollout": {"sampling_profiles": {"addition": {"temperature": 0.5, "max_response_tokens": 4}}}},
+        {"rollout": {"sampling_profiles": {"addition": {"top_k": 4, "top_p": 0.8, "min_p": 0.01}}}},
+        {"rollout": {"top_k": 6, "top_p": 0.7, "min_p": 0.05, "temperature": 1.3, "stop": ["=", "+"]}},
+        {"rollout": {"max_response_tokens": 1}},
     ],
     "order": [
         {"rollout": {"oversample": 0.5, "round_tokens": 3, "max_response_tokens": 12}},
@@ -157,13 +218,18 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
     ],
     "environment": [
         {"rollout": {"max_response_tokens": 24, "environment": {"name": "environment.py:Echo", **change}}}
-        for change in ({}, {"max_turns": 2}, {"workers": 2}, {"settings": {"failing": True}})
+        for change in (
+            {}, {"max_turns": 2}, {"workers": 2}, {"settings": {"failing": True}},
+            {"name": "environment.py:Free"}, {"name": "environment.py:Free", "workers": 2, "max_turns": 2},
+        )
     ],
     "engine": [
         {"rollout": {"engine": "vllm", **change}}
         for change in (
             {}, {}, {"tensor": 1}, {"tensor": 2}, {"vllm": {"max_num_seqs": 2}},
             {"vllm": {"async_scheduling": True}}, {"vllm": {"enable_prefix_caching": True}},
+            {"vllm": {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}},
+            {"vllm": {"block_size": 32}}, {"vllm": {"scheduling_policy": "priority"}},
         )
     ],
     "reference": [
@@ -176,6 +242,17 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "data": [
         {"data": {"shuffle": False}},
         {"data": {"max_prompt_tokens": 7, "over_long": "error"}}, {"seed": 12345},
+        {"data": {"train": "parquet/train.parquet"}}, {"data": {"train": "saved/train.saved"}},
+        {"data": {"train": "chats/train.jsonl", "max_prompt_tokens": 16}},
+        {"data": {"train": "chats/train.jsonl", "max_prompt_tokens": 10}},
+        {"data": {"train": "tools/train.parquet", "max_prompt_tokens": 12, "tools_field": "tools"}},
+        {"data": {"chat_template": True, "max_prompt_tokens": 10}},
+        {
+            "data": {
+                "train": "nested/train.jsonl", "prompt_field": "problem.text", "task_field": "extra.kind",
+                "ground_truth_field": "problem.truth",
+            }
+        },
     ],
     "apart": [
         {"placement": "split"},
@@ -200,6 +277,17 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
             },
             "checkpoint": {"best": "eval/held_out/length", "best_is": "lowest", "keep_best": 2},
         },
+        {
+            "evaluation": {
+                "every": 3,
+                "sets": {
+                    "held_out": {**_HELD_OUT, "reward": "rewards.py:parts"},
+                    "other": {**_HELD_OUT, "every": 1, "samples": 4, "temperature": 0.8, "top_p": 0.9},
+                    "third": "eval.jsonl",
+                },
+            },
+            "checkpoint": {"best": "eval/other/pass_at_2", "keep_best": 2, "every": 3},
+        },
     ],
     "checkpoint": [
         {"checkpoint": {"asynchronous": True}},
@@ -207,6 +295,8 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"checkpoint": {"optimizer_layout": "same", "asynchronous": True, "keep": 1}},
         {"checkpoint": {"megatron": "taken"}},
         {"checkpoint": {"megatron": "taken", "keep": 1}},
+        {"checkpoint": {"export": False}},
+        {"checkpoint": {"every": 2, "asynchronous": True, "megatron": "taken"}},
     ],
     "stages": [
         {"sft": _SFT},
@@ -214,6 +304,14 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"preference": {"data": "pairs.jsonl", "steps": 2, "pairs_per_step": 4, "loss": "simpo", **_STAGE}},
         {"sft": {**_SFT, "held_out": "sft_eval.jsonl", "evaluate_every": 1, "until_loss": 6.0}},
         {"sft": _SFT, "preference": {"data": "pairs.jsonl", "epochs": 0.005, "loss": "ipo", **_STAGE}},
+        {"sft": {**_SFT, "turns": "last"}},
+        {"sft": {"data": "sft.jsonl", "epochs": 0.002, "rows_per_step": 12, "max_row_tokens": 24, **_STAGE}},
+        {
+            "preference": {
+                **_PAIRS, "held_out": "pairs.jsonl", "loss": "robust", "label_smoothing": 0.1, "sft_coef": 0.2
+            }
+        },
+        {"preference": {**_PAIRS, "loss": "hinge", "beta": 0.5}, "sft": {**_SFT, "turns": "last"}},
     ],
     "type": [
         {"model": {"dtype": "bfloat16"}},
@@ -232,8 +330,23 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"actor": {"megatron": {"bias_dropout_fusion": True}}},
         {"actor": {"optimizer": {"megatron": {"adam_eps": 1e-5}}}},
         {"critic": {"optimizer": _OPTIMIZER, "megatron": {"attention_softmax_in_fp32": True}}},
+        {"actor": {"megatron": {"attention_dropout": 0.2, "hidden_dropout": 0.1}}},
+        {"actor": {"recompute": "full", "megatron": {"recompute_method": "block"}}},
+        {"actor": {"megatron": {"moe_router_dtype": "fp32", "moe_token_dispatcher_type": "alltoall"}}},
+        {"actor": {"megatron": {"moe_grouped_gemm": True, "moe_input_jitter_eps": 0.01}}},
+        {"actor": {"megatron": {"num_layers_in_first_pipeline_stage": 1}}},
+        {"actor": {"ddp": {"grad_reduce_in_fp32": True, "check_for_nan_in_grad": True}}},
+        {"actor": {"optimizer": {"megatron": {"decoupled_weight_decay": False}}}},
     ],
-    "verification": [{"hybrid_engine": {"verify": "sampled", "staging_bytes": 65536}}],
+    "verification": [
+        {"hybrid_engine": {"verify": "sampled", "staging_bytes": 65536}},
+        {"hybrid_engine": {"verify": "off"}},
+    ],
+    "logging": [
+        {"logging": {"trackers": []}}, {"logging": {"samples": 0, "name": "named", "project": "one"}},
+        {"gpu": "h100", "gpu_memory_gib": 80.0},
+        {"reward": {"invalid_steps": 1, "max_invalid_fraction": 0.9}},
+    ],
     "mixture": [
         {"actor": {"routing_replay": "update"}}, {"actor": {"routing_replay": "rollout"}},
         {"actor": {"freeze_router": True}},

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import math
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tests.campaign import kills, runs
-from tests.campaign.campaign import HELD, Result, vague
-from tests.campaign.features import ENVIRONMENT, HALF, REWARDS, STEPS
+from tests.campaign.campaign import Result, vague
+from tests.campaign.commands import checked, commanded, errors_of, told, train, write
+from tests.campaign.features import HALF, STEPS
 from tests.golden import record
 
-PATIENCE = 420.0
 CLOSE, FAR = 2e-3, 0.1
 """By how much a metric may differ between layouts, relatively: of the first step, and after two of Adam."""
-NOTHING_LEFT = "no token of this step's responses is left to learn from"
-"""What a run may end with, clearly: these models answer at random, and filters may take it all."""
+ASKED = tuple(
+    f"reward/{server}/{count}"
+    for server in ("http", "judge")
+    for count in ("requests", "retries", "rate_limited", "cache_hits")
+)
+"""Metrics of what a server was asked: it may be busy another time, and a cache is of one process."""
 UNCOMPARED = (*record.MEASURED, "reshard/", "rows/", "idle/", "offload/", "padding/")
 """Metrics of a step that belong to a layout."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Hold a case whose run has ended, and what it ``left``; ``onward`` are ranks and settings of others."""
+    """Hold a case whose run has ended, and what it ``left``; ``onward`` are ranks and settings of others.
+
+    ``stopped``: the run that is compared with it is stopped by a signal, instead of ended in the middle.
+    """
 
     folder: Path
     work: Path
@@ -40,6 +40,12 @@ class Trial:
     ranks: int
     onward: tuple[int, dict[str, Any]]
     left: dict[str, Any]
+    stopped: bool = False
+
+    @property
+    def run(self) -> Path:
+        """Return the folder of the run that has ended."""
+        return self.folder / "whole/run"
 
     @property
     def repeatable(self) -> bool:
@@ -48,36 +54,141 @@ class Trial:
 
     @property
     def exact(self) -> bool:
-        """Say whether another layout computes the same but for rounding: adapters drop other inputs there."""
-        dropout = self.config["actor"].get("lora", {}).get("dropout")
-        return self.config["model"]["dtype"] == "float32" and not dropout
+        """Say whether another layout computes the same but for rounding.
+
+        What is dropped is drawn by each rank; and where ``|log_probs - old_log_probs|`` is a loss its slope
+        at old weights is the sign of a rounding, unless old log-probs are the pass's own.
+        """
+        actor = self.config["actor"]
+        drawn = {"attention_dropout", "hidden_dropout", "moe_input_jitter_eps"} & {*actor.get("megatron", {})}
+        dropout = drawn or actor.get("lora", {}).get("dropout")
+        several = {"optimizer_steps", "epochs"} & {*self.config["batch"]}
+        signs = several and "kl_cov" in str(self.config.get("algorithm"))
+        return self.config["model"]["dtype"] == "float32" and not dropout and not signs
 
 
 def resume(trial: Trial) -> Result | bool:
-    """End a run in the middle and start it again; say whether all that it left was compared."""
+    """Interrupt a run and start it again; say whether all that it left was compared."""
     config, ranks, folder = trial.config, trial.ranks, trial.folder
-    if ahead(config):  # a run that ends does not sample ahead: its newest checkpoints are lost instead
+    if trial.stopped:
         second = write(config, folder / "second", trial.work)
-        shutil.copytree(folder / "whole/run", second.parent / "run")
-        for step in range(HALF + 1, STEPS + 1):
-            shutil.rmtree(second.parent / f"run/checkpoints/step_{step}")
-        problem = train(second, ranks)
+        problem = train(second, ranks, stop=True)
+        _keep_half(trial)
+    elif ahead(config):  # a run that ends does not sample ahead: its newest checkpoints are lost instead
+        second = write(config, folder / "second", trial.work)
+        problem = None
+        _shorten(trial.run, second.parent / "run")
     else:
-        second = write({**config, "steps": HALF}, folder / "halves", trial.work)
+        second = write({**config, "steps": HALF}, folder / "second", trial.work)
         problem = train(second, ranks)
         if problem is None:
             shutil.copytree(second.parent / "run", folder / "relaid/run")
         if problem is None and ranks > 1:
             shutil.copytree(second.parent / "run", folder / "moved/run")
-        problem = problem or train(write(config, second.parent, trial.work), ranks)
+    problem = problem or train(write(config, second.parent, trial.work), ranks)
     if problem is not None:
         return problem
     if not trial.repeatable:
         return False
     differences = list(_differences(trial.left, runs.recording(second.parent / "run"), config))
     if differences:
-        return Result("lost", "resumed:\n" + "\n".join(differences[:40]))
+        how = "stopped" if trial.stopped else "ended"
+        return Result("lost", f"{how} and resumed:\n" + "\n".join(differences[:40]))
     return True
+
+
+def _keep_half(trial: Trial) -> None:
+    """Leave the run as it was in its middle, for those that go on from there, where it still has that."""
+    if ahead(trial.config) or not (trial.run / f"checkpoints/step_{HALF}").exists():
+        return
+    _shorten(trial.run, trial.folder / "relaid/run")
+    if trial.ranks > 1:
+        _shorten(trial.run, trial.folder / "moved/run")
+
+
+def _shorten(run: Path, target: Path) -> None:
+    """Copy a run without the checkpoints after its middle."""
+    shutil.copytree(run, target)
+    for step in range(HALF + 1, STEPS + 1):
+        shutil.rmtree(target / f"checkpoints/step_{step}", ignore_errors=True)
+
+
+def read(trial: Trial) -> Result | bool:
+    """Have the commands that read a run read this one; its newest checkpoint is what it ended with."""
+    out = trial.folder / "read"
+    commands = {
+        "report": ["report", str(trial.run)],
+        "compare": ["compare", str(trial.run), str(trial.folder / "second/run"), "--out", str(out / "both")],
+        "picture": [
+            "check", str(trial.folder / "whole/config.yaml"), "--world-size", str(trial.ranks),
+            "--picture", str(out / "picture.svg"),
+        ],
+    }  # fmt: skip
+    newest = newest_checkpoint(trial.run)
+    ended = newest.name == f"step_{STEPS}" and (trial.run / "hf").exists()
+    if ended:
+        commands["export"] = ["export", str(newest), "--out", str(out / "hf")]
+    out.mkdir()
+    for name, words in commands.items():
+        code, said, errors = commanded(words, out / f"{name}.log")
+        if code:
+            return Result("accepted", f"{name} ended with {code}: {said[-2000:]}{errors[-2000:]}")
+    if ended and record.tensor_digests(out / "hf") != record.tensor_digests(trial.run / "hf"):
+        return Result("lost", "the newest checkpoint, exported, is not what the run left in hf")
+    return True
+
+
+def evaluate(trial: Trial) -> Result | bool:
+    """Answer the evaluation sets again with the newest checkpoint, where the run did; compare the metrics."""
+    sets = trial.config.get("evaluation", {}).get("sets", {})
+    newest = newest_checkpoint(trial.run)
+    if not sets:
+        return False
+    file = write(trial.config, trial.folder / "again", trial.work)
+    problem = train(file, trial.ranks, "--checkpoint", str(newest), command="eval")
+    if problem is not None:
+        return replace(problem, detail=f"eval: {problem.detail}")
+    said = (file.parent / "output").read_text()
+    step = newest.name.removeprefix("step_")
+    known = trial.left["metrics"]["metrics.jsonl"].get(step, {})
+    greedy = [f"eval/{name}/reward" for name, one in sets.items() if not _is_drawn(one)]
+    for name in greedy if trial.exact else ():
+        if known.get(name) is None:
+            continue
+        line = next((line.split() for line in said.splitlines() if line.split()[:1] == [name]), None)
+        value = float.fromhex(known[name])
+        if line is None or not math.isclose(float(line[1]), value, rel_tol=1e-2, abs_tol=1e-3):
+            return Result("lost", f"eval says {line} where the run measured {value}")
+    return True
+
+
+def _is_drawn(one: Any) -> bool:
+    return isinstance(one, Mapping) and bool(one.get("temperature"))
+
+
+def stage_alone(trial: Trial) -> Result | bool:
+    """Run the first stage as a job of its own; what it leaves is what the run began with."""
+    stage, job = next(
+        ((name, job) for name, job in (("sft", "sft"), ("preference", "prefer")) if name in trial.config),
+        (None, None),
+    )
+    if stage is None or job is None:
+        return False
+    kept = trial.run / f"stages/{stage}/hf"
+    file = write(trial.config, trial.folder / job, trial.work)
+    problem = train(file, trial.ranks, command=job)
+    if problem is not None:
+        return replace(problem, detail=f"{job}: {problem.detail}")
+    if not kept.exists() or not (file.parent / "run/hf").exists():
+        return False
+    if record.tensor_digests(kept) != record.tensor_digests(file.parent / "run/hf"):
+        return Result("lost", f"the job {job} leaves other weights than the stage of the run")
+    return True
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """Return the newest checkpoint of a run."""
+    return max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
 
 
 def move(trial: Trial) -> Result | bool:
@@ -130,16 +241,25 @@ def hand_on(trial: Trial) -> Result | bool:
     ranks, config = trial.onward
     hf, dtype = trial.config["model"]["path"], trial.config["model"]["dtype"]
     run, taken, adapter = (trial.folder / name for name in ("whole/run", "whole/taken", "adapter"))
+    resumable = not trial.config["actor"]["optimizer"].get("name")
     starts: dict[str, dict[str, Any]] = {}
     if (run / "hf").exists():
         starts["exported"] = {"model": {"path": str(run / "hf")}}
     if taken.exists():
         starts["handed_on"] = {"model": {"megatron": str(taken), "hf_path": hf}}
+        if resumable and "lora" not in trial.config["actor"]:
+            starts["continued"] = runs.merged(starts["handed_on"], {"model": {"resume_optimizer": True}})
     if "lora" in trial.config["actor"]:
         problem = _exported_adapters(run, adapter)
         if problem is not None:
             return problem
         starts["adapted"] = {"model": {"path": hf}, "actor": {"lora": {"path": str(adapter)}}}
+    judge = run / "reward_models/judge"
+    if judge.exists():
+        model = {"path": str(judge), "training": None, "layout": {}, "weight": 0.5}
+        starts["judged"] = {"model": {"path": hf}, "reward": {"models": {"judge": model}}}
+        if "critic" in config:
+            starts["judged"]["critic"] = {"path": str(judge)}
     for name, start in starts.items():
         begun = {key: value for key, value in config.items() if key not in ("sft", "preference")}
         begun = runs.merged({**begun, "model": {"dtype": dtype}}, {**start, "steps": HALF})
@@ -156,11 +276,9 @@ def hand_on(trial: Trial) -> Result | bool:
 
 def _exported_adapters(run: Path, target: Path) -> Result | None:
     """Write the newest checkpoint's adapters as PEFT does; return what went wrong, None where nothing did."""
-    checkpoint = max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
-    command = [sys.executable, "-m", "megatron_rl", "export", str(checkpoint), "--format", "peft"]
-    command += ["--out", str(target)]
-    ended = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, env=record.environment())
-    return Result("accepted", ended.stderr[-2000:]) if ended.returncode else None
+    words = ["export", str(newest_checkpoint(run)), "--format", "peft", "--out", str(target)]
+    code, _, errors = commanded(words, target.with_suffix(".log"))
+    return Result("accepted", errors[-2000:]) if code else None
 
 
 def ahead(config: Mapping[str, Any]) -> bool:
@@ -176,12 +294,13 @@ def _differences(
     Where the clock says which rows are computed together, the last digits of the rollout's log-probs differ.
     """
     rollout = config["rollout"]
-    clock = {*rollout, *rollout.get("vllm", {})} & {"environment", "max_in_flight", "max_num_seqs"}
+    small = {"environment", "max_in_flight", "max_num_seqs", "max_num_batched_tokens"}
+    clock = {*rollout, *rollout.get("vllm", {})} & small
     pieces = str(config.get("algorithm"))
     if clock and ("correction" in pieces or "topr" in pieces):  # these learn with the rollout's log-probs
         return
     for line in kills.differing(expected, resumed):
-        if not (clock and "mismatch/" in line):
+        if not (clock and "mismatch/" in line) and not any(name in line for name in ASKED):
             yield line
 
 
@@ -214,62 +333,6 @@ def on_all_ranks(config: dict[str, Any], layout: Mapping[str, int]) -> dict[str,
     return config
 
 
-def write(config: Mapping[str, Any], folder: Path, work: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoint = config["checkpoint"]
-    if "megatron" in checkpoint:
-        config = {**config, "checkpoint": {**checkpoint, "megatron": str(folder / checkpoint["megatron"])}}
-    code = folder.parent  # one for all of a case's runs: errors name the file
-    (code / "environment.py").write_text(ENVIRONMENT)
-    (code / "rewards.py").write_text(REWARDS)
-    text = yaml.safe_dump(runs.placed(config, runs.material(work), code) | {"run_dir": str(folder / "run")})
-    (folder / "config.yaml").write_text(text)
-    return folder / "config.yaml"
-
-
-def checked(config: Path, ranks: int) -> tuple[int, str]:
-    from megatron_rl.cli.main import main
-
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
-        code = main(["check", str(config), "--world-size", str(ranks), "--json"])
-    return code, output.getvalue()
-
-
-def errors_of(shown: str) -> list[dict[str, Any]]:
-    """Return the errors of a check, none where it said something else."""
-    return json.loads(shown)["errors"] if shown.startswith("{") else []
-
-
-def told(shown: str) -> str:
-    """Return the errors of a check in one line, or what it said instead."""
-    told = [f"{error['where']}: {error['message']}" for error in errors_of(shown)]
-    return "; ".join(told) or shown[-2000:]
-
-
-def train(config: Path, ranks: int) -> Result | None:
-    """Train and return what went wrong, None where nothing did."""
-    environment = {"CAMPAIGN_PORT": "9", "CAMPAIGN_LAUNCH": "1"}  # nobody listens to its phases
-    launcher = runs.launch(config, ranks, restarts=0, env=environment)
-    try:
-        code = launcher.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        return Result("hang", kills.tail(config.parent))
-    finally:
-        left = runs.descendants(launcher) if launcher.poll() is not None else []
-        if launcher.poll() is None:
-            launcher.terminate()
-            launcher.wait()
-        for process in runs.descendants(launcher):
-            process.kill()
-    told = kills.tail(config.parent)
-    if code and NOTHING_LEFT in told:
-        return Result(HELD, NOTHING_LEFT)
-    if code:
-        return Result("accepted", f"READY, and `train` ended with {code}\n{told}")
-    return Result("left over", f"{left}") if left else None
-
-
 def _same_samples(first: Mapping[str, Any], second: Mapping[str, Any], step: str) -> bool:
     """Say whether two recorded runs sampled the same responses for a step."""
     samples = [run["samples"][f"step_{step}.parquet"]["response"] for run in (first, second)]
@@ -284,7 +347,7 @@ def _different_steps(
         return
     steps = [run["metrics"]["metrics.jsonl"][step] for run in (first, second)]
     for name in sorted(steps[0].keys() & steps[1].keys()):
-        if name.startswith(UNCOMPARED) or None in (steps[0][name], steps[1][name]):
+        if name.startswith((*UNCOMPARED, *ASKED)) or None in (steps[0][name], steps[1][name]):
             continue
         values = [float.fromhex(step[name]) for step in steps]
         if not math.isclose(*values, rel_tol=tolerance, abs_tol=tolerance / 10):
@@ -293,6 +356,9 @@ def _different_steps(
 
 JOURNEY: Mapping[str, Callable[[Trial], Result | bool]] = {
     "resumed": resume,
+    "read": read,
+    "evaluated": evaluate,
+    "stage alone": stage_alone,
     "moved": move,
     "relaid": relay,
     "compared": compare,

@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -26,7 +27,12 @@ LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 INCOMPLETE = (".part", ".partial", ".old", ".incomplete")
 """How names end that only what was cut off has."""
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+DATA = (".jsonl", ".parquet", ".saved")
+"""How the names of data sets end, which lie beside the model."""
+BESIDE: set[int] = set()
+"""Processes of this one that runs only talk to: nothing that they have started."""
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 2}
 _STAGE = {"checkpoint_every": 2, "optimizer": _OPTIMIZER}
 _SFT = {"data": "sft.jsonl", "steps": 5, "rows_per_step": 8, **_STAGE}
@@ -98,9 +104,11 @@ RUNS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 def material(work: Path) -> Path:
     """Return the folder of the model and the data that the runs share, made once."""
     folder = work / "material"
-    if not (folder / "pairs.jsonl").exists():
-        command = [sys.executable, "-m", "megatron_rl.data.quickstart", str(folder)]
-        subprocess.run(command, cwd=ROOT, env=record.environment(), check=True, capture_output=True)
+    if not (folder / "made").exists():
+        for module in ("megatron_rl.data.quickstart", "tests.campaign.forms"):
+            command = [sys.executable, "-m", module, str(folder)]
+            subprocess.run(command, cwd=ROOT, env=record.environment(), check=True, capture_output=True)
+        (folder / "made").touch()
     return folder
 
 
@@ -117,7 +125,7 @@ def placed(value: Any, data: Path, code: Path = ROOT) -> Any:
     """Return settings with the places of the model, of data and of Python files, which ``code`` holds."""
     if isinstance(value, Mapping):
         return {key: placed(inner, data, code) for key, inner in value.items()}
-    if value == "model" or str(value).endswith(".jsonl"):
+    if value == "model" or str(value).endswith(DATA):
         return str(data / value)
     return str(code / value) if isinstance(value, str) and ".py:" in value else value
 
@@ -133,11 +141,20 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def launch(
-    config: Path, ranks: int, *, forked: bool = True, restarts: int = 100, env: Mapping[str, str]
+    config: Path,
+    ranks: int,
+    *words: str,
+    command: str = "train",
+    forked: bool = True,
+    restarts: int = 100,
+    env: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
-    """Start torchrun on a run; what it says is appended to ``output`` beside the configuration."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(restarts)]
-    command += ["--nproc-per-node", str(ranks), str(RANK), "train", str(config)]
+    """Start torchrun on a run, or what ``command`` does with ``words`` behind its configuration.
+
+    What it says is appended to ``output`` beside the configuration.
+    """
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(restarts)]
+    line += ["--nproc-per-node", str(ranks), str(RANK), command, str(config), *words]
     temporary = config.parent / "tmp"
     temporary.mkdir(exist_ok=True)
     inherited = {name: value for name, value in record.environment().items() if name not in LAUNCHER_NAMES}
@@ -147,9 +164,7 @@ def launch(
         preload()
     with (config.parent / "output").open("ab") as output:
         start = Forked if forked else subprocess.Popen
-        return start(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        return start(line, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def descendants(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -157,7 +172,7 @@ def descendants(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
     alive = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, ChildProcessError):
-            if process.pid == launcher.pid:
+            if process.pid == launcher.pid or process.pid in BESIDE:
                 continue
             if process.status() != psutil.STATUS_ZOMBIE:
                 alive.append(process)
@@ -169,6 +184,11 @@ def descendants(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parents are gone, so that none is lost from sight."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    """Have this process killed when the one that forked it has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def recording(run: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from engines import (
 )
 from safetensors.torch import load_file
 
+from megatron_rl.errors import UserErrors
 from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
 from megatron_rl.rollout.episodes import Episodes, begin
@@ -130,6 +131,12 @@ def check_sampling(path: Path) -> None:
 
 def check_updates(path: Path) -> None:
     """No weights, no answer; a second update drops the cached prefix of the first."""
+    try:
+        build(path, 2, vllm={"enable_chunked_prefill": True})
+    except UserErrors as errors:
+        assert [error.where for error in errors.errors] == ["rollout.vllm.enable_chunked_prefill"]
+    else:
+        raise AssertionError("prompts are read in parts on a host")
     engine = build(path, 2)
     try:
         generate(engine, make_prompts([[1, 2]], GREEDY), seed=1)
@@ -147,6 +154,9 @@ def check_updates(path: Path) -> None:
     write(engine, path)
     engine.finish_update(3)
     third = generate(engine, long, seed=1)
+    # As an evaluation set may ask where training filters nothing.
+    filtered = generate(engine, make_prompts([torch.arange(300).tolist()], SAMPLED._replace(top_k=1)), seed=1)
+    assert torch.equal(filtered.tokens, third.tokens) and not filtered.support_sizes.any()
     assert not torch.equal(first.rollout_log_probs, second.rollout_log_probs)
     assert torch.equal(first.tokens, third.tokens)
     assert torch.equal(first.rollout_log_probs, third.rollout_log_probs)

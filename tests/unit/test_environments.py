@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.sections.limits import LimitsConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data import reasoning_gym
 from megatron_rl.data.records import load_records
@@ -18,6 +19,15 @@ SOURCE = '''
 import asyncio, os, re, time
 from dataclasses import dataclass
 from megatron_rl.environments.environment import Environment, StepEnvironment, Truncated
+
+def files():
+    opened = []
+    try:
+        while True: opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        return len(opened)
+    finally:
+        for one in opened: os.close(one)
 
 @dataclass
 class Guess(StepEnvironment):
@@ -47,6 +57,7 @@ class Way(Environment):
         if way == "twice": await episode.generate()
         if way == "flood": episode.observe("x" * 10_000_000)
         if way == "none": return None
+        if way == "files": return files()
         if way == "parts": return {"reward": 2, "style": len(said.tokens)}
         episode.observe("more")
         try:
@@ -180,6 +191,24 @@ def test_a_failure_has_a_reason_and_harms_no_other_episode(hosts):
             assert ends[number].failure == FAILURES[way], ends[number]
             assert ends[number].reward is None
     assert "bad s1" in ends[0].message and "status" in ends[prompts.index("exit")].message
+
+
+def test_a_process_runs_more_episodes_at_once_than_it_may_open_files(hosts):
+    one, count = hosts(limits=LimitsConfig(files=64)), 200
+    for number in range(count):
+        one.start(number, values("files"))
+    asking: list = []
+    until = time.monotonic() + 30
+    while len(asking) < count and time.monotonic() < until:
+        events = one.poll(0.5)
+        assert all(isinstance(event, Asks) for event in events), "the process was lost"
+        asking += events
+    for number in range(3):  # what they open themselves is limited all the same
+        one.turn(number, "go")
+        while not (events := one.poll(0.5)):
+            assert time.monotonic() < until
+        (ended,) = events
+        assert isinstance(ended, Ended) and ended.reward is not None and 40 < ended.reward <= 64, ended
 
 
 def test_a_process_that_lies_is_not_believed(hosts, tmp_path):

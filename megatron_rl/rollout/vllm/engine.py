@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.check.engine_arguments import check_engine_arguments
-from megatron_rl.check.engine_servers import host_arguments, sampling_arguments
+from megatron_rl.check.engine_servers import host_arguments, host_errors, sampling_arguments
 from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
 from megatron_rl.rollout.engine import Completion, Request, failed
-from megatron_rl.rollout.sampling import part_seed, truncates, vllm_finish, vllm_parameters
+from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters
 from megatron_rl.rollout.vllm import routing, setup, truncation, weights
 from megatron_rl.rollout.vllm.adapters import AdapterSlots, engine_arguments
 from megatron_rl.rollout.vllm.live import LiveWeights, live_model, model_runner
@@ -139,6 +139,7 @@ class VllmEngine:
                 arguments["async_scheduling"] = False  # no step may be under way while weights are written
             arguments["moe_backend"] = "triton"  # the one that reads experts as the checkpoint has them
         errors = check_engine_arguments(config.vllm)
+        errors += host_errors(config.vllm) if device.on_host() else []
         if errors:
             raise UserErrors(errors)
         return arguments | config.vllm
@@ -189,8 +190,9 @@ class VllmEngine:
         support = None
         if self._truncates:
             support = truncation.add_filters(parameters, request.sampling)
-        elif truncates(request.sampling):
-            raise ValueError("a request truncates, and the engine's RolloutConfig says that none does")
+        else:  # where one truncates all the same, an evaluation set says so: nobody learns from it
+            for field, value in vllm_filters(request.sampling).items():
+                setattr(parameters, field, value)
         if self._records:
             routing.ask(parameters, request, *self._records)
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.tokens)}
