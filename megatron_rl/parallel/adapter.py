@@ -69,7 +69,7 @@ class Adapter(nn.Module):
         return (self.A, self.B) if self.columns else (self.B, self.A)
 
     def partial_gradient(self) -> Tensor | None:
-        """Return the gradient that is to be added up over an expert's tensor-parallel ranks, None elsewhere."""
+        """Return the gradient that is to be added up over an expert's tensor ranks, None where none is."""
         if not self.expert or self.group.size() == 1:
             return None
         return getattr(self._shard_and_whole()[1], "main_grad", None)
@@ -96,8 +96,8 @@ class Adapter(nn.Module):
 
     def _exchanged(self, narrow: Tensor) -> Tensor:
         if self.expert:
-            # Tokens come whole, and what a rank makes of them is added up where they go back. Both hold for
-            # A x as for the weight's own product, and leave each rank a part of the gradient of what all have.
+            # Tokens come whole, and what a rank makes of them is added up where they go back. That holds for
+            # B A x as for W x, and leaves each rank a part of the gradient of the factor that all have.
             return narrow
         if self.columns and self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(narrow, group=self.group)
@@ -121,7 +121,7 @@ class Adapter(nn.Module):
 
 
 def add_change(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """Add what a linear layer's adapter makes of the layer's inputs to its output; a hook of its forward pass.
+    """Add what a linear layer's adapter makes of its inputs to its output; a hook of its forward pass.
 
     Layers that hold many experts are given how many tokens each of them has.
     """

@@ -59,7 +59,9 @@ def add_adapters(model: ParallelModel, config: LoraConfig, seed: int, *, trainab
         if alike not in masks:
             masks[alike] = _row_kinds(model, alike, len(weight))
         assert model.adapters is not None
-        adapter = Adapter(weight, config.rank, masks[alike], model.adapters.alpha / config.rank, config.dropout)
+        adapter = Adapter(
+            weight, config.rank, masks[alike], model.adapters.alpha / config.rank, config.dropout
+        )
         columns = "linear_proj." in name or "linear_fc2." in name
         if of_experts(name):
             adapter.cut_expert(columns, groups.expert_tensor)
@@ -145,7 +147,7 @@ def _linear_layers(model: ParallelModel, targets: tuple[str, ...]) -> Iterator[t
 def _blocks(layer: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Yield what of a decoder layer holds linear layers, with its name there and theirs."""
     yield "self_attention", getattr(layer, "self_attention", None), ATTENTION
-    mlp = getattr(layer, "mlp", None)
+    mlp: Any = getattr(layer, "mlp", None)
     experts = getattr(mlp, "experts", None)
     if experts is None:
         yield "mlp", mlp, MLP
@@ -291,6 +293,16 @@ def merge_adapters(model: ParallelModel, seed: int) -> None:
     start_adapters(model, seed)
 
 
+def remove_adapters(model: ParallelModel) -> list[tuple[Any, Any]]:
+    """Take a model's adapters off, whatever they have learned; return the layers, each with its own."""
+    modules = [module for chunk in model.chunks for module in chunk.modules() if hasattr(module, ADAPTER)]
+    linears: list[tuple[Any, Any]] = [(module, module.adapter) for module in modules]
+    for linear, _ in linears:
+        del linear.adapter
+    model.adapters = None
+    return linears
+
+
 @contextmanager
 def without_adapters(model: ParallelModel | None) -> Iterator[None]:
     """Have a model be one without adapters inside the block, whose weights are copies with them added in.
@@ -306,11 +318,7 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
         parameter = model.chunks[int(index)].get_parameter(weight)
         merged.append((parameter, parameter.data))
         parameter.data = adapter.merged(parameter.data)
-    modules = [module for chunk in model.chunks for module in chunk.modules() if hasattr(module, ADAPTER)]
-    linears: list[tuple[Any, Any]] = [(module, module.adapter) for module in modules]
-    for linear, _ in linears:
-        del linear.adapter
-    model.adapters = None
+    linears = remove_adapters(model)
     try:
         yield
     finally:
@@ -365,7 +373,7 @@ def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
 
 
 def _row_of(model: ParallelModel, name: str) -> tuple[str, tuple[tuple[int, int, int], ...]]:
-    """Return under which key a checkpoint has a parameter of adapters, and the row of it that an expert is."""
+    """Return under which key a checkpoint has a parameter of adapters, and which row is the expert's."""
     expert = EXPERT.search(name)
     if expert is None:
         return name, ()

@@ -99,7 +99,7 @@ def adapter_weights(weights: Iterable[Weight], lora: Lora) -> tuple[Weight, ...]
 
 
 def _layer_of(weight: Weight) -> str | None:
-    """Return which of `TARGETS` a weight is of: in the MLP of a layer, of its shared or of a routed expert."""
+    """Return which of `TARGETS` a weight is of, in whichever MLP; None where it is of none."""
     *_, layer, kind = weight.name.split(".")
     return layer if kind == "weight" and layer in TARGETS else None
 
@@ -207,7 +207,13 @@ def _local_elements(weights: Iterable[Weight], parts: _Parts) -> tuple[int, int]
     """Return how many elements of weights one rank has, outside routed experts and in all of its experts."""
     dense = experts = 0
     for weight in weights:
-        cut = 1 if weight.cut in ("whole", "stacked") else parts.expert_tensor if weight.expert else parts.tensor
+        cut = (
+            1
+            if weight.cut in ("whole", "stacked")
+            else parts.expert_tensor
+            if weight.expert
+            else parts.tensor
+        )
         if weight.expert:
             experts += weight.elements // cut * parts.experts
         else:

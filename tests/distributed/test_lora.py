@@ -28,18 +28,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], ...]] = {
     "phi3": ({"tensor": 2, **SP},),
     "gemma2": ({"tensor": 2, **SP},),
     "qwen3-moe": (
-        {"tensor": 2, **SP, "budget": NARROW}, {"tensor": 2, "expert_tensor": 2, **SP},
-        {"tensor": 2, "expert": 2, "expert_tensor": 2, **SP, **FULL}, {"context": 2, "expert": 4},
+        {"tensor": 2, **SP}, {"tensor": 2, "expert": 2, "expert_tensor": 2, **SP, **FULL},
         {"pipeline": 2, "expert": 2, **VPP, "budget": NARROW},
     ),
     "mixtral": ({"tensor": 4, "expert": 2, "expert_tensor": 2, **SP},),
     "deepseek-v3": (
         {"tensor": 2, "expert": 2, "pipeline": 2, **SP, **FULL}, {"tensor": 2, "expert_tensor": 2, **SP},
     ),
-    "glm4-moe": ({"tensor": 2, "expert": 4, **SP, **SELECTIVE},),
 }  # fmt: skip
 EVERYWHERE = {
-    "qwen3-moe": TARGETS, "mixtral": MLP, "deepseek-v3": ("linear_proj", *MLP), "glm4-moe": TARGETS
+    "qwen3-moe": TARGETS, "mixtral": MLP, "deepseek-v3": ("linear_proj", *MLP), "adapted-moe": TARGETS
 }  # fmt: skip
 """The layers with adapters of models with experts, who have none by default."""
 FULL_RANK = 96
@@ -123,9 +121,7 @@ def test_the_policy_is_the_one_that_peft_defines(folder: Path, family: str, tmp_
             weights[name.removeprefix(PEFT_PREFIX).replace("lora_A.", "")] += ALPHA / RANK * up @ down
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     copy(folder / family / "config.json", tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     batch = torch.load(folder / family / "batch.pt", weights_only=False)
     expected = reference_log_probs(model, batch.tokens, batch.lengths, batch.temperature)
     found = read(folder, f"{family}-alone")
