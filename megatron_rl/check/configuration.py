@@ -13,7 +13,7 @@ from megatron_rl.check.algorithm import check_algorithm
 from megatron_rl.check.engine_arguments import check_engine_arguments, check_own_engine
 from megatron_rl.check.files import Files
 from megatron_rl.check.inputs import Inputs, check_attention, check_inputs, check_paths
-from megatron_rl.check.lora import check_adapted_model, check_lora
+from megatron_rl.check.lora import check_adapted_model, check_lora, idle_adapters
 from megatron_rl.check.megatron_model import with_megatron_models
 from megatron_rl.check.model_settings import (
     PATIENCE,
@@ -41,7 +41,7 @@ from megatron_rl.config.placement import (
     role_layouts,
     shared_weights,
 )
-from megatron_rl.config.roles import where_of
+from megatron_rl.config.roles import role_of, where_of
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.source import DEFAULT, Origin
@@ -341,11 +341,17 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
     if lengths and check.fine("batch.tokens_per_microbatch"):
         check.add(check_budget(check.config))
         check.add(check_row_lengths(check.config, shape))
-    for role, lora in adapters_of(check.config).items():
-        path, where = inputs.models.get(role, inputs.models.get("actor")), f"{role}.lora"
-        check.refuse(check_lora(lora, check.config.rollout.engine if role == "actor" else None, where))
+    check.refuse(idle_adapters(check.config))
+    for section, lora in adapters_of(check.config).items():
+        path, where = inputs.models.get(role_of(section), inputs.models.get("actor")), f"{section}.lora"
+        check.refuse(check_lora(lora, check.config.rollout.engine if section == "actor" else None, where))
         if shape is not None and path is not None and check.fine(where):
-            check.add(check_adapted_model(lora, read_pretrained(path), where))
+            stated, shared = (
+                megatron_sections(check.config)[f"{section}.megatron"],
+                check.config.actor.megatron,
+            )
+            settings = shared if stated is None else stated
+            check.add(check_adapted_model(lora, read_pretrained(path), where, settings))
     if shape is None:
         return
     check.add(check_routing(check.config, shape))

@@ -103,7 +103,7 @@ def _no_weights(path: Path, where: str, files: Files) -> None:
 def _stored(path: Path, files: Files) -> dict[str, StoredTensor]:
     """Return the tensors of a file by name, after comparing its size with what its header says."""
     try:
-        return _read_header(path)
+        return read_header(path)
     except ValueError as error:
         problem = str(error)
     except (OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -120,7 +120,8 @@ def _stored(path: Path, files: Files) -> dict[str, StoredTensor]:
     return {}
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file by name; raises OSError, or ValueError where it is damaged."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.roles import with_role_sections
+from megatron_rl.config.roles import role_sections, with_role_sections
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig, LoraConfig
 from megatron_rl.config.stage_plan import starting_model
@@ -18,7 +18,7 @@ from megatron_rl.shapes.pretrained import read_pretrained
 def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str, str]) -> RunConfig:
     """Fill in the factor and the layers of the roles' adapters, where they can be known.
 
-    ``shape`` is that of the actor's model, and of a critic's that starts from the same one.
+    ``shape`` is that of the actor's model, and of other roles' that start from the same one.
     """
 
     def fill(where: str, section: Any) -> Any:
@@ -41,9 +41,9 @@ def _has_actor_shape(config: RunConfig, section: Any) -> bool:
 
 
 def adapters_of(config: RunConfig) -> dict[str, LoraConfig]:
-    """Return the adapters of the roles that learn them."""
-    adapters = {"actor": config.actor.lora, "critic": config.critic and config.critic.lora}
-    return {role: lora for role, lora in adapters.items() if lora is not None}
+    """Return the adapters of the roles that learn them, by the sections of these."""
+    adapters = {path: getattr(section, "lora", None) for path, section in role_sections(config).items()}
+    return {path: lora for path, lora in adapters.items() if lora is not None}
 
 
 def own_base_reason(config: RunConfig) -> str | None:

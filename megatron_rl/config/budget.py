@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from megatron_rl.config.adapters import adapters_of, lora_apart, own_base_reason, reference_is_base
 from megatron_rl.config.derive import BatchPlan, spread
 from megatron_rl.config.placement import megatron_settings, sleeping_ranks
-from megatron_rl.config.roles import role_of
+from megatron_rl.config.roles import role_of, section_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rollout import SERVER
@@ -257,12 +257,13 @@ def _trained(
     states = state_bytes(learner.optimizer, built.dtype_bytes)
     optimizer = OptimizerChoice(distributed=learner.optimizer.distributed, state_bytes=states)
     tokens = learner.tokens
-    adapters, merged, lora = None, 0, adapters_of(config).get(role)
+    adapters, merged, lora = None, 0, adapters_of(config).get(section_of(role))
     if lora is not None:
         learned = Lora.of(shape, lora.rank, lora.targets)
-        adapters = adapter_parameter_count(shape, layout, stages[stage], learned)
-        if role == "critic" and stage == len(stages) - 1:
-            adapters += shape.hidden  # the head
+        dense, experts = adapter_parameter_count(shape, layout, stages[stage], learned)
+        if shape.scalar_head and stage == len(stages) - 1:
+            dense += shape.hidden  # the head
+        adapters = dense, experts
         if role == "actor" and lora_apart(config) is None:
             merged = built.dtype_bytes * adapted_parameter_count(
                 shape, layout, stages[stage], learned.targets
@@ -274,12 +275,12 @@ def _trained(
     scored, learned = (("score", "learn"), ("learn",)) if learner.offload else (PHASES, PHASES)
     turn = role if learner.offload else None
     count = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters"
-    learning = count if adapters is None else f"{adapters / 1e6:,.1f}M parameters of adapters"
+    learning = count if adapters is None else f"{sum(adapters) / 1e6:,.1f}M parameters of adapters"
     how = f"{count} x {built.dtype_bytes} B"
     own_turn = None if role == "actor" and _is_base(config) else turn
     weights = MemoryItem(f"{role} weights", int(memory.weights), scored, how, own_turn)
     if role == "critic" and adapters is not None:
-        weights = _with_base(config, weights, built.dtype_bytes * adapters, learning)
+        weights = _with_base(config, weights, built.dtype_bytes * sum(adapters), learning)
     items = [
         weights,
         MemoryItem(named("gradients"), int(memory.gradients), learned, f"{learning} x 4 B (float32)", turn),

@@ -44,6 +44,11 @@ def role_of(path: str) -> str:
     return path.removesuffix(".layout").replace("reward.models.", "reward.")
 
 
+def section_of(role: str) -> str:
+    """Return the configuration path of the section of a role with a model; see `role_of`."""
+    return where_of(role).removesuffix(".layout")
+
+
 def where_of(role: str) -> str:
     """Return the configuration path of a role's layout."""
     if role == "rollout":

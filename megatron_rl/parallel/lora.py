@@ -1,13 +1,15 @@
 """Low-rank adapters on Megatron's linear layers, over a base that stays as it is.
 
 A layer's output gets ``alpha / rank * B A x`` added. What tensor-parallel ranks exchange for it is as wide as
-A x: a layer that is cut by rows has A whole and B cut, one that is cut by columns A cut and B whole.
+A x: a layer that is cut by rows has A whole and B cut, one that is cut by columns A cut and B whole. Each
+routed expert has an A and a B of its own, and its ranks exchange nothing more: the gradients of what they all
+have are added up before the step.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +17,6 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,92 +24,19 @@ from torch.nn import functional
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
+from megatron_rl.parallel.adapter import Adapter, add_change
 from megatron_rl.parallel.boxes import view_of
-from megatron_rl.parallel.exchange import together
+from megatron_rl.parallel.exchange import sum_over_ranks, together
 from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.parallel.hf.importer import import_parameters, trace_import
+from megatron_rl.parallel.hf.importer import EXPERT, by_name, import_parameters, trace_import
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import fingerprint, global_name, shard_of
-from megatron_rl.parallel.model import Chunked, ParallelModel, live_parameters
-from megatron_rl.shapes.lora import ADAPTER, MLP, PEFT_PREFIX, adapted
+from megatron_rl.parallel.model import Chunked, ParallelModel, live_parameters, of_experts
+from megatron_rl.shapes.lora import ADAPTER, ATTENTION, MLP, PEFT_PREFIX, adapted
 from megatron_rl.shapes.pretrained import LAYER
 from megatron_rl.types import TensorBox
 
 _HEAD = "output_layer.weight"
-
-
-class Adapter(nn.Module):
-    """Hold A [kinds x rank, in] and B [out, rank] of one linear layer on this rank.
-
-    The checkpoint's tensors that a layer holds, of which there are ``kinds``, have an A each. ``columns``
-    says that the layer's weight is cut by columns over ``group``. ``mask`` [out, kinds] has a 1 where a row
-    of B belongs to a kind.
-    """
-
-    mask: Tensor
-    initial_A: Tensor | None
-    initial_B: Tensor | None
-
-    def __init__(self, weight: Tensor, rank: int, mask: Tensor, scale: float, dropout: float) -> None:
-        super().__init__()
-        rows, inputs = weight.shape
-        like = {"dtype": weight.dtype, "device": weight.device}
-        self.A = nn.Parameter(torch.empty(mask.shape[1] * rank, inputs, **like))
-        self.B = nn.Parameter(torch.empty(rows, rank, **like))
-        self.scale, self.dropout, self.state = scale, dropout, "trained"
-        self.register_buffer("mask", mask.to(**like), persistent=False)
-        self.register_buffer("initial_A", None, persistent=False)
-        self.register_buffer("initial_B", None, persistent=False)
-        self.columns = self.sequence_parallel = False
-        self.group: Any = None
-
-    def cut(self, columns: bool, group: Any, sequence_parallel: bool) -> None:
-        """Say how the layer is cut over a tensor-parallel group, and mark whose gradients are partial."""
-        self.columns, self.group = columns, group
-        self.sequence_parallel = sequence_parallel and group.size() > 1
-        shard, whole = (self.A, self.B) if columns else (self.B, self.A)
-        set_tensor_model_parallel_attributes(shard, True, int(columns), 1)
-        setattr(whole, "sequence_parallel", self.sequence_parallel)
-
-    def forward(self, hidden: Tensor) -> Tensor | None:
-        """Return what the adapter adds to the layer's output, None where it adds nothing."""
-        down, up = self.A, self.B
-        if self.state == "initial":
-            if self.initial_A is None or self.initial_B is None:
-                return None
-            down, up = self.initial_A, self.initial_B
-        if self.dropout and self.training:
-            hidden = self._dropped(hidden)
-        narrow = self._exchanged(functional.linear(hidden, down))
-        return functional.linear(narrow, self._wide(up)) * self.scale
-
-    def _dropped(self, hidden: Tensor) -> Tensor:
-        # Ranks with parts of the same tokens or features draw numbers of their own, others the same.
-        if self.columns or self.sequence_parallel:
-            with device.tensor_parallel_generator():
-                return functional.dropout(hidden, self.dropout)
-        return functional.dropout(hidden, self.dropout)
-
-    def _exchanged(self, narrow: Tensor) -> Tensor:
-        if self.columns and self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(narrow, group=self.group)
-        if self.columns:
-            return reduce_from_tensor_model_parallel_region(narrow, group=self.group)
-        if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(narrow, group=self.group)
-        return copy_to_tensor_model_parallel_region(narrow, group=self.group)
-
-    def _wide(self, up: Tensor) -> Tensor:
-        """Return B with a column for every row of A: zero where a row belongs to another kind."""
-        if self.mask.shape[1] == 1:
-            return up
-        return (self.mask[:, :, None] * up[:, None, :]).flatten(1)
-
-    @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
-        """Return this rank's part of the weight with the adapter added in, summed in float32."""
-        change = self._wide(self.B).float() @ self.A.float()
-        return (weight.float() + self.scale * change).to(weight.dtype)
 
 
 def add_adapters(model: ParallelModel, config: LoraConfig, seed: int, *, trainable: bool) -> None:
@@ -125,19 +47,37 @@ def add_adapters(model: ParallelModel, config: LoraConfig, seed: int, *, trainab
     """
     model.adapters = adapted(pretrained(model.hf_config), config.rank, config.alpha, config.targets)
     groups, settings = model.groups, model.transformer_config
-    scale = model.adapters.alpha / config.rank
     for chunk in model.chunks:
         chunk.requires_grad_(False)
         head = _head(model, chunk)
         if head is not None:
             head.requires_grad_(trainable)
-    for prefix, linear in _linear_layers(model, model.adapters.targets):
-        mask = _row_kinds(model, prefix, len(linear.weight))
-        adapter = Adapter(linear.weight, config.rank, mask, scale, config.dropout)
-        adapter.cut(prefix.endswith(("linear_proj", "linear_fc2")), groups.tensor, settings.sequence_parallel)
-        linear.adapter = adapter.requires_grad_(trainable)
+    masks: dict[str, Tensor] = {}
+
+    def make(name: str, weight: Tensor) -> Adapter:
+        alike = EXPERT.sub(r"\1{expert}", name)
+        if alike not in masks:
+            masks[alike] = _row_kinds(model, alike, len(weight))
+        assert model.adapters is not None
+        adapter = Adapter(
+            weight, config.rank, masks[alike], model.adapters.alpha / config.rank, config.dropout
+        )
+        columns = "linear_proj." in name or "linear_fc2." in name
+        if of_experts(name):
+            adapter.cut_expert(columns, groups.expert_tensor)
+        else:
+            adapter.cut(columns, groups.tensor, settings.sequence_parallel)
+        return adapter.requires_grad_(trainable)
+
+    for layer, linear in _linear_layers(model, model.adapters.targets):
+        name, count = f"{layer}.{ADAPTER}", getattr(linear, "num_gemms", None)
+        if count is None:
+            linear.adapter = make(name, linear.weight)
+        else:  # Transformer Engine's, of all experts
+            weights = [getattr(linear, f"weight{number}") for number in range(count)]
+            linear.adapter = nn.ModuleList(make(f"{name}.{n}", weight) for n, weight in enumerate(weights))
         # Before whatever else changes the layer's output, such as a norm behind it.
-        linear.register_forward_hook(_add, prepend=True)
+        linear.register_forward_hook(add_change, prepend=True)
     if trainable and settings.recompute_granularity is not None and model.chunks[0].pre_process:
         # What is computed again has a gradient only where an input has one.
         model.chunks[0].embedding.register_forward_hook(_with_gradient)
@@ -195,48 +135,63 @@ def _new_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def _linear_layers(model: ParallelModel, targets: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Yield each linear layer that is to have an adapter with its name over the whole model."""
     for index, chunk in enumerate(model.chunks):
-        for layer_index, layer in enumerate(chunk.decoder.layers):
-            for block, linear in ((block, name) for block in ("self_attention", "mlp") for name in targets):
-                module = getattr(getattr(layer, block, None), linear, None)
-                if module is not None:
-                    storage = f"{index}.decoder.layers.{layer_index}.{block}.{linear}"
-                    yield global_name(model, storage), module
-                elif (block == "mlp") == (linear in MLP):
-                    raise UserError(
-                        f"a layer of the model provider has no {block}.{linear} to adapt",
-                        where="actor.lora.targets",
-                        expected="layers that every layer of the model has, called as Megatron's",
-                        got=", ".join(targets),
-                        fix=f"remove {linear}",
-                    )
+        for number, layer in enumerate(chunk.decoder.layers):
+            for place, block, kinds in _blocks(layer):
+                for name in (target for target in targets if target in kinds):
+                    linear = getattr(block, name, None)
+                    if linear is None:
+                        raise _without_layer(f"{place}.{name}", name, targets)
+                    yield global_name(model, f"{index}.decoder.layers.{number}.{place}.{name}"), linear
 
 
-def _row_kinds(model: ParallelModel, layer: str, rows: int) -> Tensor:
-    """Return [rows, kinds] with a 1 where a row of a layer's B belongs to one of the tensors it holds."""
+def _blocks(layer: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """Yield what of a decoder layer holds linear layers, with its name there and theirs."""
+    yield "self_attention", getattr(layer, "self_attention", None), ATTENTION
+    mlp: Any = getattr(layer, "mlp", None)
+    experts = getattr(mlp, "experts", None)
+    if experts is None:
+        yield "mlp", mlp, MLP
+        return
+    if getattr(mlp, "shared_experts", None) is not None:
+        yield "mlp.shared_experts", mlp.shared_experts, MLP
+    alone = getattr(experts, "local_experts", None)
+    if alone is None:
+        yield "mlp.experts", experts, MLP
+    for number, expert in enumerate(alone or ()):
+        yield f"mlp.experts.local_experts.{number}", expert, MLP
+
+
+def _without_layer(name: str, target: str, targets: Iterable[str]) -> UserError:
+    return UserError(
+        f"a layer of the model provider has no {name} to adapt",
+        where="actor.lora.targets",
+        expected="layers that every layer of the model has, called as Megatron's",
+        got=", ".join(targets),
+        fix=f"remove {target}",
+    )
+
+
+def _row_kinds(model: ParallelModel, name: str, rows: int) -> Tensor:
+    """Return [rows, kinds] with a 1 where a row of an adapter's B belongs to one of the tensors it is for.
+
+    ``name`` is the adapter's over the whole model, with ``{expert}`` for the number of an expert: all are
+    alike.
+    """
     assert model.adapters is not None
-    number, module = layer.removeprefix("decoder.layers.").split(".", 1)
-    weights = {weight.name: weight for weight in model.adapters.weights(int(number))}
-    names = [source.name for source in weights[f"{module}.{ADAPTER}.A"].sources]
+    number, module = name.removeprefix("decoder.layers.").split(".", 1)
+    weights = by_name(model.adapters.weights(int(number)))
+    names = [source.name for source in weights[f"{module}.A"].sources]
+    shard = shard_of(model)
+    first = shard.expert * (model.adapters.shape.experts // shard.expert_size)
     kinds: dict[str, Tensor] = {}
-    for source in weights[f"{module}.{ADAPTER}.B"].sources:
+    for source in weights[f"{module}.B"].sources:
         kind = names.index(source.name.replace("lora_B", "lora_A"))
         size = source.first + source.shape[0]
-        kinds[LAYER.format(layer=number) + source.name] = torch.full((size, 1), kind)
+        stored = LAYER.format(layer=number) + source.name.format(expert=first)
+        kinds[stored] = torch.full((size, 1), kind)
     target = torch.empty(rows, 1, dtype=torch.long)
-    import_parameters({f"{layer}.{ADAPTER}.B": target}, kinds, model.adapters, shard_of(model))
+    import_parameters({f"{name.format(expert=0)}.B": target}, kinds, model.adapters, shard)
     return functional.one_hot(target[:, 0], len(names))
-
-
-def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    if not hasattr(linear, ADAPTER):
-        return output  # it was removed
-    hidden = inputs[0]
-    weight = getattr(linear, "layer_norm_weight", None)
-    if weight is not None:  # Transformer Engine normalises inside the layer
-        gain = weight.float() + (1.0 if linear.zero_centered_gamma else 0.0)
-        hidden = functional.rms_norm(hidden.float(), gain.shape, gain, linear.eps).to(hidden.dtype)
-    change = linear.adapter(hidden)
-    return output if change is None else (output[0] + change, output[1])
 
 
 def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
@@ -244,20 +199,46 @@ def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
 
 
 def _adapters(model: Chunked) -> Iterator[tuple[str, Adapter]]:
-    """Yield every adapter on this rank with the storage name of its layer."""
+    """Yield every adapter on this rank with its storage name."""
     for index, chunk in enumerate(model.chunks):
         for name, module in chunk.named_modules():
             if isinstance(module, Adapter):
-                yield f"{index}.{name.removesuffix(f'.{ADAPTER}')}", module
+                yield f"{index}.{name}", module
+
+
+def _weight_of(adapter: str) -> str:
+    """Return the storage name of the weight that an adapter is for."""
+    layer, _, expert = adapter.rpartition(f".{ADAPTER}")
+    return f"{layer}.weight{expert.removeprefix('.')}"
 
 
 def adapter_parameters(model: Chunked) -> dict[str, Tensor]:
     """Return this rank's weights of adapters by storage name, ``<chunk>.<parameter name>``."""
     return {
-        f"{layer}.{ADAPTER}.{name}": parameter.data
-        for layer, adapter in _adapters(model)
-        for name, parameter in adapter.named_parameters()
+        f"{name}.{factor}": parameter.data
+        for name, adapter in _adapters(model)
+        for factor, parameter in adapter.named_parameters()
     }
+
+
+def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
+    """Add up what the ranks of an expert find for the factors of its adapters that all of them have.
+
+    Collective over the experts' tensor-parallel group.
+    """
+    partial = [
+        (gradient, module.group)
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, Adapter) and (gradient := module.partial_gradient()) is not None
+    ]
+    if not partial:
+        return
+    total = sum_over_ranks(torch.cat([gradient.flatten() for gradient, _ in partial]), partial[0][1])
+    begin = 0
+    for gradient, _ in partial:
+        gradient.copy_(total[begin : begin + gradient.numel()].view_as(gradient))
+        begin += gradient.numel()
 
 
 def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
@@ -274,8 +255,9 @@ def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
 def policy_weights(model: Chunked) -> dict[str, Tensor]:
     """Return `live_parameters`, with new tensors for weights that have an adapter: the two as one."""
     weights = live_parameters(model)
-    for layer, adapter in _adapters(model):
-        weights[f"{layer}.weight"] = adapter.merged(weights[f"{layer}.weight"])
+    for name, adapter in _adapters(model):
+        weight = _weight_of(name)
+        weights[weight] = adapter.merged(weights[weight])
     return weights
 
 
@@ -295,10 +277,9 @@ def note_base(model: ParallelModel, path: str | Path) -> None:
 def engine_adapters(model: Chunked) -> dict[str, Tensor]:
     """Return `adapter_parameters` for an engine that adds B A as it is: new Bs hold the factor."""
     parameters = adapter_parameters(model)
-    for layer, adapter in _adapters(model):
+    for name, adapter in _adapters(model):
         if adapter.scale != 1:
-            name = f"{layer}.{ADAPTER}.B"
-            parameters[name] = parameters[name] * adapter.scale
+            parameters[f"{name}.B"] = parameters[f"{name}.B"] * adapter.scale
     return parameters
 
 
@@ -306,9 +287,20 @@ def engine_adapters(model: Chunked) -> dict[str, Tensor]:
 def merge_adapters(model: ParallelModel, seed: int) -> None:
     """Add a model's adapters into its base, in place, and start new ones."""
     weights = live_parameters(model)
-    for layer, adapter in _adapters(model):
-        weights[f"{layer}.weight"].copy_(adapter.merged(weights[f"{layer}.weight"]))
+    for name, adapter in _adapters(model):
+        weight = weights[_weight_of(name)]
+        weight.copy_(adapter.merged(weight))
     start_adapters(model, seed)
+
+
+def remove_adapters(model: ParallelModel) -> list[tuple[Any, Any]]:
+    """Take a model's adapters off, whatever they have learned; return the layers, each with its own."""
+    modules = [module for chunk in model.chunks for module in chunk.modules() if hasattr(module, ADAPTER)]
+    linears: list[tuple[Any, Any]] = [(module, module.adapter) for module in modules]
+    for linear, _ in linears:
+        del linear.adapter
+    model.adapters = None
+    return linears
 
 
 @contextmanager
@@ -320,20 +312,21 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
     if model is None:
         yield
         return
-    described, layers = model.adapters, []
-    for layer, adapter in list(_adapters(model)):
-        index, name = layer.split(".", 1)
-        linear: Any = model.chunks[int(index)].get_submodule(name)
-        layers.append((linear, adapter, linear.weight.data))
-        linear.weight.data = adapter.merged(linear.weight.data)
-        del linear.adapter
-    model.adapters = None
+    described, merged = model.adapters, []
+    for name, adapter in _adapters(model):
+        index, weight = _weight_of(name).split(".", 1)
+        parameter = model.chunks[int(index)].get_parameter(weight)
+        merged.append((parameter, parameter.data))
+        parameter.data = adapter.merged(parameter.data)
+    linears = remove_adapters(model)
     try:
         yield
     finally:
         model.adapters = described
-        for linear, adapter, weight in layers:
-            linear.adapter, linear.weight.data = adapter, weight
+        for linear, adapter in linears:
+            linear.adapter = adapter
+        for parameter, weight in merged:
+            parameter.data = weight
 
 
 @contextmanager
@@ -349,27 +342,44 @@ def initial_policy(model: Chunked) -> Iterator[None]:
 
 
 def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
-    """Return what of a chunk learns as Megatron's distributed checkpoint stores it, in any layout."""
+    """Return what of a chunk learns as Megatron's distributed checkpoint stores it, in any layout.
+
+    The experts of a layer are one tensor there, each a row of it.
+    """
     index, groups = model.chunks.index(chunk), model.groups
-    tensor, size = groups.coordinates.tensor, groups.layout.tensor
     stored: dict[str, Any] = {}
     head = _head(model, chunk)
     if head is not None:
-        replica = (0, tensor, groups.data_context.rank())
+        replica = (0, groups.coordinates.tensor, groups.data_context.rank())
         stored[_HEAD] = ShardedTensor.from_rank_offsets(_HEAD, head, replica_id=replica)
-    for layer, adapter in _adapters(model):
-        if not layer.startswith(f"{index}."):
+    for adapter_name, adapter in _adapters(model):
+        if not adapter_name.startswith(f"{index}."):
             continue
-        for name, parameter in adapter.named_parameters():
-            key = global_name(model, f"{layer}.{ADAPTER}.{name}")
-            whole = adapter.columns == (name == "B")
-            offsets = () if whole else ((int(adapter.columns), tensor, size),)
-            replica = (0, tensor if whole else 0, groups.data_context.rank())
-            entry: Any = ShardedTensor.from_rank_offsets(key, parameter, *offsets, replica_id=replica)
-            if name == "B" and layer.endswith("linear_fc1") and model.transformer_config.gated_linear_unit:
-                entry = apply_swiglu_sharded_factory(entry, ())
-            stored[key] = entry
+        tensor = adapter.group.rank(), adapter.group.size()
+        copy = (groups.expert_data if adapter.expert else groups.data_context).rank()
+        for factor, parameter in adapter.named_parameters():
+            name = global_name(model, f"{adapter_name}.{factor}")
+            key, row = _row_of(model, name)
+            whole = adapter.columns == (factor == "B")
+            cut = () if whole else ((len(row) + int(adapter.columns), *tensor),)
+            replica = (0, tensor[0] if whole else 0, copy)
+            entry: Any = ShardedTensor.from_rank_offsets(
+                key, parameter, *row, *cut, replica_id=replica, prepend_axis_num=len(row)
+            )
+            if factor == "B" and ".linear_fc1." in name and model.transformer_config.gated_linear_unit:
+                entry = apply_swiglu_sharded_factory(entry, row)
+            stored[name] = entry
     return stored
+
+
+def _row_of(model: ParallelModel, name: str) -> tuple[str, tuple[tuple[int, int, int], ...]]:
+    """Return under which key a checkpoint has a parameter of adapters, and which row is the expert's."""
+    expert = EXPERT.search(name)
+    if expert is None:
+        return name, ()
+    shard, count = shard_of(model), model.spec.model.shape.experts
+    number = shard.expert * (count // shard.expert_size) + int(expert.group(2))
+    return EXPERT.sub(r"\1", name).replace("..", "."), ((0, number, count),)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from megatron_rl.parallel.exchange import sum_over_ranks
 from megatron_rl.parallel.experts import RoutedTokens
 from megatron_rl.parallel.layers import warn_of_unfused_attention
 from megatron_rl.parallel.log_probs import Support
+from megatron_rl.parallel.lora import sum_partial_gradients
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.packing import PackedRows, partition
 from megatron_rl.progress import advance
@@ -343,6 +344,7 @@ def _finalize(
         finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
     finally:
         parallel_state.get_tensor_and_data_parallel_group = original
+    sum_partial_gradients(chunks)
 
 
 def _forward_step(

@@ -156,7 +156,7 @@ def _learning_parameters(choice: TrainChoice) -> tuple[int, int]:
     if lora is None:
         return fullest_parameters(model, layout)
     stages = dealt_out(model.layers, layout.pipeline, layout.virtual_pipeline)
-    return max(adapter_parameter_count(model, layout, layers, lora) for layers in stages), 0
+    return max((adapter_parameter_count(model, layout, layers, lora) for layers in stages), key=sum)
 
 
 def _gradient_exchange_seconds(choice: TrainChoice, machine: Machine) -> float:

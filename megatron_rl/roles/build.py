@@ -302,6 +302,9 @@ def build_reward_model(config: RunConfig, name: str) -> RewardModel:
         if plan.role == where and plan.ended:
             path, trainable = str(plan.model), False
     model = build_policy(config, layout, path=path, head="value", trainable=trainable)
+    if trainable and section.lora is not None and model is not None:
+        add_adapters(model, section.lora, config.seed, trainable=True)
+        note_base(model, stored_at(config, path))
     role = ModelRole(
         where,
         layout,

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import RowShard
-from megatron_rl.parallel.lora import initial_policy
+from megatron_rl.parallel.lora import initial_policy, remove_adapters
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.parallel.residency import Residency, Use
@@ -169,6 +169,7 @@ class ModelRole:
         return metrics if self.answers else Metrics()
 
     def freeze(self) -> None:
-        """End the role's training: it only scores from now on."""
+        """End the role's training: it only scores from now on. Adapters go: its weights have taken them."""
         if self.model is not None:
             self.model.freeze()
+            remove_adapters(self.model)

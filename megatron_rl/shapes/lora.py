@@ -23,9 +23,6 @@ ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM has room for (vllm/config/lora.py, MaxLoRARanks); others take that of the next."""
 ADAPTER = "adapter"
 """The module below a linear layer that is its adapter; its parameters are A and B."""
-_PLACES = {f"self_attention.{name}.weight": name for name in ATTENTION} | {
-    f"mlp.{name}.weight": name for name in MLP
-}
 
 
 class Lora(NamedTuple):
@@ -36,7 +33,7 @@ class Lora(NamedTuple):
 
     @classmethod
     def of(cls, shape: ModelShape, rank: int, targets: Sequence[str] | None = None) -> Lora:
-        """Return a model's adapters, in every layer that can have one where ``targets`` names none."""
+        """Return a model's adapters, in the layers of `default_targets` where ``targets`` names none."""
         return cls(rank, tuple(targets or default_targets(shape)))
 
 
@@ -44,8 +41,9 @@ class Lora(NamedTuple):
 class AdaptedModel(PretrainedModel):
     """Describe the adapters of a model as its own tensors are described, by their names in PEFT's files.
 
-    Each checkpoint tensor of a linear layer has an A [rank, in] and a B [out, rank] of its own. Megatron's
-    adapter of a layer that holds several has their As one below the other, and their Bs where their rows are.
+    Each checkpoint tensor of a linear layer has an A [rank, in] and a B [out, rank] of its own, and so has
+    each routed expert. Megatron's adapter of a layer that holds several has their As one below the other, and
+    their Bs where their rows are.
     ``base`` is a checksum of the weights beneath them, where these are known.
     """
 
@@ -96,8 +94,14 @@ def adapted(
 
 def adapter_weights(weights: Iterable[Weight], lora: Lora) -> tuple[Weight, ...]:
     """Return the parameters of the adapters that a layer with these weights has."""
-    adapted = (weight for weight in weights if _PLACES.get(weight.name) in lora.targets)
+    adapted = (weight for weight in weights if _layer_of(weight) in lora.targets)
     return tuple(part for weight in adapted for part in _factors(weight, lora.rank))
+
+
+def _layer_of(weight: Weight) -> str | None:
+    """Return which of `TARGETS` a weight is of, in whichever MLP; None where it is of none."""
+    *_, layer, kind = weight.name.split(".")
+    return layer if kind == "weight" and layer in TARGETS else None
 
 
 def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
@@ -118,21 +122,28 @@ def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
         for source in weight.sources
     )
     cuts: tuple[Cut, Cut] = ("columns", "whole") if column else ("stacked", weight.cut)
+    fused = weight.fused.replace(".weight", f".{ADAPTER}.")  # of all experts, where it is one's
     return (
-        Weight(f"{module}.{ADAPTER}.A", cuts[0], tuple(downs.values())),
-        Weight(f"{module}.{ADAPTER}.B", cuts[1], ups),
+        Weight(
+            f"{module}.{ADAPTER}.A", cuts[0], tuple(downs.values()), fused and f"{fused}.A", weight.expert
+        ),
+        Weight(f"{module}.{ADAPTER}.B", cuts[1], ups, fused and f"{fused}.B", weight.expert),
     )
 
 
 def default_targets(shape: ModelShape) -> tuple[str, ...]:
-    """Return the linear layers of a model that can have adapters."""
-    return tuple(name for name in TARGETS if _refusal(shape, name) is None)
+    """Return the linear layers of a model that have adapters where none are named: no MLPs beside experts."""
+    targets = ATTENTION if shape.experts else TARGETS
+    return tuple(name for name in targets if _refusal(shape, name) is None)
+
+
+def adapts_experts(shape: ModelShape, targets: Sequence[str]) -> bool:
+    """Say whether routed experts of a model have adapters, one set each."""
+    return shape.experts > 0 and not set(MLP).isdisjoint(targets)
 
 
 def _refusal(shape: ModelShape, target: str) -> str | None:
     """Return why a layer of this model can have no adapter."""
-    if target in MLP and shape.experts:
-        return "adapters of models with routed experts are built for attention alone"
     if target == "linear_qkv" and shape.mla:
         return "latent attention has no such layer: it projects through latents"
     return None
@@ -145,7 +156,7 @@ def target_problems(shape: ModelShape, targets: Sequence[str], where: str) -> li
         UserError(
             f"{target} of {shape.name} can have no adapter: {reason}",
             where=where,
-            expected="some of " + ", ".join(default_targets(shape)),
+            expected="some of " + ", ".join(name for name in TARGETS if _refusal(shape, name) is None),
             got=target,
             fix=f"remove {target}",
         )
@@ -158,18 +169,53 @@ def adapted_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], targets: Sequence[str]
 ) -> int:
     """Return the parameters of the layers' weights that have adapters, on one rank of a pipeline stage."""
-    weights = [weight for layer in layers for weight in shape.weights(layer)]
-    return sum(w.elements // layout.tensor for w in weights if _PLACES.get(w.name) in targets)
+    weights = [weight for layer in layers for weight in shape.weights(layer) if _layer_of(weight) in targets]
+    return sum(_local_elements(weights, _Parts.of(shape, layout)))
 
 
 def adapter_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], lora: Lora
-) -> int:
-    """Return the parameters of the adapters on one rank of a pipeline stage that has these layers."""
-    return _adapter_parameters(shape, layout.tensor, tuple(layers), lora)
+) -> tuple[int, int]:
+    """Return the parameters of the adapters on one rank of a pipeline stage that has these layers.
+
+    The first number is of those outside routed experts, the second of those in them.
+    """
+    return _adapter_parameters(shape, _Parts.of(shape, layout), tuple(layers), lora)
+
+
+class _Parts(NamedTuple):
+    """Say how a layout cuts: into how many parts outside experts and in each, and how many a rank has."""
+
+    tensor: int
+    expert_tensor: int
+    experts: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, layout: ParallelLayout) -> _Parts:
+        return cls(layout.tensor, layout.expert_tensor, shape.experts // layout.expert)
 
 
 @lru_cache(maxsize=4096)
-def _adapter_parameters(shape: ModelShape, tensor: int, layers: tuple[int, ...], lora: Lora) -> int:
+def _adapter_parameters(
+    shape: ModelShape, parts: _Parts, layers: tuple[int, ...], lora: Lora
+) -> tuple[int, int]:
     weights = [weight for layer in layers for weight in adapter_weights(shape.weights(layer), lora)]
-    return sum(w.elements // (1 if w.cut in ("whole", "stacked") else tensor) for w in weights)
+    return _local_elements(weights, parts)
+
+
+def _local_elements(weights: Iterable[Weight], parts: _Parts) -> tuple[int, int]:
+    """Return how many elements of weights one rank has, outside routed experts and in all of its experts."""
+    dense = experts = 0
+    for weight in weights:
+        cut = (
+            1
+            if weight.cut in ("whole", "stacked")
+            else parts.expert_tensor
+            if weight.expert
+            else parts.tensor
+        )
+        if weight.expert:
+            experts += weight.elements // cut * parts.experts
+        else:
+            dense += weight.elements // cut
+    return dense, experts

@@ -309,27 +309,25 @@ def training_memory(
     built: Layers,
     tokens: float,
     microbatches: int,
-    adapters: int | None = None,
+    adapters: tuple[int, int] | None = None,
 ) -> TrainingMemory:
     """Return the bytes on a rank of one pipeline stage while it trains micro-batches of ``tokens`` tokens.
 
     ``stages`` are the layers of each, as `stages.stage_layers` deals them out. ``adapters`` are the
-    parameters on the rank that learn in the place of its weights, None where these learn.
+    parameters on the rank that learn in the place of its weights, outside experts and in them, None where
+    these learn.
     """
     last = stage == len(stages) - 1
     dense, experts = stage_parameters(shape, layout, stages[stage], stage == 0, last)
-    state = dense + experts
-    learning = state if adapters is None else adapters
-    if adapters is not None:
-        state = adapters / (layout.data * layout.context if optimizer.distributed else 1)
-    elif optimizer.distributed:
-        state = dense / (layout.data * layout.context) + experts / layout.expert_data
+    learning = state = (dense, experts) if adapters is None else adapters
+    if optimizer.distributed:
+        state = learning[0] / (layout.data * layout.context), learning[1] / layout.expert_data
     flight = in_flight(layout, stage, microbatches)
     kept = activation_bytes(shape, layout, stages[stage], tokens, flight, built)
     return TrainingMemory(
-        weights=built.dtype_bytes * (dense + experts + (adapters or 0)),
-        gradients=optimizer.gradient_bytes * learning,
-        optimizer=0.0 if optimizer.offload else optimizer.state_bytes * state,
+        weights=built.dtype_bytes * (dense + experts + sum(adapters or ())),
+        gradients=optimizer.gradient_bytes * sum(learning),
+        optimizer=0.0 if optimizer.offload else optimizer.state_bytes * sum(state),
         activations=kept,
         logits=logits_bytes(shape, layout, tokens) if last else 0.0,
     )

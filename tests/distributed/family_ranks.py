@@ -31,7 +31,7 @@ def journey(folder: Path, experts: bool, adapters: bool) -> None:
     first, second = f"actor.layout.{before}=2", f"actor.layout.{after}=2"
     command("check", config, first, "--world-size", "2")
     replays = [f"actor.routing_replay={name}" for name in ("rollout", "update") if experts]
-    apart = ["actor.lora.sync=adapter"] if adapters else []
+    apart = ["actor.lora.sync=adapter"] if adapters and not experts else []
     command("train", config, first, *replays[:1], *apart)
     command("train", config, second, "steps=3", *replays[1:])
     command("export", folder / "run/checkpoints/step_3", "--out", out)

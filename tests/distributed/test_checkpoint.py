@@ -13,6 +13,7 @@ import torch
 
 from megatron_rl.config.checkpoint_meta import checkpoint_path, latest, prune, read_meta
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.lora import TARGETS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import write_model
@@ -30,6 +31,7 @@ BF16 = {"dtype": "bfloat16"}
 PLAIN = {"distributed": False}
 LORA = {"lora": {"rank": 4}}
 MOE = {"model": "qwen3-moe", "pipeline": 2, "expert": 2}
+ADAPTED_EXPERTS = {"lora": {"rank": 4, "targets": TARGETS}}
 HOST = {"offload": True}
 
 IN_MEGATRON = {"megatron": "megatron"}
@@ -161,6 +163,17 @@ FOUR = [
     {"name": "moe-straight", "action": "save", "to": "moe", "shards": "moe-shards", **MOE, **HOST},
     {"name": "moe-same", "action": "load", "from": "moe-shards", "same": "moe-straight", **MOE, **HOST},
     {"name": "moe-device", "action": "load", "from": "moe", **MOE, "virtual_pipeline": 2},
+    {"name": "experts-straight", "action": "save", "to": "experts", **MOE, **ADAPTED_EXPERTS},
+    {
+        "name": "experts-etp2",
+        "action": "load",
+        "from": "experts",
+        "model": "qwen3-moe",
+        "tensor": 2,
+        "expert_tensor": 2,
+        "sequence_parallel": True,
+        **ADAPTED_EXPERTS,
+    },
     {"name": "broken", "action": "broken", "to": "other/checkpoints/step_9", **LLAMA, **TP2DP2},
     {"name": "wrong-model", "action": "wrong", "from": "run/checkpoints/step_3", **LLAMA, **DP4},
     {"name": "wrong-size", "action": "wrong", "from": "run/checkpoints/step_3", "model": "wide/qwen2", **DP4},
@@ -254,6 +267,9 @@ def test_resume(folder: Path, fork: Any) -> None:
         worst[name] = largest_difference(result(folder, name), result(folder, f"{expected}-straight"))
     for name in ("lora-vpp", "lora-dp4"):
         worst[name] = largest_difference(result(folder, name), result(folder, "lora-straight"))
+    worst["experts-etp2"] = largest_difference(
+        result(folder, "experts-etp2"), result(folder, "experts-straight")
+    )
     print("largest difference after resuming in another layout:", {k: f"{v:.1e}" for k, v in worst.items()})
     assert max(worst.values()) < 5e-5
 

@@ -11,11 +11,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from test_layout_invariance import sparse
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron_rl.shapes.families import FAMILIES as TABLE
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.lora import PEFT_PREFIX, Lora, default_targets
+from megatron_rl.shapes.lora import PEFT_PREFIX, TARGETS, Lora, default_targets
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import shared_bytes
 from tests.hf_models import FAMILIES, config_of, save_model
@@ -60,7 +60,7 @@ def test_every_family_goes_through_every_command(fork: Any, material: Path, tmp_
     tiny = {config_of(name).model_type: name for name in reversed(FAMILIES)}
     assert set(tiny) == set(TABLE)
     families = list(tiny.values())
-    names = (*families, "qwen3-lora")
+    names = (*families, "qwen3-lora", "qwen3-moe-lora")
     for name in names:
         prepare(tmp_path, name, material)
     fork(SCRIPT, 2, tmp_path, *names, timeout=580)
@@ -76,13 +76,20 @@ def prepare(folder: Path, name: str, material: Path) -> None:
         "sft": {"data": str(material / "sft.jsonl"), "steps": 2, "optimizer": {"learning_rate": 1e-2}},
         "algorithm": {"name": "grpo", "kl": {"name": "loss", "coef": 0.1}},
     }
+    if name == "qwen3-moe-lora":
+        lora = {"rank": 8, "alpha": 16, "targets": list(TARGETS)}
+        pairs = {"data": str(material / "pairs.jsonl"), "steps": 2, "optimizer": {"learning_rate": 1e-2}}
+        adapted["actor"]["lora"] = lora
+        adapted["reward"] = {"models": {"judge": {"lora": lora, "training": pairs}}}
     workspace(folder / name, family, material, **(adapted if name != family else {}))
 
 
 def check(folder: Path, name: str) -> None:
     """Hold what a family's journey left against what it must be."""
+    if name == "qwen3-moe-lora":
+        check_judge(folder / name)
     if name.endswith("-lora"):
-        check_adapters(folder / name)
+        check_adapters(folder / name, sparse(name.removesuffix("-lora")))
         return
     lines = [json.loads(line) for line in (folder / name / "run/metrics.jsonl").open()]
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -97,30 +104,45 @@ def check(folder: Path, name: str) -> None:
     assert not any(told.values()), (name, told)
 
 
-def check_adapters(folder: Path) -> None:
+def check_judge(folder: Path) -> None:
+    """A reward model whose adapters learned is left as one whose weights did, and its head learned too."""
+    left = folder / "run/reward_models/judge"
+    _, told = AutoModelForSequenceClassification.from_pretrained(left, output_loading_info=True)
+    assert not any(told.values()), told
+    start, judge = (load_file(path / "model.safetensors") for path in (folder / "run/stages/sft/hf", left))
+    assert judge.keys() - start.keys() == {"score.weight"}
+    moved = {name for name in judge.keys() & start.keys() if not torch.equal(judge[name], start[name])}
+    learned = {name for name in judge if "_proj." in name}
+    # No token may have gone to an expert.
+    assert {name for name in learned if ".experts." not in name} < moved <= learned
+
+
+def check_adapters(folder: Path, experts: bool) -> None:
     """The engine samples from base and adapters, the reference is the base; each export has its part."""
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").open()]
     assert max(line["mismatch/abs_diff"] for line in lines) < 1e-5
     assert abs(lines[0]["kl/ref"]) < 1e-6 < lines[2]["kl/ref"]
-    # After the first sync, which brings what lies beneath them, adapters move alone.
-    shape, layout = read_pretrained(folder / "model/config.json").shape, ParallelLayout((0, 1), pipeline=2)
-    alone = shared_bytes(shape, layout, 2, 4, lora=Lora(8, default_targets(shape))).traffic((0, 1))
-    both = alone.received_most + shared_bytes(shape, layout, 2, 4).traffic((0, 1)).received_most
-    assert lines[1]["reshard/bytes_received_max"] == alone.received_most > 0
-    assert lines[0]["reshard/bytes_received_max"] == both
+    shape = read_pretrained(folder / "model/config.json").shape
+    if not experts:  # After the first sync, which brings what lies beneath them, adapters move alone.
+        layout = ParallelLayout((0, 1), pipeline=2)
+        alone = shared_bytes(shape, layout, 2, 4, lora=Lora(8, default_targets(shape))).traffic((0, 1))
+        both = alone.received_most + shared_bytes(shape, layout, 2, 4).traffic((0, 1)).received_most
+        assert lines[1]["reshard/bytes_received_max"] == alone.received_most > 0
+        assert lines[0]["reshard/bytes_received_max"] == both
     start, base, merged = (
         load_file(folder / path / "model.safetensors") for path in ("model", "run/stages/sft/hf", "out")
     )
     adapters = load_file(folder / "peft" / "adapter_model.safetensors")
     learned = {name.removeprefix(PEFT_PREFIX).replace("lora_A.", "") for name in adapters if "lora_A" in name}
-    assert len(adapters) == 2 * len(learned) == 2 * 7 * 4
+    assert len(adapters) == 2 * len(learned) == 2 * sum("_proj." in name for name in merged) >= 2 * 7 * 4
     for name, value in merged.items():
-        assert torch.equal(start[name], base[name]) == (name not in learned), name
+        unused = ".experts." in name  # no token may have gone there
+        assert unused or torch.equal(start[name], base[name]) == (name not in learned), name
         if name in learned:
             module = PEFT_PREFIX + name.removesuffix("weight")
             change = adapters[f"{module}lora_B.weight"] @ adapters[f"{module}lora_A.weight"]
             torch.testing.assert_close(value, base[name] + 16 / 8 * change, rtol=0, atol=1e-6)
-            assert change.abs().max() > 1e-4
+            assert unused or change.abs().max() > 1e-4
         else:
             assert torch.equal(value, base[name]), name
     config = json.loads((folder / "peft" / "adapter_config.json").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from test_layout_invariance import FULL, NARROW, SELECTIVE, SP, VPP, WIDE, WORKE
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
-from megatron_rl.shapes.lora import PEFT_PREFIX, AdaptedModel, adapted
+from megatron_rl.shapes.lora import MLP, PEFT_PREFIX, TARGETS, AdaptedModel, adapted
 from tests.hf_models import save_model
 
 RANK, ALPHA = 4, 8.0
@@ -26,14 +27,25 @@ LAYOUTS: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen2-tied": ({"pipeline": 2, **SELECTIVE}, {"tensor": 2}),
     "phi3": ({"tensor": 2, **SP},),
     "gemma2": ({"tensor": 2, **SP},),
-    "qwen3-moe": ({"tensor": 2, "expert": 2, **SP},),
+    "qwen3-moe": (
+        {"tensor": 2, **SP}, {"tensor": 2, "expert": 2, "expert_tensor": 2, **SP, **FULL},
+        {"pipeline": 2, "expert": 2, **VPP, "budget": NARROW},
+    ),
+    "mixtral": ({"tensor": 4, "expert": 2, "expert_tensor": 2, **SP},),
+    "deepseek-v3": (
+        {"tensor": 2, "expert": 2, "pipeline": 2, **SP, **FULL}, {"tensor": 2, "expert_tensor": 2, **SP},
+    ),
 }  # fmt: skip
+EVERYWHERE = {
+    "qwen3-moe": TARGETS, "mixtral": MLP, "deepseek-v3": ("linear_proj", *MLP), "adapted-moe": TARGETS
+}  # fmt: skip
+"""The layers with adapters of models with experts, who have none by default."""
 FULL_RANK = 96
 """No linear layer of the tiny models has more inputs."""
 
 
 def described(path: Path, rank: int) -> AdaptedModel:
-    return adapted(pretrained(read_hf_config(path)), rank, ALPHA, None)
+    return adapted(pretrained(read_hf_config(path)), rank, ALPHA, EVERYWHERE.get(path.name))
 
 
 def write_adapter(path: Path, target: Path, rank: int, full: bool = False) -> dict[str, torch.Tensor]:
@@ -62,6 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.save(make_batch(model), path / family / "batch.pt")
         write_adapter(path / family, path / family / "adapter", RANK)
         lora = {"rank": RANK, "alpha": ALPHA, "path": str(path / family / "adapter")}
+        lora["targets"] = EVERYWHERE.get(family)
         common = {"model": family, "budget": WIDE, "lora": lora}
         cases[1].append({**common, "name": f"{family}-alone"})
         cases[4] += [{**common, **layout, "name": f"{family}-{n}"} for n, layout in enumerate(layouts)]
@@ -98,18 +111,17 @@ def test_every_layout_takes_the_same_step(folder: Path, fork: Any) -> None:
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_the_policy_is_the_one_that_peft_defines(folder: Path, family: str) -> None:
+def test_the_policy_is_the_one_that_peft_defines(folder: Path, family: str, tmp_path: Path) -> None:
     """W + alpha / rank * B A, tensor by tensor, in transformers; and the reference stays that policy."""
     tensors = load_file(folder / family / "adapter" / "adapter_model.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(
-        folder / family, dtype=torch.float32, attn_implementation="eager"
-    )
-    weights = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, down in tensors.items():
-            if "lora_A" in name:
-                up = tensors[name.replace("lora_A", "lora_B")]
-                weights[name.removeprefix(PEFT_PREFIX).replace("lora_A.", "")] += ALPHA / RANK * up @ down
+    weights = load_file(folder / family / "model.safetensors")
+    for name, down in tensors.items():
+        if "lora_A" in name:
+            up = tensors[name.replace("lora_A", "lora_B")]
+            weights[name.removeprefix(PEFT_PREFIX).replace("lora_A.", "")] += ALPHA / RANK * up @ down
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    copy(folder / family / "config.json", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     batch = torch.load(folder / family / "batch.pt", weights_only=False)
     expected = reference_log_probs(model, batch.tokens, batch.lengths, batch.temperature)
     found = read(folder, f"{family}-alone")

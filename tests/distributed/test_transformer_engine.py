@@ -17,7 +17,7 @@ import test_checkpoint as checkpoints
 import test_family_commands as commands
 import test_layout_invariance as layouts
 from models import make_batch
-from test_lora import RANK, write_adapter
+from test_lora import EVERYWHERE, RANK, write_adapter
 
 SP, VPP, FULL, NARROW = layouts.SP, layouts.VPP, layouts.FULL, layouts.NARROW
 CASES = [
@@ -29,6 +29,7 @@ CASES = [
     layouts.case("deepseek-v3", tensor=2, expert=2, pipeline=2, **SP),
     layouts.case("deepseek-v3", tensor=2, **SP, recompute="selective"),
     layouts.case("adapted", tensor=2, pipeline=2, **SP),
+    layouts.case("adapted-moe", tensor=2, expert=2, expert_tensor=2, **SP),
     layouts.case("qwen2", tensor=2, context=2, **SP),
     layouts.case("qwen2", context=4, pipeline=1, recompute="selective"),  # more ranks than key-value heads
     layouts.case("qwen3-moe", context=2, expert=2, pipeline=2),
@@ -38,6 +39,7 @@ CASES = [
     layouts.case("qwen3-moe", expert=2, tensor=2, **SP, provider="gpt_builder"),
     layouts.case("qwen2", tensor=2, provider="own_attention"),
 ]
+ADAPTED = {"adapted": "qwen3", "adapted-moe": "qwen3-moe"}
 MODELS = tuple(dict.fromkeys(case["model"] for case in CASES))
 MOE: dict[str, Any] = {"model": "qwen3-moe"}
 WIDE = {"tensor": 2, "expert": 2, "pipeline": 2, "sequence_parallel": True}
@@ -68,18 +70,23 @@ FAMILIES = ("qwen3-moe", "qwen3-lora")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fused")
     for name in MODELS:
-        model = save_model("qwen3" if name == "adapted" else name, path / name)
+        model = save_model(ADAPTED.get(name, name), path / name)
         torch.manual_seed(3)
         torch.save(make_batch(model), path / name / "batch.pt")
-    write_adapter(path / "adapted", path / "adapter", RANK)
+    for name in ADAPTED:
+        write_adapter(path / name, path / name / "adapter", RANK)
     return path
 
 
 def test_the_step_is_that_of_plain_layers_on_one_rank(fork: Any, fork_fused: Any, folder: Path) -> None:
-    lora = {"lora": {"rank": RANK, "path": str(folder / "adapter")}}
+    lora = {
+        name: {
+            "lora": {"rank": RANK, "targets": EVERYWHERE.get(name), "path": str(folder / name / "adapter")}
+        }
+        for name in ADAPTED
+    }
     alone, cut = (
-        [case | (lora if case["model"] == "adapted" else {}) for case in cases]
-        for cases in (map(layouts.case, MODELS), CASES)
+        [case | lora.get(case["model"], {}) for case in cases] for cases in (map(layouts.case, MODELS), CASES)
     )
     layouts.run(fork, folder, 1, alone)
     layouts.run(fork_fused, folder, layouts.RANKS, cut)

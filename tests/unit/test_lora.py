@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from megatron_rl.check.lora import check_adapted_model
@@ -20,12 +21,21 @@ from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export, export_adapters
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.lora import adapter_parameters, add_adapters, merge_adapters, note_base
+from megatron_rl.parallel.lora import (
+    adapter_parameters,
+    add_adapters,
+    merge_adapters,
+    note_base,
+    remove_adapters,
+    without_adapters,
+)
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import MLP, PEFT_PREFIX, TARGETS, Lora, adapter_parameter_count
 from tests.hf_models import config_of, save_model
 
 LORA = LoraConfig(rank=3, alpha=6.0, targets=("linear_qkv", "linear_fc2"))
+EVERYWHERE = replace(LORA, targets=TARGETS)
 
 
 def build(path: Path, lora: LoraConfig) -> ParallelModel:
@@ -81,6 +91,58 @@ def test_what_peft_is_given_is_what_comes_back(family: str, tmp_path: Path) -> N
     assert all(torch.equal(folded[name], value) for name, value in merged.items())
 
 
+@pytest.mark.parametrize(("family", "expert"), [("qwen3-moe", "up_proj"), ("mixtral", "w3")])
+def test_every_expert_has_an_adapter_of_its_own(family: str, expert: str, tmp_path: Path) -> None:
+    save_model(family, tmp_path / "base", num_hidden_layers=2)
+    model = build(tmp_path / "base", EVERYWHERE)
+    learn(model)
+    described = pretrained(model.hf_config)
+    counted = adapter_parameter_count(
+        described.shape, ParallelLayout((0,)), (0, 1), Lora.of(described.shape, 3, TARGETS)
+    )
+    parameters = adapter_parameters(model)
+    assert counted[1] == sum(value.numel() for name, value in parameters.items() if ".experts." in name) > 0
+    assert sum(counted) == sum(value.numel() for value in parameters.values())
+    export_adapters(model, tmp_path / "peft", tmp_path / "base")
+    tensors = load_file(tmp_path / "peft/adapter_model.safetensors")
+    end = f"{expert}.lora_B.weight"
+    ups = [value for name, value in tensors.items() if ".experts." in name and name.endswith(end)]
+    assert len(ups) == described.shape.moe_layers * described.shape.experts > 0
+    assert len({tuple(up.flatten().tolist()) for up in ups}) == len(ups)
+    back = replace(EVERYWHERE, path=str(tmp_path / "peft"))
+    assert list(check_adapted_model(back, described)) == []
+    again = adapter_parameters(build(tmp_path / "base", back))
+    assert all(torch.equal(value, again[name]) for name, value in parameters.items())
+    export(model, tmp_path / "merged")
+    with without_adapters(model):
+        export(model, tmp_path / "without")
+    assert all(torch.equal(value, adapter_parameters(model)[name]) for name, value in parameters.items())
+    merge_adapters(model, seed=7)
+    remove_adapters(model)
+    export(model, tmp_path / "folded")
+    base, merged, without, folded = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged", "without", "folded")
+    )
+    for name, value in merged.items():
+        module = PEFT_PREFIX + name.removesuffix("weight")
+        if f"{module}lora_B.weight" in tensors:
+            change = tensors.pop(f"{module}lora_B.weight") @ tensors.pop(f"{module}lora_A.weight")
+            torch.testing.assert_close(value, base[name] + 2.0 * change, rtol=0, atol=1e-6)
+        assert torch.equal(folded[name], value) and torch.equal(without[name], value)
+    assert not tensors, "the checkpoint has no such weights"
+
+
+def test_adapters_of_experts_in_one_tensor_are_not_passed_over(tmp_path: Path) -> None:
+    """As PEFT has them of transformers' models; nothing would take them, and the run would start anew."""
+    name = f"{PEFT_PREFIX}model.layers.0.mlp.experts.base_layer.lora_A.weight"
+    save_file({name: torch.zeros(12, 64)}, tmp_path / "adapter_model.safetensors")
+    told = {"r": 3, "lora_alpha": 6, "target_modules": []}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(told))
+    back = replace(EVERYWHERE, path=str(tmp_path))
+    (error,) = check_adapted_model(back, pretrained(config_of("qwen3-moe")))
+    assert "base_layer" in str(error.got) and "down_proj.lora_B" in str(error.expected)
+
+
 def test_a_checkpoint_holds_the_adapters_alone(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "base", num_hidden_layers=2)
     model = build(tmp_path / "base", LORA)
@@ -118,7 +180,8 @@ def test_adapters_stay_with_the_weights_they_were_trained_on(tmp_path: Path) -> 
         ("qwen2", {"targets": ("linear_qkv",)}, {"target_modules": ["o_proj"]}, "is of other layers too"),
         ("qwen2", {}, {"use_dora": True}, "uses PEFT's use_dora"),
         ("qwen2", {}, {"alpha_pattern": {"q_proj": 4}}, "uses PEFT's alpha_pattern"),
-        ("qwen3-moe", {"targets": ("linear_fc1",)}, {}, "linear_fc1 of .* can have no adapter: .*experts"),
+        ("qwen3-moe", {"targets": MLP, "sync": "adapter"}, {}, "experts cannot be kept apart"),
+        ("qwen2", {}, {"target_parameters": ["mlp.experts.gate_up_proj"]}, "uses PEFT's target_parameters"),
         ("deepseek-v3", {"targets": ("linear_qkv",)}, {}, "latent attention has no such layer"),
     ],
 )

@@ -31,7 +31,7 @@ def test_predicted_parameters_are_those_of_the_built_model(family):
     layers = stage_layers(model.spec.model.shape.layers, layout)[0]
     predicted = dense_shapes(model.spec.model, layout, layers, True, True)
     if model.spec.model.shape.experts:
-        predicted |= expert_shapes(model.spec.model.shape, layout, layers)
+        predicted |= expert_shapes(model.spec.model, layout, layers)
     assert built == predicted
 
 

@@ -205,8 +205,10 @@ class LoraConfig:
     )
     targets: tuple[str, ...] | None = setting(
         None,
-        "Megatron's linear layers with adapters, of linear_qkv, linear_proj, linear_fc1 and linear_fc2.",
-        unset="those that the model has, without experts",
+        "Megatron's linear layers with adapters, of linear_qkv, linear_proj, linear_fc1 and linear_fc2; the "
+        "last two are those of every MLP, in a mixture also of shared experts and of each routed expert, "
+        "which has adapters of its own.",
+        unset="those that the model has; in a mixture those of attention alone",
         also_called={"NeMo-RL": "lora_target_modules", "PEFT": "target_modules"},
         conversion="linear_qkv is q_proj, k_proj and v_proj, linear_proj o_proj, linear_fc1 gate_proj and "
         "up_proj, linear_fc2 down_proj",

@@ -18,7 +18,7 @@ from megatron_rl.config.sections.bounds import (
     WEIGHT,
 )
 from megatron_rl.config.sections.limits import LimitsConfig
-from megatron_rl.config.sections.models import LIKE_ACTOR, OWN_MEGATRON, LayoutConfig
+from megatron_rl.config.sections.models import LIKE_ACTOR, OWN_MEGATRON, LayoutConfig, LoraConfig
 from megatron_rl.config.sections.stages import PairsConfig
 from megatron_rl.config.setting import required, setting
 
@@ -43,6 +43,12 @@ class RewardModelConfig:
     megatron: dict[str, Any] | None = setting(None, OWN_MEGATRON, unset=LIKE_ACTOR)
     training: PairsConfig | None = setting(
         None, "Training of the reward model before the first step.", unset="none"
+    )
+    lora: LoraConfig | None = setting(
+        None,
+        "Adapters that `training` trains in the place of the weights, beside the head; the model that it "
+        "leaves has them added in.",
+        unset="every weight is trained",
     )
 
 

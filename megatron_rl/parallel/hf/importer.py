@@ -111,8 +111,8 @@ _PLACES: Mapping[str, Place] = {
     "vocabulary": _vocabulary,
     "stacked": _stacked,
 }
-_EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
-"""One module per expert, or one grouped module with one weight per expert."""
+EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias|adapter\.))(\d+)")
+"""One module per expert, or one grouped module with one weight, and one adapter, per expert."""
 
 
 def import_parameters(
@@ -132,7 +132,7 @@ def import_parameters(
     dense = _Cut(shard.tensor, shard.tensor_size, *heads)
     sparse = _Cut(shard.expert_tensor, shard.expert_tensor_size, *heads)
     # Tied to the embedding, an output layer is a parameter where the embedding is on another stage.
-    outer = _by_name([weight for first in (True, False) for weight in outer_weights(shape, first, True)])
+    outer = by_name([weight for first in (True, False) for weight in outer_weights(shape, first, True)])
     weights: dict[int, dict[str, Weight]] = {}
     for name, target in parameters.items():
         match = re.match(r"decoder\.layers\.(\d+)\.", name)
@@ -144,12 +144,12 @@ def import_parameters(
             continue
         layer = int(match.group(1))
         if layer not in weights:
-            weights[layer] = _by_name(model.weights(layer))
+            weights[layer] = by_name(model.weights(layer))
         below = name[match.end() :]
-        weight = weights[layer].get(_EXPERT.sub(r"\1{expert}", below))
+        weight = weights[layer].get(EXPERT.sub(r"\1{expert}", below))
         if weight is None:
             raise _unknown(name, weights[layer])
-        expert = _EXPERT.search(below)
+        expert = EXPERT.search(below)
         number = shard.expert * (shape.experts // shard.expert_size) + int(expert.group(2)) if expert else 0
         prefix = LAYER.format(layer=layer)
         tensors = [
@@ -229,7 +229,7 @@ def _part(tensor: Tensor, source: Source) -> Tensor:
     return tensor if len(tensor) == rows else tensor.narrow(0, source.first, rows)
 
 
-def _by_name(weights: Sequence[Weight]) -> dict[str, Weight]:
+def by_name(weights: Sequence[Weight]) -> dict[str, Weight]:
     """Return a layer's weights by the names of Megatron's own layers and of Transformer Engine's."""
     fused = {weight.fused: weight for weight in weights if weight.fused}
     return fused | {weight.name: weight for weight in weights}

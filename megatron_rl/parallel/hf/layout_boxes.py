@@ -12,7 +12,6 @@ from megatron_rl.parallel.hf.importer import Shard, trace_import
 from megatron_rl.parallel.hf.model_spec import model_spec
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora, adapted
-from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pipeline_stages import stage_layers
 from megatron_rl.shapes.pretrained import PretrainedModel
 
@@ -54,9 +53,9 @@ def megatron_layout(
         for tensor, members in dense.items():
             parameters = dense_shapes(model, layout, layers, first, last)
             groups.append(group(parameters, Shard(tensor, layout.tensor), members))
-        if shape.experts and lora is None:
+        if shape.experts:
             for (expert, expert_tensor), members in sparse.items():
-                parameters = expert_shapes(shape, layout, layers)
+                parameters = expert_shapes(model, layout, layers)
                 shard = Shard(0, layout.tensor, expert, layout.expert, expert_tensor, layout.expert_tensor)
                 groups.append(group(parameters, shard, members))
     return [holders for holders in groups if holders.boxes]
@@ -74,12 +73,12 @@ def dense_shapes(
     return {name: weight.local_shape(layout.tensor) for name, weight in shapes.items()}
 
 
-def expert_shapes(shape: ModelShape, layout: ParallelLayout, layers: list[int]) -> Shapes:
+def expert_shapes(model: PretrainedModel, layout: ParallelLayout, layers: list[int]) -> Shapes:
     """Return the shapes of a rank's experts, one module each."""
     shapes: Shapes = {}
     for layer in layers:
-        weights = [weight for weight in shape.weights(layer) if weight.expert]
-        for expert in range(shape.experts // layout.expert if weights else 0):
+        weights = [weight for weight in model.weights(layer) if weight.expert]
+        for expert in range(model.shape.experts // layout.expert if weights else 0):
             for weight in weights:
                 name = f"decoder.layers.{layer}.{weight.name.format(expert=expert)}"
                 shapes[name] = weight.local_shape(layout.expert_tensor)
