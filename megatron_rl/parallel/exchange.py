@@ -225,7 +225,7 @@ def _add(name: str, count: int) -> int:
 
 
 def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
-    """Return the element-wise sum of host tensors over the group, in place; integers wrap.
+    """Return the element-wise sum of tensors over the group, in place; integers wrap.
 
     Collective over the group.
     """
