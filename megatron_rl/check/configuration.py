@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.algorithm import check_algorithm
+from megatron_rl.check.data_lengths import Looked
 from megatron_rl.check.engine_arguments import check_engine_arguments, check_own_engine
 from megatron_rl.check.files import Files
 from megatron_rl.check.inputs import Inputs, check_attention, check_inputs, check_paths
@@ -44,6 +45,7 @@ from megatron_rl.config.placement import (
 from megatron_rl.config.roles import role_of, where_of
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
+from megatron_rl.config.setting import with_value
 from megatron_rl.config.source import DEFAULT, Origin
 from megatron_rl.config.stage_plan import for_job, has_use, stage_plans
 from megatron_rl.errors import UserError, UserErrors
@@ -75,6 +77,7 @@ class CheckReport:
     memory: tuple[RankMemory, ...] = ()
     sync: WeightTraffic | None = None
     records: int | None = None
+    looked: tuple[Looked, ...] = ()
     algorithm: Algorithm | None = None
     files_missing: bool = False
 
@@ -148,8 +151,7 @@ def check_config(
     check.refuse(check_paths(config))
     files = Files(prepare=config.prepare, absent=without_files)
     # Every rank of a run checks; whether a server is there is asked once, before.
-    asks = not training and not without_files
-    inputs = Inputs(config, files, check.fine, shipped_models, asks_servers=asks)
+    inputs = Inputs(config, files, check.fine, shipped_models, before=not training)
     trial = Trial(tried if patience > 0 else [], patience)
     try:
         return _checked(check, inputs, trial, origins, training)
@@ -230,7 +232,7 @@ def _report(
     if not check.errors:
         resolved = resolve(config, world, algorithm, inputs.shape)
         config = resolved.config
-        config, template = _chat_template(inputs, config)
+        config, template = _chat_templates(inputs, config)
         layouts = role_layouts(config, world)
         batch = batch_plan(config, layouts) if config.job == TRAIN else None
         memory, sync = [], None
@@ -264,6 +266,7 @@ def _report(
         origins=filled,
         shape=inputs.shape,
         algorithm=algorithm,
+        looked=tuple(inputs.tokens.looked) if inputs.tokens else (),
         files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
         **plans,
     )
@@ -370,12 +373,14 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
         check.add(check_lengths(check.config, shape))
 
 
-def _chat_template(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    if config.data.chat_template is not None or inputs.preview is None or inputs.preview.first is None:
-        return config, {}
-    messages = isinstance(inputs.preview.first.get(config.data.prompt_field), list)
-    reason = "prompts are lists of messages" if messages else "prompts are text"
-    return replace(config, data=replace(config.data, chat_template=messages)), {"data.chat_template": reason}
+def _chat_templates(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
+    """Fill in which data sets go through the chat template, each by its own first record; say why."""
+    reasons = {}
+    for path, messages in inputs.templated.items():
+        if path == "data.chat_template" or messages != config.data.chat_template:
+            config = with_value(config, path, messages)
+            reasons[path] = "prompts are lists of messages" if messages else "prompts are text"
+    return config, reasons
 
 
 def _located(error: UserError, origins: Mapping[str, Origin]) -> UserError:

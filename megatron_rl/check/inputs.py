@@ -8,24 +8,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_rl.check.data_sets import DataPreview, check_data
+from megatron_rl.check.data_lengths import Tokens
+from megatron_rl.check.data_sets import DataPreview, DataSet, Reading, check_data
 from megatron_rl.check.engine_arguments import check_tool_parser
 from megatron_rl.check.engine_servers import check_engine_servers
 from megatron_rl.check.evaluation import best_errors, evaluation_set_errors
 from megatron_rl.check.files import Files
 from megatron_rl.check.model_config import check_model_config
-from megatron_rl.check.model_tokens import check_tokenizer, has_chat_template, stop_errors
+from megatron_rl.check.model_template import has_chat_template
+from megatron_rl.check.model_tokens import check_tokenizer, stop_errors
 from megatron_rl.check.model_weights import check_weights
 from megatron_rl.check.provider import provider_errors
 from megatron_rl.check.resume import resume_errors
 from megatron_rl.check.reward_function import check_not_hidden, check_reward
 from megatron_rl.check.reward_servers import check_servers, silent_servers
 from megatron_rl.check.stages import repeated_records
-from megatron_rl.config.derive import has_transformer_engine
+from megatron_rl.config.derive import has_transformer_engine, longest_row
 from megatron_rl.config.load import flatten
 from megatron_rl.config.roles import role_of, role_sections, stated_models
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import SERVER
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
@@ -49,7 +52,7 @@ class Inputs:
     files: Files
     fine: Callable[..., bool]  # whether no value below the given paths is known to be wrong
     shipped_models: Path | None
-    asks_servers: bool = False
+    before: bool = True  # the run, which reads all of the data itself, and asks servers
     errors: list[UserError] = field(default_factory=list)
     warnings: list[UserError] = field(default_factory=list)
     shape: ModelShape | None = None
@@ -57,6 +60,16 @@ class Inputs:
     shapeless: set[str] = field(default_factory=set)  # roles whose model is another one, which is not here
     models: dict[str, Path] = field(default_factory=dict)  # config.json by role, where one is here
     preview: DataPreview | None = None
+    templated: dict[str, bool] = field(default_factory=dict[str, bool])  # by settings that are not stated
+    wanted: dict[str, bool] = field(default_factory=dict[str, bool])  # by data set: takes the chat template
+    tokens: Tokens | None = None
+    reading: Reading = field(default_factory=Reading)
+
+    def __post_init__(self) -> None:
+        if not self.before:
+            self.reading.left = 0
+        elif self.fine("model.path"):
+            self.tokens = Tokens(Path(self.config.model.path))
 
 
 def check_paths(config: RunConfig) -> Iterator[UserError]:
@@ -110,7 +123,7 @@ def _check_reward(check: Inputs) -> None:
                 )
             )
     check.errors.extend(errors)
-    if check.asks_servers and not errors:
+    if check.before and not check.files.absent and not errors:
         rollout = check.config.rollout
         samples = rollout.engine == SERVER and not list(check_engine_servers(rollout))
         check.warnings.extend(silent_servers(reward, rollout.server.urls if samples else ()))
@@ -118,7 +131,7 @@ def _check_reward(check: Inputs) -> None:
 
 def check_inputs(check: Inputs) -> None:
     """Fill in what the inputs say."""
-    config, files = check.config, check.files
+    config = check.config
     if check.fine("model.path"):
         check.shape = _model(check, config.model.path, "model.path")
         if config.job == TRAIN and check.fine("rollout.stop", "rollout.sampling_profiles"):
@@ -129,15 +142,19 @@ def check_inputs(check: Inputs) -> None:
     for role, path in stated_models(config).items():
         if check.fine(role if role.startswith("reward.") else f"{role}.path"):  # a name may be wrong itself
             _same_vocabulary(check, path, role)
-    fine = check.fine("data.prompt_field", "data.ground_truth_field")
-    if config.data.train is not None and fine and check.fine("data.train"):
-        check.preview = check_data(Path(config.data.train), "data.train", config.data, files)
-        _check_prompts(check, check.preview, "data.train")
+    limit = config.data.max_prompt_tokens
+    if config.data.train is not None and check.fine(
+        "data.prompt_field", "data.ground_truth_field", "data.train"
+    ):
+        check.preview = _look(check, DataSet(Path(config.data.train), "data.train", config.data, limit))
     for name, described in config.evaluation.sets.items():
         where = f"evaluation.sets.{name}"
-        if fine and check.fine(where):
-            check_data(Path(described.data), f"{where}.data", config.data, files)
+        if check.fine("data.prompt_field", "data.ground_truth_field", where):
+            data = fields_of(config.data, described, where)
+            _look(check, DataSet(Path(described.data), f"{where}.data", data, limit))
             check.errors.extend(evaluation_set_errors(name, described))
+    if config.rollout.environment is not None:
+        check.errors.extend(_other_kinds(check))
     if check.fine("evaluation", "checkpoint"):
         check.errors.extend(best_errors(config))
     for plan in stage_plans(config):
@@ -162,9 +179,16 @@ def _check_stage_data(check: Inputs, plan: StagePlan) -> None:
     for name in ("data", "held_out"):
         path, where = getattr(plan.settings, name), f"{plan.where}.{name}"
         if path is not None and check.fine("data.prompt_field", where, *settings.values()):
-            data, every_turn = check.config.data, plan.settings.every_turn
-            preview = check_data(Path(path), where, data, check.files, responses, every_turn)
-            _check_prompts(check, preview, where)
+            described = DataSet(
+                Path(path),
+                where,
+                fields_of(check.config.data, plan.settings, plan.where),
+                plan.settings.max_row_tokens or longest_row(check.config),
+                f"{plan.where}.max_row_tokens",
+                responses,
+                plan.settings.every_turn,
+            )
+            preview = _look(check, described)
             if name == "data" and preview is not None and preview.count is not None:
                 check.warnings.extend(repeated_records(plan, preview.count))
 
@@ -273,47 +297,56 @@ def _same_vocabulary(check: Inputs, path: str | None, role: str) -> None:
     )
 
 
-def _check_prompts(check: Inputs, preview: DataPreview | None, where: str) -> None:
-    """Check that the prompts of the data that ``where`` names become tokens, by the first of them."""
+def _look(check: Inputs, described: DataSet) -> DataPreview | None:
+    """Check a data set, and whether its prompts become tokens; return what was read."""
+    preview = check_data(described, check.files, check.reading)
     if preview is None or preview.first is None:
-        return
-    config = check.config
-    first = preview.first
-    prompt = first.get(config.data.prompt_field)
-    if isinstance(prompt, list) and config.data.chat_template is False and check.fine("data.chat_template"):
-        check.errors.append(
-            UserError(
-                "prompts are lists of messages, and the chat template is switched off",
-                where="data.chat_template",
-                expected="true, or prompts that are text",
-                got=f"false, and a list in {where}",
-                fix="remove data.chat_template",
-            )
-        )
-    tools = config.data.tools_field
+        return preview
+    data, first, path = described.data, preview.first, Path(check.config.model.path)
+    template, tools = data.setting_of("chat_template"), data.tools_field
+    messages = isinstance(first.get(data.prompt_field), list)
+    if data.chat_template is None:
+        check.templated.setdefault(template, messages)
     if tools is not None and tools not in first:
         check.warnings.append(
             UserError(
-                f"the first record of {where} has no tools",
-                where="data.tools_field",
+                f"the first record of {described.where} has no tools",
+                where=data.setting_of("tools_field"),
                 expected=f"a list in the field `{tools}` where a record has tools",
                 got=f"fields {', '.join(first)}",
-                fix="correct data.tools_field, if no record has them",
+                fix=f"correct {data.setting_of('tools_field')}, if no record has them",
             )
         )
-    wants = isinstance(prompt, list) if config.data.chat_template is None else config.data.chat_template
-    path = Path(config.model.path)
-    fine = check.fine("data.chat_template", "model.path")
-    if wants and fine and path.is_dir() and not has_chat_template(path):
+    wants = check.wanted[described.where] = messages if data.chat_template is None else data.chat_template
+    if wants and check.fine(template, "model.path") and path.is_dir() and not has_chat_template(path):
         check.errors.append(
             UserError(
                 "the tokenizer has no chat template",
-                where="data.chat_template",
+                where=template,
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
-                got=f"neither in {path}, and prompts of {where} that need one",
-                fix="use an instruction-tuned model, or prompts that are text with data.chat_template=false",
+                got=f"neither in {path}, and prompts of {described.where} that need one",
+                fix=f"use an instruction-tuned model, or prompts that are text with {template}=false",
             )
         )
+    elif check.tokens is not None and check.fine("data.max_prompt_tokens", "rollout", described.limited_by):
+        check.tokens.look(described, preview, check.config.data.over_long, check.files)
+    return preview
+
+
+def _other_kinds(check: Inputs) -> Iterator[UserError]:
+    """Yield the errors of sets that an environment would go on with otherwise than with the training data."""
+    wanted = check.wanted.get("data.train")
+    for where, other in check.wanted.items():
+        if wanted is not None and where.startswith("evaluation.") and other is not wanted:
+            setting = f"{where.removesuffix('.data')}.chat_template={str(wanted).lower()}"
+            words = {True: "prompts that go through the chat template", False: "prompts of plain text"}
+            yield UserError(
+                "an environment goes on with all conversations in one way, and the data has two",
+                where=where,
+                expected=f"{words[wanted]}, as data.train",
+                got=words[other],
+                fix=f"set {setting}, or convert the set",
+            )
 
 
 def _run_dir(path: Path) -> Iterator[UserError]:

@@ -52,10 +52,7 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     stops = stop_strings(rollout)
     if not any(stops.values()):
         return
-    try:
-        tokenizer = _load(path)
-    except Exception:  # said of the tokenizer itself
-        return
+    tokenizer = tokenizer_of(path)
     if tokenizer is None:
         return
     unknown = getattr(tokenizer.model, "unk_token", None)
@@ -64,6 +61,14 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
             tokens = tokenizer.encode(text, add_special_tokens=False).tokens
             if len(tokens) != 1 or tokens[0] == unknown:
                 yield stop_error(setting, text, tokens)
+
+
+def tokenizer_of(path: Path) -> Any:
+    """Return a folder's tokenizer, None where it cannot be read, which `check_tokenizer` says."""
+    try:
+        return _load(path)
+    except Exception:
+        return None
 
 
 def _load(path: Path) -> Any:
@@ -178,14 +183,3 @@ def vocabulary_of(path: Path) -> int | None:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None  # the tokenizer's own check says so
     return 1 + max(ids.values()) if ids else None
-
-
-def has_chat_template(path: Path) -> bool:
-    """Return whether a checkpoint directory comes with a chat template."""
-    if (path / "chat_template.jinja").is_file() or (path / "chat_template.json").is_file():
-        return True
-    try:
-        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))

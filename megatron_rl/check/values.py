@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_rl.check.stages import check_stages
 from megatron_rl.config.sampling_profiles import profile_errors
 from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rewards import FUNCTION
 from megatron_rl.config.setting import sections_of, value_errors
@@ -108,11 +109,17 @@ def _pairs(config: RunConfig) -> Iterator[UserError]:
             fix=f"lower batch.optimizer_steps to {prompts} or less, "
             f"or raise batch.prompts_per_step to {steps}",
         )
-    if config.data.prompt_field == config.data.ground_truth_field:
-        yield UserError(
-            "prompt and ground truth are read from the same field",
-            where="data.ground_truth_field",
-            expected="two different fields",
-            got=f"`{config.data.prompt_field}` for both",
-            fix="name the field that holds the answer",
-        )
+    sets = (
+        fields_of(config.data, described, f"evaluation.sets.{name}")
+        for name, described in config.evaluation.sets.items()
+        if described.prompt_field or described.ground_truth_field
+    )
+    for data in (config.data, *sets):
+        if data.prompt_field == data.ground_truth_field:
+            yield UserError(
+                "prompt and ground truth are read from the same field",
+                where=data.setting_of("ground_truth_field"),
+                expected="two different fields",
+                got=f"`{data.prompt_field}` for both",
+                fix="name the field that holds the answer",
+            )

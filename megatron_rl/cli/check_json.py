@@ -45,4 +45,5 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         if report.sync
         else None,
         "training_records": report.records,
+        "data": [dataclasses.asdict(looked) for looked in report.looked],
     }

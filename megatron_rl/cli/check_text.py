@@ -35,6 +35,11 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
     blocks = [f"{name} on {size}", _configuration(report)]
     if report.layouts is not None:
         blocks.append(summary(report))
+    if report.looked:
+        note = "what was looked at; a run reads every record and leaves out or refuses longer ones"
+        width = max(len(item.where) for item in report.looked)
+        lines = [f"{item.where:<{width}}  {item.line()}" for item in report.looked]
+        blocks.append(_section("DATA", note, lines))
     if report.memory:
         note = (
             "estimate; phases of one step" if report.batch is not None else "estimate, while the stage learns"

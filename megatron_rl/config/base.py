@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_rl.config.source import Leaf, Section, describe, named_section, read_file, yaml_files_beside
+from megatron_rl.config.source import (
+    Leaf,
+    Section,
+    describe,
+    lay_over,
+    named_section,
+    read_file,
+    yaml_files_beside,
+)
 from megatron_rl.errors import UserError
 
 KEY = "base"
@@ -15,8 +23,9 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
     """Read a configuration file over the file that its ``base`` names, and that one over its own base.
 
     ``base`` is relative to the folder of the file that says it. Sections are merged name by name; any other
-    value, also a list or null, replaces the base's. Returns the tree, in which every value keeps the place
-    where it is written, and the files, ``path`` first. The tree is None where a file cannot be read;
+    value, also a list, replaces the base's, and null leaves the key as if the base did not have it. Returns
+    the tree, in which every value keeps the place where it is written, and the files, ``path`` first. The
+    tree is None where a file cannot be read;
     mistakes are added to ``errors``.
     """
     files, trees = [path], [read_file(path, errors)]
@@ -103,4 +112,4 @@ def _merge(tree: Section, over: Section, path: tuple[str, ...] = ()) -> None:
         if isinstance(node, Section) and isinstance(below, Section):
             _merge(below, node, (*path, key))
         else:
-            tree.children[key] = node
+            lay_over(tree, key, node)

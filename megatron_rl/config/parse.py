@@ -71,6 +71,8 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
         full = f"{path}.{name}" if path else name
         default = _default(item, defaults)
         node = section.children.get(name)
+        if default is not dataclasses.MISSING and not optional(hints(cls)[name]) and _unsets(node):
+            node = None
         jobs = setting_of(item).jobs
         if node is None and (default is dataclasses.MISSING or jobs):
             if section_class(hints(cls)[name]) is not None and full not in parse.broken:
@@ -113,6 +115,11 @@ def _with_rest(known: dict[str, dataclasses.Field], section: Section) -> Section
     return Section(children | {rest: Section(stated | unknown, section.origin)}, section.origin)
 
 
+def _unsets(node: Leaf | Section | None) -> bool:
+    """Say whether a node is a null that takes away what an earlier file or the file says."""
+    return isinstance(node, Leaf) and node.unsets
+
+
 def _value(hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse) -> Any:
     entry = entry_class(hint)
     if entry is not None and isinstance(node, Section) and node.children:
@@ -120,6 +127,7 @@ def _value(hint: Any, node: Leaf | Section | None, default: Any, path: str, pars
         return {
             name: _value(entry, child, missing, f"{path}.{name}", parse)
             for name, child in node.children.items()
+            if not _unsets(child)
         }
     section = section_class(hint)
     if section is None:

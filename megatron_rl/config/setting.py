@@ -182,6 +182,20 @@ def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any
             yield from settings(value, path)
 
 
+def with_value(section: Any, path: str, value: Any) -> Any:
+    """Return a section with another value of the key at a dotted path, which is there."""
+    names = section if isinstance(section, dict) else [item.name for item in dataclasses.fields(section)]
+    name = max((name for name in names if f"{path}.".startswith(f"{name}.")), key=len)
+    if name != path:
+        inner = section[name] if isinstance(section, dict) else getattr(section, name)
+        value = with_value(inner, path.removeprefix(f"{name}."), value)
+    return (
+        {**section, name: value}
+        if isinstance(section, dict)
+        else dataclasses.replace(section, **{name: value})
+    )
+
+
 def sections_of(section: Any, cls: type[S], prefix: str = "") -> Iterator[tuple[str, S]]:
     """Yield the path and the value of every section of a class that is present below a section."""
     if isinstance(section, cls):

@@ -33,10 +33,11 @@ DEFAULT = Origin("default")
 
 @dataclass
 class Leaf:
-    """Hold a value that is not a mapping."""
+    """Hold a value that is not a mapping; ``unsets`` marks a null that is written over another value."""
 
     value: Any
     origin: Origin
+    unsets: bool = False
 
 
 @dataclass
@@ -255,7 +256,13 @@ def _set(tree: Section, names: list[str], node: Leaf | Section) -> None:
             child = named_section(child, names[: depth + 1]) or Section(origin=node.origin)
             tree.children[name] = child
         tree = child
-    tree.children[names[-1]] = node
+    lay_over(tree, names[-1], node)
+
+
+def lay_over(tree: Section, name: str, node: Leaf | Section) -> None:
+    """Put a node in place of what stands at a name; null in place of something unsets it."""
+    null = isinstance(node, Leaf) and node.value is None
+    tree.children[name] = Leaf(None, node.origin, unsets=True) if null and name in tree.children else node
 
 
 def named_section(node: Leaf | Section | None, path: list[str]) -> Section | None:

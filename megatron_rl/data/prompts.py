@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.data import DataConfig, fields_of
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.order import ShuffledOrder
 from megatron_rl.data.records import Record, require_fields, with_inner
@@ -142,8 +142,10 @@ def encode_prompts(
 def load_prompts(
     config: RunConfig, setting: str, path: str, tokenizer: PreTrainedTokenizerBase, files: TokenFiles
 ) -> PromptSource:
-    """Return the prompts of the data set at ``path``, which ``setting`` names."""
-    data = config.data
+    """Return the prompts of the data set at ``path``, which ``setting`` names: data.train, or of a set."""
+    data, where = config.data, setting.rpartition(".")[0]
+    if where != "data":
+        data = fields_of(data, config.evaluation.sets[where.removeprefix("evaluation.sets.")], where)
     encode = partial(encode_prompts, tokenizer, data, setting)
     how = ("prompts", *data.of_prompts, data.chat_template, data.max_prompt_tokens)
     return PromptSource(

@@ -152,7 +152,8 @@ def require_fields(record: Record, fields: Mapping[str, str], setting: str) -> N
         close = next((path for path in inner if path.endswith(f".{name}")), None) or nearest(
             name, [*present, *inner]
         )
-        close = close or (present[0] if len(present) == 1 else None)
+        free = [key for key in present if key not in fields]
+        close = close or (free[0] if len(free) == 1 else None)
         raise UserError(
             f"`{name}` is null in a record" if name in record.values else f"a record has no `{name}`",
             where=f"{record.where} ({setting})",

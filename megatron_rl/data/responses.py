@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import pairwise
@@ -14,6 +14,12 @@ import torch
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.chat_format import ChatTemplate
+from megatron_rl.data.messages import (
+    end_of_thoughts,
+    require_template_for,
+    templated,
+    unended_thoughts,
+)
 from megatron_rl.data.order import ShuffledOrder
 from megatron_rl.data.prompts import fingerprint, ragged
 from megatron_rl.data.records import (
@@ -32,6 +38,9 @@ from megatron_rl.types import TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_LOOKED_AT = 200
+"""Records at the start that are asked whether they end their thoughts."""
 
 
 class ResponseSource:
@@ -69,6 +78,8 @@ class ResponseSource:
         sizes = [size for index in self._kept for size in lengths[index]]
         rows = (row for index in self._kept for row in self._rows(index))
         self._order = ShuffledOrder(len(self), seed, data.shuffle, fingerprint(sizes, rows))
+        self.unended: UserError | None = None
+        """What is wrong with responses whose prompts open thoughts, by the first of them."""
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -79,6 +90,8 @@ class ResponseSource:
         yield self.length_report.line("records")
         if self._uninstructive:
             yield f"warning: {nothing_taught(self._uninstructive, len(self), self.unit > 1)}"
+        if self.unended is not None:
+            yield f"warning: {self.unended.message} ({self.unended.got}); {self.unended.fix}"
 
     def next(self, count: int) -> TrainBatch:
         """Return the rows of the next ``count`` records, those of one record after one another.
@@ -140,6 +153,7 @@ def encode_responses(
     for record in records:
         require_fields(record, data.asked | fields, setting)
         require_responses(record, fields, setting)
+        require_template_for(record, fields, data, setting)
     prompts = PromptEncoder(tokenizer, data, setting)
     texts, tokens = prompts.encode(records, max_tokens)
     turns = _Turns(prompts, ends, "set sft.turns=last" if every_turn else None)
@@ -172,7 +186,7 @@ class _Turns:
         texts = [text for texts in pieces for text in texts]
         tokens = iter(encode_texts(self._prompts.tokenizer, texts, special=False, limit=limit))
         return [
-            self._row([next(tokens) for _ in texts], self._end[self._prompts.templated(record)])
+            self._row([next(tokens) for _ in texts], self._end[templated(record, self._prompts.data)])
             for record, texts in zip(records, pieces, strict=True)
         ]
 
@@ -181,14 +195,6 @@ class _Turns:
         if isinstance(response, str):
             return [response]
         where = f"{record.where} ({self._prompts.setting})"
-        if not self._prompts.templated(record):
-            raise UserError(
-                "a response of messages follows a prompt that does not go through the chat template",
-                where=where,
-                expected="a prompt of messages, or data.chat_template=true",
-                got=f"text, and {len(response)} messages behind it",
-                fix="set data.chat_template=true, or give responses as text",
-            )
         said = [at for at, message in enumerate(response) if message["role"] == "assistant"]
         try:
             pieces = [self._chat.said(response[0])]
@@ -222,12 +228,29 @@ def load_responses(
     fields: dict[str, str],
     max_tokens: int,
     every_turn: bool = False,
+    data: DataConfig | None = None,
 ) -> ResponseSource:
-    """Return the rows of the data set at ``path``, which ``setting`` names."""
-    data, ends = config.data, end_token_ids(tokenizer, config.model.path)
+    """Return the rows of the data set at ``path``, which ``setting`` names; ``data`` are its own fields."""
+    data, ends = data or config.data, end_token_ids(tokenizer, config.model.path)
     encode = partial(
         encode_responses, tokenizer, data, fields, max_tokens, setting, ends, every_turn=every_turn
     )
     how = ("responses", *data.of_prompts, *fields, data.chat_template, max_tokens, ends, every_turn)
     encoded = files.encoded(path, setting, tokenizer, how, encode)
-    return ResponseSource(encoded, data, seed=config.seed, max_tokens=max_tokens, setting=setting)
+    source = ResponseSource(encoded, data, seed=config.seed, max_tokens=max_tokens, setting=setting)
+    if not setting.endswith(".held_out"):
+        source.unended = _unended(tokenizer, encoded.records[:_LOOKED_AT], fields, data, setting)
+    return source
+
+
+def _unended(
+    tokenizer: Any, records: Sequence[Record], fields: Collection[str], data: DataConfig, setting: str
+) -> UserError | None:
+    """Return the warning of `unended_thoughts` where the tokenizer's chat template opens thoughts."""
+    opening = ""
+    if getattr(tokenizer, "chat_template", None):
+        with suppress(Exception):  # a template may refuse this conversation, in ways of many kinds
+            asked = [{"role": "user", "content": "a"}]
+            opening = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    end = end_of_thoughts(str(opening))
+    return unended_thoughts(records, fields, data, end, setting) if end else None

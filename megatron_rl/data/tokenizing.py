@@ -14,6 +14,7 @@ from megatron_rl.config.sampling_profiles import profile_errors, profile_fields,
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.chat_format import template_messages
+from megatron_rl.data.messages import asked_messages, require_prompt, templated, tools_of
 from megatron_rl.data.records import Record
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.progress import advance
@@ -154,38 +155,12 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, setting: str) -> None:
         self.tokenizer, self.data, self.setting = tokenizer, data, setting
 
-    def templated(self, record: Record) -> bool:
-        """Say whether a record's prompt goes through the chat template."""
-        return bool(self.data.chat_template) or not isinstance(record.values[self.data.prompt_field], str)
-
     def text(self, record: Record) -> tuple[str, bool]:
         """Return the prompt as text, and whether it is a rendered template (which has special tokens)."""
-        prompt = record.values[self.data.prompt_field]
-        if isinstance(prompt, str):
-            if not self.templated(record):
-                if self._tools(record):
-                    raise UserError(
-                        "a record has tools, and its prompt does not go through the chat template",
-                        where=f"{record.where} ({self.setting})",
-                        expected="a list of messages, or data.chat_template=true",
-                        got=f"text, and tools in {self.data.tools_field!r}",
-                        fix="set data.chat_template=true, or remove data.tools_field",
-                    )
-                return prompt, False
-            prompt = [{"role": "user", "content": prompt}]
-        elif self.data.chat_template is False or not _is_messages(prompt):
-            raise UserError(
-                f"the field {self.data.prompt_field!r} is not a prompt",
-                where=f"{record.where} ({self.setting})",
-                expected="a string"
-                + (
-                    "" if self.data.chat_template is False else " or a list of messages with role and content"
-                ),
-                got=f"{type(prompt).__name__}: {str(prompt)[:80]}",
-                fix="correct the record, or data.prompt_field"
-                + (" or data.chat_template" if self.data.chat_template is False else ""),
-            )
-        return self._render(prompt, record), True
+        require_prompt(record, self.data, self.setting)
+        if not templated(record, self.data):
+            return record.values[self.data.prompt_field], False
+        return self._render(asked_messages(record, self.data), record), True
 
     def _render(self, messages: Sequence[Mapping[str, str]], record: Record) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
@@ -194,13 +169,13 @@ class PromptEncoder:
                 where=f"{record.where} ({self.setting})",
                 expected="a tokenizer with a chat template",
                 got="a tokenizer without one",
-                fix="use an instruction-tuned model, or strings as prompts with data.chat_template=false",
+                fix="use an instruction-tuned model, or strings as prompts with "
+                f"{self.data.setting_of('chat_template')}=false",
             )
-        tools = self._tools(record)
         try:
             rendered = self.tokenizer.apply_chat_template(
                 template_messages(messages),
-                tools=tools,
+                tools=tools_of(record, self.data, self.setting),
                 tokenize=False,
                 add_generation_prompt=True,
             )
@@ -213,26 +188,13 @@ class PromptEncoder:
             ) from None
         return str(rendered)
 
-    def _tools(self, record: Record) -> list[Any] | None:
-        """Return the tools of a record, None where it has none."""
-        tools = None if self.data.tools_field is None else record.values.get(self.data.tools_field)
-        if tools is None or isinstance(tools, list):
-            return tools
-        raise UserError(
-            "the tools of a record are no list",
-            where=f"{record.where} ({self.setting})",
-            expected="a list of descriptions of functions, as transformers' apply_chat_template takes it",
-            got=f"{type(tools).__name__}: {str(tools)[:80]}",
-            fix="correct the record, or data.tools_field",
-        )
-
     def encode(self, records: Sequence[Record], limit: int) -> tuple[list[str], list[numpy.ndarray]]:
         """Return every record's prompt text and its tokens (int32), in order; see `encode_texts`."""
         rendered = [self.text(record) for record in records]
         texts = [text for text, _ in rendered]
         tokens: list[numpy.ndarray] = [numpy.empty(0, numpy.int32)] * len(texts)
         for special in (False, True):
-            rows = [row for row, (_, templated) in enumerate(rendered) if templated != special]
+            rows = [row for row, (_, is_template) in enumerate(rendered) if is_template != special]
             for row, ids in zip(
                 rows, encode_texts(self.tokenizer, [texts[r] for r in rows], special, limit), strict=True
             ):
@@ -315,15 +277,3 @@ def drop_over_long(
         f"{records[row].where} ({_shown_length(lengths[row], limit)} tokens)" for row in long[:3]
     )
     return keep, LengthReport(len(lengths), len(long), limit, longest, examples)
-
-
-def _is_messages(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, str | bytes)
-        and len(prompt) > 0
-        and all(
-            isinstance(item, Mapping) and "role" in item and {"content", "tool_calls"} & item.keys()
-            for item in prompt
-        )
-    )

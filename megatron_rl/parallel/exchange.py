@@ -7,6 +7,7 @@ They cross all ranks of the job, or those of a group that the caller names.
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import communicator
 from megatron_rl.types import token_index
+
+_SHORT, _LENGTH = 1024, 8
+"""Bytes of the first message of `share`, and how many of them say the length."""
 
 
 @dataclass(frozen=True)
@@ -204,9 +208,26 @@ def share(value: Any, ranks: tuple[int, ...]) -> Any:
     """
     if len(ranks) == 1:
         return value
-    values = [value]
-    dist.broadcast_object_list(values, src=ranks[0], group=communicator(ranks), device=device.host())
-    return values[0]
+    group, first = communicator(ranks), dist.get_rank() == ranks[0]
+    said = pickle.dumps(value) if first else b""
+    # One message where it is short, as between most engine steps: a second one costs as much again.
+    short = torch.zeros(_SHORT, dtype=torch.uint8, device=device.host())
+    if first:
+        words = len(said).to_bytes(_LENGTH, "little") + said[: _SHORT - _LENGTH]
+        short[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    dist.broadcast(short, ranks[0], group=group)
+    if first:
+        rest = said[_SHORT - _LENGTH :]
+    else:
+        head = short.numpy().tobytes()
+        size = int.from_bytes(head[:_LENGTH], "little")
+        said = head[_LENGTH : _LENGTH + size]
+        rest = bytes(size - len(said))
+    if rest:
+        long = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
+        dist.broadcast(long, ranks[0], group=group)
+        said = said if first else said + long.numpy().tobytes()
+    return value if first else pickle.loads(said)
 
 
 def ticket(name: str) -> int:

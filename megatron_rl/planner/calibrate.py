@@ -21,6 +21,7 @@ from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.metrics import read_metrics
 from megatron_rl.planner.constants import Constants
 from megatron_rl.planner.step import PHASES, Observed, RunStep, predict_run, role_shapes
+from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 
 QUICKEST, SLOWEST = 4.0, 50.0
@@ -130,6 +131,23 @@ def _require_plausible(phases: Mapping[str, tuple[float, float]], run_dir: str, 
         raise UserErrors(errors)
 
 
+def _own_shape(path: str, run_dir: str) -> ModelShape:
+    """Return the shape of a run's model; raises UserError where its path leads nowhere from here."""
+    try:
+        return load_shape(path)
+    except UserError as error:
+        if Path(path).exists():
+            raise
+        raise UserError(
+            "the model of the run is not there",
+            where=f"{RunFolder(run_dir).config}: model.path",
+            expected=f"{path}, from the current folder {Path.cwd()}",
+            got="no such file or directory",
+            fix="call the command in the folder where the run was started, or name the model: plan MODEL "
+            f"--calibrate {run_dir}",
+        ) from error
+
+
 def calibrate(
     run_dir: str, gpu: str | None, constants: Constants, model: str | None = None
 ) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
@@ -141,7 +159,7 @@ def calibrate(
     steps = read_steps(run_dir)
     config = load(_require(RunFolder(run_dir).config, "--calibrate")).valid()
     lengths, measured = observed(config, steps), measured_phases(steps)
-    shapes = role_shapes(config, lambda path: load_shape(model or path))
+    shapes = role_shapes(config, lambda path: load_shape(model) if model else _own_shape(path, run_dir))
 
     def predict(with_constants: Constants) -> RunStep:
         return predict_run(config, with_constants, gpu or config.gpu or "h100", shapes, lengths)

@@ -115,6 +115,8 @@ class JudgeReward:
             raise
         self.takes = frozenset[str]().union(*(function.takes for function in self._functions))
         self.missing = self._parser.missing
+        usual = config.parser == JudgeConfig.parser
+        self._wanted = " (a line that is `Score: N`, N from 0 to 1)" if usual else ""
 
     def _function(self, spec: str, name: str, *, writes: bool = False) -> FunctionReward:
         settings = RewardConfig(spec, limits=self.config.limits)
@@ -150,7 +152,9 @@ class JudgeReward:
         verdicts = self._parser.answers([{**samples[row], JUDGEMENT: text} for row, text in read.items()])
         for (row, text), verdict in zip(read.items(), verdicts, strict=True):
             if verdict.reason == WRONG_TYPE:
-                verdict = Answer(UNREADABLE, f"no verdict in what the judge said: {text!r:.500}")
+                verdict = Answer(
+                    UNREADABLE, f"no verdict{self._wanted} in what the judge said: {text!r:.500}"
+                )
             answers[row] = verdict
         took = measured("judge", counts, len(samples))
         return RewardResult([answers[row] for row in range(len(samples))], took)

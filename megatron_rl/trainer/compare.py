@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -36,6 +37,12 @@ LAST_MEANS = (
 )
 """Metrics whose mean over the last steps is shown: metric, words, format."""
 
+MEANING = (
+    f"Accuracies are the last and the best measurement, other final values means of the last {WINDOW} steps. "
+    f"The best reward is the highest mean over a step and the {WINDOW // 2} before and after it. "
+    "± is the standard deviation over the runs of a column."
+)
+
 
 @dataclass(frozen=True)
 class ComparedRun:
@@ -50,12 +57,14 @@ class ComparedRun:
 class Comparison:
     """Hold groups of runs that differ in their seeds alone, by name, with the tables of the page.
 
-    ``settings`` and ``results`` are rows of texts: what is shown, and a value for each group.
+    ``settings`` and ``results`` are rows of texts: what is shown, and a value for each group. ``notes`` are
+    sentences on folders that are no runs of their own.
     """
 
     groups: Mapping[str, Sequence[ComparedRun]]
     settings: Sequence[Sequence[str]]
     results: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
 
 
 def compare(folders: Sequence[Path]) -> Comparison:
@@ -69,6 +78,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
     sorted_: dict[str, list[ComparedRun]] = {}
     for run in runs:
         sorted_.setdefault(json.dumps([run.settings.get(key) for key in same], default=str), []).append(run)
+    notes = [note for members in sorted_.values() for note in _leave_out_copies(members)]
     groups = {_name(members): members for members in sorted_.values()}
     if len(groups) < len(sorted_):
         groups = {f"[{place}] {_name(members)}": members for place, members in enumerate(sorted_.values(), 1)}
@@ -82,7 +92,33 @@ def compare(folders: Sequence[Path]) -> Comparison:
     for key in dict.fromkeys(name for members in reached for values in members for name in values):
         cells = [_spread([values[key] for values in members if key in values]) for members in reached]
         results.append([key, *cells])
-    return Comparison(groups, settings, results)
+    return Comparison(groups, settings, results, notes)
+
+
+def _leave_out_copies(members: list[ComparedRun]) -> list[str]:
+    """Take copies of a run's folder out of a group, but the one that went on longest; return what to say.
+
+    A first step that took the same seconds to the last digit is one step that two folders hold.
+    """
+    by_begin: dict[str, list[ComparedRun]] = {}
+    for run in members:
+        begin = run.measured.lines[0] if run.measured.lines else {}
+        timed = (
+            json.dumps([run.settings.get("seed"), begin], sort_keys=True)
+            if "time/step" in begin
+            else run.name
+        )
+        by_begin.setdefault(timed, []).append(run)
+    notes = []
+    for same in by_begin.values():
+        kept = max(same, key=lambda run: len(run.measured.lines))
+        for run in same:
+            if run is not kept:
+                members.remove(run)
+                notes.append(
+                    f"{run.name} begins with the very steps of {kept.name}: it is a copy, and left out."
+                )
+    return notes
 
 
 def write(folders: Sequence[Path], out: Path) -> str:
@@ -90,13 +126,15 @@ def write(folders: Sequence[Path], out: Path) -> str:
     compared = compare(folders)
     names = list(compared.groups)
     tables = (("Results", compared.results), ("Settings that differ", compared.settings))
-    parts = []
+    said = (*compared.notes, MEANING)
+    parts = [f"<p>{escape(note)}</p>" for note in said]
     for (title, rows), numeric in zip(tables, (range(1, len(names) + 1), ()), strict=True):
         shown = page.table(("", *names), rows, numeric=numeric) if rows else "<p>none</p>"
         parts += [page.heading(title), shown]
     curves = overlaid({name: [run.measured for run in runs] for name, runs in compared.groups.items()})
     parts += [page.heading("Curves"), page.pictures(curves)]
     markdown = "\n".join(f"## {title}\n\n{_markdown(names, rows)}\n" for title, rows in tables)
+    markdown = "".join(f"{note}\n\n" for note in said) + markdown
     out.mkdir(parents=True, exist_ok=True)
     page.write(out / "compare.html", "Comparison of runs", parts)
     (out / "compare.md").write_text(f"# Comparison of runs\n\n{markdown}", "utf-8", "replace")

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_model_objective, sft_objective
 from megatron_rl.config.roles import stated_models
 from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans, starting_model
 from megatron_rl.data.responses import ResponseSource, load_responses
@@ -79,13 +80,14 @@ class Stage:
 def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
     """Read and tokenise what a stage learns from; raises UserError for records that do not fit."""
     settings, where, longest = plan.settings, plan.where, plan.settings.max_row_tokens
+    data = fields_of(job.config.data, settings, where)
     assert longest is not None
 
     def source(path: str, name: str) -> ResponseSource:
         fields = {getattr(settings, field): f"{where}.{field}" for field in settings.RESPONSES}
         every_turn = settings.every_turn
         rows = load_responses(
-            job.config, f"{where}.{name}", path, tokenizer, job.token_files, fields, longest, every_turn
+            job.config, f"{where}.{name}", path, tokenizer, job.token_files, fields, longest, every_turn, data
         )
         for remark in rows.remarks():
             job.say(f"{where}.{name}: {remark}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import request_ranks
 import torch
@@ -24,10 +26,11 @@ from engines import (
 from safetensors.torch import load_file
 
 from megatron_rl.errors import UserErrors
-from megatron_rl.parallel import device
+from megatron_rl.parallel import device, exchange
 from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
 from megatron_rl.rollout.episodes import Episodes, begin
 from megatron_rl.rollout.torch import TorchEngine
+from megatron_rl.rollout.turns import Commands
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.setup import join_groups
 from megatron_rl.shapes.layout import ParallelLayout
@@ -213,6 +216,24 @@ def in_parts(engine: VllmEngine, flight: Episodes, parts, versions, between=None
     return flight
 
 
+def check_sharing() -> None:
+    """Values of any length are the first rank's on both, and a short one is one message."""
+    first, sent, broadcast = device.rank() == 0, [], dist.broadcast
+
+    def counting(tensor: torch.Tensor, *where: Any, **how: Any) -> Any:
+        sent.append(tensor.numel())
+        return broadcast(tensor, *where, **how)
+
+    dist.broadcast = counting
+    try:
+        for value in (None, Commands(()), "x" * 990, "x" * 1016, "x" * 1024, list(range(5000))):
+            assert exchange.share(value if first else "other", (0, 1)) == value
+            assert len(sent) == 1 + (len(pickle.dumps(value)) > 1016), (value, sent)
+            sent.clear()
+    finally:
+        dist.broadcast = broadcast
+
+
 def check_replicas(path: Path) -> None:
     """Four ranks as two replicas in an order of our choice, then a replica on two of the ranks."""
     rank, reference = device.rank(), TorchEngine.from_hf(path)
@@ -246,6 +267,7 @@ def main() -> None:
                 check_adapters(Path(path), device.world_size())
             dist.barrier()  # the job's own group outlives every engine
     elif what == "sampling":
+        check_sharing()
         check_sampling(Path(paths[0]))
         check_updates(Path(paths[0]))
         check_parts(Path(paths[0]))

@@ -98,7 +98,11 @@ def write_model(path: Path, **changes: Any) -> None:
     shape = {name: value for name, value in {**SHAPE, **changes}.items() if value is not None}
     (path / "config.json").write_text(json.dumps(shape))
     vocabulary = {text: number for number, text in enumerate(TOKENS)}
-    words = {"version": "1.0", "model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
+    words = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
     (path / "tokenizer.json").write_text(json.dumps(words))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
     try:

@@ -14,6 +14,7 @@ from megatron_rl.cli.main import main
 from megatron_rl.config.load import dump, load, load_config, load_text
 from megatron_rl.errors import UserErrors
 
+SHORT = "\n".join(line for line in CONFIG.splitlines() if "samples_per_prompt" not in line)
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
 BEFORE = {"dpo": "grpo", "ppo_reward_model": "ppo"}
@@ -59,6 +60,25 @@ def test_a_base_may_have_a_base_and_a_list_replaces_a_list(folder: Path) -> None
     assert (config.steps, config.rollout.stop, config.rollout.tensor) == (7, ("c",), 2)
     assert str(loaded.origins["steps"]) == "middle.yaml:2" and len(loaded.files) == 3
     assert load_text(dump(config, loaded.origins)).valid() == config
+
+
+def test_null_takes_away_what_the_base_says(folder: Path) -> None:
+    base = "base: base.yaml\nsft: {data: sft.jsonl, steps: 1}\n"
+    base += "evaluation: {at_start: false, sets: {hard: b.jsonl}}\n"
+    write("middle.yaml", f"{base}actor: {{offload: true}}\nrollout: {{vllm: {{seed: 1}}}}\n")
+    text = "base: middle.yaml\nsft: null\nbatch: {samples_per_prompt: null}\nactor: null\n"
+    text += "evaluation: {sets: {held_out: null}}\nrollout: {vllm: null}\n"
+    loaded = load(write("a.yaml", text))
+    config = loaded.valid()
+    assert config.sft is None and config.rollout.vllm == {} and config.rollout.tensor == 2
+    assert config.batch.samples_per_prompt == load_text(SHORT).valid().batch.samples_per_prompt
+    assert (
+        config.batch.prompts_per_step == 16 and str(loaded.origins["batch.samples_per_prompt"]) == "default"
+    )
+    assert (config.actor.offload, config.actor.layout.tensor) == (False, 1)
+    assert list(config.evaluation.sets) == ["hard"] and not config.evaluation.at_start
+    assert load("a.yaml", ["evaluation.sets.hard=null"]).valid().evaluation.sets == {}
+    assert one_error(write("b.yaml", "base: base.yaml\nsteps: null\n"))["got"] == "null (nothing)"
 
 
 def test_a_base_alone_is_the_base(folder: Path) -> None:

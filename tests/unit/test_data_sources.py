@@ -171,7 +171,7 @@ def test_messages_go_through_the_chat_template_once(material: Path) -> None:
     assert rows[1] == tokenizer.encode("4+5"), "a plain string is not a message"
     batch = source(items, tokenizer, shuffle=False, chat_template=True).next(2)
     assert batch.prompts == ("1+2=", "4+5=")
-    with pytest.raises(UserError, match="not a prompt"):
+    with pytest.raises(UserError, match="switched off"):
         source(items, tokenizer, chat_template=False)
     with pytest.raises(UserError, match=r"not a prompt[\s\S]*test.jsonl:1"):
         source(records([{"prompt": 5, "ground_truth": "3"}]), tokenizer)

@@ -295,6 +295,15 @@ def test_a_run_that_no_such_machine_ran_calibrates_nothing(tmp_path) -> None:
     assert [error.where.rpartition("/")[2] for error in refused.value.errors] == ["generate", "learn"]
 
 
+def test_calibration_says_that_the_model_of_the_run_is_not_there(tmp_path) -> None:
+    _run_folder(tmp_path, dict.fromkeys((*PHASES, "rest"), 1.0))
+    config = tmp_path / "config.yaml"
+    config.write_text(config.read_text().replace("llama-3.1-8b", "models/gone"))
+    with pytest.raises(UserError, match="the model of the run is not there") as refused:
+        plan("--calibrate", str(tmp_path))
+    assert refused.value.where == f"{config}: model.path" and "where the run was started" in refused.value.fix
+
+
 def test_calibration_without_phase_times(tmp_path) -> None:
     _run_folder(tmp_path, dict.fromkeys((*PHASES, "rest"), 1.0))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_rl.cli.main import main as command
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import curves, report
+from megatron_rl.trainer.compare import compare
 from megatron_rl.trainer.logging import MetricsLog, write_rollouts
 from tests.browser import Browser, executable
 
@@ -244,7 +246,7 @@ def test_numbers_beyond_all_measure_have_a_report(tmp_path: Path, capsys: pytest
     names = ("reward/mean", "kl/ref", "mismatch/abs_diff", "time/step", "time/learn", "eval/a/accuracy")
     for run_name, values in (("a", (1e308, -1.7e308, 1.7e308, 5e-324)), ("b", (1e308, 1e308, 0.5, 1e308))):
         folder = RunFolder(tmp_path / run_name).create()
-        folder.write_config(f"seed: {len(run_name)}\nrun_dir: {run_name}\n")
+        folder.write_config(f"seed: {ord(run_name)}\nrun_dir: {run_name}\n")
         with MetricsLog(folder, 4, console=io.StringIO()) as log:
             for step, value in enumerate(values, 1):
                 log.write(step, dict.fromkeys(names, value) | {"policy/loss": math.nan})
@@ -347,7 +349,15 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert table["tokens"] == ["2,000 ± 0", "2,000"] and table["seconds per step"] == ["2.00 ± 0.00", "2.00"]
     assert {"eval/held_out/accuracy", "KL to the reference (nats per token)"} <= {*page.pictures}
     markdown = (tmp_path / "out/compare.md").read_text()
+    assert "The best reward is the highest mean over a step and the 5 before and after it" in markdown
     assert "| final reward | 0.825 ± 0.071 | 0.775 |" in markdown and "c\\|d" in markdown and "seed" in shown
+
+    shutil.copytree(tmp_path / "b", tmp_path / "copy")
+    with MetricsLog(RunFolder(tmp_path / "copy"), 21, resumed_step=20, console=io.StringIO()) as log:
+        log.write(21, {"reward/mean": 0.5, "time/step": 2.0})
+    compared = compare([tmp_path / name for name in ("a", "b", "copy")])
+    assert compared.results[0] == ["runs", "2"] and ["steps", "20 ± 1"] in compared.results
+    assert compared.notes == ["b begins with the very steps of copy: it is a copy, and left out."]
 
     empty = tmp_path / "empty"
     empty.mkdir()

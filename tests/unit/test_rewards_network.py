@@ -117,9 +117,8 @@ class Handler(BaseHTTPRequestHandler):
         elif word == "huge":
             self.answer(200, b'{"rewards": [' + b" " * 5_000_000 + b"1]}")
         elif judging:
-            self.answer(
-                200, json.dumps({"choices": [{"message": {"content": f"{word}\nScore: 0.5"}}]}).encode()
-            )
+            said = f"{word}{' ' if word == 'on one line' else chr(10)}Score: 0.5"
+            self.answer(200, json.dumps({"choices": [{"message": {"content": said}}]}).encode())
         else:
             rewards = [self.reward(sample) for sample in body["samples"]]
             text = json.dumps(
@@ -333,10 +332,11 @@ def test_a_judge_is_asked_once_and_its_words_are_read_contained(
 def test_a_judge_without_a_cache_is_asked_every_time_and_of_no_group(server: Scorer, tmp_path: Path) -> None:
     reward = JudgeReward(JudgeConfig(url=server.url, model="m", template="{response}", cache=0))
     try:
-        result = reward.score(samples("{prompt}", "{prompt}"))
+        result = reward.score(samples("{prompt}", "{prompt}", "on one line"))
     finally:
         reward.close()
-    assert result.rewards.tolist() == [0.5, 0.5]
+    assert "a line that is `Score: N`, N from 0 to 1" in result.failures[0].message
+    assert result.rewards.tolist()[:2] == [0.5, 0.5]
     assert server.tries["{prompt}"] == 2, "what a response says is not filled in"
     (tmp_path / "parts.py").write_text("def read(group, judgement, **rest):\n    return [0.0]\n")
     with pytest.raises(UserError, match="single responses"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from megatron_rl.config.sections.bounds import TOKENS
 from megatron_rl.config.setting import setting
@@ -13,7 +14,8 @@ class DataConfig:
     """Name the data sets and the fields of a record.
 
     A data set is a .jsonl or .parquet file or a directory saved by Hugging Face ``datasets``. A field within
-    another is named with a dot: ``reward_model.ground_truth``.
+    another is named with a dot: ``reward_model.ground_truth``. What is said of fields here holds for every
+    data set that does not say it itself, as ``evaluation.sets.NAME.prompt_field``.
     """
 
     train: str | None = setting(
@@ -70,10 +72,14 @@ class DataConfig:
     )
     shuffle: bool = setting(True, "Take prompts in a random order, another in each epoch.")
 
+    def setting_of(self, name: str) -> str:
+        """Return the setting that names a field of this data set."""
+        return f"data.{name}"
+
     @property
     def asked(self) -> dict[str, str]:
         """Return the field of what is asked, with the setting that names it."""
-        return {self.prompt_field: "data.prompt_field"}
+        return {self.prompt_field: self.setting_of("prompt_field")}
 
     @property
     def of_prompts(self) -> tuple[str | None, ...]:
@@ -83,4 +89,36 @@ class DataConfig:
     @property
     def judged(self) -> dict[str, str]:
         """Return the fields that a response is judged by, with the settings that name them."""
-        return {**self.asked, self.ground_truth_field: "data.ground_truth_field"}
+        return {**self.asked, self.ground_truth_field: self.setting_of("ground_truth_field")}
+
+
+@dataclass(frozen=True)
+class OwnFields(DataConfig):
+    """Say of one data set what ``data`` says, with what the data set states itself below ``stated_in``."""
+
+    stated_in: str = "data"
+
+    def setting_of(self, name: str) -> str:
+        """Return the setting that names a field of this data set."""
+        return f"{self.stated_in}.{name}"
+
+
+def fields_of(data: DataConfig, section: Any, where: str) -> OwnFields:
+    """Return what holds for a data set that ``section``, at the path ``where``, describes.
+
+    Each of `FIELDS` that the section has and that is not None replaces that of ``data``.
+    """
+    values = {item.name: getattr(data, item.name) for item in fields(DataConfig)}
+    own = {name: getattr(section, name, None) for name in FIELDS}
+    return OwnFields(
+        **values | {name: value for name, value in own.items() if value is not None}, stated_in=where
+    )
+
+
+FIELDS = ("prompt_field", "ground_truth_field", "task_field", "tools_field", "chat_template")
+"""Settings of ``data`` that a data set may state for itself."""
+
+
+def own_field(name: str, meaning: str, **says: Any) -> Any:
+    """Return the dataclass field by which a data set states one of `FIELDS` itself."""
+    return setting(None, meaning, unset=f"data.{name}", **says)

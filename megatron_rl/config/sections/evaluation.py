@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.sections.bounds import ENDLESS, MANY, STEPS
+from megatron_rl.config.sections.data import own_field
 from megatron_rl.config.setting import required, setting
 
 NEVER = "a number above `steps` means never"
@@ -22,7 +23,25 @@ class EvaluationSetConfig:
     """
 
     data: str = required(
-        "Prompts that are answered: a data set with the fields of `data`.", example="data/eval.jsonl"
+        "Prompts that are answered: a data set with the fields of `data`, or its own.",
+        example="data/eval.jsonl",
+    )
+    prompt_field: str | None = own_field(
+        "prompt_field",
+        "Field of the prompt in this set.",
+        also_called={"slime": "eval_input_key"},
+    )
+    ground_truth_field: str | None = own_field(
+        "ground_truth_field",
+        "Field of what the reward compares with, in this set.",
+        also_called={"slime": "eval_label_key"},
+    )
+    task_field: str | None = own_field("task_field", "Field of the task's name in this set.")
+    tools_field: str | None = own_field(
+        "tools_field", "Field of the tools in this set.", also_called={"slime": "eval_tool_key"}
+    )
+    chat_template: bool | None = own_field(
+        "chat_template", "Put the prompts of this set through the tokenizer's chat template."
     )
     every: int | None = setting(
         None, "Steps between evaluations of this set.", **STEPS, unset="evaluation.every", advice=NEVER

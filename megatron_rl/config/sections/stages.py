@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_rl.config.sections.bounds import LARGE, MANY, MOST_STEPS, MOST_TOKENS, POSITIVE, STEPS
+from megatron_rl.config.sections.data import own_field
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import required, setting
 
@@ -16,6 +17,15 @@ class StageConfig:
 
     data: str = required(
         "Records to learn from: the prompt field and one for each response.", example="data/responses.jsonl"
+    )
+    prompt_field: str | None = own_field(
+        "prompt_field", "Field of the prompt in `data` and `held_out` of the stage."
+    )
+    tools_field: str | None = own_field(
+        "tools_field", "Field of the tools in `data` and `held_out` of the stage."
+    )
+    chat_template: bool | None = own_field(
+        "chat_template", "Put the prompts of the stage through the tokenizer's chat template."
     )
     steps: int | None = setting(
         None,

@@ -1,0 +1,100 @@
+"""A checkpoint's chat template, rendered as transformers does, without the seconds of importing it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.data.chat_format import template_messages
+
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str | None]
+"""Turn messages and tools into the text of a prompt, None where only transformers can; raises Refused."""
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Refused(Exception):
+    """Say why a template refuses messages, in its own words."""
+
+
+def has_chat_template(path: Path) -> bool:
+    """Return whether a checkpoint directory comes with a chat template."""
+    return bool(_stated(path))
+
+
+def template_of(path: Path) -> Render | None:
+    """Return what renders a checkpoint's chat template, None where there is none that can be read here."""
+    stated = _stated(path)
+    if isinstance(stated, list):  # several by name
+        named = {item.get("name"): item.get("template") for item in stated if isinstance(item, Mapping)}
+        stated = named.get("default") if "tool_use" not in named else None
+    if not isinstance(stated, str) or not stated:
+        return None
+    try:
+        template = _environment().from_string(stated)
+    except Exception:  # a library that is absent, or a tag that only transformers knows
+        return None
+    special = _special_tokens(path)
+
+    def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> str | None:
+        said = template_messages(messages)
+        values = {"messages": said, "tools": tools, "documents": None, "add_generation_prompt": True}
+        try:
+            return template.render(**special, **values)
+        except Refused:
+            raise
+        except Exception:  # templates fail in ways of many kinds, and may ask for what is not here
+            return None
+
+    return render
+
+
+def _environment() -> Any:
+    """Return the language of chat templates, as transformers' ``apply_chat_template`` has it."""
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise Refused(message)
+
+    def to_json(value: Any, **how: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **how})
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _stated(path: Path) -> Any:
+    if (path / "chat_template.jinja").is_file():
+        try:
+            return (path / "chat_template.jinja").read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            return None
+    return _read(path / "chat_template.json").get("chat_template") or _read(
+        path / "tokenizer_config.json"
+    ).get("chat_template")
+
+
+def _special_tokens(path: Path) -> dict[str, str]:
+    """Return the texts of the special tokens that a template may name."""
+    settings = {**_read(path / "special_tokens_map.json"), **_read(path / "tokenizer_config.json")}
+    stated = {name: settings.get(name) for name in _SPECIAL}
+    texts = {
+        name: item.get("content") if isinstance(item, Mapping) else item for name, item in stated.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
