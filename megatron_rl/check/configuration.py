@@ -349,11 +349,9 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
         path, where = inputs.models.get(role_of(section), inputs.models.get("actor")), f"{section}.lora"
         check.refuse(check_lora(lora, check.config.rollout.engine if section == "actor" else None, where))
         if shape is not None and path is not None and check.fine(where):
-            stated, shared = (
-                megatron_sections(check.config)[f"{section}.megatron"],
-                check.config.actor.megatron,
-            )
-            settings = shared if stated is None else stated
+            settings = megatron_sections(check.config)[f"{section}.megatron"]
+            if settings is None:
+                settings = check.config.actor.megatron
             check.add(check_adapted_model(lora, read_pretrained(path), where, settings))
     if shape is None:
         return
