@@ -299,6 +299,8 @@ def _run(
             p2p_communicator=communicator,
             pg_collection=groups,
         )
+        if model.adapters is not None and not forward_only:
+            sum_partial_gradients(model.chunks)
     if model.uses_transformer_engine:
         warn_of_unfused_attention()
     return results
@@ -344,7 +346,6 @@ def _finalize(
         finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
     finally:
         parallel_state.get_tensor_and_data_parallel_group = original
-    sum_partial_gradients(chunks)
 
 
 def _forward_step(

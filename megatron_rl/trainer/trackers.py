@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -144,6 +144,7 @@ class TensorBoard:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._writers = folder.tensorboard, {}
+        _tell_once()
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
         """See `Tracker.begin`; the events of an earlier run are renamed, not lost."""
@@ -175,6 +176,20 @@ class TensorBoard:
         """See `Tracker.close`."""
         for writer in self._writers.values():
             writer.close()
+
+
+@lru_cache(maxsize=1)
+def _tell_once() -> None:
+    """Have no traceback of TensorBoard's writing threads: what ended one is raised by the next write, too."""
+    from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
+
+    tell = threading.excepthook
+
+    def tell_others(failure: threading.ExceptHookArgs) -> None:
+        if not isinstance(failure.thread, _AsyncWriterThread):
+            tell(failure)
+
+    threading.excepthook = tell_others
 
 
 class Client:

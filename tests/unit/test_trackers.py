@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import trackers as module
 from megatron_rl.trainer.logging import MetricsLog
-from megatron_rl.trainer.trackers import Trackers, host
+from megatron_rl.trainer.trackers import TensorBoard, Trackers, host
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 
@@ -125,6 +126,21 @@ def test_samples_are_a_text_of_tensorboard(folder: RunFolder) -> None:
     (event,) = events.Tensors("samples/eval_held_out/text_summary")
     (text,) = event.tensor_proto.string_val
     assert event.step == 3 and text.startswith(b'    {"prompt": "<b>", "conversation": "[{')
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_of_tensorboard_is_said_without_a_traceback(folder: RunFolder) -> None:
+    def full(_: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tracker = TensorBoard(folder)
+    tracker.begin("train", None)
+    thread = tracker._writers["train"].file_writer.event_writer._async_writer._worker
+    thread._record_writer.write = full
+    with pytest.raises(OSError, match="No space left"):
+        for step in range(100):
+            tracker.write("train", step, {"reward/mean": 0.5})
+    thread.join()
 
 
 def test_a_tracker_that_fails_is_said_once_and_stops_nothing(folder: RunFolder) -> None:
