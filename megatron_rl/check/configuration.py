@@ -41,6 +41,7 @@ from megatron_rl.config.placement import (
     megatron_settings,
     role_layouts,
     shared_weights,
+    stated_settings,
 )
 from megatron_rl.config.roles import role_of, where_of
 from megatron_rl.config.schema import TRAIN, RunConfig
@@ -349,9 +350,7 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
         path, where = inputs.models.get(role_of(section), inputs.models.get("actor")), f"{section}.lora"
         check.refuse(check_lora(lora, check.config.rollout.engine if section == "actor" else None, where))
         if shape is not None and path is not None and check.fine(where):
-            settings = megatron_sections(check.config)[f"{section}.megatron"]
-            if settings is None:
-                settings = check.config.actor.megatron
+            _, settings = stated_settings(check.config, section)
             check.add(check_adapted_model(lora, read_pretrained(path), where, settings))
     if shape is None:
         return

@@ -32,7 +32,7 @@ _PLAIN = {
     "rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None,
 }  # fmt: skip
 """Settings of PEFT that make something else of an adapter than two matrices -> their value without it."""
-_OURS = {
+CHECKPOINT_LAYERS = {
     "q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "o_proj": "linear_proj",
     "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2",
 }  # fmt: skip
@@ -51,7 +51,7 @@ def check_lora(lora: LoraConfig, engine: str | None, where: str = "actor.lora") 
                 where=f"{where}.targets",
                 expected="some of " + ", ".join(TARGETS),
                 got=repr(name),
-                fix=f"write {_OURS.get(name) or nearest(name, TARGETS) or TARGETS[0]}",
+                fix=f"write {CHECKPOINT_LAYERS.get(name) or nearest(name, TARGETS) or TARGETS[0]}",
             )
     if lora.targets is not None and (not lora.targets or len(set(lora.targets)) < len(lora.targets)):
         yield UserError(

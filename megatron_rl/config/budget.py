@@ -309,7 +309,7 @@ def _is_base(config: RunConfig) -> bool:
 
 
 def _with_base(config: RunConfig, weights: MemoryItem, added_bytes: int, learning: str) -> MemoryItem:
-    """Return the critic's weights where adapters learn: its ``own`` bytes alone over the actor's base."""
+    """Return the critic's weights where adapters learn: its ``added_bytes`` alone over the actor's base."""
     reason = own_base_reason(config)
     if reason is None:
         return replace(weights, bytes=added_bytes, how=f"{learning} and the head, over the actor's base")

@@ -58,19 +58,24 @@ def megatron_sections(config: RunConfig) -> dict[str, Mapping[str, Any] | None]:
     return {f"{path}.megatron": section.megatron for path, section in role_sections(config).items()}
 
 
+def stated_settings(config: RunConfig, section: str) -> tuple[str, Mapping[str, Any]]:
+    """Return Megatron's settings for a role's section, its own or else the actor's, and where they stand."""
+    path = f"{section}.megatron"
+    stated = megatron_sections(config).get(path)
+    return ("actor.megatron", config.actor.megatron) if stated is None else (path, stated)
+
+
 def megatron_settings(config: RunConfig, layout: ParallelLayout) -> tuple[str, Mapping[str, Any]]:
     """Return Megatron's settings for the model of a role's ``layout``, and the path at which they stand.
 
-    A role without settings of its own has the actor's. Uneven stages are for the actor's pipeline alone.
+    Of the actor's, uneven stages are for the actor's pipeline alone.
     """
-    path = f"{layout.path.rpartition('.')[0]}.megatron"
-    stated, shared = megatron_sections(config).get(path), config.actor.megatron
-    if stated is not None:
-        return path, stated
-    actor = config.actor.layout
-    if (layout.pipeline, layout.virtual_pipeline) != (actor.pipeline, actor.virtual_pipeline):
-        shared = {name: value for name, value in shared.items() if name not in STAGE_SETTINGS}
-    return "actor.megatron", shared
+    section, actor = layout.path.rpartition(".")[0], config.actor.layout
+    path, settings = stated_settings(config, section)
+    cut_alike = (layout.pipeline, layout.virtual_pipeline) == (actor.pipeline, actor.virtual_pipeline)
+    if path != f"{section}.megatron" and not cut_alike:
+        settings = {name: value for name, value in settings.items() if name not in STAGE_SETTINGS}
+    return path, settings
 
 
 def role_layout(section: LayoutConfig, path: str) -> ParallelLayout:

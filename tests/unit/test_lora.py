@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from megatron_rl.check.lora import check_adapted_model
+from megatron_rl.check.lora import CHECKPOINT_LAYERS, check_adapted_model
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import checkpoint, device
@@ -196,3 +196,14 @@ def test_adapters_that_do_not_fit_are_refused(
     assert all((error.where, error.expected, error.got, error.fix))
     with pytest.raises(type(error), match=message):
         raise error
+
+
+def test_names_of_other_projects_lead_to_the_layer_that_holds_them() -> None:
+    weights = pretrained(config_of("qwen2")).weights(0)
+    layers = {
+        source.name.split(".")[-2]: weight.name.split(".")[-2]
+        for weight in weights
+        for source in weight.sources
+        if weight.name.split(".")[-2] in TARGETS and "norm" not in source.name
+    }
+    assert layers == CHECKPOINT_LAYERS
