@@ -39,9 +39,7 @@ PROGRAMS = {
         "    except OSError:\n        pass",
         0.0,
     ),
-    "endless": ("while True:\n    pass", 0.0),
     "too much memory": (f"held = bytearray(3 * 2**30)\n{ADD}", 0.0),
-    "floods": ("import sys\nwhile True:\n    sys.stdout.write('x' * 2**16)", 0.0),
     "on the network": (f"import socket\nsocket.create_connection(('127.0.0.1', 1))\n{ADD}", 0.0),
     "leaves a daemon": (
         "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
@@ -49,10 +47,15 @@ PROGRAMS = {
         1.0,
     ),
 }
+ENDLESS = {
+    "endless": "while True:\n    pass",
+    "floods": "import sys\nwhile True:\n    sys.stdout.write('x' * 2**16)",
+}
 
 
 def judged(programs: list[str], tests: Any, **settings: Any) -> RewardResult:
-    reward = code_reward(CodeConfig(**{"test_timeout": 2.0, **settings}))
+    # Programs that end have time to, also where other work leaves them little of the processor.
+    reward = code_reward(CodeConfig(**{"test_timeout": 60.0, "timeout": 300.0, **settings}))
     try:
         return reward.score(
             [{"prompt": "p", "response": text, "ground_truth": tests, "metadata": {}} for text in programs]
@@ -67,6 +70,8 @@ def test_programs_get_what_they_earn_and_nothing_stays() -> None:
     assert dict(zip(PROGRAMS, result.rewards.tolist(), strict=True)) == {
         name: reward for name, (_, reward) in PROGRAMS.items()
     }
+    endless = judged(list(ENDLESS.values()), CALLS, workers=2, test_timeout=2.0)
+    assert not endless.failures and endless.rewards.tolist() == [0.0] * len(ENDLESS)
     left = [
         process for process in psutil.process_iter(["cmdline"]) if "1234.5" in (process.info["cmdline"] or [])
     ]
