@@ -26,7 +26,7 @@ from megatron_rl.check.model_settings import (
 )
 from megatron_rl.check.packages import logging_errors, missing_packages
 from megatron_rl.check.parallel_sizes import check_budget, check_layout, check_lengths, check_world
-from megatron_rl.check.resume import resumed_layout_errors
+from megatron_rl.check.resume import resumed_build_errors
 from megatron_rl.check.sampling_order import check_asynchrony
 from megatron_rl.check.stages import check_row_lengths
 from megatron_rl.check.values import check_values
@@ -190,7 +190,8 @@ def _checked(
     layouts = _layouts(check, world)
     check.add(check_asynchrony(config, layouts, algorithm))
     check_inputs(inputs)
-    check.add(resumed_layout_errors(config, layouts) if check.fine("checkpoint.resume", "run_dir") else [])
+    if check.fine("checkpoint.resume", "run_dir"):
+        check.add(resumed_build_errors(config, layouts, inputs.shape))
     check.add(list(logging_errors(config)))
     (check.errors if training else check.warnings).extend(
         [*check_attention(config), *missing_packages(config)]

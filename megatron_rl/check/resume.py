@@ -6,20 +6,26 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from megatron_rl.config.adapters import adapters_of, with_adapters
 from megatron_rl.config.checkpoint_meta import (
     check_same_model,
     checkpoints,
     latest,
+    optimizer_kind,
     read_meta,
     require_layout,
+    require_same_build,
     require_state_format,
 )
-from megatron_rl.config.roles import role_of
+from megatron_rl.config.roles import role_of, role_sections, section_of
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.stage_plan import pending_stages
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import adapters_in_words
+from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 
 
@@ -88,17 +94,31 @@ def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
     return True, None
 
 
-def resumed_layout_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> list[UserError]:
-    """Return the errors of optimizers that lie in the checkpoint in shards of other layouts than these."""
+def resumed_build_errors(
+    config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape | None
+) -> list[UserError]:
+    """Return the errors of learners that are not built as those of the checkpoint.
+
+    So are adapters, optimizers and types of numbers that differ, and optimizers in shards of other
+    ``layouts`` than these. ``shape`` is that of the actor's model, where it is known.
+    """
+    config = with_adapters(config, shape, {})
     resume, folder = config.checkpoint.resume, RunFolder(config.run_dir)
     if resume == "never":
         return []
-    paths = [latest(folder.stage_checkpoints(plan.name)) for plan in pending_stages(config)]
+    begun: list[tuple[Path | None, dict[str, OptimizerConfig | None]]] = [
+        (latest(folder.stage_checkpoints(plan.name)), {plan.role: plan.settings.optimizer})
+        for plan in pending_stages(config)
+    ]
     if config.job == TRAIN:
-        begun = latest(folder.checkpoints) if resume == "auto" else Path(resume)
-        paths = [begun] if begun is not None else paths  # a run that has begun is past its stages
+        path = latest(folder.checkpoints) if resume == "auto" else Path(resume)
+        sections = role_sections(config).items()
+        learners = {where: getattr(section, "optimizer", None) for where, section in sections}
+        begun = begun if path is None else [(path, learners)]  # a run that has begun is past its stages
     errors = []
-    for path in filter(None, paths):
+    for path, optimizers in begun:
+        if path is None:
+            continue
         try:
             meta = read_meta(path)
         except UserError:
@@ -107,8 +127,27 @@ def resumed_layout_errors(config: RunConfig, layouts: Mapping[str, ParallelLayou
             for name in meta["roles"]:
                 if role_of(name) in layouts:
                     require_layout(path, name, meta, asdict(layouts[role_of(name)]))
+                require_same_build(path, name, meta["roles"][name], _built(config, name, optimizers))
         except UserError as error:
             errors.append(error)
         except (KeyError, TypeError, AttributeError):
             pass  # who reads it says so
     return errors
+
+
+def _built(
+    config: RunConfig, role: str, optimizers: Mapping[str, OptimizerConfig | None]
+) -> dict[str, str | None]:
+    """Return how a learner is built, where that is known before it is."""
+    optimizer, lora = optimizers.get(section_of(role)), adapters_of(config).get(section_of(role))
+    if optimizer is None:
+        return {}
+    built: dict[str, str | None] = {
+        "optimizer": optimizer_kind(optimizer.name, optimizer.distributed),
+        "dtype": config.model.dtype,
+    }
+    if lora is None:
+        built["adapters"] = None
+    elif lora.alpha is not None and lora.targets is not None:
+        built["adapters"] = adapters_in_words(lora.rank, lora.alpha, lora.targets)
+    return built

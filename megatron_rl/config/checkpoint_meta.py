@@ -22,6 +22,14 @@ ANY, SAME = "any", "same"
 """How distributed optimizers lie in a checkpoint: as whole parameters, or in the shards of one layout."""
 _CUTS = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
 """Sizes of a layout that the shards of an optimizer depend on."""
+_BUILD = {
+    "layers": "set model.attention to the value it was trained with",
+    "adapters": "set rank, alpha and targets in the lora of this role as they were",
+    "base": "set model.path to the weights that these adapters were trained on",
+    "optimizer": "set the name of the optimizer, and whether it is distributed, as they were",
+    "dtype": "set model.dtype as it was",
+}
+"""What the state of a role depends on beside its model, and how to have each again."""
 STATE_FORMAT = 1
 """Form of the state that a run resumes from: raised where a change of it would misread what is on disks.
 
@@ -166,6 +174,30 @@ def require_layout(
         fix=f"have its own layout, on {saved['world_size']} ranks, write it for any: go on there with "
         f"checkpoint.optimizer_layout=any, which a run with steps={meta['step']} does and no more{other}",
     )
+
+
+def optimizer_kind(name: str, distributed: bool) -> str:
+    """Return what a checkpoint calls an optimizer, by its name in the configuration."""
+    kind = "distributed" if distributed else "replicated"
+    return kind if name == "adam" else f"{kind} {name}"
+
+
+def require_same_build(
+    directory: str | Path, role: str, saved: Mapping[str, Any], built: Mapping[str, str | None]
+) -> None:
+    """Raise UserError unless a role was saved as it is built now.
+
+    ``saved`` is what meta.json says of the role, ``built`` the facts of `_BUILD` that are known.
+    """
+    for fact, value in built.items():
+        if saved.get(fact) != value:
+            raise UserError(
+                f"the checkpoint was saved with {'other' if fact.endswith('s') else 'another'} {fact}",
+                where=f"{directory} ({role})",
+                expected=str(value),
+                got=str(saved.get(fact)),
+                fix=_BUILD[fact],
+            )
 
 
 def write_meta(directory: Path, meta: Mapping[str, Any]) -> None:

@@ -24,9 +24,11 @@ from megatron_rl.config.checkpoint_meta import (
     SAME,
     check_same_model,
     model_identity,
+    optimizer_kind,
     optimizer_layout,
     read_meta,
     require_layout,
+    require_same_build,
     require_state_format,
     write_meta,
 )
@@ -45,6 +47,7 @@ from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.lora import adapter_parameters
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
+from megatron_rl.shapes.lora import adapters_in_words
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 
@@ -243,17 +246,12 @@ def _layer_kind(model: ParallelModel) -> str:
 
 
 def _optimizer_kind(optimizer: Optimizer | None) -> str | None:
-    if optimizer is None:
-        return None
-    kind = "distributed" if optimizer.config.distributed else "replicated"
-    return kind if optimizer.config.name == "adam" else f"{kind} {optimizer.config.name}"
+    return None if optimizer is None else optimizer_kind(optimizer.config.name, optimizer.config.distributed)
 
 
 def _adapters(model: ParallelModel) -> str | None:
-    if model.adapters is None:
-        return None
-    rank, alpha, targets = model.adapters.rank, model.adapters.alpha, model.adapters.targets
-    return f"rank {rank}, alpha {alpha:g} on {', '.join(targets)}"
+    adapters = model.adapters
+    return None if adapters is None else adapters_in_words(adapters.rank, adapters.alpha, adapters.targets)
 
 
 def _check_roles(folder: Path, meta: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
@@ -272,30 +270,14 @@ def _check(
     folder: Path, meta: Mapping[str, Any], role: str, model: ParallelModel, optimizer: Optimizer | None
 ) -> None:
     check_same_model(folder, meta["model"], pretrained(model.hf_config))
-    facts: list[tuple[str, str | None, str]] = [
-        ("layers", _layer_kind(model), "set model.attention to the value it was trained with"),
-        ("adapters", _adapters(model), f"set {role}.lora's rank, alpha and targets as they were"),
-        (
-            "base",
-            None if model.adapters is None else model.adapters.base,
-            "set model.path to the weights that these adapters were trained on",
-        ),
-    ]
+    built = {
+        "layers": _layer_kind(model),
+        "adapters": _adapters(model),
+        "base": None if model.adapters is None else model.adapters.base,
+    }
     if optimizer is not None:
-        facts.append(
-            (
-                "optimizer",
-                _optimizer_kind(optimizer),
-                f"set {role}.optimizer.name and distributed as they were",
-            )
-        )
-        facts.append(("dtype", _dtype(model), "set model.dtype as it was"))
-    for name, value, fix in facts:
-        saved, other = meta.get(name), "other" if name.endswith("s") else "another"
-        if saved != value:
-            raise UserError(
-                f"the checkpoint was saved with {other} {name}", str(folder), str(value), str(saved), fix
-            )
+        built |= {"optimizer": _optimizer_kind(optimizer), "dtype": _dtype(model)}
+    require_same_build(folder, role, meta, built)
 
 
 # --- random generators, files, agreement

@@ -37,6 +37,11 @@ class Lora(NamedTuple):
         return cls(rank, tuple(targets or default_targets(shape)))
 
 
+def adapters_in_words(rank: int, alpha: float, targets: Sequence[str]) -> str:
+    """Return what a checkpoint says of a model's adapters."""
+    return f"rank {rank}, alpha {alpha:g} on {', '.join(targets)}"
+
+
 @dataclass(frozen=True)
 class AdaptedModel(PretrainedModel):
     """Describe the adapters of a model as its own tensors are described, by their names in PEFT's files.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow
@@ -14,9 +14,11 @@ from datasets import Dataset
 
 from megatron_rl.check import packages
 from megatron_rl.check.configuration import CheckReport, check_config
-from megatron_rl.config.checkpoint_meta import model_identity, write_meta
+from megatron_rl.config.checkpoint_meta import model_identity, optimizer_kind, write_meta
 from megatron_rl.config.load import load
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import adapters_in_words
 from megatron_rl.shapes.pretrained import read_pretrained
 
 
@@ -228,8 +230,6 @@ def test_a_checkpoint_of_another_model_is_an_error() -> None:
 
 
 def test_a_run_that_has_taken_more_steps_than_it_is_to_take_is_an_error() -> None:
-    from megatron_rl.config.checkpoint_meta import write_meta
-
     for step in (8, 12):
         folder = Path(f"run/checkpoints/step_{step}")
         folder.mkdir(parents=True)
@@ -237,6 +237,39 @@ def test_a_run_that_has_taken_more_steps_than_it_is_to_take_is_an_error() -> Non
     (error,) = check().errors
     assert "more steps" in error.message and error.expected.startswith("12 or more") and error.got == "10"
     assert not check("steps=12").errors and not check("checkpoint.resume=run/checkpoints/step_8").errors
+
+
+LORA = ("actor.lora.rank=4", "actor.lora.targets=[linear_qkv]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "differs", "expected"),
+    [
+        (LORA, None, ""),
+        (("actor.lora.rank=8", LORA[1]), "other adapters", "rank 8, alpha 8 on linear_qkv"),
+        ((*LORA, "actor.lora.alpha=2.5"), "other adapters", "rank 4, alpha 2.5 on linear_qkv"),
+        (LORA[:1], "other adapters", "rank 4, alpha 4 on linear_qkv, linear_proj, linear_fc1, linear_fc2"),
+        ((), "other adapters", "None"),
+        ((*LORA, "actor.optimizer.distributed=false"), "another optimizer", "replicated"),
+        ((*LORA, "model.dtype=bfloat16"), "another dtype", "bfloat16"),
+    ],
+)
+def test_a_checkpoint_of_a_learner_that_is_built_otherwise_is_an_error(
+    overrides: tuple[str, ...], differs: str | None, expected: str
+) -> None:
+    adapters = adapters_in_words(4, 4.0, ["linear_qkv"])
+    saved = {"optimizer": optimizer_kind("adam", True), "dtype": "float32", "adapters": adapters}
+    layout = {"world_size": 4, **asdict(ParallelLayout(ranks=tuple(range(4))))}
+    folder = Path("of_learners")
+    folder.mkdir(exist_ok=True)
+    write_meta(folder, {"model": {}, "step": 8, "roles": {"actor": {**saved, "layout": layout}}})
+    errors = check(f"checkpoint.resume={folder}", *overrides).errors
+    if differs is None:
+        assert not errors
+        return
+    (error,) = errors
+    assert differs in error.message and error.expected == expected, error
+    assert error.where == "of_learners (actor)" and error.fix
 
 
 def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
