@@ -191,7 +191,7 @@ def _checked(
     check.add(check_asynchrony(config, layouts, algorithm))
     check_inputs(inputs)
     if check.fine("checkpoint.resume", "run_dir"):
-        check.add(resumed_build_errors(config, layouts, inputs.shape))
+        check.add(resumed_build_errors(config, layouts, inputs.shape, algorithm))
     check.add(list(logging_errors(config)))
     (check.errors if training else check.warnings).extend(
         [*check_attention(config), *missing_packages(config)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.config.adapters import adapters_of, with_adapters
 from megatron_rl.config.checkpoint_meta import (
     check_same_model,
@@ -14,13 +15,14 @@ from megatron_rl.config.checkpoint_meta import (
     optimizer_kind,
     read_meta,
     require_layout,
+    require_roles,
     require_same_build,
     require_state_format,
 )
-from megatron_rl.config.roles import role_of, role_sections, section_of
+from megatron_rl.config.roles import role_of
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.sections.models import CriticConfig, LoraConfig, OptimizerConfig
 from megatron_rl.config.stage_plan import pending_stages
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
@@ -95,25 +97,29 @@ def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
 
 
 def resumed_build_errors(
-    config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape | None
+    config: RunConfig,
+    layouts: Mapping[str, ParallelLayout],
+    shape: ModelShape | None,
+    algorithm: Algorithm | None,
 ) -> list[UserError]:
-    """Return the errors of learners that are not built as those of the checkpoint.
+    """Return the errors of learners that the checkpoint lacks, or has built otherwise.
 
     So are adapters, optimizers and types of numbers that differ, and optimizers in shards of other
-    ``layouts`` than these. ``shape`` is that of the actor's model, where it is known.
+    ``layouts`` than these. ``shape`` is that of the actor's model, where it and the ``algorithm`` are known.
     """
     config = with_adapters(config, shape, {})
     resume, folder = config.checkpoint.resume, RunFolder(config.run_dir)
     if resume == "never":
         return []
-    begun: list[tuple[Path | None, dict[str, OptimizerConfig | None]]] = [
+    begun: list[tuple[Path | None, dict[str, OptimizerConfig]]] = [
         (latest(folder.stage_checkpoints(plan.name)), {plan.role: plan.settings.optimizer})
         for plan in pending_stages(config)
     ]
-    if config.job == TRAIN:
+    if config.job == TRAIN and algorithm is not None:
+        learners = {"actor": config.actor.optimizer}
+        if algorithm.needs_critic:
+            learners["critic"] = (config.critic or CriticConfig()).optimizer
         path = latest(folder.checkpoints) if resume == "auto" else Path(resume)
-        sections = role_sections(config).items()
-        learners = {where: getattr(section, "optimizer", None) for where, section in sections}
         begun = begun if path is None else [(path, learners)]  # a run that has begun is past its stages
     errors = []
     for path, optimizers in begun:
@@ -124,10 +130,12 @@ def resumed_build_errors(
         except UserError:
             continue  # who reads it says so
         try:
-            for name in meta["roles"]:
+            require_roles(path, meta, optimizers)
+            for name, optimizer in optimizers.items():
                 if role_of(name) in layouts:
                     require_layout(path, name, meta, asdict(layouts[role_of(name)]))
-                require_same_build(path, name, meta["roles"][name], _built(config, name, optimizers))
+                built = _built(config, optimizer, adapters_of(config).get(name))
+                require_same_build(path, name, meta["roles"][name], built)
         except UserError as error:
             errors.append(error)
         except (KeyError, TypeError, AttributeError):
@@ -135,13 +143,8 @@ def resumed_build_errors(
     return errors
 
 
-def _built(
-    config: RunConfig, role: str, optimizers: Mapping[str, OptimizerConfig | None]
-) -> dict[str, str | None]:
+def _built(config: RunConfig, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, str | None]:
     """Return how a learner is built, where that is known before it is."""
-    optimizer, lora = optimizers.get(section_of(role)), adapters_of(config).get(section_of(role))
-    if optimizer is None:
-        return {}
     built: dict[str, str | None] = {
         "optimizer": optimizer_kind(optimizer.name, optimizer.distributed),
         "dtype": config.model.dtype,

@@ -176,6 +176,18 @@ def require_layout(
     )
 
 
+def require_roles(directory: str | Path, meta: Mapping[str, Any], learners: Collection[str]) -> None:
+    """Raise UserError unless a checkpoint with the meta.json ``meta`` has the roles that learn."""
+    if set(learners) - set(meta["roles"]):
+        raise UserError(
+            f"the checkpoint has no {', '.join(sorted(set(learners) - set(meta['roles'])))}",
+            where=str(directory),
+            expected=f"the learning roles {', '.join(learners)}",
+            got=", ".join(meta["roles"]),
+            fix="resume with the algorithm of the run that saved it, or start over from an exported model",
+        )
+
+
 def optimizer_kind(name: str, distributed: bool) -> str:
     """Return what a checkpoint calls an optimizer, by its name in the configuration."""
     kind = "distributed" if distributed else "replicated"

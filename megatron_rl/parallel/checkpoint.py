@@ -28,6 +28,7 @@ from megatron_rl.config.checkpoint_meta import (
     optimizer_layout,
     read_meta,
     require_layout,
+    require_roles,
     require_same_build,
     require_state_format,
     write_meta,
@@ -142,7 +143,7 @@ def load(
     folder = Path(directory)
     meta = read_meta(folder)
     require_state_format(folder, meta)
-    _check_roles(folder, meta, parts)
+    require_roles(folder, meta, parts)
     for name, part in parts.items():
         if part.model is not None:
             _check(folder, meta["roles"][name], name, part.model, part.optimizer)
@@ -252,18 +253,6 @@ def _optimizer_kind(optimizer: Optimizer | None) -> str | None:
 def _adapters(model: ParallelModel) -> str | None:
     adapters = model.adapters
     return None if adapters is None else adapters_in_words(adapters.rank, adapters.alpha, adapters.targets)
-
-
-def _check_roles(folder: Path, meta: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
-    missing = sorted(set(parts) - set(meta["roles"]))
-    if missing:
-        raise UserError(
-            f"the checkpoint has no {', '.join(missing)}",
-            where=str(folder),
-            expected=f"the learning roles {', '.join(parts)}",
-            got=", ".join(meta["roles"]),
-            fix="resume with the algorithm of the run that saved it, or start over from an exported model",
-        )
 
 
 def _check(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.hybrid_engine import execute
-from megatron_rl.hybrid_engine.execute import BoxSum
+from megatron_rl.hybrid_engine.execute import BoxSum, Execution, WeightMismatchError
+from megatron_rl.hybrid_engine.plan import build_plan
+from megatron_rl.parallel.boxes import BoxGroup
+from megatron_rl.types import TensorBox
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -75,3 +79,48 @@ def test_any_number_of_dimensions(shape):
     before = checksum(values, start, torch.float32)
     assert 0 <= before < 2**32
     assert checksum(values + 1, start, torch.float32) != before
+
+
+@pytest.fixture
+def alone():
+    """Be the only rank of a job."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def execution(offsets: tuple[int, int]) -> Execution:
+    """Copy two tensors [4, 4] into one storage, which the second overlaps where its offset is below 16."""
+    boxes = [(name, (0, 0), (4, 4), 0) for name in ("t0", "t1")]
+    sources = [TensorBox(*box, box[0], 0, (4, 1)) for box in boxes]
+    targets = [TensorBox(*box, "all", offset, (4, 1)) for box, offset in zip(boxes, offsets, strict=True)]
+    held = {name: torch.randn(16) for name in ("t0", "t1")}
+    written = {"all": torch.zeros(32)}
+    groups = [
+        BoxGroup((0,), tuple(group), {name: torch.float32 for name in storages})
+        for group, storages in ((sources, held), (targets, written))
+    ]
+    return Execution(build_plan(groups[:1], groups[1:]), 0, held, written, 2**20)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_box_that_another_overwrites_differs():
+    apart, overlapping = execution((0, 16)), execution((0, 8))
+    for each in (apart, overlapping):
+        each.run("full")
+    assert apart.verify("full", 0) == 2
+    with pytest.raises(WeightMismatchError, match=r"1 regions of .*\n  t0, box at \[0, 0\].*: rank 0 has"):
+        overlapping.verify("full", 0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_write_that_goes_astray_differs():
+    each = execution((0, 16))
+    each.run("full")
+    assert each.verify("full", 0) == 2
+    (targets, value), (_, other) = each._local
+    each._local = [(targets, value + 1), ((torch.empty(4, 4),), other)]
+    each._written["all"][16:] = 3.0
+    each.run("full")
+    with pytest.raises(WeightMismatchError, match="2 regions of"):
+        each.verify("full", 0)

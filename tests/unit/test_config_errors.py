@@ -272,6 +272,14 @@ def test_a_checkpoint_of_a_learner_that_is_built_otherwise_is_an_error(
     assert error.where == "of_learners (actor)" and error.fix
 
 
+def test_a_checkpoint_without_the_critic_that_the_algorithm_needs_is_an_error() -> None:
+    folder = Path("of_an_actor")
+    folder.mkdir()
+    write_meta(folder, {"model": {}, "step": 8, "roles": {"actor": {}}})
+    (error,) = check(f"checkpoint.resume={folder}", "algorithm.name=ppo").errors
+    assert error.message == "the checkpoint has no critic" and error.got == "actor"
+
+
 def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     present = packages.find_spec
     monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "swanlab" else present(name))
