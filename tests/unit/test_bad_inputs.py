@@ -11,7 +11,7 @@ from tests.campaign import inputs
 from tests.campaign.bad_inputs import GROUPS
 from tests.campaign.campaign import HELD
 
-COUNT = 60
+COUNT = 40
 
 
 def test_cases_of_a_seed_are_the_first_of_more() -> None:
