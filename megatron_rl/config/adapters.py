@@ -37,7 +37,7 @@ def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str
 
 
 def _has_actor_shape(config: RunConfig, section: Any) -> bool:
-    return isinstance(section, ActorConfig) or section.path == starting_model(config)
+    return isinstance(section, ActorConfig) or section.path in (None, starting_model(config))
 
 
 def adapters_of(config: RunConfig) -> dict[str, LoraConfig]:

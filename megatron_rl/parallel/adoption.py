@@ -9,9 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import Float16Module
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import model_spec
 from megatron_rl.parallel.hf.transformer_settings import role_settings
@@ -53,6 +55,37 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
         waits = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = waits if len(waits) > 1 else waits[0]
     return ParallelModel(chunks, list(wrapped), groups, spec, fused)
+
+
+def require_set_up(model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Raise UserErrors unless these are what Megatron-LM's setup_model_and_optimizer returns."""
+    chunks = model if isinstance(model, Sequence) else [model]
+    wrapped = isinstance(model, Sequence) and all(
+        isinstance(chunk, DistributedDataParallel) for chunk in chunks
+    )
+    wanted = {
+        "model": (wrapped and len(chunks) > 0, "a list of chunks, each in Megatron-Core's DDP", chunks),
+        "optimizer": (
+            isinstance(optimizer, MegatronOptimizer),
+            "what get_megatron_optimizer made",
+            [optimizer],
+        ),
+        "scheduler": (hasattr(scheduler, "step"), "an OptimizerParamScheduler", [scheduler]),
+    }
+    errors = [
+        UserError(
+            f"the training script's {name} is not one of Megatron's",
+            where=name,
+            expected=expected,
+            got=", ".join(type(value).__name__ for value in values)
+            + (" outside of a list" if values is chunks and chunks is not model else ""),
+            fix="give EmbeddedTrainer what setup_model_and_optimizer returns",
+        )
+        for name, (fits, expected, values) in wanted.items()
+        if not fits
+    ]
+    if errors:
+        raise UserErrors(errors)
 
 
 def layout_of(wrapped: Sequence[Any]) -> dict[str, Any]:

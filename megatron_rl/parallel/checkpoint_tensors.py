@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,10 @@ def sharded_state(
         }
     if optimizer is None:
         return dict(chunks), {}
-    with _replaced(optimizer, "get_parameter_state_dp_zero", _with_bucket_padding):
+    with (
+        _replaced(optimizer, "get_parameter_state_dp_zero", _with_bucket_padding),
+        _replaced(optimizer, "state_dict", partial(_with_step, _step(optimizer))),
+    ):
         state = optimizer.megatron.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
     local, rest = extract_nonpersistent(state)
     tensors, common = extract_sharded_base(rest)
@@ -228,6 +232,33 @@ def _separate_steps(inner: Any, reset: bool = False) -> None:
     for state in inner.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = torch.zeros_like(state["step"]) if reset else state["step"].clone()
+
+
+def _step(optimizer: Optimizer) -> int:
+    """Return the steps that the optimizer has taken, which its parts agree on."""
+    for part in optimizer.parts:
+        for counted in (*part.optimizer.state.values(), *part.optimizer.param_groups):
+            if "step" in counted:
+                return int(counted["step"])
+    return 0
+
+
+def _with_step(step: int, part: Any, original: Callable[[], Any]) -> Callable[[], Any]:
+    """Let a part that has no parameters on this rank say its step, too.
+
+    Megatron asks the parameters. Experts are a part of their own, and all else that learns may be in other
+    stages.
+    """
+
+    def state_dict() -> Any:
+        inner = part.optimizer
+        if inner.state or not hasattr(part, "gbuf_ranges"):
+            return original()
+        groups = inner.state_dict()["param_groups"]
+        kept = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        return {"optimizer": {"param_groups": [group | {"step": step} for group in kept]}}
+
+    return state_dict
 
 
 def _load_optimizer(optimizer: Optimizer, state: Any) -> None:

@@ -83,11 +83,14 @@ class Optimizer:
         )
         assert config.distributed or not config.offload, "checked before"
         with model.scope(), _gathering_over(model.groups.all), on_the_host(settings):
-            self.megatron = get_megatron_optimizer(
+            self.megatron: Any = get_megatron_optimizer(
                 settings, _chunks(model), use_gloo_process_groups=False,
                 pg_collection=model.groups.megatron,
             )  # fmt: skip
-        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+        if hasattr(self.megatron, "chained_optimizers"):
+            # Where experts alone learn, the part of all else is empty on all ranks: Megatron cannot save it.
+            self.megatron.chained_optimizers = self.parts
+        for part in self.parts:
             if part.init_state_fn is None:
                 part.init_state_fn = _nothing  # of SGD; Megatron calls it when a checkpoint is read
         self.increment = 1

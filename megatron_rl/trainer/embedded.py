@@ -16,7 +16,7 @@ from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.parallel import device
-from megatron_rl.parallel.adoption import adopt_model, layout_of
+from megatron_rl.parallel.adoption import adopt_model, layout_of, require_set_up
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.roles.build import adopted_actor, build_roles
@@ -48,6 +48,7 @@ class EmbeddedTrainer:
         overrides: Iterable[str] = (),
     ) -> None:
         device.initialize()
+        require_set_up(model, optimizer, scheduler)
         layout = layout_of(model)
         stated = [f"actor.layout.{name}={size}" for name, size in layout.items()]
         stated.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")

@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.config.checkpoint_meta import checkpoint_path, latest, prune, read_meta
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.lora import TARGETS
+from megatron_rl.shapes.lora import MLP
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import write_model
@@ -31,7 +31,9 @@ BF16 = {"dtype": "bfloat16"}
 PLAIN = {"distributed": False}
 LORA = {"lora": {"rank": 4}}
 MOE = {"model": "qwen3-moe", "pipeline": 2, "expert": 2}
-ADAPTED_EXPERTS = {"lora": {"rank": 4, "targets": TARGETS}}
+ADAPTED_EXPERTS = {"lora": {"rank": 4, "targets": MLP}}
+"""The second stage has no other layer that learns, and none of the ranks has one in a sparse model."""
+SPARSE = {**MOE, "model": "sparse/qwen3-moe", **ADAPTED_EXPERTS}
 HOST = {"offload": True}
 
 IN_MEGATRON = {"megatron": "megatron"}
@@ -174,6 +176,8 @@ FOUR = [
         "sequence_parallel": True,
         **ADAPTED_EXPERTS,
     },
+    {"name": "sparse-straight", "action": "save", "to": "sparse-any", "shards": "sparse-shards", **SPARSE},
+    {"name": "sparse-same", "action": "load", "from": "sparse-shards", "same": "sparse-straight", **SPARSE},
     {"name": "broken", "action": "broken", "to": "other/checkpoints/step_9", **LLAMA, **TP2DP2},
     {"name": "wrong-model", "action": "wrong", "from": "run/checkpoints/step_3", **LLAMA, **DP4},
     {"name": "wrong-size", "action": "wrong", "from": "run/checkpoints/step_3", "model": "wide/qwen2", **DP4},
@@ -206,6 +210,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in ("qwen2", "llama", "qwen3-moe"):
         write_model(path, family)
     write_model(path / "wide", "qwen2", intermediate_size=64)
+    write_model(path / "sparse", "qwen3-moe", mlp_only_layers=[])
     return path
 
 
@@ -249,7 +254,7 @@ def test_resume(folder: Path, fork: Any) -> None:
     assert torch.equal(same["state"]["buffer"], torch.arange(5))
     assert_same_bits(result(folder, "same-shards"), straight)
     assert_same_bits(result(folder, "host-shards-same"), result(folder, "host-straight"))
-    for pair in ("vpp", "zero", "plain", "lora", "dp4", "host", "moe"):
+    for pair in ("vpp", "zero", "plain", "lora", "dp4", "host", "moe", "sparse"):
         assert_same_bits(result(folder, f"{pair}-same"), result(folder, f"{pair}-straight"))
 
     # Sums in another order: float32 rounding, grown over three steps.

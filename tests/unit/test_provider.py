@@ -182,6 +182,11 @@ def test_steps_of_rl_are_taken_in_a_scripts_own_loop(tmp_path: Path) -> None:
         with pytest.raises(UserErrors, match=r"(?s)without actor\.offload.*without critic"):
             words = ["actor.offload=true", "algorithm.name=ppo"]
             EmbeddedTrainer(tmp_path / "rl.yaml", *trained, overrides=words)
+        with pytest.raises(UserErrors, match="model is not one of Megatron's") as caught:
+            EmbeddedTrainer(
+                tmp_path / "rl.yaml", trained[0][0].module, torch.optim.SGD(trained[0][0].parameters()), None
+            )
+        assert "got:      SGD" in str(caught.value) and "script's scheduler" in str(caught.value)
         trainer = EmbeddedTrainer(tmp_path / "rl.yaml", *trained, increment=4)
         first = trainer.step()
         # The script's own checkpoint of model, optimizer and schedule; ours beside it.
