@@ -25,6 +25,8 @@ from megatron_rl.environments.environment import Environment, Episode, Message, 
 LARGEST_REQUEST = 2**23
 """Bytes of a request; more is a mistake."""
 MODEL = "policy"
+AGENT_FILES = 16
+"""Files open for an agent: the endpoint, its connections, and the pipes of the program and of its start."""
 _TOLD = 2000
 """Characters of what a program that failed wrote last, which are told."""
 _NOT_OFFERED = {"stream": (None, False), "n": (None, 1), "stop": (None, []), "response_format": (None,)}
@@ -54,6 +56,12 @@ class Conversation:
         for name, values in _NOT_OFFERED.items():
             if request.get(name) not in values:
                 raise Refused(400, "unsupported", f"{name} is not offered: one whole answer a request")
+        if request.get("model", MODEL) != MODEL:
+            words = f"the only model is {MODEL!r}, got {request['model']!r:.80}"
+            raise Refused(404, "model_not_found", words)
+        tools = request.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise Refused(400, "tools", f"expected a list of tools in OpenAI's form, got {tools!r:.80}")
         messages = _plain(request.get("messages"))
         if self._said and messages == self._said[:-1]:
             return self._last  # asked again, since the answer was lost
@@ -246,6 +254,8 @@ class AgentEnvironment(Environment):
                 if episode.truncated:  # what an agent does without a further turn is no failure
                     raise Truncated("no turn is left for the agent") from None
                 raise
+        if not episode.messages:  # nothing was sampled that a reward could be of
+            raise RuntimeError("the agent ended without a turn of the policy: it asked the endpoint for none")
         return await self.judge(episode, written)
 
 

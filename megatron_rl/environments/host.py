@@ -12,12 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.setting import value_errors
 from megatron_rl.contained.confinement import allow_files
 from megatron_rl.contained.process import READY, Requests, load, told
+from megatron_rl.environments.agent import AGENT_FILES, AgentEnvironment
 from megatron_rl.environments.environment import Environment, Episode, Message, Opening, Truncated, WrongUse
 from megatron_rl.errors import UserError, UserErrors, each
 from megatron_rl.rewards.worker import EXCEPTION, SCORED, WRONG_TYPE, failed, scored
@@ -27,6 +29,7 @@ ASKS, ENDED, CLOSED, LIVES = "asks", "ended", "closed", "lives"
 WHERE = "rollout.environment"
 LOOP_FILES = 3
 """Files that the event loop of an episode has open, beside those that its environment opens."""
+MOST_OWN_FILES = LOOP_FILES + AGENT_FILES
 _THREAD_STACK = 2**20
 
 
@@ -45,7 +48,8 @@ def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> 
         return
     requests.reply({"kind": READY, "missing": missing})
     running: dict[int, _Running] = {}
-    loops = _Loops(limits["files"])
+    agents = isinstance(make.func, type) and issubclass(make.func, AgentEnvironment)
+    loops = _Loops(limits["files"], MOST_OWN_FILES if agents else LOOP_FILES)
     lock = threading.Lock()
 
     def reply(frame: Mapping[str, Any]) -> None:
@@ -67,7 +71,7 @@ def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> 
             running[number].answer(Message(*more) if kind == TURN else Truncated("no room is left"))
 
 
-def factory(spec: str, settings: Mapping[str, Any]) -> Callable[[], Environment]:
+def factory(spec: str, settings: Mapping[str, Any]) -> partial[Environment]:
     """Return what makes an environment of the class ``spec`` with ``settings``; raises UserError."""
     cls = load(spec)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
@@ -102,14 +106,17 @@ def factory(spec: str, settings: Mapping[str, Any]) -> Callable[[], Environment]
             got=str(error),
             fix="correct the settings or the class",
         ) from None
-    return lambda: cls(**values)
+    return partial(cls, **values)
 
 
 class _Loops:
-    """The event loops of all episodes, whose own files do not count among the ``files`` that limits allow."""
+    """The event loops of all episodes.
 
-    def __init__(self, files: int) -> None:
-        self._files, self._open, self._lock = files, 0, threading.Lock()
+    The files ``each`` episode has open by itself do not count among the ``files`` that limits allow.
+    """
+
+    def __init__(self, files: int, each: int) -> None:
+        self._files, self._each, self._open, self._lock = files, each, 0, threading.Lock()
 
     def open(self) -> asyncio.AbstractEventLoop:
         """Return a further loop."""
@@ -124,7 +131,7 @@ class _Loops:
     def _allow(self, loops: int) -> None:
         with self._lock:
             self._open += loops
-            allow_files(self._files + self._open * LOOP_FILES)
+            allow_files(self._files + self._open * self._each)
 
 
 class _Running:

@@ -100,7 +100,7 @@ class Hosts:
         limits = {
             **asdict(self.config.limits),
             "loopback": True,  # an agent speaks with its endpoint
-            "own_files": protocol.LOOP_FILES * MOST_EPISODES,
+            "own_files": protocol.MOST_OWN_FILES * MOST_EPISODES,
         }
         process = ContainedProcess("megatron_rl.environments.host:serve", limits)
         try:

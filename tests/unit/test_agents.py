@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_conversations import STOP, TOKENIZER, logits, prompts, turns_of
 
+from megatron_rl.config.sections.limits import LimitsConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
@@ -46,6 +47,9 @@ import json, os, sys, time, urllib.request, urllib.error
 
 way = json.load(sys.stdin)["prompt"]
 
+if way == "silent":
+    sys.exit(0)
+
 def ask(messages, key=os.environ["OPENAI_API_KEY"], **more):
     body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 3, **more}).encode()
     headers = {"Authorization": f"Bearer {key}"}
@@ -68,6 +72,8 @@ if way == "odd":
     assert ask(first, stream=True) == ask(first, n=2) == "unsupported"
     assert ask([{"role": "user", "content": "another"}]) == ask([*first, said]) == "history"
     assert ask(7) == "messages"
+    assert ask([*first, said], tools=7) == ask([*first, said], tools=[7]) == "tools"
+    assert ask([*first, said], model="gpt-4") == "model_not_found"
 history = [*first, said]
 while way == "long":
     history += [{"role": "user", "content": "+"}]
@@ -91,11 +97,17 @@ def play(tmp_path: Path):
     (tmp_path / "judged.py").write_text(JUDGED)
     made: list[Hosts] = []
 
-    def run(source: str, texts: list[str], samples: int = 1, seconds: float = 100.0) -> Episodes:
+    def run(
+        source: str, texts: list[str], samples: int = 1, seconds: float = 100.0, files: int = 256
+    ) -> Episodes:
         (tmp_path / "agent.py").write_text(source)
         settings = {"command": [sys.executable, str(tmp_path / "agent.py")]}
         config = EnvironmentConfig(
-            f"{tmp_path / 'judged.py'}:Judged", max_turns=5, turn_timeout=seconds, settings=settings
+            f"{tmp_path / 'judged.py'}:Judged",
+            max_turns=5,
+            turn_timeout=seconds,
+            limits=LimitsConfig(files=files),
+            settings=settings,
         )
         made.append(Hosts(config))
         flight = begin(prompts(texts, [0] * len(texts)), samples, seed=4, version=3)
@@ -127,13 +139,23 @@ def test_two_agents_at_once_with_the_plain_client_of_openai(play):
 
 
 def test_what_agents_do_wrong_is_their_own_failure_and_never_a_reward(play):
-    rollouts = play(PLAIN, ["crash", "hang", "odd", "long"], seconds=20.0).rollouts
-    crash, hang, odd, long = rollouts.outcomes
+    rollouts = play(PLAIN, ["crash", "hang", "odd", "long", "silent"], seconds=20.0).rollouts
+    crash, hang, odd, long, silent = rollouts.outcomes
     assert (crash.failure, hang.failure) == ("exception", "timeout")
     assert "status 1" in crash.message and "no more" in crash.message
     assert (odd.failure, odd.reward) == (None, 1), odd.message
     assert (long.failure, long.reward) == (None, None), "an episode without a turn left has not failed"
-    assert rollouts.finish_reason.tolist() == [FINISH_FAILED, FINISH_FAILED, FINISH_STOP, FINISH_LENGTH]
+    assert (silent.failure, silent.reward) == ("exception", None), "nothing was sampled that could be judged"
+    assert "without a turn" in silent.message
+    ends = [FINISH_FAILED, FINISH_FAILED, FINISH_STOP, FINISH_LENGTH, FINISH_FAILED]
+    assert rollouts.finish_reason.tolist() == ends
+
+
+def test_more_agents_work_at_once_than_a_process_may_open_files(play):
+    rollouts = play(
+        PLAIN.replace("said =", "time.sleep(0.5)\nsaid ="), ["good"], samples=12, files=16
+    ).rollouts
+    assert [outcome.failure for outcome in rollouts.outcomes] == [None] * 12, rollouts.outcomes
 
 
 TOOLS = (
