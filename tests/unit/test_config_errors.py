@@ -278,14 +278,14 @@ def test_adapters_of_a_reward_model_that_learns_from_the_start_are_compared_too(
     saved = {"optimizer": optimizer_kind("adam", True), "dtype": "float32"}
     layout = {"world_size": 4, **asdict(ParallelLayout(ranks=tuple(range(4))))}
     role = {**saved, "layout": layout, "adapters": adapters_in_words(4, 4.0, layers)}
-    folder = Path("run/stages/reward_judge/checkpoints/step_2")
+    folder = Path("judged/stages/reward_judge/checkpoints/step_2")
     folder.mkdir(parents=True)
     write_meta(folder, {"model": {}, "step": 2, "roles": {"reward.models.judge": role}})
     judge = "reward.models={judge: {lora: {rank: RANK}, training: {data: pairs.jsonl, steps: 4}}}"
     for rank in ("4", "8"):
-        errors = check(judge.replace("RANK", rank)).errors
-        found = [error.expected for error in errors if error.message.startswith("the checkpoint")]
-        assert found == ([] if rank == "4" else [adapters_in_words(8, 8.0, layers)]), errors
+        errors = check(judge.replace("RANK", rank), "run_dir=judged").errors
+        expected = [error.expected for error in errors if error.message.startswith("the checkpoint")]
+        assert expected == ([] if rank == "4" else [adapters_in_words(8, 8.0, layers)]), errors
 
 
 def test_a_checkpoint_without_the_critic_that_the_algorithm_needs_is_an_error() -> None:
