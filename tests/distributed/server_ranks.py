@@ -39,6 +39,7 @@ from megatron_rl.cli.main import main, parse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import read_metrics
 from megatron_rl.rollout.server import Server, ServerError
+from tests.conftest import free_port
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PATIENCE = 400.0
@@ -153,11 +154,17 @@ def accident(servers: Servers, processes: list[int], urls: list[str], metrics: P
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def train(*words: str) -> int:
+    """Train on a port that is free now: the launch's was, a minute before the servers stood."""
+    os.environ["MASTER_PORT"] = str(free_port())
+    return main(["train", *words])
+
+
 def train_before(path: str, run_dir: str) -> None:
     """Have another run of one step use the servers, which find the traces of it where they are used again."""
     process = os.fork()
     if not process:
-        os._exit(main(["train", path, "steps=1", f"run_dir={run_dir}"]))
+        os._exit(train(path, "steps=1", f"run_dir={run_dir}"))
     assert os.waitpid(process, 0)[1] == 0, "the run before has failed"
 
 
@@ -171,7 +178,7 @@ def run(path: str) -> None:
     train_before(path, f"{config.run_dir}_before")
     values = (servers, processes, urls, Path(config.run_dir) / "metrics.jsonl")
     threading.Thread(target=accident, args=values, daemon=True).start()
-    main(["train", path])
+    train(path)
 
 
 if __name__ == "__main__":

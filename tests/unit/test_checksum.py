@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.hybrid_engine import execute
 from megatron_rl.hybrid_engine.execute import BoxSum, Execution, WeightMismatchError
 from megatron_rl.hybrid_engine.plan import build_plan
+from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.types import TensorBox
 
@@ -82,11 +82,9 @@ def test_any_number_of_dimensions(shape):
 
 
 @pytest.fixture
-def alone():
+def alone() -> None:
     """Be the only rank of a job."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    device.initialize()
 
 
 def execution(offsets: tuple[int, int]) -> Execution:
