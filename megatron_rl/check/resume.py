@@ -107,10 +107,10 @@ def resumed_build_errors(
     So are adapters, optimizers and types of numbers that differ, and optimizers in shards of other
     ``layouts`` than these. ``shape`` is that of the actor's model, where it and the ``algorithm`` are known.
     """
-    config = with_adapters(config, shape, {})
     resume, folder = config.checkpoint.resume, RunFolder(config.run_dir)
     if resume == "never":
         return []
+    adapters = adapters_of(with_adapters(config, shape, {}))
     begun: list[tuple[Path | None, dict[str, OptimizerConfig]]] = [
         (latest(folder.stage_checkpoints(plan.name)), {plan.role: plan.settings.optimizer})
         for plan in pending_stages(config)
@@ -134,7 +134,7 @@ def resumed_build_errors(
             for name, optimizer in optimizers.items():
                 if role_of(name) in layouts:
                     require_layout(path, name, meta, asdict(layouts[role_of(name)]))
-                built = _built(config, optimizer, adapters_of(config).get(name))
+                built = _built(config.model.dtype, optimizer, adapters.get(name))
                 require_same_build(path, name, meta["roles"][name], built)
         except UserError as error:
             errors.append(error)
@@ -143,11 +143,11 @@ def resumed_build_errors(
     return errors
 
 
-def _built(config: RunConfig, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, str | None]:
+def _built(dtype: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, str | None]:
     """Return how a learner is built, where that is known before it is."""
     built: dict[str, str | None] = {
         "optimizer": optimizer_kind(optimizer.name, optimizer.distributed),
-        "dtype": config.model.dtype,
+        "dtype": dtype,
     }
     if lora is None:
         built["adapters"] = None

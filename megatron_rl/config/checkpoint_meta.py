@@ -178,9 +178,10 @@ def require_layout(
 
 def require_roles(directory: str | Path, meta: Mapping[str, Any], learners: Collection[str]) -> None:
     """Raise UserError unless a checkpoint with the meta.json ``meta`` has the roles that learn."""
-    if set(learners) - set(meta["roles"]):
+    missing = sorted(set(learners) - set(meta["roles"]))
+    if missing:
         raise UserError(
-            f"the checkpoint has no {', '.join(sorted(set(learners) - set(meta['roles'])))}",
+            f"the checkpoint has no {', '.join(missing)}",
             where=str(directory),
             expected=f"the learning roles {', '.join(learners)}",
             got=", ".join(meta["roles"]),

@@ -30,6 +30,7 @@ WHERE = "rollout.environment"
 LOOP_FILES = 3
 """Files that the event loop of an episode has open, beside those that its environment opens."""
 MOST_OWN_FILES = LOOP_FILES + AGENT_FILES
+"""Files that an episode has open by itself at most: where its environment is an agent."""
 _THREAD_STACK = 2**20
 
 
