@@ -25,6 +25,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.parallel import device
@@ -55,8 +57,7 @@ class BareMegatron:
     """Hold model and optimizer. Collective over the world.
 
     ``like`` gives settings and weights. With ``own_layers`` attention, norm and rotary embedding are
-    Megatron's local ones, which take unpacked sequences and no sequence parallelism (its norm of plain torch
-    refuses that); else those of ``like``, for packed rows.
+    Megatron's local ones, which take unpacked sequences; else those of ``like``, for packed rows.
     """
 
     def __init__(self, like: ParallelModel, learning_rate: float, own_layers: bool) -> None:
@@ -67,13 +68,12 @@ class BareMegatron:
             if name in known:
                 setattr(config, name, None)
         config.finalize_model_grads_func = finalize_model_grads
-        config.sequence_parallel = config.sequence_parallel and not own_layers
         self.config = config
-        spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
-        if not own_layers:
-            spec = block_spec(
-                config, like.uses_transformer_engine, None, parallel_state.get_pipeline_model_parallel_rank()
-            )
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        if own_layers:
+            spec = _own_layers(config, stage)
+        else:
+            spec = block_spec(config, like.uses_transformer_engine, None, stage)
         with device.megatron_mode():
             model = GPTModel(
                 config=config,
@@ -129,6 +129,26 @@ class BareMegatron:
         total = torch.stack([part["loss"] for part in losses]).sum(0) if losses else torch.zeros(2)
         dist.all_reduce(total)  # of stages that have a loss; tensor ranks' copies cancel in the quotient
         return float(total[0] / total[1]), float(norm)
+
+
+class SequenceParallelNorm(torch.nn.RMSNorm):
+    """Do as Megatron's norm of plain torch, which refuses sequence parallelism for want of this mark."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        # Megatron sums the gradients of weights so marked over the tensor-parallel group.
+        setattr(self.weight, "sequence_parallel", True)
+
+
+def _own_layers(config: TransformerConfig, stage: int) -> Any:
+    """Return the layers that a Megatron user has without Transformer Engine."""
+    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if not config.sequence_parallel:
+        return layer
+    norm: Any = SequenceParallelNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    layers = [layer] * get_num_layers_to_build(config, None, stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def start_megatron(layout: ParallelLayout) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bare_megatron import BareMegatron, Batch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from workload import Workload, lengths
 
@@ -77,13 +78,18 @@ def packed_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
 
 
 def padded_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
-    """Return the same rows in the same micro-batches, padded for layers that know no packing."""
+    """Return the same rows in the same micro-batches, padded for layers that know no packing.
+
+    Their length is a multiple of what sequence parallelism cuts it into.
+    """
     assert actor.model is not None
+    unit = actor.model.groups.layout.tensor
     micros, _ = microbatches(actor.model, batch, actor.tokens_per_microbatch, batch.response_mask)
     rows = batch.tokens.split(batch.lengths.tolist())
     result = []
     for micro in micros:
-        tokens = pad_sequence([rows[row] for row in micro.rows], batch_first=True).to(device.device())
+        tokens = pad_sequence([rows[row] for row in micro.rows], batch_first=True)
+        tokens = pad(tokens, (0, -tokens.shape[1] % unit)).to(device.device())
         real = torch.arange(tokens.shape[1]) < batch.lengths[list(micro.rows)][:, None]
         result.append(Batch(tokens, tokens.roll(-1, 1), real.float().to(tokens.device)))
     return result
@@ -172,7 +178,8 @@ def main() -> None:
     batch, _ = estimate(rollouts, scores, algorithm, state)
     packed = packed_batches(actor, batch)
     pairs = int(rollouts.lengths.square().sum())  # of tokens, in attention
-    equal = equal_batches(packed, round(pairs / len(rollouts.tokens)))
+    unit = actor.model.groups.layout.tensor  # sequence parallelism cuts rows into as many parts
+    equal = equal_batches(packed, unit * round(pairs / len(rollouts.tokens) / unit))
     learning_rate = config.actor.optimizer.learning_rate
     same, own = (BareMegatron(actor.model, learning_rate, own_layers=flag) for flag in (False, True))
     facts: dict[str, Any] = {"check": check_equal(actor, batch, algorithm, same, packed)}

@@ -75,7 +75,7 @@ def trl_choices(available: int, work: Workload) -> list[Choice]:
 def learn_layouts(available: int, best: Choice) -> list[tuple[Choice, dict[str, int]]]:
     """Return where the learn phase is measured: data parallel by both choices, TP2, PP2, TP2×PP2.
 
-    With tensor parallelism also without sequence parallelism, which Megatron's own layers lack here.
+    With tensor parallelism both with sequence parallelism, our default, and without.
     """
     data_parallel = list(dict.fromkeys([best, *our_choices(available)]))
     pair, four = (Choice(ranks, max(1, available // ranks)) for ranks in (2, 4))

@@ -172,8 +172,6 @@ class PackedAttention(nn.Module, RowAttention):
         self.cap: float | None = None
         """The bound of scores, which a tangent keeps (Gemma Team 2024, arXiv 2408.00118)."""
         self.context = pg_collection.cp
-        heads = divide(config.num_attention_heads, pg_collection.tp.size())
-        self.repeats = heads // max(1, divide(config.num_query_groups or heads, pg_collection.tp.size()))
         self.window = None
         frequency: Any = config.window_attn_skip_freq
         if config.window_size is not None:
@@ -191,14 +189,10 @@ class PackedAttention(nn.Module, RowAttention):
         """Return [T, 1, heads * size] for query [T, 1, heads, size], or without the 1, and grouped keys."""
         assert packed_seq_params is not None, "packed rows are the only input format"
         query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
-        repeats, context = self.repeats, self.context.size()
-        if key.shape[1] % context:
-            key, value = _repeat_heads(key, repeats), _repeat_heads(value, repeats)
-            repeats = 1
+        if key.shape[1] % self.context.size():
+            key, value = _ungrouped(query, key, value)
         query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
-        joined = self._attend(
-            query, _repeat_heads(key, repeats), _repeat_heads(value, repeats), packed_seq_params
-        )
+        joined = self._attend(query, key, value, packed_seq_params)
         return _exchange_for_heads(self.context, joined).flatten(1).unsqueeze(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedRows) -> Tensor:
@@ -207,7 +201,10 @@ class PackedAttention(nn.Module, RowAttention):
         return packed_seq_params.join([self._bucket(*bucket) for bucket in filled])
 
     def _bucket(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return [rows * longest, heads, size] for [rows, longest, heads, size]."""
+        """Return [rows * longest, heads, size] for [rows, longest, heads, size], or grouped keys."""
+        grouped = self.cap is None and _takes_grouped_keys(query)
+        if not grouped:
+            key, value = _ungrouped(query, key, value)
         rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         longest = query.shape[1]
         mask = None
@@ -219,7 +216,7 @@ class PackedAttention(nn.Module, RowAttention):
             out = _capped_attention(rows[0], rows[1], rows[2], mask, self.scale, self.cap)
             return out.transpose(1, 2).flatten(0, 1)
         out = functional.scaled_dot_product_attention(
-            *rows, attn_mask=mask, is_causal=mask is None, scale=self.scale
+            *rows, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
         return out.transpose(1, 2).flatten(0, 1)
 
@@ -261,9 +258,21 @@ def _exchange_for_heads(group: Any, rows: Tensor) -> Tensor:
     return parts.transpose(0, 1).reshape(tokens // ranks, ranks * count, size)
 
 
-def _repeat_heads(grouped: Tensor, repeats: int) -> Tensor:
-    """Return [T, repeats * groups, size] for [T, groups, size]: each group for every head that uses it."""
-    return grouped.repeat_interleave(repeats, dim=1) if repeats > 1 else grouped
+def _takes_grouped_keys(query: Tensor) -> bool:
+    """Say whether PyTorch's fused attention takes grouped keys and values as they are.
+
+    The host's does; in half precision it would sum the gradients of a group's heads in that. On accelerators
+    only the kernel for half precision without a mask does.
+    """
+    return device.on_host() and query.dtype in (torch.float32, torch.float64)
+
+
+def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values [.., heads, size] for [.., groups, size]: a group's for each head of its."""
+    repeats = query.shape[-2] // key.shape[-2]
+    if repeats == 1:
+        return key, value
+    return key.repeat_interleave(repeats, dim=-2), value.repeat_interleave(repeats, dim=-2)
 
 
 @cache
@@ -297,7 +306,7 @@ def transformer_engine_attention() -> type:
             assert packed_seq_params is not None, "packed rows are the only input format"
             query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
             if not self.divides:
-                key, value = (_repeat_heads(part, query.shape[1] // part.shape[1]) for part in (key, value))
+                key, value = _ungrouped(query, key, value)
             query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
             joined = super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias=attention_bias,

@@ -240,14 +240,14 @@ def _concatenated(buckets: Sequence[Tensor]) -> Tensor:
 def pack_rows(lengths: Sequence[int], target: torch.device, part: int = 0, parts: int = 1) -> PackedRows:
     """Prepare block-diagonal causal attention over rows that lie one after another.
 
-    Rows are gathered by length into buckets (powers of two), so that attention pads a row to less
-    than twice its length and nothing else pads at all. This rank holds the tokens of one ``part`` of
-    ``parts`` equal ones.
+    Rows are gathered by length into buckets, so that attention pads a row of more than 8 tokens by less than
+    a quarter and nothing else pads at all. This rank holds the tokens of one ``part`` of ``parts`` equal
+    ones.
     """
     by_size: dict[int, list[int]] = {}
     starts = [0]
     for row, length in enumerate(lengths):
-        by_size.setdefault(max(8, 1 << (length - 1).bit_length()), []).append(row)
+        by_size.setdefault(_bucket_size(length), []).append(row)
         starts.append(starts[-1] + length)
     buckets = []
     restore = torch.empty(starts[-1], dtype=torch.long)
@@ -270,6 +270,12 @@ def pack_rows(lengths: Sequence[int], target: torch.device, part: int = 0, parts
         buckets=tuple(buckets),
         restore=restore.to(target),
     )
+
+
+def _bucket_size(length: int) -> int:
+    """Return 8, or the next of four sizes in each power of two."""
+    step = max(2, 1 << (length - 1).bit_length() >> 3)
+    return max(8, -(-length // step) * step)
 
 
 def pack_whole_rows(

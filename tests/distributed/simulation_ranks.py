@@ -17,7 +17,7 @@ from megatron_rl.check.configuration import check_config
 from megatron_rl.cli.check_simulation import Simulated, planned
 from megatron_rl.config.load import load
 from megatron_rl.config.sections.models import OptimizerConfig
-from megatron_rl.parallel import device
+from megatron_rl.parallel import device, layers
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.model import build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
@@ -35,6 +35,8 @@ SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
 def phases(simulated: bool) -> dict[str, Any]:
     if simulated:
         device.simulate()
+    # The host's attention takes grouped keys; what is simulated is an accelerator, where they are repeated.
+    setattr(layers, "_takes_grouped_keys", lambda query: False)
     device.initialize()
     simulation, rows = Simulation(), batch(rows=8, length=256)
     groups = ParallelGroups(ParallelLayout((0,)))
