@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.run_folder import STAGES
 from megatron_rl.durable import remove
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.pretrained import PretrainedModel
@@ -166,13 +167,15 @@ def require_layout(
         return
     whole = [path for path in checkpoints(Path(directory).parent) if reads_anywhere(read_meta(path))]
     other = f"; or resume from {whole[-1]}, which any layout reads" if whole else ""
+    in_stage = Path(directory).parent.parent.parent.name == STAGES
+    does = "its next save does" if in_stage else f"a run with steps={meta['step']} does and no more"
     raise UserError(
         "the checkpoint holds the optimizer in the shards of another layout",
         where=f"{directory} ({name})",
         expected=", ".join(f"{size} {layout[size]}" for size in _CUTS),
         got=", ".join(f"{size} {saved[size]}" for size in _CUTS),
         fix=f"have its own layout, on {saved['world_size']} ranks, write it for any: go on there with "
-        f"checkpoint.optimizer_layout=any, which a run with steps={meta['step']} does and no more{other}",
+        f"checkpoint.optimizer_layout=any, which {does}{other}",
     )
 
 
@@ -207,8 +210,8 @@ def require_same_build(
             raise UserError(
                 f"the checkpoint was saved with {'other' if fact.endswith('s') else 'another'} {fact}",
                 where=f"{directory} ({role})",
-                expected=str(value),
-                got=str(saved.get(fact)),
+                expected=value or "none",
+                got=saved.get(fact) or "none",
                 fix=_BUILD[fact],
             )
 

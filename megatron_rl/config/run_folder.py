@@ -8,6 +8,9 @@ from pathlib import Path
 
 from megatron_rl.durable import write_text
 
+STAGES = "stages"
+"""The folder below a run's with those of its stages, each with checkpoints of its own."""
+
 
 class RunFolder:
     """Name and create the places of one run below ``path``.
@@ -22,7 +25,7 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.rollouts = self.path / "rollouts"
         self.checkpoints = self.path / "checkpoints"
-        self.stages = self.path / "stages"
+        self.stages = self.path / STAGES
         self.reward_models = self.path / "reward_models"
         self.model = self.path / "hf"
         self.rank_logs = self.path / "rank_logs"

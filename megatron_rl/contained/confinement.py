@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import mmap
 import os
 import re
 import resource
@@ -29,6 +30,8 @@ TOO_MANY_PROCESSES, TOO_MUCH_MEMORY = 97, 98
 LOOKS_SECONDS = 0.1
 OTHER_TASKS = 1024
 """Threads and processes beyond the limit of processes at which the kernel itself refuses a further one."""
+_more_processes = mmap.mmap(-1, 8)
+"""What `allow_processes` was told last: a worker writes it, and its supervisor reads it."""
 _OF_A_NAMESPACE = (6, 14)
 """The first Linux whose ``pid_max`` is a namespace's own; before it the number is that of the machine."""
 SCRATCH = "/dev/shm"
@@ -79,6 +82,11 @@ def allow_files(count: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     bound = count if hard == resource.RLIM_INFINITY else min(count, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (bound, hard))
+
+
+def allow_processes(count: int) -> None:
+    """Let this process have ``count`` processes more than limits allow, up to their ``own_processes``."""
+    struct.pack_into("q", _more_processes, 0, count)
 
 
 def allow_processor_seconds(seconds: float) -> None:
@@ -150,7 +158,8 @@ def enter(limits: Mapping[str, Any]) -> None:
             libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV, None)
             if _linux() >= _OF_A_NAMESPACE:
                 with contextlib.suppress(OSError):
-                    Path("/proc/sys/kernel/pid_max").write_text(str(OTHER_TASKS + limits["processes"]))
+                    most = OTHER_TASKS + limits["processes"] + limits.get("own_processes", 0)
+                    Path("/proc/sys/kernel/pid_max").write_text(str(most))
         worker = os.fork()
         if worker:
             os.closerange(0, 2)
@@ -172,6 +181,17 @@ def enter(limits: Mapping[str, Any]) -> None:
 def _linux() -> tuple[int, ...]:
     """Return the first two numbers of the kernel's version."""
     return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
+
+
+def limit_of(status: int, limits: Mapping[str, Any], where: str) -> str | None:
+    """Return which of the ``limits``, set at ``where``, a process that ended with ``status`` went over."""
+    if status == TOO_MANY_PROCESSES:
+        return f"started more than {limits['processes']} processes ({where}.processes)"
+    if status == TOO_MUCH_MEMORY:
+        return f"held more than {limits['memory_gib']:g} GiB in all ({where}.memory_gib)"
+    if status == 128 + signal.SIGXCPU and "cpu_seconds" in limits:
+        return f"used more than {limits['cpu_seconds']:g} s of processor ({where}.cpu_seconds)"
+    return None
 
 
 def _reap_until(worker: int) -> int:
@@ -210,7 +230,8 @@ def supervise(worker: int, trainer: int, limits: Mapping[str, Any]) -> int:
 
 
 def _over_limit(worker: int, limits: Mapping[str, Any]) -> int | None:
-    most = limits["processes"] + 2  # two are ours
+    (more,) = struct.unpack_from("q", _more_processes)
+    most = limits["processes"] + min(more, limits.get("own_processes", 0)) + 2  # two are ours
     # Processes may come faster than they can be listed.
     family = [worker, *islice(_descendants(worker), most)]
     if len(family) > most:

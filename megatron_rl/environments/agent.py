@@ -18,15 +18,13 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, ClassVar
 
 from megatron_rl.environments.environment import Environment, Episode, Message, Truncated, WrongUse
 
 LARGEST_REQUEST = 2**23
 """Bytes of a request; more is a mistake."""
 MODEL = "policy"
-AGENT_FILES = 16
-"""Files open for an agent: the endpoint, its connections, and the pipes of the program and of its start."""
 _TOLD = 2000
 """Characters of what a program that failed wrote last, which are told."""
 _NOT_OFFERED = {"stream": (None, False), "n": (None, 1), "stop": (None, []), "response_format": (None,)}
@@ -226,6 +224,10 @@ class AgentEnvironment(Environment):
     """
 
     command: tuple[str, ...] = ()
+    # The endpoint, its connections, what the program reads and writes, and the pipes of its start.
+    own_files: ClassVar[int] = 16
+    # The program, and those that it runs at a time: a shell around it, tools.
+    own_processes: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         if type(self).lead is not AgentEnvironment.lead:
@@ -261,17 +263,33 @@ class AgentEnvironment(Environment):
 
 async def _run(command: Sequence[str], environment: Mapping[str, str], task: str) -> str:
     """Return what a program writes to standard output; it ends with all that it started."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
-    )
-    try:
-        written, errors = await process.communicate(task.encode())
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    if process.returncode:
-        words = errors.decode(errors="replace")[-_TOLD:]
-        raise RuntimeError(f"the agent ended with status {process.returncode}: {words}")
-    return written.decode(errors="replace")
+    # Not pipes: a child that the program leaves behind would hold them open.
+    with _memory("written") as written, _memory("errors") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=written,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            await process.communicate(task.encode())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if process.returncode:
+            words = _text(errors)[-_TOLD:]
+            raise RuntimeError(f"the agent ended with status {process.returncode}: {words}")
+        return _text(written)
+
+
+def _memory(name: str) -> IO[bytes]:
+    """Return a file in memory, which a process that may write no files has too."""
+    return open(os.memfd_create(name), "w+b", buffering=0)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

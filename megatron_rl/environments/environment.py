@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 ROLES = ("user", "tool", "system")
 """The roles of what an environment may say."""
@@ -132,7 +132,14 @@ class Episode:
 
 
 class Environment:
-    """Hold the policy's counterpart in one episode. Derive from it and define `run`."""
+    """Hold the policy's counterpart in one episode. Derive from it and define `run`.
+
+    ``own_files`` and ``own_processes`` are what each episode of the class has open and running by its nature:
+    they do not count among those that `rollout.environment.limits` allow a process of episodes.
+    """
+
+    own_files: ClassVar[int] = 0
+    own_processes: ClassVar[int] = 0
 
     async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
         """Lead the episode to its end and return its reward, or named numbers that hold ``reward``.

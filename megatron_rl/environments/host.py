@@ -17,9 +17,8 @@ from typing import Any
 
 from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.setting import value_errors
-from megatron_rl.contained.confinement import allow_files
+from megatron_rl.contained.confinement import allow_files, allow_processes
 from megatron_rl.contained.process import READY, Requests, load, told
-from megatron_rl.environments.agent import AGENT_FILES, AgentEnvironment
 from megatron_rl.environments.environment import Environment, Episode, Message, Opening, Truncated, WrongUse
 from megatron_rl.errors import UserError, UserErrors, each
 from megatron_rl.rewards.worker import EXCEPTION, SCORED, WRONG_TYPE, failed, scored
@@ -29,8 +28,8 @@ ASKS, ENDED, CLOSED, LIVES = "asks", "ended", "closed", "lives"
 WHERE = "rollout.environment"
 LOOP_FILES = 3
 """Files that the event loop of an episode has open, beside those that its environment opens."""
-MOST_OWN_FILES = LOOP_FILES + AGENT_FILES
-"""Files that an episode has open by itself at most: where its environment is an agent."""
+MOST_OWN = 32
+"""Files, and processes, of an environment's own at most: of one that says it has more, the rest count."""
 _THREAD_STACK = 2**20
 
 
@@ -49,8 +48,8 @@ def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> 
         return
     requests.reply({"kind": READY, "missing": missing})
     running: dict[int, _Running] = {}
-    agents = isinstance(make.func, type) and issubclass(make.func, AgentEnvironment)
-    loops = _Loops(limits["files"], MOST_OWN_FILES if agents else LOOP_FILES)
+    environment: Any = make.func
+    loops = _Loops(limits["files"], LOOP_FILES + environment.own_files, environment.own_processes)
     lock = threading.Lock()
 
     def reply(frame: Mapping[str, Any]) -> None:
@@ -113,11 +112,13 @@ def factory(spec: str, settings: Mapping[str, Any]) -> partial[Environment]:
 class _Loops:
     """The event loops of all episodes.
 
-    The files ``each`` episode has open by itself do not count among the ``files`` that limits allow.
+    The ``own_files`` and ``own_processes`` of each episode do not count among what limits allow, which is
+    ``files`` of the first.
     """
 
-    def __init__(self, files: int, each: int) -> None:
-        self._files, self._each, self._open, self._lock = files, each, 0, threading.Lock()
+    def __init__(self, files: int, own_files: int, own_processes: int) -> None:
+        self._files, self._own_files, self._own_processes = files, own_files, own_processes
+        self._open, self._lock = 0, threading.Lock()
 
     def open(self) -> asyncio.AbstractEventLoop:
         """Return a further loop."""
@@ -132,7 +133,8 @@ class _Loops:
     def _allow(self, loops: int) -> None:
         with self._lock:
             self._open += loops
-            allow_files(self._files + self._open * self._each)
+            allow_files(self._files + self._open * self._own_files)
+            allow_processes(self._open * self._own_processes)
 
 
 class _Running:

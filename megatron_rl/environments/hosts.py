@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.config.sections.rollout import EnvironmentConfig
+from megatron_rl.contained.confinement import limit_of
 from megatron_rl.contained.process import ContainedProcess, LoadFailed, kill_all
 from megatron_rl.environments import host as protocol
 from megatron_rl.environments.environment import KEYS, LARGEST_OBSERVATION, ROLES, Opening
@@ -100,7 +101,8 @@ class Hosts:
         limits = {
             **asdict(self.config.limits),
             "loopback": True,  # an agent speaks with its endpoint
-            "own_files": protocol.MOST_OWN_FILES * MOST_EPISODES,
+            "own_files": protocol.MOST_OWN * MOST_EPISODES,
+            "own_processes": protocol.MOST_OWN * MOST_EPISODES,
         }
         process = ContainedProcess("megatron_rl.environments.host:serve", limits)
         try:
@@ -243,7 +245,8 @@ class Hosts:
         """Find the episode that ended or stopped a process: the one at work, else each is tried alone."""
         suspects = [episode for episode in host.episodes.values() if episode.since is not None]
         status = self._replace(host, events)
-        words = host.process.disorder or f"its process ended with status {status}"
+        over = limit_of(status, asdict(self.config.limits), f"{protocol.WHERE}.limits")
+        words = host.process.disorder or over or f"its process ended with status {status}"
         words = self._late_words() if reason == TIMEOUT else words
         for episode in suspects:
             if episode.alone or len(suspects) == 1:

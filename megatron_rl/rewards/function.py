@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import selectors
-import signal
 import time
 import weakref
 from collections import Counter, deque
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.sections.rewards import CodeConfig, RewardConfig
-from megatron_rl.contained.confinement import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
+from megatron_rl.contained.confinement import limit_of
 from megatron_rl.contained.process import ContainedProcess, LoadFailed, kill_all
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
@@ -304,17 +303,12 @@ class FunctionReward:
 
     def _why(self, worker: Worker, reason: str, status: int) -> tuple[str, str]:
         """Return the reason and the message of a sample on which a worker had to be replaced."""
-        limits, where = self.config.limits, f"{self._where}.limits"
         if reason == TIMEOUT:
             return TIMEOUT, f"ran longer than {self.config.timeout:g} s"
         if worker.process.disorder is not None:
             return DISORDER, worker.process.disorder
-        if status == TOO_MANY_PROCESSES:
-            return LIMIT, f"started more than {limits.processes} processes ({where}.processes)"
-        if status == TOO_MUCH_MEMORY:
-            return LIMIT, f"held more than {limits.memory_gib:g} GiB in all ({where}.memory_gib)"
-        if status == 128 + signal.SIGXCPU:
-            return LIMIT, f"used more than {limits.cpu_seconds:g} s of processor ({where}.cpu_seconds)"
+        if words := limit_of(status, asdict(self.config.limits), f"{self._where}.limits"):
+            return LIMIT, words
         return CRASHED, f"the worker process ended with status {status}"
 
     def close(self) -> None:

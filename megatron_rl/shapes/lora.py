@@ -39,7 +39,7 @@ class Lora(NamedTuple):
 
 def adapters_in_words(rank: int, alpha: float, targets: Sequence[str]) -> str:
     """Return what a checkpoint says of a model's adapters."""
-    return f"rank {rank}, alpha {alpha:g} on {', '.join(targets)}"
+    return f"rank {rank}, alpha {alpha:g} on {', '.join(name for name in TARGETS if name in targets)}"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from test_conversations import STOP, TOKENIZER, logits, prompts, turns_of
 from megatron_rl.config.sections.limits import LimitsConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
+from megatron_rl.contained.process import ContainedProcess
 from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.environments.hosts import Hosts, environment_errors
@@ -43,7 +44,7 @@ for turn in range(3):
 print(json.dumps({"turns": 3}))
 """
 PLAIN = """
-import json, os, sys, time, urllib.request, urllib.error
+import json, os, subprocess, sys, time, urllib.request, urllib.error
 
 way = json.load(sys.stdin)["prompt"]
 
@@ -64,6 +65,8 @@ first = [{"role": "user", "content": "1+2="}]
 said = ask(first)
 if way == "crash":
     sys.exit("no more")
+if way == "child":
+    subprocess.Popen(["sleep", "1000"])
 if way == "hang":
     time.sleep(1000)
 if way == "odd":
@@ -98,7 +101,7 @@ def play(tmp_path: Path):
     made: list[Hosts] = []
 
     def run(
-        source: str, texts: list[str], samples: int = 1, seconds: float = 100.0, files: int = 256
+        source: str, texts: list[str], samples: int = 1, seconds: float = 100.0, **limits: int
     ) -> Episodes:
         (tmp_path / "agent.py").write_text(source)
         settings = {"command": [sys.executable, str(tmp_path / "agent.py")]}
@@ -106,7 +109,7 @@ def play(tmp_path: Path):
             f"{tmp_path / 'judged.py'}:Judged",
             max_turns=5,
             turn_timeout=seconds,
-            limits=LimitsConfig(files=files),
+            limits=LimitsConfig(**limits),
             settings=settings,
         )
         made.append(Hosts(config))
@@ -139,23 +142,27 @@ def test_two_agents_at_once_with_the_plain_client_of_openai(play):
 
 
 def test_what_agents_do_wrong_is_their_own_failure_and_never_a_reward(play):
-    rollouts = play(PLAIN, ["crash", "hang", "odd", "long", "silent"], seconds=20.0).rollouts
-    crash, hang, odd, long, silent = rollouts.outcomes
+    rollouts = play(PLAIN, ["crash", "hang", "odd", "long", "silent", "child"], seconds=20.0).rollouts
+    crash, hang, odd, long, silent, child = rollouts.outcomes
     assert (crash.failure, hang.failure) == ("exception", "timeout")
     assert "status 1" in crash.message and "no more" in crash.message
     assert (odd.failure, odd.reward) == (None, 1), odd.message
     assert (long.failure, long.reward) == (None, None), "an episode without a turn left has not failed"
     assert (silent.failure, silent.reward) == ("exception", None), "nothing was sampled that could be judged"
     assert "without a turn" in silent.message
-    ends = [FINISH_FAILED, FINISH_FAILED, FINISH_STOP, FINISH_LENGTH, FINISH_FAILED]
+    assert (child.failure, child.reward) == (None, 1), "its end was not seen while a child of it lived"
+    ends = [FINISH_FAILED, FINISH_FAILED, FINISH_STOP, FINISH_LENGTH, FINISH_FAILED, FINISH_STOP]
     assert rollouts.finish_reason.tolist() == ends
 
 
-def test_more_agents_work_at_once_than_a_process_may_open_files(play):
-    rollouts = play(
-        PLAIN.replace("said =", "time.sleep(0.5)\nsaid ="), ["good"], samples=12, files=16
-    ).rollouts
+def test_more_agents_work_at_once_than_a_process_may_open_files_and_start_processes(play, monkeypatch):
+    lost: list[ContainedProcess] = []
+    kill = ContainedProcess.kill
+    monkeypatch.setattr(ContainedProcess, "kill", lambda process: lost.append(process) or kill(process))
+    source = PLAIN.replace("said =", "time.sleep(0.5)\nsaid =")
+    rollouts = play(source, ["good"], samples=12, files=16, processes=1).rollouts
     assert [outcome.failure for outcome in rollouts.outcomes] == [None] * 12, rollouts.outcomes
+    assert not lost, "the process of all agents ended, and each was tried alone"
 
 
 TOOLS = (
