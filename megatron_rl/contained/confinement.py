@@ -262,6 +262,23 @@ def end_descendants() -> None:
             return
 
 
+def end_started_with(entry: str) -> None:
+    """Kill each process that began with the ``entry``, as NAME=value, in its environment."""
+    ended: set[int] = set()
+    while found := set(_started_with(entry.encode())) - ended:  # they may have started others meanwhile
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        ended |= found
+
+
+def _started_with(entry: bytes) -> Iterator[int]:
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if entry in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+                yield int(process)
+
+
 def _descendants(process: int) -> Iterator[int]:
     """Yield the descendants of a process; those whose parents ended are its own children by then."""
     with contextlib.suppress(OSError):

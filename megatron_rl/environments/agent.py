@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -20,13 +21,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import IO, Any, ClassVar
 
+from megatron_rl.contained.confinement import end_started_with
 from megatron_rl.environments.environment import Environment, Episode, Message, Truncated, WrongUse
 
 LARGEST_REQUEST = 2**23
 """Bytes of a request; more is a mistake."""
 MODEL = "policy"
 _TOLD = 2000
-"""Characters of what a program that failed wrote last, which are told."""
+"""Bytes of what a program that failed wrote last, which are told."""
 _NOT_OFFERED = {"stream": (None, False), "n": (None, 1), "stop": (None, []), "response_format": (None,)}
 """What a request may ask for that the endpoint has not, and the values that mean that it does not ask."""
 
@@ -241,7 +243,7 @@ class AgentEnvironment(Environment):
         """Lead an episode as a client of ``base_url``; return what `judge` is to know of it."""
         names = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "NO_PROXY": "127.0.0.1"}
         task = {"prompt": episode.prompt, "metadata": dict(episode.metadata), "seed": episode.seed}
-        return await _run(self.command, os.environ | names, json.dumps(task))
+        return await _run(self.command, names, json.dumps(task))
 
     async def judge(self, episode: Episode, written: str) -> float | Mapping[str, float] | None:
         """Return the reward of an episode whose agent wrote ``written``; None leaves it to others."""
@@ -261,8 +263,11 @@ class AgentEnvironment(Environment):
         return await self.judge(episode, written)
 
 
-async def _run(command: Sequence[str], environment: Mapping[str, str], task: str) -> str:
-    """Return what a program writes to standard output; it ends with all that it started."""
+async def _run(command: Sequence[str], names: Mapping[str, str], task: str) -> str:
+    """Return what a program with ``names`` in its environment writes to standard output.
+
+    It ends with all that it started, which has the same key: nobody else has it.
+    """
     # Not pipes: a child that the program leaves behind would hold them open.
     with _memory("written") as written, _memory("errors") as errors:
         process = await asyncio.create_subprocess_exec(
@@ -270,7 +275,7 @@ async def _run(command: Sequence[str], environment: Mapping[str, str], task: str
             stdin=asyncio.subprocess.PIPE,
             stdout=written,
             stderr=errors,
-            env=environment,
+            env=os.environ | names,
             start_new_session=True,
         )
         try:
@@ -278,18 +283,22 @@ async def _run(command: Sequence[str], environment: Mapping[str, str], task: str
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            end_started_with(f"OPENAI_API_KEY={names['OPENAI_API_KEY']}")  # in whatever session
             await process.wait()
         if process.returncode:
-            words = _text(errors)[-_TOLD:]
+            words = _text(errors, max(0, os.fstat(errors.fileno()).st_size - _TOLD))
             raise RuntimeError(f"the agent ended with status {process.returncode}: {words}")
         return _text(written)
 
 
 def _memory(name: str) -> IO[bytes]:
     """Return a file in memory, which a process that may write no files has too."""
-    return open(os.memfd_create(name), "w+b", buffering=0)
+    memory = os.memfd_create(name)
+    # A program that opens its /dev/stderr anew begins the file again; what it writes to the old one follows.
+    fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
+    return open(memory, "w+b", buffering=0)
 
 
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
+def _text(file: IO[bytes], start: int = 0) -> str:
+    file.seek(start)
     return file.read().decode(errors="replace")

@@ -29,7 +29,9 @@ WHERE = "rollout.environment"
 LOOP_FILES = 3
 """Files that the event loop of an episode has open, beside those that its environment opens."""
 MOST_OWN = 32
-"""Files, and processes, of an environment's own at most: of one that says it has more, the rest count."""
+"""Files, and processes, of an environment's own that limits leave room for, times the most episodes."""
+LARGEST_OWN = 4096
+"""Files, or processes, of its own that an environment may say it has."""
 _THREAD_STACK = 2**20
 
 
@@ -90,6 +92,16 @@ def factory(spec: str, settings: Mapping[str, Any]) -> partial[Environment]:
             got="def run",
             fix="write async def, and await episode.generate()",
         )
+    for name in ("own_files", "own_processes"):
+        count = getattr(cls, name)
+        if not (isinstance(count, int) and 0 <= count <= LARGEST_OWN):
+            raise UserError(
+                f"{spec}.{name} is no number of what an episode has",
+                where=f"{WHERE}.name",
+                expected=f"{name}: ClassVar[int], 0 to {LARGEST_OWN}",
+                got=f"{count!r:.80}",
+                fix="correct the class",
+            )
     values = dict(settings)
     if is_dataclass(cls):
         made = parse_settings(cls, settings, WHERE)

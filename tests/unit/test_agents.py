@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.contained.process import ContainedProcess
 from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import build_tokenizer
+from megatron_rl.environments.agent import _run
 from megatron_rl.environments.hosts import Hosts, environment_errors
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.roles.rollout import Dealt
@@ -101,7 +105,7 @@ def play(tmp_path: Path):
     made: list[Hosts] = []
 
     def run(
-        source: str, texts: list[str], samples: int = 1, seconds: float = 100.0, **limits: int
+        source: str, texts: list[str], samples: int = 1, seconds: float = 100.0, **limits: Any
     ) -> Episodes:
         (tmp_path / "agent.py").write_text(source)
         settings = {"command": [sys.executable, str(tmp_path / "agent.py")]}
@@ -163,6 +167,25 @@ def test_more_agents_work_at_once_than_a_process_may_open_files_and_start_proces
     rollouts = play(source, ["good"], samples=12, files=16, processes=1).rollouts
     assert [outcome.failure for outcome in rollouts.outcomes] == [None] * 12, rollouts.outcomes
     assert not lost, "the process of all agents ended, and each was tried alone"
+
+
+def run(script: str) -> str:
+    return asyncio.run(_run(("sh", "-c", script), {"OPENAI_API_KEY": "of this test"}, "{}"))
+
+
+def test_a_program_ends_with_what_it_started_in_another_session():
+    left = Path("/proc") / run("setsid sleep 1000 & echo $!; sleep 0.1").strip() / "cmdline"
+    until = time.monotonic() + 5
+    while left.exists() and left.read_bytes():  # one that has ended, and nobody asked for, has no command
+        assert time.monotonic() < until, "it lives, and counts among the processes of other episodes"
+        time.sleep(0.01)
+
+
+def test_the_last_words_of_a_program_are_told_whole():
+    with pytest.raises(RuntimeError, match=r"status 1: two\nthree\n$"):
+        run("echo something long >&2; echo two > /dev/stderr; echo three >&2; exit 1")
+    with pytest.raises(RuntimeError, match=r"status 1: x{1999}\n$"):
+        run("printf '%09000d\n' 0 | tr 0 x >&2; exit 1")
 
 
 TOOLS = (
@@ -236,3 +259,12 @@ def test_an_agent_that_cannot_be_started_is_found_by_check(settings, words):
     [error] = environment_errors(EnvironmentConfig("megatron_rl:AgentEnvironment", settings=settings))
     assert words in str(error)
     assert STOP
+
+
+@pytest.mark.parametrize("value", ["-1", "'3'", "10**30"])
+@pytest.mark.parametrize("name", ["own_files", "own_processes"])
+def test_a_class_that_counts_what_is_its_own_wrong_is_found_by_check(tmp_path: Path, name, value):
+    (tmp_path / "judged.py").write_text(f"{JUDGED}    {name} = {value}\n")
+    settings = {"command": [sys.executable]}
+    [error] = environment_errors(EnvironmentConfig(f"{tmp_path / 'judged.py'}:Judged", settings=settings))
+    assert f"Judged.{name}" in str(error)
