@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.parallel import device
+from megatron_rl.parallel import device, layers
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.model import ParallelModel, build_model, live_parameters
 from tests.hf_models import config_of
@@ -34,17 +34,21 @@ def saved_bytes(model: ParallelModel) -> int:
 
 
 def layer_bytes(family: str, groups: ParallelGroups, dtype: torch.dtype, recompute: str) -> tuple[float, Any]:
-    """Return the bytes one layer saves per token, as the difference of two depths, and the model's shape."""
+    """Return the bytes one layer saves per token, as the difference of two depths, and the model's shape.
+
+    Keys are repeated as on the accelerators that are counted for, which the host's attention need not.
+    """
+    setattr(layers, "_takes_grouped_keys", lambda query: False)
     changes: dict[str, Any] = {}
     if family == "qwen3-moe":
         changes["mlp_only_layers"] = []
     if family.startswith("deepseek"):
         changes["first_k_dense_replace"] = 0
     totals, shape = [], None
-    for layers in (2, 4):
+    for depth in (2, 4):
         if family == "gemma3":
-            changes["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
-        config = config_of(family, num_hidden_layers=layers, **changes)
+            changes["layer_types"] = ["sliding_attention", "full_attention"] * (depth // 2)
+        config = config_of(family, num_hidden_layers=depth, **changes)
         model = build_model(config, groups, dtype=dtype, recompute=recompute)
         totals.append(saved_bytes(model))
         shape = model.spec.model.shape

@@ -265,11 +265,11 @@ def end_descendants() -> None:
 def end_started_with(entry: str) -> None:
     """Kill each process that began with the ``entry``, as NAME=value, in its environment."""
     ended: set[int] = set()
-    while found := set(_started_with(entry.encode())) - ended:  # they may have started others meanwhile
-        for process in found:
+    while living := set(_started_with(entry.encode())) - ended:  # they may have started others meanwhile
+        for process in living:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        ended |= found
+        ended |= living
 
 
 def _started_with(entry: bytes) -> Iterator[int]:

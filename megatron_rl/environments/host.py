@@ -29,7 +29,7 @@ WHERE = "rollout.environment"
 LOOP_FILES = 3
 """Files that the event loop of an episode has open, beside those that its environment opens."""
 MOST_OWN = 32
-"""Files, and processes, of an environment's own that limits leave room for, times the most episodes."""
+"""Files, or processes, of an episode's own that limits leave room for, times the most episodes."""
 LARGEST_OWN = 4096
 """Files, or processes, of its own that an environment may say it has."""
 _THREAD_STACK = 2**20

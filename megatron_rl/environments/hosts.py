@@ -22,6 +22,8 @@ GRACE_SECONDS = 2.0
 
 MOST_EPISODES = 2**14
 """Episodes of a process whose event loops do not count among the files that ``limits`` allow."""
+MOST_PROGRAMS = 2**10
+"""Episodes of a process whose own programs do not count among the processes, which the kernel bounds too."""
 
 
 class Asks(NamedTuple):
@@ -102,7 +104,7 @@ class Hosts:
             **asdict(self.config.limits),
             "loopback": True,  # an agent speaks with its endpoint
             "own_files": protocol.MOST_OWN * MOST_EPISODES,
-            "own_processes": protocol.MOST_OWN * MOST_EPISODES,
+            "own_processes": protocol.MOST_OWN * MOST_PROGRAMS,
         }
         process = ContainedProcess("megatron_rl.environments.host:serve", limits)
         try:

@@ -249,7 +249,12 @@ LORA = ("actor.lora.rank=4", "actor.lora.targets=[linear_qkv]")
         (("actor.lora.rank=8", LORA[1]), "other adapters", "rank 8, alpha 8 on linear_qkv"),
         ((*LORA, "actor.lora.alpha=2.5"), "other adapters", "rank 4, alpha 2.5 on linear_qkv"),
         (LORA[:1], "other adapters", "rank 4, alpha 4 on linear_qkv, linear_proj, linear_fc1, linear_fc2"),
-        ((), "other adapters", "None"),
+        ((), "other adapters", "none"),
+        (
+            ("actor.lora.rank=4", "actor.lora.targets=[linear_fc1,linear_qkv]"),
+            "other adapters",
+            "rank 4, alpha 4 on linear_qkv, linear_fc1",
+        ),
         ((*LORA, "actor.optimizer.distributed=false"), "another optimizer", "replicated"),
         ((*LORA, "model.dtype=bfloat16"), "another dtype", "bfloat16"),
     ],
