@@ -177,7 +177,11 @@ def _write(file: Path, encoded: Encoded) -> None:
             writer.write_batch(batch)
 
     # Where locks do not reach from host to host, two may write the same at once.
-    temporary = file.with_name(f"{file.name}.{socket.gethostname()}.{os.getpid()}")
+    of_host = f"{file.name}.{socket.gethostname()}."
+    for leftover in file.parent.iterdir():
+        if leftover.name.startswith(of_host):  # by a job that was killed: this host's others wait for the lock
+            leftover.unlink(missing_ok=True)
+    temporary = file.with_name(f"{of_host}{os.getpid()}")
     try:
         replace_file(temporary, write)
         os.replace(temporary, file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -328,7 +329,10 @@ def test_processes_tokenise_a_data_set_once(tokenizer: Any, tmp_path: Path) -> N
     assert mapped.next(3).metadata == alone.next(3).metadata and not told
     (file,) = (tmp_path / "tokens").glob("*.arrow")
     file.write_bytes(file.read_bytes()[:-100])
+    cut = file.with_name(f"{file.name}.{socket.gethostname()}.1.part")
+    cut.write_bytes(b"of a job that was killed while it wrote")
     assert same(prompts(files).everything(), alone.everything()) and not told, "a damaged file is made again"
+    assert not cut.exists()
     path.write_text(path.read_text() + path.read_text())
     assert len(prompts(files)) == 20, "another content is another data set"
     blocked = TokenFiles(made / "tokens", told.append)
