@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -30,6 +31,7 @@ STANDIN = ROOT / "tests/te_standin"
 LAUNCH_SECONDS = 300.0
 settings.register_profile("untimed", deadline=None)  # a busy machine says nothing of an example
 settings.load_profile("untimed")
+GIVEN_PORTS: set[int] = set()
 NOT_LOOKED_AT = pytest.StashKey[list[str]]()
 
 
@@ -48,10 +50,17 @@ class Launch:
 
 
 def free_port() -> int:
-    """Return a TCP port that no process listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a TCP port that no process listens on, of those that Linux gives to nobody who asks for any.
+
+    So it is still free when it is bound, which may be a minute later, and no two of a test are the same.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = 10_000 + secrets.randbelow(22_000)  # not ``random``, which tests seed
+            probe.bind(("127.0.0.1", port))
+            if port not in GIVEN_PORTS:
+                GIVEN_PORTS.add(port)
+                return port
 
 
 def launch_environment(*packages: Path) -> dict[str, str]:

@@ -179,7 +179,7 @@ def _write(file: Path, encoded: Encoded) -> None:
     # Where locks do not reach from host to host, two may write the same at once.
     of_host = f"{file.name}.{socket.gethostname()}."
     for leftover in file.parent.iterdir():
-        if leftover.name.startswith(of_host):  # by a job that was killed: this host's others wait for the lock
+        if leftover.name.startswith(of_host):  # of a killed job: others of this host wait for the lock
             leftover.unlink(missing_ok=True)
     temporary = file.with_name(f"{of_host}{os.getpid()}")
     try:
