@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -23,6 +25,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.nn.functional import silu
 
 from megatron_rl.config.derive import has_transformer_engine
@@ -186,8 +189,9 @@ def set_up(path: Path, distributed: bool = True) -> tuple[list[Any], Any, Any]:
 
 @contextmanager
 def own_groups() -> Iterator[None]:
-    """Have Megatron's process-global groups, as a training script makes them."""
+    """Have Megatron's process-global groups, as a training script makes them, and close their connections."""
     device.initialize()
+    before = set(distributed_c10d._world.pg_map)
     state: Any = parallel_state
     buffer, state._GLOBAL_MEMORY_BUFFER = state._GLOBAL_MEMORY_BUFFER, None
     with device.megatron_mode():
@@ -197,3 +201,6 @@ def own_groups() -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         state._GLOBAL_MEMORY_BUFFER = buffer
+        for group in set(distributed_c10d._world.pg_map) - before:
+            dist.destroy_process_group(group)
+        gc.collect()  # models and what refers to them from their groups are cycles
