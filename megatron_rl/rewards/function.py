@@ -42,6 +42,13 @@ class Failure(NamedTuple):
     message: str
 
 
+def ending(message: str, most: int) -> str:
+    """Return the last whole lines of a message that ``most`` characters hold, or the end of its last one."""
+    text = message.strip()
+    end = text[-most:]
+    return end if len(text) <= most else end.partition("\n")[2] or end
+
+
 @dataclass(frozen=True)
 class RewardResult:
     """Hold what is said of B samples, as ``answers`` and as tensors; ``measured`` is what judging took."""

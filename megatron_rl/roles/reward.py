@@ -23,6 +23,7 @@ from megatron_rl.rewards.function import (
     RewardResult,
     Sample,
     code_reward,
+    ending,
 )
 from megatron_rl.rewards.network import HttpReward, JudgeReward
 from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS, Answer
@@ -32,6 +33,8 @@ from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts, 
 
 COMPONENT = "component/"
 NO_REWARD = "no_reward"
+LONGEST_REASON = 600
+"""Characters of a failure's message that are stored beside its sample."""
 _SILENT = "the environment returned no reward, and nothing else judges"
 
 
@@ -106,13 +109,17 @@ EarlyAnswers = Mapping[str, Mapping[int, Answer]]
 
 
 class Judgement(NamedTuple):
-    """Hold what the scorer ``name`` says of this rank's share of the rows, and ``weight`` of its rewards."""
+    """Hold what the scorer ``name`` says of this rank's share of the rows, and ``weight`` of its rewards.
+
+    ``reasons`` say of each row that failed on any rank why.
+    """
 
     name: str
     weight: float
     shard: RowShard
     metrics: Metrics
     failures: tuple[Failure, ...]
+    reasons: Mapping[int, str]
 
 
 class RewardRole:
@@ -195,7 +202,7 @@ class RewardRole:
         scorer: Scorer,
         known: Mapping[int, Answer],
         members: Members,
-    ) -> tuple[RowShard, Metrics, tuple[Failure, ...]]:
+    ) -> tuple[RowShard, Metrics, tuple[Failure, ...], dict[int, str]]:
         failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
         asked = [row for row in rows if row not in known and not failed[row]]
         new = scorer.score(self._samples(prompts, rollouts, asked, scorer.takes))
@@ -209,9 +216,12 @@ class RewardRole:
         rewards = torch.full((len(rows),), float("nan"))
         rewards[index] = result.rewards
         values = {"rewards": rewards}
-        reasons = {failure.reason for failure in result.failures}
+        failures = {
+            judged[failure.row]: (failure.reason, ending(failure.message, LONGEST_REASON))
+            for failure in result.failures
+        }
         # Every rank must name the same fields, whatever its own samples returned.
-        names, others = zip(*members.gather_objects((set(result.components), reasons)), strict=True)
+        names, others = zip(*members.gather_objects((set(result.components), failures)), strict=True)
         for name in sorted(set().union(*names)):
             component = torch.full((len(rows),), float("nan"))
             if name in result.components:
@@ -219,7 +229,9 @@ class RewardRole:
             values[COMPONENT + name] = component
         no_tokens = torch.zeros(len(rows), dtype=torch.long)
         shard = RowShard(torch.tensor(rows, dtype=torch.long), no_tokens, {}, values)
-        return shard, result.metrics(set().union(*others)), result.failures
+        reasons = {row: words for failures in others for row, words in failures.items()}
+        metrics = result.metrics({kind for kind, _ in reasons.values()})
+        return shard, metrics, result.failures, {row: ": ".join(words) for row, words in reasons.items()}
 
     def _samples(
         self, prompts: PromptBatch, rollouts: Rollouts, rows: list[int], takes: frozenset[str]

@@ -100,6 +100,7 @@ def _joined(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
         PromptBatch.concatenate([batch.prompts for batch in rounds]),
         Rollouts.concatenate(shifted),
         scores,
+        tuple(reason for batch in rounds for reason in batch.reasons),
         merge(batch.metrics for batch in rounds),
         tuple(failure for batch in rounds for failure in batch.failures),
     )

@@ -49,7 +49,8 @@ class EvaluationSet:
 class EvaluationResult:
     """Hold graded answers, the same value on every rank; ``prompts`` has one entry per answer.
 
-    ``failures`` are examples of what rewards and evaluators failed on, each with its name; of this rank.
+    ``reasons`` as of a `ScoredBatch`. ``failures`` are examples of what rewards and evaluators failed on,
+    each with its name; of this rank.
     """
 
     name: str
@@ -57,6 +58,7 @@ class EvaluationResult:
     prompts: PromptBatch
     rollouts: Rollouts
     rewards: torch.Tensor
+    reasons: tuple[str | None, ...]
     failures: tuple[tuple[str, Failure], ...]
 
 
@@ -126,7 +128,7 @@ def _graded(roles: Roles, asked: EvaluationSet, rollouts: Rollouts, everyone: Me
     if asked.reward is not None:
         roles = replace(roles, reward=asked.reward, reward_models=())
     rows = asked.prompts.repeat(samples)
-    scores, _, failed_rewards = judge(roles, rows, rollouts, everyone)
+    scores, reasons, _, failed_rewards = judge(roles, rows, rollouts, everyone)
     rewards, valid = scores.rewards, scores.valid
     marks = rewards if roles.one_judge else scores.components[roles.reward.leading]
     right = valid & (marks >= FULL_MARKS)
@@ -143,7 +145,7 @@ def _graded(roles: Roles, asked: EvaluationSet, rollouts: Rollouts, everyone: Me
         said, failed = _evaluated(f"{name}/{key}", role, rows, rollouts, everyone)
         metrics += said
         failures += [(f"evaluator {key}", failure) for failure in of_each_kind(failed)]
-    return EvaluationResult(asked.name, metrics, rows, rollouts, rewards, tuple(failures))
+    return EvaluationResult(asked.name, metrics, rows, rollouts, rewards, reasons, tuple(failures))
 
 
 def _measured(

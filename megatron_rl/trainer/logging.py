@@ -67,7 +67,9 @@ def write_rollouts(
     for name, values in columns.items():
         rows = list(values[:limit])
         try:
-            arrays[name] = pyarrow.array(rows)
+            array = pyarrow.array(rows)
+            # Nothing but None, such as failures where none failed: text, as in files of other steps.
+            arrays[name] = array.cast(pyarrow.string()) if array.null_count == count else array
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
             arrays[name] = pyarrow.array([json.dumps(row, default=str) for row in rows])
     table = pyarrow.table(arrays)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.function import Failure
+from megatron_rl.rewards.function import Failure, ending
 from megatron_rl.types import Outcome
 
 SHOWN_FAILURES = 4
@@ -21,13 +21,6 @@ def of_each_kind(failures: Iterable[Failure]) -> list[Failure]:
         last_line = failure.message.strip().rpartition("\n")[2]
         first.setdefault((failure.reason, last_line.partition(":")[0]), failure)
     return list(first.values())[:SHOWN_FAILURES]
-
-
-def ending(message: str, most: int) -> str:
-    """Return the last whole lines of a message that ``most`` characters hold, or the end of its last one."""
-    text = message.strip()
-    end = text[-most:]
-    return end if len(text) <= most else end.partition("\n")[2] or end
 
 
 def never_asked(reward: RewardConfig, outcomes: Sequence[Outcome | None] | None) -> str | None:

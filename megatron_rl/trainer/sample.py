@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,13 +20,7 @@ from megatron_rl.roles.reward import COMPONENT, EarlyAnswers
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout import episodes
 from megatron_rl.rollout.episodes import Added, Episodes, Settled, Sweep
-from megatron_rl.types import (
-    FINISH_FAILED,
-    PromptBatch,
-    Rollouts,
-    Scores,
-    row_counts,
-)
+from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, Scores, row_counts
 
 _RENDEZVOUS = itertools.count(1)
 """Numbers of open sweeps, equal on all ranks, of all sources that use the job's store."""
@@ -56,6 +50,8 @@ class SampledBatch:
     early: EarlyAnswers = field(default_factory=dict)
 
 
+NO_RESPONSE = "the engine gave no response"
+NO_SCORE = "a score, or their sum, is not finite"
 BASELINES = ("baseline_rewards", "baseline_lengths")
 
 
@@ -63,12 +59,14 @@ BASELINES = ("baseline_rewards", "baseline_lengths")
 class ScoredBatch:
     """Hold rows with their rewards, the same value on every rank; ``prompts`` has one entry per row.
 
-    ``metrics`` are of making them, and with ``failures``, the rewards that failed, of this rank alone.
+    ``reasons`` [B] say why a row has no reward, None where it has one. ``metrics`` are of making the rows,
+    and with ``failures``, the rewards that failed, of this rank alone.
     """
 
     prompts: PromptBatch
     rollouts: Rollouts
     scores: Scores
+    reasons: tuple[str | None, ...]
     metrics: Metrics = field(default_factory=Metrics)
     failures: tuple[Failure, ...] = ()
 
@@ -83,7 +81,8 @@ class ScoredBatch:
             **{name: values[index] for name, values in baselines.items() if values is not None},
         )
         rollouts = self.rollouts.rows(ids)
-        return ScoredBatch(self.prompts.rows(ids), rollouts, scores, self.metrics, self.failures)
+        reasons = tuple(self.reasons[row] for row in ids)
+        return ScoredBatch(self.prompts.rows(ids), rollouts, scores, reasons, self.metrics, self.failures)
 
 
 class RolloutSource:
@@ -325,17 +324,27 @@ def grade(roles: Roles, sampled: SampledBatch, members: Members) -> ScoredBatch:
     """Judge the responses, and the greedy ones that they are compared with. Collective over the members."""
     samples = len(sampled.rollouts) // max(len(sampled.prompts), 1)
     prompts = sampled.prompts.repeat(samples)
-    scores, metrics, failures = judge(roles, prompts, sampled.rollouts, members, sampled.early)
+    judged = judge(roles, prompts, sampled.rollouts, members, sampled.early)
+    scores, metrics, failures = judged.scores, sampled.metrics + judged.metrics, judged.failures
     if sampled.greedy is not None:
-        greedy, greedy_metrics, greedy_failures = judge(roles, sampled.prompts, sampled.greedy, members)
+        greedy = judge(roles, sampled.prompts, sampled.greedy, members)
         counts = row_counts(sampled.greedy.response_mask, sampled.greedy.lengths)
         scores = replace(
             scores,
-            baseline_rewards=greedy.rewards.repeat_interleave(samples),
+            baseline_rewards=greedy.scores.rewards.repeat_interleave(samples),
             baseline_lengths=counts.repeat_interleave(samples),
         )
-        metrics, failures = metrics + greedy_metrics, failures + greedy_failures
-    return ScoredBatch(prompts, sampled.rollouts, scores, sampled.metrics + metrics, failures)
+        metrics, failures = metrics + greedy.metrics, failures + greedy.failures
+    return ScoredBatch(prompts, sampled.rollouts, scores, judged.reasons, metrics, failures)
+
+
+class Judged(NamedTuple):
+    """Hold what all judges say of rows, see `ScoredBatch`."""
+
+    scores: Scores
+    reasons: tuple[str | None, ...]
+    metrics: Metrics
+    failures: tuple[Failure, ...]
 
 
 def judge(
@@ -344,7 +353,7 @@ def judge(
     rollouts: Rollouts,
     members: Members,
     early: EarlyAnswers | None = None,
-) -> tuple[Scores, Metrics, tuple[Failure, ...]]:
+) -> Judged:
     """Put what scorers and reward models say of each row together into one reward.
 
     A row is valid where every judge gave a finite score. Several are summed, each times its weight, and are
@@ -356,7 +365,9 @@ def judge(
     judgements = roles.reward.infer(prompts, rollouts, members, early)
     parts: list[torch.Tensor] = []
     components: dict[str, torch.Tensor] = {}
-    for name, weight, shard, *_ in judgements:
+    reasons: dict[int, str] = {}
+    for name, weight, shard, *_, told in judgements:
+        reasons = {**told, **reasons}
         values = dict(members.gather_rows(shard).values)
         score, prefix = values.pop("rewards"), "" if roles.one_judge else f"{name}/"
         parts.append(score if roles.one_judge else weight * score)
@@ -370,7 +381,10 @@ def judge(
     rewards = rewards.masked_fill(~valid, float("nan"))
     metrics = Metrics.mean("reward/invalid", float((~valid).sum()), float(len(valid)))
     metrics += merge(judgement.metrics for judgement in judgements)
-    return Scores(rewards, valid, components), metrics, sum((one.failures for one in judgements), ())
+    said = [NO_RESPONSE if finish == FINISH_FAILED else NO_SCORE for finish in rollouts.finish_reason]
+    words = tuple(None if valid[row] else reasons.get(row, said[row]) for row in range(len(valid)))
+    failures = sum((one.failures for one in judgements), ())
+    return Judged(Scores(rewards, valid, components), words, metrics, failures)
 
 
 def _greedy(prompts: PromptBatch) -> PromptBatch:

@@ -9,13 +9,13 @@ from typing import Any
 
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.parallel.exchange import gather_objects
-from megatron_rl.rewards.function import Failure
+from megatron_rl.rewards.function import Failure, ending
 from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.evaluation import EvaluationResult, failure_lines
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.logging import write_rollouts
 from megatron_rl.trainer.loop import StepResult
-from megatron_rl.trainer.reward_failures import ending, never_asked, of_each_kind
+from megatron_rl.trainer.reward_failures import never_asked, of_each_kind
 from megatron_rl.types import row_counts
 
 
@@ -35,6 +35,7 @@ class Samples:
             for result in results:
                 columns = self._columns(result.prompts, result.rollouts)
                 columns["reward"] = result.rewards.tolist()
+                columns["failure"] = list(result.reasons)
                 self._keep(f"eval_{result.name}", step, columns)
         return merge(result.metrics for result in results)
 
@@ -63,6 +64,7 @@ class Samples:
         columns["group"] = rollouts.group.tolist()
         columns["reward"] = batch.scores.rewards.tolist()
         columns["valid"] = batch.scores.valid.tolist()
+        columns["failure"] = list(batch.reasons)
         columns["policy_version"] = rollouts.policy_version.tolist()
         self._keep("step", step, columns)
         return reasons, examples
@@ -82,8 +84,4 @@ class Samples:
         }
         if rollouts.outcomes is not None:
             columns["conversation"] = self.roles.reward.conversations(rollouts)
-            columns["failure"] = [
-                f"{said.failure}: {said.message}" if said and said.failure else None
-                for said in rollouts.outcomes
-            ]
         return columns

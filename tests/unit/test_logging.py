@@ -145,10 +145,12 @@ def test_the_warm_up_has_a_file_of_its_own(folder: RunFolder) -> None:
 
 def test_rollouts_are_parquet_and_odd_columns_become_json(folder: RunFolder) -> None:
     columns = {"prompt": ["1+1=", "2+2="], "reward": [1.0, float("nan")], "truth": [{"a": 1}, "4"]}
+    columns["failure"] = [None, None]
     path = write_rollouts(folder, 7, columns)
     table = pyarrow.parquet.read_table(path).to_pylist()
     assert [row["prompt"] for row in table] == ["1+1=", "2+2="] and table[0]["step"] == 7
     assert [json.loads(row["truth"]) for row in table] == [{"a": 1}, "4"]
+    assert pyarrow.parquet.read_schema(path).field("failure").type == pyarrow.string()
     assert len(pyarrow.parquet.read_table(write_rollouts(folder, 8, columns, limit=1))) == 1
     assert [file.name for file in sorted(folder.rollouts.iterdir())] == ["step_7.parquet", "step_8.parquet"]
     with pytest.raises(ValueError, match="different lengths"):

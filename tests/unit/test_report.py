@@ -208,7 +208,7 @@ def test_conversations_are_shown_turn_by_turn(tmp_path: Path) -> None:
         ["policy · 5 tokens · learned from", HOSTILE, 'tool call: add {"a": 1}'],
         ["environment · 2 tokens · not learned from", "<tool>3"],
     ]
-    assert told["failed"] == "environment failed: timeout: 5 s"
+    assert told["failed"] == "failed: timeout: 5 s"
     assert told["not"] == "policy · 5 tokens · not learned from" and told["tool"] == "1 of 2 samples"
 
 
