@@ -19,10 +19,11 @@ from megatron_rl.config.checkpoint_meta import (
     require_same_build,
     require_state_format,
 )
+from megatron_rl.config.derive import with_needed_roles
 from megatron_rl.config.roles import role_of
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.sections.models import CriticConfig, LoraConfig, OptimizerConfig
+from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.config.stage_plan import pending_stages
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
@@ -110,15 +111,16 @@ def resumed_build_errors(
     resume, folder = config.checkpoint.resume, RunFolder(config.run_dir)
     if resume == "never":
         return []
-    adapters = adapters_of(with_adapters(config, shape, {}))
+    config = with_adapters(with_needed_roles(config, algorithm, {}), shape, {})
+    adapters = adapters_of(config)
     begun: list[tuple[Path | None, dict[str, OptimizerConfig]]] = [
         (latest(folder.stage_checkpoints(plan.name)), {plan.role: plan.settings.optimizer})
         for plan in pending_stages(config)
     ]
     if config.job == TRAIN and algorithm is not None:
         learners = {"actor": config.actor.optimizer}
-        if algorithm.needs_critic:
-            learners["critic"] = (config.critic or CriticConfig()).optimizer
+        if algorithm.needs_critic and config.critic is not None:
+            learners["critic"] = config.critic.optimizer
         path = latest(folder.checkpoints) if resume == "auto" else Path(resume)
         begun = begun if path is None else [(path, learners)]  # a run that has begun is past its stages
     errors = []

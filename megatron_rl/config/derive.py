@@ -175,6 +175,17 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
     )
 
 
+def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]) -> RunConfig:
+    """Return ``config`` with the reference and the critic that ``algorithm`` calls for."""
+    if config.reference is None and getattr(algorithm, "needs_reference", False):
+        reasons["reference.path"] = "algorithm.kl needs a reference policy"
+        config = replace(config, reference=ReferenceConfig())
+    if config.critic is None and getattr(algorithm, "needs_critic", False):
+        reasons["critic.path"] = f"the algorithm {config.algorithm.name} has a critic"
+        config = replace(config, critic=CriticConfig())
+    return config
+
+
 def resolve(
     config: RunConfig, world_size: int, algorithm: Any = None, shape: ModelShape | None = None
 ) -> Resolved:
@@ -186,12 +197,7 @@ def resolve(
     reasons: dict[str, str] = {}
     if config.world_size is None:
         reasons["world_size"] = "number of processes of this job"
-    if config.reference is None and getattr(algorithm, "needs_reference", False):
-        reasons["reference.path"] = "algorithm.kl needs a reference policy"
-        config = replace(config, reference=ReferenceConfig())
-    if config.critic is None and getattr(algorithm, "needs_critic", False):
-        reasons["critic.path"] = f"the algorithm {config.algorithm.name} has a critic"
-        config = replace(config, critic=CriticConfig())
+    config = with_needed_roles(config, algorithm, reasons)
     config = _place(config, world_size, shape, reasons)
     config = _start(config, reasons)
     config = _learning(config, reasons)

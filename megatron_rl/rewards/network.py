@@ -95,8 +95,9 @@ def _reward(value: Any) -> Answer:
 class JudgeReward:
     """Score responses by what a language model says of them; see `JudgeConfig`.
 
-    Template and parser are functions that run contained, but for a template that is text. Answers of the
-    judge are kept by request, so that the same sample is judged once; those not used for longest go first.
+    Template and parser are functions that run contained, but for a template that is text. What the
+    judge says is kept by request where the parser could read it, so that the same sample is judged once;
+    answers not used for longest go first.
     """
 
     def __init__(self, config: JudgeConfig) -> None:
@@ -155,6 +156,8 @@ class JudgeReward:
                 verdict = Answer(
                     UNREADABLE, f"no verdict{self._wanted} in what the judge said: {text!r:.500}"
                 )
+            if verdict.reason is not None:
+                self._kept.pop(requests[row], None)  # another answer may be readable
             answers[row] = verdict
         took = measured("judge", counts, len(samples))
         return RewardResult([answers[row] for row in range(len(samples))], took)

@@ -306,6 +306,7 @@ def test_a_judge_is_asked_once_and_its_words_are_read_contained(
         result = reward.score(samples(*responses))
         assert server.tries["a"] == 1
         again = reward.score(samples("a", "b", "c"))
+        assert reward.score(samples("no verdict")).failures
     finally:
         reward.close()
     assert reasons(responses, result) == {
@@ -321,6 +322,7 @@ def test_a_judge_is_asked_once_and_its_words_are_read_contained(
     assert result.components["words"][0] == 3.0
     assert all(SECRET not in failure.message for failure in result.failures)
     assert again.valid.all() and server.tries["b"] == 1
+    assert server.tries["no verdict"] == 2, "what has no verdict is not kept"
     values = again.metrics().values()
     assert values["reward/judge/cache_hits"] == pytest.approx(2 / 3)
     assert values["reward/judge/requests"] == pytest.approx(1 / 3)

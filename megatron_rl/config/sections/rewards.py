@@ -168,7 +168,8 @@ class JudgeConfig(RewardServerConfig):
     parameters: dict[str, Any] = setting({}, "Further parameters of the request.")
     cache: int = setting(
         100_000,
-        "Answers that are kept: what was asked before, or twice in a step, is not asked again; 0 keeps none.",
+        "Answers with a verdict that are kept: what was asked before, or twice in a step, is not asked "
+        "again; 0 keeps none.",
         unit="answers",
         at_least=0,
         at_most=MOST_ROWS,
