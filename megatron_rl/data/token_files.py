@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
+import psutil
 
 from megatron_rl.data.records import Record, load_records
 from megatron_rl.durable import replace_file
@@ -176,11 +177,12 @@ def _write(file: Path, encoded: Encoded) -> None:
         with pyarrow.OSFile(str(aside), "wb") as sink, pyarrow.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
 
-    # Where locks do not reach from host to host, two may write the same at once.
+    # Where there are no locks, or they do not reach from host to host, several may write the same at once.
     of_host = f"{file.name}.{socket.gethostname()}."
-    for leftover in file.parent.iterdir():
-        if leftover.name.startswith(of_host):  # of a killed job: others of this host wait for the lock
-            leftover.unlink(missing_ok=True)
+    for unfinished in file.parent.glob(f"{of_host}[0-9]*"):
+        process = unfinished.name.removeprefix(of_host).partition(".")[0]
+        if not (process.isdigit() and psutil.pid_exists(int(process))):
+            unfinished.unlink(missing_ok=True)  # of a job that was killed
     temporary = file.with_name(f"{of_host}{os.getpid()}")
     try:
         replace_file(temporary, write)

@@ -69,7 +69,7 @@ def write_rollouts(
         try:
             array = pyarrow.array(rows)
             # Nothing but None, such as failures where none failed: text, as in files of other steps.
-            arrays[name] = array.cast(pyarrow.string()) if array.null_count == count else array
+            arrays[name] = array.cast(pyarrow.string()) if pyarrow.types.is_null(array.type) else array
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
             arrays[name] = pyarrow.array([json.dumps(row, default=str) for row in rows])
     table = pyarrow.table(arrays)

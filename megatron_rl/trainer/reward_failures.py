@@ -10,6 +10,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rewards.function import Failure, ending
 from megatron_rl.types import Outcome
 
+NO_RESPONSE = "the engine gave no response"
 SHOWN_FAILURES = 4
 """So many of a step's failed rewards are shown on the console; all are counted."""
 
@@ -49,7 +50,7 @@ class FailureWatch:
         self._running += 1
         if self._running < self._patience:
             return
-        commonest = reasons.most_common(1)[0][0] if reasons else "the engine gave no response"
+        commonest = reasons.most_common(1)[0][0] if reasons else NO_RESPONSE
         example = next((failure.message for failure in examples if failure.reason == commonest), "")
         raise UserError(
             f"rewards fail in {invalid_fraction:.0%} of the samples, in {self._running} steps running",

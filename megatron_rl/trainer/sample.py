@@ -20,6 +20,7 @@ from megatron_rl.roles.reward import COMPONENT, EarlyAnswers
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout import episodes
 from megatron_rl.rollout.episodes import Added, Episodes, Settled, Sweep
+from megatron_rl.trainer.reward_failures import NO_RESPONSE
 from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, Scores, row_counts
 
 _RENDEZVOUS = itertools.count(1)
@@ -50,7 +51,6 @@ class SampledBatch:
     early: EarlyAnswers = field(default_factory=dict)
 
 
-NO_RESPONSE = "the engine gave no response"
 NO_SCORE = "a score, or their sum, is not finite"
 BASELINES = ("baseline_rewards", "baseline_lengths")
 
