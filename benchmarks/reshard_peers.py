@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.parallel.hf.weights import global_name
+from megatron_rl.parallel.hf.importer import global_name
 from megatron_rl.parallel.model import live_parameters
 
 Named = tuple[str, Tensor]

@@ -20,8 +20,9 @@ from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import gather_objects, rank_in, sum_over_ranks
+from megatron_rl.parallel.hf.peft import peft_boxes
 from megatron_rl.parallel.hf.weights import source_boxes
-from megatron_rl.parallel.lora import engine_adapters, peft_boxes, policy_weights
+from megatron_rl.parallel.lora import engine_adapters, policy_weights
 from megatron_rl.parallel.model import Chunked, live_parameters
 from megatron_rl.parallel.transfer import connect, gather_layout
 from megatron_rl.rollout.engine import Storage, WeightStore

@@ -29,8 +29,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_write import TensorWrite
 from megatron_rl.parallel.exchange import sum_over_ranks
-from megatron_rl.parallel.hf.importer import vocabulary_names
-from megatron_rl.parallel.hf.weights import global_name
+from megatron_rl.parallel.hf.importer import global_name, vocabulary_names
 from megatron_rl.parallel.host_optimizer import HostOptimizer, set_states
 from megatron_rl.parallel.lora import load_adapters, sharded_adapters
 from megatron_rl.parallel.model import ParallelModel, live_parameters

@@ -9,11 +9,9 @@ have are added up before the step.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -26,11 +24,16 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.adapter import Adapter, add_change
 from megatron_rl.parallel.boxes import view_of
-from megatron_rl.parallel.exchange import sum_over_ranks, together
-from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.parallel.hf.importer import EXPERT, by_name, import_parameters, trace_import
+from megatron_rl.parallel.exchange import sum_over_ranks
+from megatron_rl.parallel.hf.importer import (
+    EXPERT,
+    by_name,
+    global_name,
+    import_parameters,
+    shard_of,
+    trace_import,
+)
 from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.hf.weights import fingerprint, global_name, shard_of
 from megatron_rl.parallel.model import Chunked, ParallelModel, live_parameters, of_experts
 from megatron_rl.shapes.lora import ADAPTER, ATTENTION, MLP, PEFT_PREFIX, adapted
 from megatron_rl.shapes.pretrained import LAYER
@@ -39,11 +42,31 @@ from megatron_rl.types import TensorBox
 _HEAD = "output_layer.weight"
 
 
-def add_adapters(model: ParallelModel, config: LoraConfig, seed: int, *, trainable: bool) -> None:
-    """Freeze a model that holds its weights and give its linear layers adapters, new or from a file.
+class TensorSource(Protocol):
+    """Named tensors that are read in slices, such as those of a safetensors file."""
 
-    A new one adds nothing: A is uniform as torch starts a linear layer, B is zero. Its numbers depend on
-    ``seed`` and the tensors' names alone. Call before the model is wrapped.
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        ...
+
+    def read(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
+        """Read the slice of ``size`` elements per dimension that begins at ``start``."""
+        ...
+
+
+def attach_adapters(
+    model: ParallelModel,
+    config: LoraConfig,
+    seed: int,
+    *,
+    trainable: bool,
+    initial: TensorSource | None = None,
+) -> None:
+    """Freeze a model that holds its weights and attach adapters to its linear layers.
+
+    ``initial`` gives the values by their PEFT names; adapters that it lacks are new. A new one adds nothing:
+    A is uniform as torch starts a linear layer, B is zero. Its numbers depend on ``seed`` and the tensors'
+    names alone. Call before the model is wrapped.
     """
     model.adapters = adapted(pretrained(model.hf_config), config.rank, config.alpha, config.targets)
     groups, settings = model.groups, model.transformer_config
@@ -81,7 +104,7 @@ def add_adapters(model: ParallelModel, config: LoraConfig, seed: int, *, trainab
     if trainable and settings.recompute_granularity is not None and model.chunks[0].pre_process:
         # What is computed again has a gradient only where an input has one.
         model.chunks[0].embedding.register_forward_hook(_with_gradient)
-    start_adapters(model, seed, config.path)
+    start_adapters(model, seed, initial)
 
 
 @torch.no_grad()
@@ -103,27 +126,26 @@ def _head(model: ParallelModel, chunk: Any) -> Tensor | None:
     return chunk.output_layer.weight if model.spec.model.shape.scalar_head and chunk.post_process else None
 
 
-def start_adapters(model: ParallelModel, seed: int, path: str | None = None) -> None:
-    """Give a model's adapters the values that they start from: new ones, or those of a file of PEFT's.
+def start_adapters(model: ParallelModel, seed: int, initial: TensorSource | None = None) -> None:
+    """Set a model's adapters to their initial values: new ones, or those of ``initial`` by their PEFT names.
 
-    Tensors that the file lacks are new. A file's values also are those that the reference keeps.
+    Tensors that ``initial`` lacks are new. The reference keeps the values of ``initial``.
     """
     assert model.adapters is not None
-    files = CheckpointFiles(path) if path is not None else None
-    held = files.names() if files is not None else set()
+    stored_names = set() if initial is None else initial.names()
     shapes, parameters = model.adapters.tensor_shapes(), adapter_parameters(model)
     for box in adapter_boxes(model):
         view = view_of(parameters[box.storage], box)
-        if files is not None and PEFT_PREFIX + box.name in held:
-            view.copy_(files.read(PEFT_PREFIX + box.name, box.start, box.size))
+        if initial is not None and PEFT_PREFIX + box.name in stored_names:
+            view.copy_(initial.read(PEFT_PREFIX + box.name, box.start, box.size))
         elif box.name.endswith("lora_B.weight"):
             view.zero_()
         else:
             part = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
             view.copy_(_new_values(box.name, shapes[box.name], seed)[part])
     for _, adapter in _adapters(model):
-        adapter.initial_A = adapter.A.detach().clone() if files is not None else None
-        adapter.initial_B = adapter.B.detach().clone() if files is not None else None
+        adapter.initial_A = adapter.A.detach().clone() if initial is not None else None
+        adapter.initial_B = adapter.B.detach().clone() if initial is not None else None
 
 
 def _new_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -261,19 +283,6 @@ def policy_weights(model: Chunked) -> dict[str, Tensor]:
     return weights
 
 
-def note_base(model: ParallelModel, path: str | Path) -> None:
-    """Note which weights, those of a checkpoint's folder, lie beneath a model's adapters.
-
-    One rank reads them. Collective over the model's ranks.
-    """
-    assert model.adapters is not None
-    dtype, leads = model.transformer_config.params_dtype, device.rank() == model.groups.layout.ranks[0]
-    checksum = together(
-        lambda: fingerprint(path, dtype) if leads else None, "read the model's weights", model.groups.all
-    )[0]
-    model.adapters = replace(model.adapters, base=checksum)
-
-
 def engine_adapters(model: Chunked) -> dict[str, Tensor]:
     """Return `adapter_parameters` for an engine that adds B A as it is: new Bs hold the factor."""
     parameters = adapter_parameters(model)
@@ -391,8 +400,3 @@ def load_adapters(model: ParallelModel, chunk: Any, stored: dict[str, Tensor]) -
     for storage, parameter in adapter_parameters(model).items():
         if storage.startswith(f"{index}."):
             parameter.copy_(stored[global_name(model, storage)])
-
-
-def peft_boxes(model: ParallelModel) -> list[TensorBox]:
-    """Return `adapter_boxes` with the names that PEFT's files have."""
-    return [replace(box, name=PEFT_PREFIX + box.name) for box in adapter_boxes(model)]

@@ -24,7 +24,8 @@ from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_megatron import load_optimizer
 from megatron_rl.parallel.groups import communicator
-from megatron_rl.parallel.lora import add_adapters, note_base, share_base
+from megatron_rl.parallel.hf.peft import add_adapters, note_base
+from megatron_rl.parallel.lora import share_base
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.residency import Use

@@ -23,8 +23,9 @@ from megatron_rl.parallel import checkpoint
 from megatron_rl.parallel.checkpoint_files import newest_intact
 from megatron_rl.parallel.exchange import Members, barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
+from megatron_rl.parallel.hf.peft import note_base
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.lora import merge_adapters, note_base
+from megatron_rl.parallel.lora import merge_adapters
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.build import Roles, build_learner

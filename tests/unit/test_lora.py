@@ -20,15 +20,9 @@ from megatron_rl.parallel.checkpoint import Part
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export, export_adapters
 from megatron_rl.parallel.hf.model_spec import pretrained
+from megatron_rl.parallel.hf.peft import add_adapters, note_base
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.lora import (
-    adapter_parameters,
-    add_adapters,
-    merge_adapters,
-    note_base,
-    remove_adapters,
-    without_adapters,
-)
+from megatron_rl.parallel.lora import adapter_parameters, merge_adapters, remove_adapters, without_adapters
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import MLP, PEFT_PREFIX, TARGETS, Lora, adapter_parameter_count

@@ -21,8 +21,9 @@ from megatron_rl.parallel.adoption import adopt_model
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.importer import global_name
 from megatron_rl.parallel.hf.model_spec import read_hf_config
-from megatron_rl.parallel.hf.weights import global_name, load_weights
+from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.model import build_model, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.provider import global_groups, load_provider

@@ -11,9 +11,9 @@ from megatron_rl.hybrid_engine.offline import engine_layout
 from megatron_rl.hybrid_engine.plan import build_plan
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.importer import global_name
 from megatron_rl.parallel.hf.layout_boxes import dense_shapes, expert_shapes, megatron_layout
 from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.hf.weights import global_name
 from megatron_rl.parallel.model import build_model, live_parameters
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora, adapted, default_targets

@@ -16,8 +16,9 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.peft import add_adapters
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.lora import adapter_parameters, add_adapters, policy_weights, share_base
+from megatron_rl.parallel.lora import adapter_parameters, policy_weights, share_base
 from megatron_rl.parallel.model import ParallelModel, build_model, live_parameters
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.residency import Residency, Use

@@ -27,8 +27,9 @@ from megatron_rl.parallel.hf.files import (
     write_index,
 )
 from megatron_rl.parallel.hf.model_spec import pretrained
+from megatron_rl.parallel.hf.peft import peft_boxes
 from megatron_rl.parallel.hf.weights import open_checkpoint, source_boxes
-from megatron_rl.parallel.lora import adapter_parameters, peft_boxes, policy_weights
+from megatron_rl.parallel.lora import adapter_parameters, policy_weights
 from megatron_rl.parallel.transfer import Exchange, connect, gather_layout
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import PretrainedModel

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.boxes import check_coverage
+from megatron_rl.parallel.model import Chunked
 from megatron_rl.parallel.trace import CopyRecorder, merge_boxes
 from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
@@ -233,3 +234,26 @@ def by_name(weights: Sequence[Weight]) -> dict[str, Weight]:
     """Return a layer's weights by the names of Megatron's own layers and of Transformer Engine's."""
     fused = {weight.fused: weight for weight in weights if weight.fused}
     return fused | {weight.name: weight for weight in weights}
+
+
+def shard_of(model: Chunked) -> Shard:
+    """Read from a model's process groups which part of every parameter this rank holds."""
+    groups = model.chunks[0].pg_collection
+
+    def place(name: str) -> tuple[int, int]:
+        group = getattr(groups, name, None)
+        return (group.rank(), group.size()) if group is not None else (0, 1)
+
+    return Shard(*place("tp"), *place("ep"), *place("expt_tp"))
+
+
+def global_name(model: Chunked, storage: str) -> str:
+    """Count layers over the whole model, not inside their chunk, and name parameters as Megatron does."""
+    index, name = storage.split(".", 1)
+    names: Mapping[str, str] = getattr(model, "names", {})
+    match = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if match is None:
+        return names.get(name, name)
+    layer = model.chunks[int(index)].decoder.layers[int(match.group(1))].layer_number - 1
+    below = name[match.end() :]
+    return f"decoder.layers.{layer}.{names.get(below, below)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import view_of
 from megatron_rl.parallel.exchange import hand_on, together
 from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.parallel.hf.importer import Shard, trace_import, vocabulary_names
+from megatron_rl.parallel.hf.importer import global_name, shard_of, trace_import, vocabulary_names
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles
 from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
 from megatron_rl.parallel.model import Chunked, ParallelModel, live_parameters, of_experts
@@ -207,26 +206,3 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
                 got=str(list(files.shape(name))),
                 fix="use the config.json that belongs to these weights",
             )
-
-
-def shard_of(model: Chunked) -> Shard:
-    """Read from a model's process groups which part of every parameter this rank holds."""
-    groups = model.chunks[0].pg_collection
-
-    def place(name: str) -> tuple[int, int]:
-        group = getattr(groups, name, None)
-        return (group.rank(), group.size()) if group is not None else (0, 1)
-
-    return Shard(*place("tp"), *place("ep"), *place("expt_tp"))
-
-
-def global_name(model: Chunked, storage: str) -> str:
-    """Count layers over the whole model, not inside their chunk, and name parameters as Megatron does."""
-    index, name = storage.split(".", 1)
-    names: Mapping[str, str] = getattr(model, "names", {})
-    match = re.match(r"decoder\.layers\.(\d+)\.", name)
-    if match is None:
-        return names.get(name, name)
-    layer = model.chunks[int(index)].decoder.layers[int(match.group(1))].layer_number - 1
-    below = name[match.end() :]
-    return f"decoder.layers.{layer}.{names.get(below, below)}"

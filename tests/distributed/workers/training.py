@@ -18,8 +18,9 @@ from megatron_rl.metrics import Metrics, merge
 from megatron_rl.parallel.boxes import view_of
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel.hf.peft import add_adapters
 from megatron_rl.parallel.hf.weights import load_weights, source_boxes
-from megatron_rl.parallel.lora import adapter_boxes, adapter_parameters, add_adapters, policy_weights
+from megatron_rl.parallel.lora import adapter_boxes, adapter_parameters, policy_weights
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.provider import Provider, load_provider

@@ -1,0 +1,41 @@
+"""Adapters as PEFT's files have them: their tensors' names, their initial values, the base they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.parallel import device
+from megatron_rl.parallel.exchange import together
+from megatron_rl.parallel.hf.files import CheckpointFiles
+from megatron_rl.parallel.hf.weights import fingerprint
+from megatron_rl.parallel.lora import adapter_boxes, attach_adapters
+from megatron_rl.parallel.model import ParallelModel
+from megatron_rl.shapes.lora import PEFT_PREFIX
+from megatron_rl.types import TensorBox
+
+
+def add_adapters(model: ParallelModel, config: LoraConfig, seed: int, *, trainable: bool) -> None:
+    """Attach adapters as ``config`` describes them: new ones, or those of the PEFT folder ``config.path``."""
+    initial = CheckpointFiles(config.path) if config.path is not None else None
+    attach_adapters(model, config, seed, trainable=trainable, initial=initial)
+
+
+def note_base(model: ParallelModel, path: str | Path) -> None:
+    """Record a checksum of the base weights beneath a model's adapters, those of the folder ``path``.
+
+    One rank reads them. Collective over the model's ranks.
+    """
+    assert model.adapters is not None
+    dtype = model.transformer_config.params_dtype
+    reads = device.rank() == model.groups.layout.ranks[0]
+    checksums = together(
+        lambda: fingerprint(path, dtype) if reads else None, "read the model's weights", model.groups.all
+    )
+    model.adapters = replace(model.adapters, base=checksums[0])
+
+
+def peft_boxes(model: ParallelModel) -> list[TensorBox]:
+    """Return `adapter_boxes` under the names that PEFT's files have."""
+    return [replace(box, name=PEFT_PREFIX + box.name) for box in adapter_boxes(model)]
