@@ -23,6 +23,7 @@ CORE = ["numpy", "PyYAML>=6", "rich>=13"]
 TRAINING = [
     "aiohttp>=3.9",  # rewards over HTTP, many requests at once; vLLM brings it along
     "datasets>=3",
+    "jinja2>=3.1",  # pages of reports; vLLM brings it along
     "matplotlib>=3.8",
     "psutil",
     "prometheus-client",  # vLLM brings it along
@@ -73,7 +74,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"": ["py.typed", "*.json"]},
+    package_data={"": ["py.typed", "*.json", "*.html", "*.css", "*.js"]},
     include_package_data=True,
     install_requires=CORE,
     extras_require=EXTRAS,

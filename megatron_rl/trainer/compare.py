@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -127,9 +126,9 @@ def write(folders: Sequence[Path], out: Path) -> str:
     names = list(compared.groups)
     tables = (("Results", compared.results), ("Settings that differ", compared.settings))
     said = (*compared.notes, MEANING)
-    parts = [f"<p>{escape(note)}</p>" for note in said]
+    parts = [page.paragraph(note) for note in said]
     for (title, rows), numeric in zip(tables, (range(1, len(names) + 1), ()), strict=True):
-        shown = page.table(("", *names), rows, numeric=numeric) if rows else "<p>none</p>"
+        shown = page.table(("", *names), rows, numeric=numeric) if rows else page.paragraph("none")
         parts += [page.heading(title), shown]
     curves = overlaid({name: [run.measured for run in runs] for name, runs in compared.groups.items()})
     parts += [page.heading("Curves"), page.pictures(curves)]

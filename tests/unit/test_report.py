@@ -56,7 +56,7 @@ def test_the_table_and_the_files(tmp_path: Path) -> None:
         assert words in shown and any(words in cell for row in page.rows for cell in row), words
     rows = [list(row) for row in report.summary(read_metrics(folder.metrics), {})]
     assert [row for row in page.rows if row in rows] == rows, "the numbers of the metrics"
-    assert "seed: 1 # &lt;&amp;&gt;" in text and "name='viewport'" in text
+    assert "seed: 1 # &lt;&amp;&gt;" in text and 'name="viewport"' in text
     assert {"eval/held_out/accuracy", "response length (tokens)", "time of a step (s)"} <= {*page.pictures}
     for source in page.pictures.values():
         kind, _, data = source.partition(",")
