@@ -6,15 +6,16 @@ A run writes them as one line of JSON a step, which is read here.
 from __future__ import annotations
 
 import json
-import math
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from megatron_rl.durable import require_file
+
+# Written metrics stay below it in size, so that whoever reads them can add and square without overflow. A
+# gradient norm in float32 that exceeds it has diverged.
+LARGEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -72,21 +73,17 @@ def merge(parts: Iterable[Metrics]) -> Metrics:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the finite numbers of a metrics file line by line, without lines that are cut off or damaged."""
+    """Return the numbers of a metrics file line by line, without lines that are cut off or damaged.
+
+    Values that are not `is_measurable` are left out.
+    """
     lines, _ = read_lines(Path(path))
-    return [{name: value for name, value in line.items() if _is_finite(value)} for line in lines]
+    return [{name: value for name, value in line.items() if is_measurable(value)} for line in lines]
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the mean of finite numbers, also where their sum is none."""
-    try:
-        return fmean(values)
-    except OverflowError:
-        return math.ldexp(fmean(math.ldexp(value, -64) for value in values), 64)
+def is_measurable(value: Any) -> bool:
+    """Return whether a value is a number that can be summed, squared and drawn: at most `LARGEST` in size."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def number_text(value: float, form: str) -> str:

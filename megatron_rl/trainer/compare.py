@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any
 
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.source import read_tree
-from megatron_rl.metrics import mean, number_text
+from megatron_rl.metrics import number_text
 from megatron_rl.trainer import page
 from megatron_rl.trainer.curves import (
     STAGE_METRICS,
@@ -170,12 +169,12 @@ def _reached(run: Measured) -> dict[str, tuple[float, str]]:
         reached |= {f"{label}: best accuracy": (max(values), ".3f")}
     rewards = series(lines, "reward/mean")[1]
     if rewards:
-        reached["final reward"] = mean(rewards[-WINDOW:]), ".3f"
+        reached["final reward"] = fmean(rewards[-WINDOW:]), ".3f"
         reached["best reward"] = max(running_mean(rewards)), ".3f"
     for name, words, form in LAST_MEANS:
         values = series(lines, name)[1]
         if values:
-            reached[words] = mean(values[-WINDOW:]), form
+            reached[words] = fmean(values[-WINDOW:]), form
     steps, seconds = series(lines, "time/step")
     speeds = dict(zip(*series(lines, "throughput/tokens_per_second"), strict=True))
     if lines:
@@ -186,7 +185,7 @@ def _reached(run: Measured) -> dict[str, tuple[float, str]]:
         reached["tokens per second"] = tokens / max(sum(seconds), 1e-9), ",.0f"
     if seconds:
         reached["seconds of all steps"] = sum(seconds), ",.1f"
-        reached["seconds per step"] = mean(seconds), ".2f"
+        reached["seconds per step"] = fmean(seconds), ".2f"
     return reached
 
 
@@ -195,12 +194,9 @@ def _spread(values: Sequence[tuple[float, str]]) -> str:
     if not values:
         return "-"
     numbers, form = [number for number, _ in values], values[0][1]
-    if not all(map(math.isfinite, numbers)):
-        return "not finite"
-    # Of a quarter, since the deviation of the largest numbers is none.
-    spread = 4 * stdev([number / 4 for number in numbers]) if len(numbers) > 1 else None
+    spread = stdev(numbers) if len(numbers) > 1 else None
     words = "" if spread is None else f" ± {number_text(spread, form)}"
-    return number_text(mean(numbers), form) + words
+    return number_text(fmean(numbers), form) + words
 
 
 def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.metrics import mean, number_text
+from megatron_rl.metrics import number_text
 from megatron_rl.trainer.logging import accuracies
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ BLUE, ORANGE, GREY, GRID = "#2563a8", "#d9722b", "#6b7280", "#e5e7eb"
 COLOURS = (BLUE, ORANGE, "#3a9a5b", "#8a5bb5", "#c2a22d", "#5aa7b8", "#b5485d", GREY)
 WINDOW = 10
 """Steps that a running mean, and the first and last values of tables, are taken over."""
-LARGEST = 1e100
-"""Numbers beyond it are drawn at it: matplotlib computes with the range of an axis."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +78,12 @@ def measured_accuracies(lines: Lines) -> list[str]:
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
     """Return for each value the mean over up to ``window`` values around it, fewer towards the ends."""
     half = window // 2
-    return [mean(values[max(0, place - half) : place + half + 1]) for place in range(len(values))]
+    return [fmean(values[max(0, place - half) : place + half + 1]) for place in range(len(values))]
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
     """Return the line that is drawn through values: a running mean that leaves a short run its shape."""
     return running_mean(values, min(WINDOW, len(values) // 4))
-
-
-def _drawable(values: Sequence[float]) -> list[float]:
-    return [min(max(value, -LARGEST), LARGEST) for value in values]
 
 
 def panels_of(lines: Lines) -> list[Panel]:
@@ -156,14 +151,14 @@ def _overlay(panel: Panel, groups: Mapping[str, Sequence[Measured]]) -> Figure:
         for run in runs:
             stage = run.stages.get(panel.metric.partition("/")[0], ())
             steps, numbers = series([*run.lines, *stage], panel.metric)
-            smooth = _drawable(smoothed(numbers) if panel.smooth else numbers)
+            smooth = smoothed(numbers) if panel.smooth else numbers
             for step, value in zip(steps, smooth, strict=True):
                 values.setdefault(step, []).append(value)
             if len(runs) > 1:
                 axis.plot(steps, smooth, color=colour, alpha=0.3, linewidth=0.9)
         steps = sorted(values)
         if steps:
-            means = [mean(values[step]) for step in steps]
+            means = [fmean(values[step]) for step in steps]
             axis.plot(steps, means, color=colour, linewidth=1.8, label=_shortened(name))
     if panel.limits is not None:
         axis.set_ylim(panel.limits[0], panel.limits[1] * 1.08)
@@ -212,8 +207,7 @@ def _svg(figure: Figure) -> bytes:
 
 
 def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
-    steps, measured = series(lines, panel.metric)
-    values = _drawable(measured)
+    steps, values = series(lines, panel.metric)
     axis.set_title(panel.title, fontsize=10, loc="left")
     if panel.smooth:
         axis.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1)
@@ -223,7 +217,7 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
         axis.axhline(values[0], color=GREY, linewidth=0.9, linestyle="--")
         for place, offset, align in ((0, (4, -11), "left"), (-1, (0, 7), "right")):
             axis.annotate(
-                number_text(measured[place], ".3f"),
+                number_text(values[place], ".3f"),
                 (steps[place], values[place]),
                 xytext=offset,
                 textcoords="offset points",
@@ -234,7 +228,8 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
     if panel.limits is not None:
         axis.set_ylim(panel.limits[0], panel.limits[1] * 1.08)
     if panel.logarithmic:
-        if min(values) > 1 / LARGEST and max(values) >= 10 * min(values):
+        # matplotlib cannot place the ticks of numbers that are nearly zero.
+        if min(values) > 1e-100 and max(values) >= 10 * min(values):
             axis.set_yscale("log")
         else:
             axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
@@ -252,7 +247,7 @@ def _stacked(lines: Lines) -> tuple[list[str], dict[str, list[float]]]:
 def _draw_times(axis: Axes, lines: Lines) -> None:
     names, seconds = _stacked(lines)
     steps = [int(line["step"]) for line in lines if line["step"] > 0]
-    smooth = [_drawable(smoothed(seconds[name])) for name in names]
+    smooth = [smoothed(seconds[name]) for name in names]
     axis.stackplot(
         steps,
         smooth,

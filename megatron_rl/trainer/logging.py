@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any, TextIO
 
 from megatron_rl.config.run_folder import RunFolder, set_aside
 from megatron_rl.durable import replace_file, write_text
-from megatron_rl.metrics import number_text, read_lines
+from megatron_rl.metrics import is_measurable, number_text, read_lines
 from megatron_rl.trainer.trackers import Trackers
 
 _SHOWN_SPANS = 8
@@ -111,8 +110,8 @@ class MetricsLog:
         self._begun, self._first = time.monotonic(), resumed_step or 0
 
     def write(self, step: int, values: Mapping[str, float], shown: bool = True) -> None:
-        """Record the metrics of ``step``; a value that is not finite is stored as null."""
-        finite = {name: float(v) if math.isfinite(v) else None for name, v in values.items()}
+        """Record the metrics of ``step``; a value that is not `is_measurable` is stored as null."""
+        finite = {name: float(value) if is_measurable(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())  # a checkpoint that survives a crash has the lines before it

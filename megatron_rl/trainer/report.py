@@ -6,11 +6,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TextIO
 
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import UserError
-from megatron_rl.metrics import mean, number_text, read_metrics
+from megatron_rl.metrics import number_text, read_metrics
 from megatron_rl.trainer import page
 from megatron_rl.trainer.curves import (
     STAGE_METRICS,
@@ -94,7 +95,7 @@ def summary(
         if values:
             steps = max(1, min(WINDOW, len(values) // 2))  # those of a short run would be the same ones
             remark = f"means of the first and last {steps} steps"
-            rows.append((label, _change(mean(values[:steps]), mean(values[-steps:]), form), remark))
+            rows.append((label, _change(fmean(values[:steps]), fmean(values[-steps:]), form), remark))
     trained, _ = series([line for line in lines if line["step"] > 0], "step")
     if lines:
         rows.append(("steps", str(len(trained)), ""))
@@ -106,14 +107,14 @@ def summary(
     _, speed = series(lines, "throughput/tokens_per_second")
     if speed:
         best = f"best step {number_text(max(speed), ',.0f')}"
-        rows.append(("tokens per second", number_text(mean(speed), ",.0f"), best))
+        rows.append(("tokens per second", number_text(fmean(speed), ",.0f"), best))
     _, mismatch = series(lines, "mismatch/abs_diff")
     if mismatch:
-        rows.append(("log-prob mismatch", f"{mean(mismatch):.1e}", f"largest step mean {max(mismatch):.1e}"))
+        rows.append(("log-prob mismatch", f"{fmean(mismatch):.1e}", f"largest step mean {max(mismatch):.1e}"))
     _, invalid = series(lines, "reward/invalid")
     if invalid:
         worst = f"worst step {number_text(max(invalid), '.2%')}"
-        rows.append(("invalid rewards", number_text(mean(invalid), ".2%"), worst))
+        rows.append(("invalid rewards", number_text(fmean(invalid), ".2%"), worst))
     return rows
 
 
@@ -135,12 +136,12 @@ def phase_times(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, fl
     totals = {name.removeprefix("time/"): series(lines, name)[1] for name in names}
     whole = sum(totals.pop("step", []))
     phases = [
-        (name, sum(values), mean(values), sum(values) / whole if whole and name not in OUTSIDE else None)
+        (name, sum(values), fmean(values), sum(values) / whole if whole and name not in OUTSIDE else None)
         for name, values in totals.items()
         if values
     ]
     if whole:
-        phases.append(("whole steps", whole, mean(series(lines, "time/step")[1]), 1.0))
+        phases.append(("whole steps", whole, fmean(series(lines, "time/step")[1]), 1.0))
     return sorted(phases, key=lambda phase: -phase[1])
 
 
