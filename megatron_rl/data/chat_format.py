@@ -97,6 +97,7 @@ class ConversationText:
 
     def __init__(self, renderer: TemplateRenderer, ends: Sequence[str] = ()) -> None:
         self._renderer = renderer
+        self._has_steady_tails = False
         self.ends = sorted(ends, key=len, reverse=True)
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
@@ -106,6 +107,8 @@ class ConversationText:
 
     def require_steady_tails(self) -> None:
         """Raise UserError where what follows a turn depends on what was said before it."""
+        if self._has_steady_tails:
+            return
         histories = (
             [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}],
             [
@@ -120,6 +123,7 @@ class ConversationText:
                 tails.add(self.tail(_NEXT, history))
         if len(tails) > 1:
             raise _refused("what follows a turn depends on what was said before", sorted(tails))
+        self._has_steady_tails = True
 
     def tail(self, new: Sequence[Message], history: Sequence[Message] = _ASKED) -> str:
         """Return the text between a turn that follows ``history`` and the next, ``new`` in between.
@@ -206,7 +210,9 @@ class ConversationText:
     def _turn_end(self) -> str:
         return leading_end(self.behind_turn, self.ends)
 
-    def _turn(self, message: Message, history: Sequence[Message], tools: Any, opening: str, whole: str) -> str:
+    def _turn(
+        self, message: Message, history: Sequence[Message], tools: Any, opening: str, whole: str
+    ) -> str:
         """Return what the template writes of a message, with the end of the turn where that is a token."""
         content = str(message.get("content") or "")
         unsaid = [name for name in ("tool_calls", "reasoning_content") if message.get(name)]
@@ -259,7 +265,10 @@ class TurnEnd:
 
 
 def find_turn_end(
-    text: ConversationText, encode: Callable[[str], Sequence[int]], special: Mapping[int, str], bos: str | None
+    text: ConversationText,
+    encode: Callable[[str], Sequence[int]],
+    special: Mapping[int, str],
+    bos: str | None,
 ) -> TurnEnd | None:
     """Return what the template ends turns with; None where it renders no conversation of two.
 

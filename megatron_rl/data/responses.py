@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,11 @@ import torch
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig
-from megatron_rl.data.chat_format import ConversationText, cut_at_end
+from megatron_rl.data.chat_format import ConversationText
 from megatron_rl.data.messages import (
-    asked_messages,
     end_of_thoughts,
     require_template_for,
     templated,
-    tools_of,
     unended_thoughts,
 )
 from megatron_rl.data.order import ShuffledOrder
@@ -32,15 +30,18 @@ from megatron_rl.data.records import (
     teaches_nothing,
     with_inner,
 )
+from megatron_rl.data.rendered_text import LOOKED_AT, odd_prompts, odd_responses, response_pieces
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import (
     PromptEncoder,
+    as_warning,
     conversation_text,
     drop_over_long,
     encode_pieces,
     encode_texts,
     end_problem,
     end_token_ids,
+    template_marks,
     template_turn_end,
 )
 from megatron_rl.errors import UserError
@@ -48,9 +49,6 @@ from megatron_rl.types import TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_LOOKED_AT = 200
-"""Records at the start that are asked whether they end their thoughts."""
 
 
 class ResponseSource:
@@ -88,8 +86,8 @@ class ResponseSource:
         sizes = [size for index in self._kept for size in lengths[index]]
         rows = (row for index in self._kept for row in self._rows(index))
         self._order = ShuffledOrder(len(self), seed, data.shuffle, fingerprint(sizes, rows))
-        self.unended: UserError | None = None
-        """What is wrong with responses whose prompts open thoughts, by the first of them."""
+        self.odd: Sequence[UserError] = ()
+        """Warnings of the texts of the first records."""
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -100,8 +98,8 @@ class ResponseSource:
         yield self.length_report.line("records")
         if self._uninstructive:
             yield f"warning: {nothing_taught(self._uninstructive, len(self), self.unit > 1)}"
-        if self.unended is not None:
-            yield f"warning: {self.unended.message} ({self.unended.got}); {self.unended.fix}"
+        for problem in self.odd:
+            yield as_warning(problem)
 
     def next(self, count: int) -> TrainBatch:
         """Return the rows of the next ``count`` records, those of one record after one another.
@@ -206,9 +204,10 @@ class _Turns:
         limit: int,
     ) -> list[numpy.ndarray]:
         """Return the tokens (int32) of each record's response; ~token is one that is read between turns."""
+        data, setting = self._prompts.data, self._prompts.setting
         pieces = [
-            self._pieces(record, prompt, record.values[field])
-            for record, prompt in zip(records, prompts, strict=True)
+            response_pieces(record, field, data, setting, self._chat, self._texts, self._otherwise)
+            for record in records
         ]
         rows = encode_pieces(
             self._prompts.tokenizer, [[p, *rest] for p, rest in zip(prompts, pieces, strict=True)], limit
@@ -227,25 +226,6 @@ class _Turns:
             self._row((tokens or [])[1:], self._end[templated(record, self._prompts.data)])
             for record, tokens in zip(records, rows, strict=True)
         ]
-
-    def _pieces(self, record: Record, prompt: str, response: str | Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return what is said, read, said … as text: it begins and ends with what is said."""
-        data = self._prompts.data
-        if self._chat is None or not templated(record, data):
-            text = str(response)
-            return [cut_at_end(text, self._texts) or text]
-
-        where = f"{record.where} ({self._prompts.setting})"
-        try:
-            if isinstance(response, str):
-                return [self._chat.response(response)]
-            tools = tools_of(record, data, self._prompts.setting)
-            return self._chat.learned(asked_messages(record, data), response, tools).pieces
-        except UserError as error:
-            fix = " or ".join(filter(None, (error.fix, self._otherwise)))
-            raise UserError(
-                error.message, where=where, expected=error.expected, got=error.got, fix=fix
-            ) from None
 
     def _row(self, pieces: Sequence[numpy.ndarray], end: int) -> numpy.ndarray:
         row: list[numpy.ndarray] = []
@@ -284,18 +264,45 @@ def load_responses(
     encoded = files.encoded(path, setting, tokenizer, how, encode)
     source = ResponseSource(encoded, data, seed=config.seed, max_tokens=max_tokens, setting=setting)
     if not setting.endswith(".held_out"):
-        source.unended = _unended(tokenizer, encoded.records[:_LOOKED_AT], fields, data, setting)
+        source.odd = list(_odd_texts(config, tokenizer, encoded, fields, data, setting))
     return source
 
 
+def _odd_texts(
+    config: RunConfig,
+    tokenizer: Any,
+    encoded: Encoded,
+    fields: Collection[str],
+    data: DataConfig,
+    setting: str,
+) -> Iterator[UserError]:
+    """Yield the warnings of the first records' texts, and of the template that makes them."""
+    records = encoded.records[:LOOKED_AT]
+    through_template = any(templated(record, data) for record in records)
+    ends = end_token_ids(tokenizer, config.model.path, templated=through_template)
+    texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
+    chat = conversation_text(tokenizer, ends)
+
+    if through_template:
+        problem = end_problem(tokenizer, config.model.path)
+        if problem is not None:
+            yield problem
+        unended = _unended(chat, records, fields, data, setting)
+        if unended is not None:
+            yield unended
+    yield from odd_prompts(records, encoded.texts, data, setting, texts, template_marks(tokenizer))
+    yield from odd_responses(records, fields, data, setting, chat, texts)
+
+
 def _unended(
-    tokenizer: Any, records: Sequence[Record], fields: Collection[str], data: DataConfig, setting: str
+    chat: ConversationText | None,
+    records: Sequence[Record],
+    fields: Collection[str],
+    data: DataConfig,
+    setting: str,
 ) -> UserError | None:
-    """Return the warning of `unended_thoughts` where the tokenizer's chat template opens thoughts."""
-    text = conversation_text(tokenizer)
-    opening = ""
-    if text is not None:
-        with suppress(UserError):  # a template may refuse this conversation
-            opening = text.prompt([{"role": "user", "content": "a"}])
-    end = end_of_thoughts(opening)
-    return unended_thoughts(records, fields, data, end, setting) if end else None
+    """Return the warning of `unended_thoughts` where the chat template opens thoughts."""
+    with suppress(UserError):  # a template may refuse this conversation
+        end = end_of_thoughts(chat.opening if chat is not None else "")
+        return unended_thoughts(records, fields, data, end, setting) if end else None
+    return None

@@ -60,9 +60,7 @@ class TemplateRenderer:
         self._end: Any = None
         self._exhausted: str | None = None
 
-    def is_for(
-        self, templates: Mapping[str, str], special: Mapping[str, str], now: datetime | None
-    ) -> bool:
+    def is_for(self, templates: Mapping[str, str], special: Mapping[str, str], now: datetime | None) -> bool:
         """Return whether these are what it renders with."""
         return (self.templates, self.special) == (templates, special) and now in (None, self.now)
 
@@ -109,9 +107,7 @@ class TemplateRenderer:
             line = process.stdout.readline()
 
         if line.endswith("\n"):
-            return [
-                RenderRefused(reason) if text is None else text for text, reason in json.loads(line)
-            ]
+            return [RenderRefused(reason) if text is None else text for text, reason in json.loads(line)]
 
         status = process.wait()
         self.close()

@@ -18,21 +18,19 @@ from megatron_rl.data.chat_format import (
     ConversationText,
     TurnEnd,
     find_turn_end,
-    template_messages,
     text_prefix,
     turn_end_problem,
     with_prefix,
 )
-from megatron_rl.data.messages import asked_messages, require_prompt, templated, tools_of
+from megatron_rl.data.messages import require_prompt, templated
 from megatron_rl.data.records import Record
+from megatron_rl.data.rendered_text import rendered_prompts
 from megatron_rl.data.template_renderer import (
     TIME_ATTRIBUTE,
-    Rendering,
-    RenderRefused,
     TemplateRenderer,
     renderer_of,
 )
-from megatron_rl.data.visible_text import named_end_ids, special_tokens
+from megatron_rl.data.visible_text import framing_marks, named_end_ids, special_tokens
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.progress import advance
 from megatron_rl.types import SamplingParameters
@@ -148,6 +146,17 @@ def end_problem(tokenizer: Any, model_path: str | Path) -> UserError | None:
     return turn_end_problem(template_turn_end(tokenizer), ends, shown, str(model_path))
 
 
+def template_marks(tokenizer: Any) -> set[str]:
+    """Return the special tokens that the chat template writes around messages."""
+    return framing_marks(renderer_of(tokenizer), special_tokens(tokenizer).values())
+
+
+def as_warning(problem: UserError) -> str:
+    """Return a warning as a line for the console."""
+    details = "" if problem.got is None else f" ({problem.got})"
+    return f"warning: {problem.message}{details}; {problem.fix}"
+
+
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], setting: str) -> tuple[int, ...]:
     """Return the id of each stop string; raise a UserError for one that is not exactly one token."""
     ids: list[int] = []
@@ -214,36 +223,7 @@ class PromptEncoder:
         for record in records:
             require_prompt(record, self.data, self.setting)
 
-        texts = [record.values[self.data.prompt_field] for record in records]
-        rows = [row for row, record in enumerate(records) if templated(record, self.data)]
-        renderer = self._renderer_for(records[rows[0]]) if rows else None
-        if renderer is None:
-            return texts
-
-        renderings = [
-            Rendering(
-                template_messages(asked_messages(records[row], self.data)),
-                tools_of(records[row], self.data, self.setting),
-            )
-            for row in rows
-        ]
-        for row, text in zip(rows, renderer.render_all(renderings), strict=True):
-            if isinstance(text, RenderRefused):
-                raise refused_messages(str(text), records[row], self.setting)
-            texts[row] = text
-        return texts
-
-    def _renderer_for(self, record: Record) -> TemplateRenderer:
-        if self.renderer is not None:
-            return self.renderer
-        raise UserError(
-            "the prompt needs a chat template and the model's tokenizer has none",
-            where=f"{record.where} ({self.setting})",
-            expected="a tokenizer with a chat template",
-            got="a tokenizer without one",
-            fix="use an instruction-tuned model, or strings as prompts with "
-            f"{self.data.setting_of('chat_template')}=false",
-        )
+        return rendered_prompts(records, self.data, self.setting, self.renderer)
 
     def encode(self, records: Sequence[Record], limit: int) -> tuple[list[str], list[numpy.ndarray]]:
         """Return every record's prompt text and its tokens (int32), in order; see `encode_texts`."""
@@ -263,17 +243,6 @@ class PromptEncoder:
                     fix="correct or remove the record",
                 )
         return texts, tokens
-
-
-def refused_messages(reason: str, record: Record, setting: str) -> UserError:
-    """Return the error of messages that the chat template does not render."""
-    return UserError(
-        "the chat template refuses the messages",
-        where=f"{record.where} ({setting})",
-        expected="messages that the template renders within its limits of time and memory",
-        got=reason,
-        fix="correct the record's messages, or the chat template of model.path",
-    )
 
 
 def encode_texts(
@@ -317,9 +286,7 @@ def encode_pieces(
                 return_attention_mask=False,
                 return_offsets_mapping=True,
             )
-            for row, ids, offsets in zip(
-                short, encoded["input_ids"], encoded["offset_mapping"], strict=True
-            ):
+            for row, ids, offsets in zip(short, encoded["input_ids"], encoded["offset_mapping"], strict=True):
                 found[row] = _split_tokens(ids, offsets, part[row])
         results += found
         advance("pieces of data")

@@ -8,7 +8,7 @@ like, and the marks that the chat template writes around messages.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -29,8 +29,9 @@ _CONVERSATION = (
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
     """Return the texts of a tokenizer's special tokens by their ids."""
-    added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return {**dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)), **added}
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    added = tokenizer.added_tokens_decoder.items()
+    return {**dict(named), **{number: token.content for number, token in added if token.special}}
 
 
 def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, ...]:
@@ -44,23 +45,20 @@ def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, .
         tokens.append(int(tokenizer.eos_token_id))
 
     if model_path:
-        special = special_tokens(tokenizer)
-        listed = _listed_ends(Path(model_path) / "generation_config.json")
-        if not listed:
-            listed = [number for number in _listed_ends(Path(model_path) / "config.json") if number in special]
-        tokens.extend(listed)
+        tokens.extend(listed_end_ids(Path(model_path), special_tokens(tokenizer)))
     return tuple(dict.fromkeys(tokens))
+
+
+def listed_end_ids(model: Path, special: Collection[int]) -> list[int]:
+    """Return the ids of ``eos_token_id`` in a model's folder; ``special`` are the ids of special tokens."""
+    listed = _listed_ends(model / "generation_config.json")
+    return listed or [number for number in _listed_ends(model / "config.json") if number in special]
 
 
 def _listed_ends(file: Path) -> list[int]:
     values: Any = None
     with suppress(OSError, ValueError, RecursionError):
         values = json.loads(file.read_text(encoding="utf-8"))
-    return listed_ends(values)
-
-
-def listed_ends(values: Any) -> list[int]:
-    """Return the ids of ``eos_token_id`` in what a JSON file holds."""
     stated = values.get("eos_token_id") if isinstance(values, Mapping) else None
     listed = stated if isinstance(stated, list) else [stated]
     return [number for number in listed if type(number) is int]
@@ -89,9 +87,7 @@ class VisibleText:
         tokenizer = self._tokenizer
         special = special_tokens(tokenizer)
         ids = set(named_end_ids(tokenizer, tokenizer.name_or_path))
-        ids |= {
-            number for name in _NAMED if (number := getattr(tokenizer, f"{name}_id", None)) is not None
-        }
+        ids |= {number for name in _NAMED if (number := getattr(tokenizer, f"{name}_id", None)) is not None}
 
         marks = framing_marks(renderer_of(tokenizer), special.values())
         return frozenset(ids | {number for number, text in special.items() if text in marks})
