@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-CPU_SECONDS = 5
+CPU_SECONDS = 2
 """Processor time of one rendering: the templates of published models take less than a millisecond."""
 MEMORY_BYTES = 1 << 30
 """Address space of the whole process, of which Python and jinja2 take some 50 MiB."""
@@ -130,7 +130,7 @@ def main() -> None:
 
         for request in json.loads(line):
             usage = resource.getrusage(resource.RUSAGE_SELF)
-            _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + CPU_SECONDS)
+            _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + CPU_SECONDS)
             answers.append(_render(compiled, setup, request))
 
         sys.stdout.write(json.dumps(answers) + "\n")
