@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -59,6 +60,7 @@ class TemplateRenderer:
         self._process: subprocess.Popen[str] | None = None
         self._end: Any = None
         self._exhausted: str | None = None
+        self._lock = threading.Lock()
 
     def is_for(self, templates: Mapping[str, str], special: Mapping[str, str], now: datetime | None) -> bool:
         """Return whether these are what it renders with."""
@@ -82,16 +84,19 @@ class TemplateRenderer:
         """Return each text, or why the template does not render it."""
         results: list[str | RenderRefused] = []
         for start in range(0, len(renderings), _BATCH):
-            batch = renderings[start : start + _BATCH]
-            answers = self._ask(batch)
-
-            # A rendering that ends the process takes its whole batch along: find which one it is.
-            if answers is None and len(batch) > 1:
-                answers = []
-                for one in batch:
-                    answers += self._ask([one]) or [RenderRefused(self._exhausted or "")]
-            results += answers or [RenderRefused(self._exhausted or "")]
+            with self._lock:  # rewards may be computed in a thread of their own
+                results += self._render_batch(renderings[start : start + _BATCH])
         return results
+
+    def _render_batch(self, batch: Sequence[Rendering]) -> list[str | RenderRefused]:
+        answers = self._ask(batch)
+        if answers is not None:
+            return answers
+        if len(batch) == 1:
+            return [RenderRefused(self._exhausted or "")]
+
+        # A rendering that ends the process takes its whole batch along: find which one it is.
+        return [answer for one in batch for answer in self._render_batch([one])]
 
     def _ask(self, batch: Sequence[Rendering]) -> list[str | RenderRefused] | None:
         """Return the answers of the process, None where it has ended over them."""
