@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.check.data_sets import DataPreview, DataSet
 from megatron_rl.check.files import Files
-from megatron_rl.check.model_template import folder_ends, folder_renderer, special_token_ids
+from megatron_rl.check.model_template import added_token_ids, folder_ends, folder_renderer
 from megatron_rl.check.model_tokens import tokenizer_of
 from megatron_rl.data.chat_format import ConversationText, TurnEnd, find_turn_end, turn_end_problem
 from megatron_rl.data.messages import (
@@ -100,16 +100,16 @@ class Tokens:
 
     @cached_property
     def turn_end(self) -> TurnEnd | None:
-        """Return what the template ends turns with, None where it makes no conversations."""
+        """Return what the template ends turns with, None where it cannot be read."""
         if self.renderer is None or self.tokenizer is None:
             return None
 
         def encode(text: str) -> list[int]:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-        special = special_token_ids(self.tokenizer)
+        added = added_token_ids(self.tokenizer)
         bos = self.renderer.special.get("bos_token")
-        return find_turn_end(ConversationText(self.renderer), encode, special, bos)
+        return find_turn_end(ConversationText(self.renderer), encode, added, bos)
 
     @cached_property
     def chat(self) -> ConversationText | None:
@@ -123,10 +123,10 @@ class Tokens:
 
     @cached_property
     def marks(self) -> set[str]:
-        """Return the special tokens that the template writes around messages."""
+        """Return the added tokens that the template writes around messages."""
         if self.tokenizer is None:
             return set()
-        return framing_marks(self.renderer, special_token_ids(self.tokenizer).values())
+        return framing_marks(self.renderer, added_token_ids(self.tokenizer).values())
 
     @cached_property
     def thoughts(self) -> str | None:

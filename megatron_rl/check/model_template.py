@@ -38,8 +38,7 @@ def _templates(path: Path) -> dict[str, str]:
     if named:
         return {name: text for name, text in named.items() if text}
 
-    stated = _read(path / "chat_template.json").get("chat_template")
-    stated = stated or _read(path / "tokenizer_config.json").get("chat_template")
+    stated = _read(path / "tokenizer_config.json").get("chat_template")
     if isinstance(stated, list):
         items = [item for item in stated if isinstance(item, Mapping)]
         stated = {item.get("name"): item.get("template") for item in items}
@@ -60,20 +59,19 @@ def special_texts(path: Path) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def special_token_ids(tokenizer: Any) -> dict[int, str]:
-    """Return the texts of the special tokens of ``tokenizer``, of the library `tokenizers`, by their ids."""
-    added = tokenizer.get_added_tokens_decoder().items()
-    return {number: token.content for number, token in added if token.special}
+def added_token_ids(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of the added tokens of ``tokenizer``, of the library `tokenizers`, by their ids."""
+    return {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
 
 
 def folder_ends(path: Path, tokenizer: Any) -> dict[int, str]:
     """Return the texts of the tokens that a checkpoint's files name as ends of responses, by their ids."""
-    special = special_token_ids(tokenizer)
+    added = added_token_ids(tokenizer)
     eos = special_texts(path).get("eos_token")
     first = tokenizer.token_to_id(eos) if eos is not None else None
 
     ids = [] if first is None else [first]
-    ids += listed_end_ids(path, special)
+    ids += listed_end_ids(path, added)
     texts = {number: tokenizer.id_to_token(number) for number in ids}
     return {number: text for number, text in texts.items() if text is not None}
 

@@ -140,27 +140,33 @@ class ConversationText:
 
     @cached_property
     def behind_turn(self) -> str:
-        """Return what the template writes behind a turn.
+        """Return what the template writes behind a turn; empty where it makes no conversation of two.
 
         Some write nothing there, and end a turn by opening the next: then it is what a message of the user
         makes of it.
         """
-        close = self._behind([*_ASKED, _TURN], opens=False)
-        return close if close.strip() else self._behind([*_ASKED, _TURN, *_NEXT])
+        with suppress(UserError):
+            close = self._behind([*_ASKED, _TURN], opens=False)
+            return close if close.strip() else self._behind([*_ASKED, _TURN, *_NEXT])
+        return ""
 
     @cached_property
     def lead(self) -> str:
         """Return the whitespace that the template writes between the opening of a turn and its text."""
-        opening, turn = self._render(Rendering(_ASKED), Rendering([*_ASKED, _TURN], None, False))
-        before = turn.partition(SENTINEL)[0]
-        lead = before[len(opening) :] if before.startswith(opening) else ""
-        return "" if lead.strip() else lead
+        with suppress(UserError):
+            opening, turn = self._render(Rendering(_ASKED), Rendering([*_ASKED, _TURN], None, False))
+            before = turn.partition(SENTINEL)[0]
+            lead = before[len(opening) :] if before.startswith(opening) else ""
+            return "" if lead.strip() else lead
+        return ""
 
     @cached_property
     def opening(self) -> str:
         """Return the text that opens the assistant's turn; empty where the template writes none."""
-        closed, opened = self._render(Rendering(_ASKED, None, False), Rendering(_ASKED))
-        return opened[len(closed) :] if opened.startswith(closed) else ""
+        with suppress(UserError):
+            closed, opened = self._render(Rendering(_ASKED, None, False), Rendering(_ASKED))
+            return opened[len(closed) :] if opened.startswith(closed) else ""
+        return ""
 
     def response(self, text: str) -> str:
         """Return a response that is given as text, as it stands behind a prompt of the template.
@@ -255,9 +261,9 @@ class ConversationText:
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """What a chat template ends turns with: ``text``, and the special ``token`` that it begins with.
+    """What a chat template ends turns with: ``text``, and the added ``token`` that it begins with.
 
-    ``token`` is None where the text does not begin with a special token.
+    ``token`` is None where the text does not begin with an added token.
     """
 
     text: str
@@ -267,20 +273,18 @@ class TurnEnd:
 def find_turn_end(
     text: ConversationText,
     encode: Callable[[str], Sequence[int]],
-    special: Mapping[int, str],
+    added: Mapping[int, str],
     bos: str | None,
-) -> TurnEnd | None:
-    """Return what the template ends turns with; None where it renders no conversation of two.
+) -> TurnEnd:
+    """Return what the template ends turns with.
 
-    ``special`` are the texts of special tokens. A BOS behind a turn begins the next one and ends none.
+    ``added`` are the texts of added tokens, special or not: `<|im_end|>` is in some models no special one. A
+    BOS behind a turn begins the next one and ends none.
     """
-    try:
-        behind = text.behind_turn.lstrip()
-    except UserError:
-        return None
+    behind = text.behind_turn.lstrip()
     ids = encode(behind[:200]) if behind else ()
     token = int(ids[0]) if len(ids) else None
-    if token not in special or special[token] == bos:
+    if token not in added or added[token] == bos:
         token = None
     return TurnEnd(behind, token)
 

@@ -30,7 +30,7 @@ from megatron_rl.data.template_renderer import (
     TemplateRenderer,
     renderer_of,
 )
-from megatron_rl.data.visible_text import framing_marks, named_end_ids, special_tokens
+from megatron_rl.data.visible_text import added_tokens, framing_marks, named_end_ids
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.progress import advance
 from megatron_rl.types import SamplingParameters
@@ -131,12 +131,12 @@ def conversation_text(tokenizer: Any, ends: Sequence[int] = ()) -> ConversationT
 
 
 def template_turn_end(tokenizer: Any) -> TurnEnd | None:
-    """Return what the chat template ends turns with; None without a template that makes conversations."""
+    """Return what the chat template ends turns with; None without a template."""
     text = conversation_text(tokenizer)
     if text is None:
         return None
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    return find_turn_end(text, encode, special_tokens(tokenizer), tokenizer.bos_token)
+    encode = partial(tokenizer.encode, add_added_tokens=False)
+    return find_turn_end(text, encode, added_tokens(tokenizer), tokenizer.bos_token)
 
 
 def end_problem(tokenizer: Any, model_path: str | Path) -> UserError | None:
@@ -147,8 +147,8 @@ def end_problem(tokenizer: Any, model_path: str | Path) -> UserError | None:
 
 
 def template_marks(tokenizer: Any) -> set[str]:
-    """Return the special tokens that the chat template writes around messages."""
-    return framing_marks(renderer_of(tokenizer), special_tokens(tokenizer).values())
+    """Return the added tokens that the chat template writes around messages."""
+    return framing_marks(renderer_of(tokenizer), added_tokens(tokenizer).values())
 
 
 def as_warning(problem: UserError) -> str:
@@ -161,7 +161,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], sett
     """Return the id of each stop string; raise a UserError for one that is not exactly one token."""
     ids: list[int] = []
     for text in stop:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tokens = tokenizer.encode(text, add_added_tokens=False)
         if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
             names = tokenizer.convert_ids_to_tokens(tokens)
             raise stop_error(setting, text, [names] if isinstance(names, str) else names)
@@ -256,7 +256,7 @@ def encode_texts(
     result: list[numpy.ndarray] = []
     for start in range(0, len(texts), chunk):
         part = [_cut(tokenizer, text, limit) for text in texts[start : start + chunk]]
-        encoded = tokenizer(part, add_special_tokens=False, return_attention_mask=False)
+        encoded = tokenizer(part, add_added_tokens=False, return_attention_mask=False)
         result.extend(numpy.asarray(ids, numpy.int32) for ids in encoded["input_ids"])  # pyright: ignore
         advance("pieces of data")
     return result
@@ -282,7 +282,7 @@ def encode_pieces(
         if short:
             encoded = tokenizer(
                 [texts[row] for row in short],
-                add_special_tokens=False,
+                add_added_tokens=False,
                 return_attention_mask=False,
                 return_offsets_mapping=True,
             )
@@ -323,7 +323,7 @@ def _cut(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
     tokens = 0
     for start in range(0, len(text) if len(text) > _PIECE else 0, _PIECE):
         end = start + _PIECE
-        tokens += len(tokenizer.encode(text[start:end], add_special_tokens=False))
+        tokens += len(tokenizer.encode(text[start:end], add_added_tokens=False))
         if tokens > 2 * counted(limit):
             return text[:end]
     return text

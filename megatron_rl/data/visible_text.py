@@ -27,11 +27,11 @@ _CONVERSATION = (
 )
 
 
-def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the texts of a tokenizer's special tokens by their ids."""
+def added_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of a tokenizer's special and other added tokens by their ids."""
     named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
     added = tokenizer.added_tokens_decoder.items()
-    return {**dict(named), **{number: token.content for number, token in added if token.special}}
+    return {**dict(named), **{number: token.content for number, token in added}}
 
 
 def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, ...]:
@@ -45,14 +45,14 @@ def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, .
         tokens.append(int(tokenizer.eos_token_id))
 
     if model_path:
-        tokens.extend(listed_end_ids(Path(model_path), special_tokens(tokenizer)))
+        tokens.extend(listed_end_ids(Path(model_path), added_tokens(tokenizer)))
     return tuple(dict.fromkeys(tokens))
 
 
-def listed_end_ids(model: Path, special: Collection[int]) -> list[int]:
-    """Return the ids of ``eos_token_id`` in a model's folder; ``special`` are the ids of special tokens."""
+def listed_end_ids(model: Path, added: Collection[int]) -> list[int]:
+    """Return the ids of ``eos_token_id`` in a model's folder; ``added`` are the ids of added tokens."""
     listed = _listed_ends(model / "generation_config.json")
-    return listed or [number for number in _listed_ends(model / "config.json") if number in special]
+    return listed or [number for number in _listed_ends(model / "config.json") if number in added]
 
 
 def _listed_ends(file: Path) -> list[int]:
@@ -64,15 +64,15 @@ def _listed_ends(file: Path) -> list[int]:
     return [number for number in listed if type(number) is int]
 
 
-def framing_marks(renderer: TemplateRenderer | None, special: Iterable[str]) -> set[str]:
-    """Return the special tokens that a chat template writes around messages."""
+def framing_marks(renderer: TemplateRenderer | None, added: Iterable[str]) -> set[str]:
+    """Return the added tokens that a chat template writes around messages."""
     if renderer is None:
         return set()
     try:
         text = renderer.render(_CONVERSATION, opens=False)
     except RenderRefused:
         return set()
-    return {token for token in special if token and token in text}
+    return {token for token in added if token and token in text}
 
 
 class VisibleText:
@@ -85,12 +85,12 @@ class VisibleText:
     def hidden(self) -> frozenset[int]:
         """Return the ids of the tokens that only frame a turn."""
         tokenizer = self._tokenizer
-        special = special_tokens(tokenizer)
+        added = added_tokens(tokenizer)
         ids = set(named_end_ids(tokenizer, tokenizer.name_or_path))
         ids |= {number for name in _NAMED if (number := getattr(tokenizer, f"{name}_id", None)) is not None}
 
-        marks = framing_marks(renderer_of(tokenizer), special.values())
-        return frozenset(ids | {number for number, text in special.items() if text in marks})
+        marks = framing_marks(renderer_of(tokenizer), added.values())
+        return frozenset(ids | {number for number, text in added.items() if text in marks})
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of one response."""

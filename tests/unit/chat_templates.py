@@ -104,8 +104,8 @@ MISTRAL_3 = ChatForm(
     "{{- '[INST] ' + m.content + '[/INST]' }}{%- elif m.tool_calls %}{{- '[TOOL_CALLS] [' }}"
     "{%- for call in m.tool_calls %}{{- {'name': call.function.name, 'arguments': call.function.arguments} "
     "| tojson }}{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ']' + eos_token }}"
-    "{%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS] ' + {'content': m.content} | tojson + '[/TOOL_RESULTS]' }}"
-    "{%- else %}{{- ' ' + m.content | trim + eos_token }}{%- endif %}{%- endfor %}",
+    "{%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS] ' + {'content': m.content} | tojson }}"
+    "{{- '[/TOOL_RESULTS]' }}{%- else %}{{- ' ' + m.content | trim + eos_token }}{%- endif %}{%- endfor %}",
     ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
      "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
     ("</s>",),
@@ -123,8 +123,8 @@ GLM_4 = ChatForm(
     tools=True,
 )
 GEMMA = ChatForm(
-    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>"
+    "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
     ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
     ("<eos>", "<end_of_turn>"),
