@@ -135,7 +135,7 @@ def template_turn_end(tokenizer: Any) -> TurnEnd | None:
     text = conversation_text(tokenizer)
     if text is None:
         return None
-    encode = partial(tokenizer.encode, add_added_tokens=False)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
     return find_turn_end(text, encode, added_tokens(tokenizer), tokenizer.bos_token)
 
 
@@ -161,7 +161,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], sett
     """Return the id of each stop string; raise a UserError for one that is not exactly one token."""
     ids: list[int] = []
     for text in stop:
-        tokens = tokenizer.encode(text, add_added_tokens=False)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
             names = tokenizer.convert_ids_to_tokens(tokens)
             raise stop_error(setting, text, [names] if isinstance(names, str) else names)
@@ -256,7 +256,7 @@ def encode_texts(
     result: list[numpy.ndarray] = []
     for start in range(0, len(texts), chunk):
         part = [_cut(tokenizer, text, limit) for text in texts[start : start + chunk]]
-        encoded = tokenizer(part, add_added_tokens=False, return_attention_mask=False)
+        encoded = tokenizer(part, add_special_tokens=False, return_attention_mask=False)
         result.extend(numpy.asarray(ids, numpy.int32) for ids in encoded["input_ids"])  # pyright: ignore
         advance("pieces of data")
     return result
@@ -282,7 +282,7 @@ def encode_pieces(
         if short:
             encoded = tokenizer(
                 [texts[row] for row in short],
-                add_added_tokens=False,
+                add_special_tokens=False,
                 return_attention_mask=False,
                 return_offsets_mapping=True,
             )
@@ -323,7 +323,7 @@ def _cut(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
     tokens = 0
     for start in range(0, len(text) if len(text) > _PIECE else 0, _PIECE):
         end = start + _PIECE
-        tokens += len(tokenizer.encode(text[start:end], add_added_tokens=False))
+        tokens += len(tokenizer.encode(text[start:end], add_special_tokens=False))
         if tokens > 2 * counted(limit):
             return text[:end]
     return text
