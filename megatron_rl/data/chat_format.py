@@ -57,6 +57,10 @@ def _with_arguments(call: Any) -> Any:
     return call
 
 
+def _has_thoughts(message: Message) -> bool:
+    return bool(message.get("reasoning_content")) or "</think>" in str(message.get("content") or "")
+
+
 def cut_at_end(text: str, ends: Sequence[str]) -> str | None:
     """Return ``text`` up to the first of the end tokens that it ends with; None where it ends with none.
 
@@ -205,12 +209,20 @@ class ConversationText:
                 pieces.append(turn)
                 continue
 
-            # An end that is the first token of the next message belongs to the turn: the policy samples it.
+            # A turn without thoughts is written as it is read later: some templates write empty thoughts in
+            # the last turn alone. Thoughts that are said are learned, though later turns do not show them.
             tail = self.tail(answered[at + 1 : following], history)
+            (later,) = self._render(Rendering([*asked, *answered[:following]], tools))
+            steady = later.startswith(opening) and later.endswith(tail)
+            if steady and not _has_thoughts(answered[at]):
+                turn = later[len(opening) : len(later) - len(tail)]
+
+            # An end that is the first token of the next message belongs to the turn: the policy samples it.
             end = leading_end(tail, self.ends)
             pieces += [turn if cut_at_end(turn, self.ends) else turn + end, tail[len(end) :]]
 
-        return Learned(prompt, pieces, whole.startswith("".join([prompt, *pieces]).rstrip()) or len(said) < 2)
+        row, written = "".join([prompt, *pieces]).rstrip(), whole.rstrip()
+        return Learned(prompt, pieces, row.startswith(written) or written.startswith(row))
 
     @cached_property
     def _turn_end(self) -> str:

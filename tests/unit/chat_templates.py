@@ -185,17 +185,28 @@ TOOL: dict[str, Any] = {
 }
 
 
-def tokenizer_of(form: ChatForm, *, prefix: tuple[str, ...] = (), suffix: tuple[str, ...] = ()) -> Any:
+def tokenizer_of(
+    form: ChatForm, *, prefix: tuple[str, ...] = (), suffix: tuple[str, ...] = (), spaces: bool = False
+) -> Any:
     """Return a tokenizer of bytes with a form's special tokens and template.
 
-    ``prefix`` and ``suffix`` are the special tokens that it puts around a text.
+    ``prefix`` and ``suffix`` are the special tokens that it puts around a text. With ``spaces`` it is one of
+    characters that puts a space before each piece of text, and merges spaces with words, as Llama 2's does.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-    vocabulary = {text: number for number, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    if spaces:
+        merges = [("▁", "4"), ("▁", "▁"), ("▁", "I"), ("▁I", "t"), ("[", "I"), ("▁", "[I"), ("T", "]")]
+        texts = [*map(chr, range(33, 127)), "▁", "\n", *(left + right for left, right in merges)]
+        vocabulary = {text: number for number, text in enumerate(texts)}
+        made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        made.decoder = decoders.Replace("▁", " ")
+    else:
+        vocabulary = {text: number for number, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in form.special])
     if prefix or suffix:
         around = " ".join([*prefix, "$A", *suffix])

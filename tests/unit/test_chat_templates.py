@@ -33,9 +33,9 @@ def model_of(form: ChatForm, folder: Path, tokenizer: Any) -> Path:
     return folder
 
 
-def learned(form: ChatForm, folder: Path, values: dict[str, Any], **data: Any) -> tuple[str, str]:
-    """Return the text of the row of a record, and what of it is learned."""
-    tokenizer = tokenizer_of(form)
+def row_of(form: ChatForm, folder: Path, values: dict[str, Any], **data: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens of the row of a record, and those that are learned."""
+    tokenizer = tokenizer_of(form, spaces=data.pop("spaces", False))
     ends = end_token_ids(tokenizer, model_of(form, folder, tokenizer))
     settings = DataConfig("train", prompt_field=data.pop("prompt_field", "messages"), **data)
     encoded = encode_responses(
@@ -45,7 +45,14 @@ def learned(form: ChatForm, folder: Path, values: dict[str, Any], **data: Any) -
     prompts, responses = encoded.tokens
     whole = [int(token) for token in [*prompts[0], *responses[0]]]
     said = [token for token in whole[len(prompts[0]) :] if token >= 0]
-    return tokenizer.decode([token if token >= 0 else ~token for token in whole]), tokenizer.decode(said)
+    return [token if token >= 0 else ~token for token in whole], said
+
+
+def learned(form: ChatForm, folder: Path, values: dict[str, Any], **data: Any) -> tuple[str, str]:
+    """Return the text of the row of a record, and what of it is learned."""
+    tokenizer = tokenizer_of(form, spaces=data.get("spaces", False))
+    row, said = row_of(form, folder, values, **data)
+    return tokenizer.decode(row), tokenizer.decode(said)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -63,11 +70,7 @@ def test_a_template_is_rendered_as_transformers_does(name: str) -> None:
             assert renderer.render(messages, tools, opens=opens) == expected
 
 
-UNSTEADY = {"qwen_3", "deepseek_r1"}
-"""Forms that write earlier turns otherwise than the last one."""
-
-
-@pytest.mark.parametrize("name", [name for name in FORMS if name not in UNSTEADY])
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "deepseek_r1"])
 def test_a_row_of_a_conversation_is_what_the_template_writes(name: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(FORMS[name])
     text, said = learned(FORMS[name], tmp_path, {"messages": CHAT})
@@ -92,12 +95,33 @@ def test_a_row_with_calls_of_tools_is_what_the_template_writes(name: str, tmp_pa
     assert ("<|observation|>" in said) is (name == "glm_4")
 
 
-def test_thoughts_stay_where_they_are_learned_and_a_template_that_drops_them_is_told(tmp_path: Path) -> None:
+def test_thoughts_are_learned_in_every_turn_though_the_template_drops_them_later(tmp_path: Path) -> None:
     thinking = [{"role": "assistant", "content": text, "reasoning_content": "hm"} for text in ("4", "6")]
     chat = [USER[0], thinking[0], USER[1], thinking[1]]
     text, said = learned(FORMS["qwen_3"], tmp_path, {"messages": chat})
     assert said == "<think>\nhm\n</think>\n\n4<|im_end|><think>\nhm\n</think>\n\n6<|im_end|>"
     assert text.count("hm") == 2
+
+
+def test_what_follows_opened_thoughts_is_learned_as_it_is_given(tmp_path: Path) -> None:
+    said = {"role": "assistant", "content": "hm</think>4"}
+    text, _ = learned(FORMS["deepseek_r1"], tmp_path, {"messages": [USER[0], said]})
+    assert text.endswith("<｜Assistant｜><think>\nhm</think>4<｜end▁of▁sentence｜>")
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "deepseek_r1"])
+def test_a_row_has_the_tokens_of_the_whole_text_where_a_tokenizer_writes_spaces_into_words(
+    name: str, tmp_path: Path
+) -> None:
+    form = FORMS[name]
+    tokenizer = tokenizer_of(form, spaces=True)
+    text, _ = learned(form, tmp_path, {"messages": CHAT}, spaces=True)
+    ids = row_of(form, tmp_path, {"messages": CHAT}, spaces=True)[0]
+    written = tokenizer.apply_chat_template(CHAT)["input_ids"]
+    while not tokenizer.decode(written[-1:]).strip():  # a newline behind the last turn
+        written = written[:-1]
+    assert ids[: len(written)] == written
+    assert len(ids) == len(written) + (name == "glm_4"), text
 
 
 @pytest.mark.parametrize(
