@@ -16,17 +16,26 @@ from typing import Any
 
 from megatron_rl.check.data_sets import DataPreview, DataSet
 from megatron_rl.check.files import Files
-from megatron_rl.check.model_template import Refused, Render, template_of
+from megatron_rl.check.model_template import added_token_ids, folder_ends, folder_renderer
 from megatron_rl.check.model_tokens import tokenizer_of
+from megatron_rl.data.chat_format import ConversationText, TurnEnd, find_turn_end, turn_end_problem
 from megatron_rl.data.messages import (
     asked_messages,
     end_of_thoughts,
     said_texts,
     templated,
-    tools_of,
     unended_thoughts,
 )
 from megatron_rl.data.records import Record
+from megatron_rl.data.rendered_text import (
+    LOOKED_AT,
+    odd_prompts,
+    odd_responses,
+    rendered_prompts,
+    response_pieces,
+)
+from megatron_rl.data.template_renderer import TemplateRenderer
+from megatron_rl.data.visible_text import framing_marks
 from megatron_rl.errors import UserError
 
 TOKENISED, ENDS = 256, 32
@@ -72,6 +81,7 @@ class Tokens:
     path: Path
     left: int = field(default_factory=lambda: CHARACTERS)
     looked: list[Looked] = field(default_factory=list[Looked])
+    _said_end: bool = False
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -79,17 +89,56 @@ class Tokens:
         return tokenizer_of(self.path) if self.path.is_dir() else None
 
     @cached_property
-    def template(self) -> Render | None:
-        """Return what renders the chat template, None where there is none that can be read."""
-        return template_of(self.path) if self.path.is_dir() else None
+    def renderer(self) -> TemplateRenderer | None:
+        """Return the renderer of the chat template, None where there is none that can be read."""
+        return folder_renderer(self.path) if self.path.is_dir() else None
+
+    @cached_property
+    def ends(self) -> dict[int, str]:
+        """Return the texts of the tokens that the model's files name as ends of responses, by their ids."""
+        return {} if self.tokenizer is None else folder_ends(self.path, self.tokenizer)
+
+    @cached_property
+    def turn_end(self) -> TurnEnd | None:
+        """Return what the template ends turns with, None where it cannot be read."""
+        if self.renderer is None or self.tokenizer is None:
+            return None
+
+        def encode(text: str) -> list[int]:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+        added = added_token_ids(self.tokenizer)
+        bos = self.renderer.special.get("bos_token")
+        return find_turn_end(ConversationText(self.renderer), encode, added, bos)
+
+    @cached_property
+    def chat(self) -> ConversationText | None:
+        """Return what the template writes of conversations, None where it cannot be read."""
+        if self.renderer is None or self.tokenizer is None:
+            return None
+        ends = [*self.ends.values()]
+        if self.turn_end is not None and self.turn_end.token is not None:
+            ends.append(self.tokenizer.id_to_token(self.turn_end.token))
+        return ConversationText(self.renderer, ends)
+
+    @cached_property
+    def marks(self) -> set[str]:
+        """Return the added tokens that the template writes around messages."""
+        if self.tokenizer is None:
+            return set()
+        return framing_marks(self.renderer, added_token_ids(self.tokenizer).values())
 
     @cached_property
     def thoughts(self) -> str | None:
         """Return the mark that ends the thoughts which the template opens a response with, if it does."""
-        with suppress(Refused):
-            opening = self.template and self.template([{"role": "user", "content": "a"}], None)
-            return end_of_thoughts(opening or "")
+        with suppress(UserError):
+            return end_of_thoughts(self.chat.opening) if self.chat is not None else None
         return None
+
+    def close(self) -> None:
+        """End the process that renders the template."""
+        if self.renderer is not None:
+            self.renderer.close()
 
     def look(self, described: DataSet, preview: DataPreview, over_long: str, files: Files) -> None:
         """Look at the lengths and the responses of a data set that was read, and add what is wrong."""
@@ -107,11 +156,37 @@ class Tokens:
                 files.errors.append(error)
             elif 2 * len(over) > len(counts):
                 files.warnings.append(error)
-        if described.responses and self.thoughts is not None and not described.where.endswith(".held_out"):
-            found = unended_thoughts(
-                records, described.responses, described.data, self.thoughts, described.where
-            )
-            files.warnings.extend([found] if found else [])
+        if not described.where.endswith(".held_out"):
+            files.warnings.extend(self._odd_texts(described, records[:LOOKED_AT]))
+
+    def _odd_texts(self, described: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
+        """Yield the warnings of the first records' texts, and of the template that makes them."""
+        data, where = described.data, described.where
+        if self.tokenizer is None or not records:
+            return
+
+        through_template = any(templated(record, data) for record in records)
+        ends = [*self.ends.values()]
+        if through_template:
+            if self.chat is None:
+                return
+            ends = self.chat.ends
+            shown = ", ".join(self.ends.values())
+            problem = turn_end_problem(self.turn_end, [*self.ends], shown, str(self.path))
+            if problem is not None and not self._said_end:
+                self._said_end = True
+                yield problem
+
+        if described.responses and through_template and self.thoughts is not None:
+            unended = unended_thoughts(records, described.responses, data, self.thoughts, where)
+            if unended is not None:
+                yield unended
+
+        with suppress(UserError):  # what the template refuses is an error of its own
+            texts = rendered_prompts(records, data, where, self.renderer)
+            yield from odd_prompts(records, texts, data, where, ends, self.marks)
+            if described.responses:
+                yield from odd_responses(records, described.responses, data, where, self.chat, ends)
 
     def _counts(self, described: DataSet, records: Sequence[Record], files: Files) -> dict[int, int]:
         """Return the tokens of some records by their row."""
@@ -123,15 +198,8 @@ class Tokens:
             self.left -= sizes[row]
             try:
                 parts[row] = self._parts(records[row], described)
-            except Refused as error:
-                files.errors.append(
-                    UserError(
-                        "the chat template refuses the messages",
-                        where=f"{records[row].where} ({described.where})",
-                        got=str(error),
-                        fix="correct the record's messages",
-                    )
-                )
+            except UserError as error:
+                files.errors.append(error)
                 break
         most = max(_PIECE, 16 * (described.limit or 0))
         flat = [text[:most] for rows in parts.values() for texts in rows for text in texts]
@@ -142,14 +210,19 @@ class Tokens:
         }
 
     def _parts(self, record: Record, described: DataSet) -> list[list[str]]:
-        """Return the texts of a record's rows; raises Refused where the template refuses the prompt."""
-        data = described.data
-        prompt = [record.values[data.prompt_field]]
-        if templated(record, data):
-            messages = asked_messages(record, data)
-            rendered = self.template and self.template(messages, tools_of(record, data, described.where))
-            prompt = said_texts(messages) if rendered is None else [rendered]
-        responses = [said_texts(record.values[name]) for name in described.responses]
+        """Return the texts of a record's rows; raises UserError for what the template does not render."""
+        data, where = described.data, described.where
+        if self.renderer is None and templated(record, data):
+            prompt = said_texts(asked_messages(record, data))
+            responses = [said_texts(record.values[name]) for name in described.responses]
+        else:
+            prompt = rendered_prompts([record], data, where, self.renderer)
+            otherwise = "set sft.turns=last" if described.every_turn else None
+            ends = [*self.ends.values()]
+            responses = [
+                response_pieces(record, name, data, where, self.chat, ends, otherwise)
+                for name in described.responses
+            ]
         return [prompt + said for said in responses] or [prompt]
 
 

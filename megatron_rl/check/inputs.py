@@ -159,6 +159,8 @@ def check_inputs(check: Inputs) -> None:
         check.errors.extend(best_errors(config))
     for plan in stage_plans(config):
         _check_stage_data(check, plan)
+    if check.tokens is not None:
+        check.tokens.close()
     if config.job == TRAIN and check.fine("reward"):
         _check_reward(check)
     if config.job == TRAIN and config.rollout.environment is not None and check.fine("rollout.environment"):

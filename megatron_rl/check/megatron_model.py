@@ -27,7 +27,7 @@ from megatron_rl.shapes.megatron_checkpoint import (
     pointer,
     read_checkpoint,
 )
-from megatron_rl.shapes.pretrained import TOKENIZER_FILES, describe, read_json
+from megatron_rl.shapes.pretrained import TOKENIZER_FILES, describe, read_json, tokenizer_files
 
 Refused = dict[str, list[UserError]]
 """Errors by the path of the setting that is then known to be wrong."""
@@ -148,8 +148,8 @@ def _write(config: RunConfig, path: Path, where: str, folder: Path) -> MegatronC
         POINTER: _json({**facts, "arguments": dict(checkpoint.arguments)}),
         "config.json": _json(raw),
     }
-    files = [tokenizer / name for name in TOKENIZER_FILES] if tokenizer is not None else []
-    contents |= {file.name: file.read_bytes() for file in files if file.is_file()}
+    if tokenizer is not None:
+        contents |= {name: (tokenizer / name).read_bytes() for name in tokenizer_files(tokenizer)}
     try:
         _fill(folder, contents)
     except OSError as error:
@@ -219,6 +219,7 @@ def _fill(folder: Path, contents: Mapping[str, bytes]) -> None:
     for name, content in contents.items():
         file = folder / name
         if not file.is_file() or file.read_bytes() != content:
+            file.parent.mkdir(exist_ok=True)
             aside = folder / f"{name}.{os.getpid()}.part"
             aside.write_bytes(content)
             os.replace(aside, file)

@@ -1,95 +1,86 @@
-"""A checkpoint's chat template, rendered as transformers does, without the seconds of importing it."""
+"""A checkpoint's chat template and tokens of ends, without the seconds of importing transformers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.data.chat_format import template_messages
+from megatron_rl.data.template_process import DEFAULT
+from megatron_rl.data.template_renderer import TemplateRenderer, can_render
+from megatron_rl.data.visible_text import listed_end_ids
 
-Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str | None]
-"""Turn messages and tools into the text of a prompt, None where only transformers can; raises Refused."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class Refused(Exception):
-    """Say why a template refuses messages, in its own words."""
 
 
 def has_chat_template(path: Path) -> bool:
     """Return whether a checkpoint directory comes with a chat template."""
-    return bool(_stated(path))
+    return bool(_templates(path))
 
 
-def template_of(path: Path) -> Render | None:
-    """Return what renders a checkpoint's chat template, None where there is none that can be read here."""
-    stated = _stated(path)
-    if isinstance(stated, list):  # several by name
-        named = {item.get("name"): item.get("template") for item in stated if isinstance(item, Mapping)}
-        stated = named.get("default") if "tool_use" not in named else None
-    if not isinstance(stated, str) or not stated:
+def folder_renderer(path: Path) -> TemplateRenderer | None:
+    """Return the renderer of a checkpoint's chat templates, None where none can be read here."""
+    templates = _templates(path)
+    if not templates or not can_render():
         return None
-    try:
-        template = _environment().from_string(stated)
-    except Exception:  # a library that is absent, or a tag that only transformers knows
-        return None
-    special = _special_tokens(path)
-
-    def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> str | None:
-        said = template_messages(messages)
-        values = {"messages": said, "tools": tools, "documents": None, "add_generation_prompt": True}
-        try:
-            return template.render(**special, **values)
-        except Refused:
-            raise
-        except Exception:  # templates fail in ways of many kinds, and may ask for what is not here
-            return None
-
-    return render
+    return TemplateRenderer(templates, special_texts(path))
 
 
-def _environment() -> Any:
-    """Return the language of chat templates, as transformers' ``apply_chat_template`` has it."""
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _templates(path: Path) -> dict[str, str]:
+    """Return a checkpoint's chat templates by name, from the files that transformers takes them from."""
+    named: dict[str, str] = {}
+    for file in sorted(path.glob("additional_chat_templates/*.jinja")):
+        named[file.stem] = _text(file)
 
-    def refuse(message: str) -> None:
-        raise Refused(message)
-
-    def to_json(value: Any, **how: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False, **how})
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _stated(path: Path) -> Any:
     if (path / "chat_template.jinja").is_file():
-        try:
-            return (path / "chat_template.jinja").read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            return None
-    return _read(path / "chat_template.json").get("chat_template") or _read(
-        path / "tokenizer_config.json"
-    ).get("chat_template")
+        named[DEFAULT] = _text(path / "chat_template.jinja")
+    if named:
+        return {name: text for name, text in named.items() if text}
+
+    stated = _read(path / "tokenizer_config.json").get("chat_template")
+    if isinstance(stated, list):
+        items = [item for item in stated if isinstance(item, Mapping)]
+        stated = {item.get("name"): item.get("template") for item in items}
+    if isinstance(stated, str):
+        stated = {DEFAULT: stated}
+    if not isinstance(stated, Mapping):
+        return {}
+    return {str(name): text for name, text in stated.items() if isinstance(text, str) and text}
 
 
-def _special_tokens(path: Path) -> dict[str, str]:
-    """Return the texts of the special tokens that a template may name."""
+def special_texts(path: Path) -> dict[str, str]:
+    """Return the texts of the special tokens that a tokenizer names."""
     settings = {**_read(path / "special_tokens_map.json"), **_read(path / "tokenizer_config.json")}
     stated = {name: settings.get(name) for name in _SPECIAL}
     texts = {
         name: item.get("content") if isinstance(item, Mapping) else item for name, item in stated.items()
     }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def added_token_ids(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of the added tokens of ``tokenizer``, of the library `tokenizers`, by their ids."""
+    return {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
+
+
+def folder_ends(path: Path, tokenizer: Any) -> dict[int, str]:
+    """Return the texts of the tokens that a checkpoint's files name as ends of responses, by their ids."""
+    added = added_token_ids(tokenizer)
+    eos = special_texts(path).get("eos_token")
+    first = tokenizer.token_to_id(eos) if eos is not None else None
+
+    ids = [] if first is None else [first]
+    ids += listed_end_ids(path, added)
+    texts = {number: tokenizer.id_to_token(number) for number in ids}
+    return {number: text for number, text in texts.items() if text is not None}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
 
 
 def _read(file: Path) -> Mapping[str, Any]:

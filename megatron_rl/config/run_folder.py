@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from megatron_rl.durable import write_text
@@ -21,6 +24,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
+        self.first_start = self.path / "first_start"
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.rollouts = self.path / "rollouts"
@@ -97,6 +101,30 @@ class RunFolder:
         shutil.copytree(model, incomplete, copy_function=link)
         shutil.rmtree(self.model, ignore_errors=True)
         incomplete.rename(self.model)
+
+    def read_first_start(self) -> datetime | None:
+        """Return when the run started first, None where its folder does not say it."""
+        with suppress(OSError, ValueError):
+            return datetime.fromisoformat(self.first_start.read_text(encoding="utf-8").strip())
+        return None
+
+    def keep_first_start(self, proposed: datetime) -> datetime:
+        """Return when the run started first: ``proposed``, where no process has kept another time before.
+
+        All processes that see the folder get the same.
+        """
+        aside = self.first_start.with_name(f"{self.first_start.name}.{socket.gethostname()}.{os.getpid()}")
+        aside.write_text(proposed.isoformat(), encoding="utf-8")
+        with suppress(OSError):  # it is there, or the file system has no links
+            os.link(aside, self.first_start)
+        if self.read_first_start() is None:
+            os.replace(aside, self.first_start)
+        aside.unlink(missing_ok=True)
+        return self.read_first_start() or proposed
+
+    def write_first_start(self, time: datetime) -> None:
+        """Store the time in the place of another one."""
+        write_text(self.first_start, time.isoformat())
 
     def write_config(self, text: str) -> None:
         """Store the resolved configuration."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,18 @@ from megatron_rl.config.sections.data import DataConfig, fields_of
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.order import ShuffledOrder
 from megatron_rl.data.records import Record, require_fields, with_inner
+from megatron_rl.data.rendered_text import LOOKED_AT, odd_prompts
+from megatron_rl.data.template_renderer import renderer_of
 from megatron_rl.data.token_files import Encoded, TokenFiles
-from megatron_rl.data.tokenizing import PromptEncoder, drop_over_long, end_token_ids, sampling_by_task
+from megatron_rl.data.tokenizing import (
+    PromptEncoder,
+    drop_over_long,
+    end_problem,
+    end_token_ids,
+    sampling_by_task,
+    template_marks,
+)
+from megatron_rl.errors import UserError
 from megatron_rl.types import PromptBatch
 
 if TYPE_CHECKING:
@@ -46,12 +56,18 @@ class PromptSource:
         model_path: str | None = None,
         setting: str = "data.train",
     ) -> None:
-        ends = end_token_ids(tokenizer, model_path)
-        self._default, self._by_task = sampling_by_task(rollout, tokenizer, ends)
         records, self._texts, (self._tokens,) = encoded.records, encoded.texts, encoded.tokens
         lists = not isinstance(records[0].values[data.prompt_field], str)
         self.templated = lists if data.chat_template is None else data.chat_template
         """Whether prompts went through the tokenizer's chat template; the first of them says it for all."""
+
+        ends = end_token_ids(tokenizer, model_path, templated=self.templated)
+        self._default, self._by_task = sampling_by_task(rollout, tokenizer, ends)
+        self.odd = list(self._odd_texts(tokenizer, records, data, ends, model_path, setting))
+        """Warnings of the texts of the first records, and of the template that makes them."""
+
+        renderer = renderer_of(tokenizer) if self.templated else None
+        self._clock = renderer.now.isoformat() if renderer is not None and renderer.has_clock else None
         lengths = [len(ids) for ids in self._tokens]
         self._ids, self.length_report = drop_over_long(
             lengths, records, data.max_prompt_tokens, data.over_long, setting, "data.max_prompt_tokens"
@@ -62,6 +78,22 @@ class PromptSource:
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    def _odd_texts(
+        self,
+        tokenizer: Any,
+        records: Sequence[Record],
+        data: DataConfig,
+        ends: Sequence[int],
+        model_path: str | None,
+        setting: str,
+    ) -> Iterator[UserError]:
+        problem = end_problem(tokenizer, model_path) if self.templated and model_path else None
+        if problem is not None:
+            yield problem
+        texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
+        first, prompts = records[:LOOKED_AT], self._texts[:LOOKED_AT]
+        yield from odd_prompts(first, prompts, data, setting, texts, template_marks(tokenizer))
 
     @property
     def epoch(self) -> int:
@@ -92,13 +124,24 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """Return the position in the data, the seed, and what tells prompts and records apart."""
-        return self._order.state_dict() | {"records": self._digest}
+        return self._order.state_dict() | {"records": self._digest, "clock": self._clock or ""}
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> str | None:
         """Continue from ``state`` with exactly the prompts that followed it; UserError for other data.
 
         Return a warning where the records hold something else beside the same prompts.
         """
+        before = state.get("clock") or None  # checkpoints of before have none
+        other = state["fingerprint"] != self._order.fingerprint
+        if other and before is not None and before != self._clock:
+            raise UserError(
+                "the chat template writes the date, and the checkpoint's prompts have another one",
+                where="data",
+                expected=f"the time at which the run started first: {before}",
+                got=str(self._clock),
+                fix="resume in the run's own folder, whose file `first_start` has that time, or write it "
+                "into the file `first_start` of run_dir",
+            )
         self._order.load_state_dict(state)
         if state.get("records", self._digest) == self._digest:  # checkpoints of before have none
             return None

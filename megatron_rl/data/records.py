@@ -188,8 +188,8 @@ def read_responses(
 
     A single response may be the end of the prompt's messages, where the record has no field of its own for
     it: the last message, or with ``every_turn`` all from the first that the assistant answers with. Several
-    may be whole conversations: the messages that they share are the prompt. A message that has text alone is
-    read as text.
+    may be whole conversations: the messages that they share are the prompt. Behind a prompt of text a message
+    that has text alone is read as text; the chat template writes it behind others.
     """
     values = dict(record.values)
     (field, *others), messages = fields, values.get(prompt_field)
@@ -203,7 +203,8 @@ def read_responses(
         values[prompt_field], values[field] = messages[:start], messages[start:]
     for field in fields:
         messages = values.get(field)
-        if isinstance(messages, list) and len(messages) == 1 and _is_said(messages):
+        of_text = isinstance(values.get(prompt_field), str)
+        if of_text and isinstance(messages, list) and len(messages) == 1 and _is_said(messages):
             (message,) = messages
             if not any(message[name] is not None for name in message.keys() - {"role", "content"}):
                 values[field] = message["content"]

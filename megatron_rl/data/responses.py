@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
-from itertools import pairwise
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -13,7 +12,7 @@ import torch
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig
-from megatron_rl.data.chat_format import ChatTemplate
+from megatron_rl.data.chat_format import ConversationText
 from megatron_rl.data.messages import (
     end_of_thoughts,
     require_template_for,
@@ -31,16 +30,25 @@ from megatron_rl.data.records import (
     teaches_nothing,
     with_inner,
 )
+from megatron_rl.data.rendered_text import LOOKED_AT, odd_prompts, odd_responses, response_pieces
 from megatron_rl.data.token_files import Encoded, TokenFiles
-from megatron_rl.data.tokenizing import PromptEncoder, drop_over_long, encode_texts, end_token_ids
+from megatron_rl.data.tokenizing import (
+    PromptEncoder,
+    as_warning,
+    conversation_text,
+    drop_over_long,
+    encode_pieces,
+    encode_texts,
+    end_problem,
+    end_token_ids,
+    template_marks,
+    template_turn_end,
+)
 from megatron_rl.errors import UserError
 from megatron_rl.types import TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_LOOKED_AT = 200
-"""Records at the start that are asked whether they end their thoughts."""
 
 
 class ResponseSource:
@@ -78,8 +86,8 @@ class ResponseSource:
         sizes = [size for index in self._kept for size in lengths[index]]
         rows = (row for index in self._kept for row in self._rows(index))
         self._order = ShuffledOrder(len(self), seed, data.shuffle, fingerprint(sizes, rows))
-        self.unended: UserError | None = None
-        """What is wrong with responses whose prompts open thoughts, by the first of them."""
+        self.odd: Sequence[UserError] = ()
+        """Warnings of the texts of the first records."""
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -90,8 +98,8 @@ class ResponseSource:
         yield self.length_report.line("records")
         if self._uninstructive:
             yield f"warning: {nothing_taught(self._uninstructive, len(self), self.unit > 1)}"
-        if self.unended is not None:
-            yield f"warning: {self.unended.message} ({self.unended.got}); {self.unended.fix}"
+        for problem in self.odd:
+            yield as_warning(problem)
 
     def next(self, count: int) -> TrainBatch:
         """Return the rows of the next ``count`` records, those of one record after one another.
@@ -157,55 +165,67 @@ def encode_responses(
     prompts = PromptEncoder(tokenizer, data, setting)
     texts, tokens = prompts.encode(records, max_tokens)
     turns = _Turns(prompts, ends, "set sft.turns=last" if every_turn else None)
-    return Encoded(records, texts, (tokens, *(turns.encode(records, field, max_tokens) for field in fields)))
+    columns = [turns.encode(records, texts, tokens, field, max_tokens) for field in fields]
+    return Encoded(records, texts, (tokens, *columns))
 
 
 class _Turns:
-    """Turn responses into tokens, as they would stand in a conversation that was sampled.
+    """Responses as tokens, as they would stand in a conversation that was sampled.
 
-    Prompt, turns and what is read between them are tokenised apart. A turn that does not end with one of
-    ``ends``, the tokens that end responses, gets one: that by which the chat template ends a turn where it is
-    among them, else the first. ``otherwise`` is a way out where the template makes no conversations.
+    The text of a row is tokenised as a whole, so that it has the tokens of what the chat template writes, and
+    in pieces where a token would reach from one piece into the next: the policy samples behind the tokens of
+    the prompt alone. A turn that does not end with one of ``ends``, the tokens that end responses, gets one:
+    that by which the chat template ends a turn, or else the first. ``otherwise`` is a way out where the
+    template makes no conversations.
     """
 
     def __init__(self, prompts: PromptEncoder, ends: Sequence[int], otherwise: str | None) -> None:
-        self._prompts, self._ends, self._otherwise = prompts, frozenset(ends), otherwise
+        self._prompts = prompts
+        self._otherwise = otherwise
         self._end = {False: ends[0], True: ends[0]}
-        if getattr(prompts.tokenizer, "chat_template", None):
-            with suppress(UserError):  # a template that makes no conversations, and may have none to make
-                close = prompts.tokenizer.encode(self._chat.tail([]), add_special_tokens=False)
-                self._end[True] = close[0] if close and close[0] in self._ends else ends[0]
+        self._ends = frozenset(ends)
+        self._texts = [prompts.tokenizer.convert_ids_to_tokens(token) for token in ends]
+        self._chat: ConversationText | None = None
 
-    @cached_property
-    def _chat(self) -> ChatTemplate:
-        return ChatTemplate(self._prompts.tokenizer)
+        if prompts.renderer is not None:
+            end = template_turn_end(prompts.tokenizer)
+            if end is not None and end.token is not None:
+                self._end[True] = end.token
+                self._ends |= {end.token}
+                self._texts.append(prompts.tokenizer.convert_ids_to_tokens(end.token))
+            self._chat = ConversationText(prompts.renderer, self._texts)
 
-    def encode(self, records: Sequence[Record], field: str, limit: int) -> list[numpy.ndarray]:
+    def encode(
+        self,
+        records: Sequence[Record],
+        prompts: Sequence[str],
+        prompt_tokens: Sequence[numpy.ndarray],
+        field: str,
+        limit: int,
+    ) -> list[numpy.ndarray]:
         """Return the tokens (int32) of each record's response; ~token is one that is read between turns."""
-        pieces = [self._pieces(record, record.values[field]) for record in records]
-        texts = [text for texts in pieces for text in texts]
-        tokens = iter(encode_texts(self._prompts.tokenizer, texts, special=False, limit=limit))
-        return [
-            self._row([next(tokens) for _ in texts], self._end[templated(record, self._prompts.data)])
-            for record, texts in zip(records, pieces, strict=True)
+        data, setting = self._prompts.data, self._prompts.setting
+        pieces = [
+            response_pieces(record, field, data, setting, self._chat, self._texts, self._otherwise)
+            for record in records
         ]
+        rows = encode_pieces(
+            self._prompts.tokenizer, [[p, *rest] for p, rest in zip(prompts, pieces, strict=True)], limit
+        )
+        apart = [
+            row
+            for row, (tokens, alone) in enumerate(zip(rows, prompt_tokens, strict=True))
+            if tokens is None or not _ends_with(alone, tokens[0])
+        ]
+        texts = [text for row in apart for text in pieces[row]]
+        alone = iter(encode_texts(self._prompts.tokenizer, texts, limit))
+        for row in apart:
+            rows[row] = [numpy.empty(0, numpy.int32), *(next(alone) for _ in pieces[row])]
 
-    def _pieces(self, record: Record, response: str | Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return what is said, read, said … as text: it begins and ends with what is said."""
-        if isinstance(response, str):
-            return [response]
-        where = f"{record.where} ({self._prompts.setting})"
-        said = [at for at, message in enumerate(response) if message["role"] == "assistant"]
-        try:
-            pieces = [self._chat.said(response[0])]
-            for before, at in pairwise(said):
-                pieces += [self._chat.tail(response[before + 1 : at]), self._chat.said(response[at])]
-        except UserError as error:
-            fix = " or ".join(filter(None, (error.fix, self._otherwise)))
-            raise UserError(
-                error.message, where=where, expected=error.expected, got=error.got, fix=fix
-            ) from None
-        return pieces
+        return [
+            self._row((tokens or [])[1:], self._end[templated(record, self._prompts.data)])
+            for record, tokens in zip(records, rows, strict=True)
+        ]
 
     def _row(self, pieces: Sequence[numpy.ndarray], end: int) -> numpy.ndarray:
         row: list[numpy.ndarray] = []
@@ -217,6 +237,11 @@ class _Turns:
                 if not len(tokens) or int(tokens[-1]) not in self._ends:
                     row.append(numpy.asarray([end], numpy.int32))
         return numpy.concatenate(row)
+
+
+def _ends_with(tokens: numpy.ndarray, end: numpy.ndarray) -> bool:
+    """Return whether the tokens of a prompt are these, what the tokenizer puts before them aside."""
+    return len(tokens) >= len(end) and numpy.array_equal(tokens[len(tokens) - len(end) :], end)
 
 
 def load_responses(
@@ -239,18 +264,45 @@ def load_responses(
     encoded = files.encoded(path, setting, tokenizer, how, encode)
     source = ResponseSource(encoded, data, seed=config.seed, max_tokens=max_tokens, setting=setting)
     if not setting.endswith(".held_out"):
-        source.unended = _unended(tokenizer, encoded.records[:_LOOKED_AT], fields, data, setting)
+        source.odd = list(_odd_texts(config, tokenizer, encoded, fields, data, setting))
     return source
 
 
+def _odd_texts(
+    config: RunConfig,
+    tokenizer: Any,
+    encoded: Encoded,
+    fields: Collection[str],
+    data: DataConfig,
+    setting: str,
+) -> Iterator[UserError]:
+    """Yield the warnings of the first records' texts, and of the template that makes them."""
+    records = encoded.records[:LOOKED_AT]
+    through_template = any(templated(record, data) for record in records)
+    ends = end_token_ids(tokenizer, config.model.path, templated=through_template)
+    texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
+    chat = conversation_text(tokenizer, ends)
+
+    if through_template:
+        problem = end_problem(tokenizer, config.model.path)
+        if problem is not None:
+            yield problem
+        unended = _unended(chat, records, fields, data, setting)
+        if unended is not None:
+            yield unended
+    yield from odd_prompts(records, encoded.texts, data, setting, texts, template_marks(tokenizer))
+    yield from odd_responses(records, fields, data, setting, chat, texts)
+
+
 def _unended(
-    tokenizer: Any, records: Sequence[Record], fields: Collection[str], data: DataConfig, setting: str
+    chat: ConversationText | None,
+    records: Sequence[Record],
+    fields: Collection[str],
+    data: DataConfig,
+    setting: str,
 ) -> UserError | None:
-    """Return the warning of `unended_thoughts` where the tokenizer's chat template opens thoughts."""
-    opening = ""
-    if getattr(tokenizer, "chat_template", None):
-        with suppress(Exception):  # a template may refuse this conversation, in ways of many kinds
-            asked = [{"role": "user", "content": "a"}]
-            opening = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    end = end_of_thoughts(str(opening))
-    return unended_thoughts(records, fields, data, end, setting) if end else None
+    """Return the warning of `unended_thoughts` where the chat template opens thoughts."""
+    with suppress(UserError):  # a template may refuse this conversation
+        end = end_of_thoughts(chat.opening if chat is not None else "")
+        return unended_thoughts(records, fields, data, end, setting) if end else None
+    return None

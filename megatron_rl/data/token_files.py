@@ -24,12 +24,13 @@ import numpy
 import psutil
 
 from megatron_rl.data.records import Record, load_records
+from megatron_rl.data.template_renderer import renderer_of
 from megatron_rl.durable import replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 2
+_FORMAT = 3
 """Changes whenever equal settings give files of other content."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -107,7 +108,9 @@ class TokenFiles:
             return own()
         template = getattr(tokenizer, "chat_template", None)
         versions = [version(name) for name in ("transformers", "tokenizers")]
-        parts = (_FORMAT, versions, _state(Path(path)), fast.to_str(), repr(tokenizer), template)
+        renderer = renderer_of(tokenizer)
+        clock = renderer.now.isoformat() if renderer is not None and renderer.has_clock else None
+        parts = (_FORMAT, versions, _state(Path(path)), fast.to_str(), repr(tokenizer), template, clock)
         digest = hashlib.sha256(json.dumps([*parts, *how], default=str).encode()).hexdigest()
         file = self.folder / f"{digest[:32]}.arrow"
         made, why = None, f"the first that came to {file} has not written it"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,23 @@ import numpy
 from megatron_rl.config.sampling_profiles import profile_errors, profile_fields, stop_error
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.data.chat_format import template_messages
-from megatron_rl.data.messages import asked_messages, require_prompt, templated, tools_of
+from megatron_rl.data.chat_format import (
+    ConversationText,
+    TurnEnd,
+    find_turn_end,
+    text_prefix,
+    turn_end_problem,
+    with_prefix,
+)
+from megatron_rl.data.messages import require_prompt, templated
 from megatron_rl.data.records import Record
+from megatron_rl.data.rendered_text import rendered_prompts
+from megatron_rl.data.template_renderer import (
+    TIME_ATTRIBUTE,
+    TemplateRenderer,
+    renderer_of,
+)
+from megatron_rl.data.visible_text import added_tokens, framing_marks, named_end_ids
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.progress import advance
 from megatron_rl.types import SamplingParameters
@@ -53,8 +68,11 @@ class LengthReport:
         )
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the HF checkpoint at ``path``; raise a UserError when there is none."""
+def load_tokenizer(path: str | Path, now: datetime | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the HF checkpoint at ``path``; raise a UserError when there is none.
+
+    ``now`` is the time that its chat template may write, the present one if None.
+    """
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
@@ -66,7 +84,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             fix="set model.path to a downloaded or exported checkpoint",
         )
     try:
-        return AutoTokenizer.from_pretrained(str(path))
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
             f"the tokenizer of {path} cannot be loaded",
@@ -75,28 +93,68 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
             fix="copy tokenizer.json and tokenizer_config.json of the model into the directory",
         ) from None
+    setattr(tokenizer, TIME_ATTRIBUTE, now)
+    return tokenizer
 
 
 def end_token_ids(
-    tokenizer: PreTrainedTokenizerBase, model_path: str | Path | None = None
+    tokenizer: PreTrainedTokenizerBase, model_path: str | Path | None = None, *, templated: bool = False
 ) -> tuple[int, ...]:
-    """Return the ids that end a response: the tokenizer's eos first, then the generation config's."""
-    tokens: list[int] = []
-    if tokenizer.eos_token_id is not None:
-        tokens.append(int(tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
-    file = Path(model_path) / "generation_config.json" if model_path is not None else None
-    if file is not None and file.is_file():
-        listed = json.loads(file.read_text()).get("eos_token_id")
-        tokens.extend(listed if isinstance(listed, list) else [] if listed is None else [listed])
+    """Return the ids that end a response: the tokenizer's eos first, then those that the model's files name.
+
+    Responses to prompts that went through the chat template, ``templated``, also end with the token by which
+    the template ends turns.
+    """
+    tokens = named_end_ids(tokenizer, model_path)
+    end = template_turn_end(tokenizer) if templated else None
+    if end is not None and end.token is not None:
+        tokens = tuple(dict.fromkeys((*tokens, end.token)))
+
     if not tokens:
         raise UserError(
             "the model names no token that ends a response",
             where="model.path",
-            expected="eos_token in the tokenizer's files or eos_token_id in generation_config.json",
+            expected="eos_token in the tokenizer's files, or eos_token_id in generation_config.json or "
+            "config.json",
             got="neither",
             fix="set eos_token in tokenizer_config.json",
         )
-    return tuple(dict.fromkeys(tokens))
+    return tokens
+
+
+def conversation_text(tokenizer: Any, ends: Sequence[int] = ()) -> ConversationText | None:
+    """Return what the tokenizer's chat template writes of conversations, None where it has no template."""
+    renderer = renderer_of(tokenizer)
+    if renderer is None:
+        return None
+    return ConversationText(renderer, [tokenizer.convert_ids_to_tokens(token) for token in ends])
+
+
+def template_turn_end(tokenizer: Any) -> TurnEnd | None:
+    """Return what the chat template ends turns with; None without a template."""
+    text = conversation_text(tokenizer)
+    if text is None:
+        return None
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return find_turn_end(text, encode, added_tokens(tokenizer), tokenizer.bos_token)
+
+
+def end_problem(tokenizer: Any, model_path: str | Path) -> UserError | None:
+    """Return the warning of a chat template whose end of a turn the model's files do not name."""
+    ends = named_end_ids(tokenizer, model_path)
+    shown = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
+    return turn_end_problem(template_turn_end(tokenizer), ends, shown, str(model_path))
+
+
+def template_marks(tokenizer: Any) -> set[str]:
+    """Return the added tokens that the chat template writes around messages."""
+    return framing_marks(renderer_of(tokenizer), added_tokens(tokenizer).values())
+
+
+def as_warning(problem: UserError) -> str:
+    """Return a warning as a line for the console."""
+    details = "" if problem.got is None else f" ({problem.got})"
+    return f"warning: {problem.message}{details}; {problem.fix}"
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], setting: str) -> tuple[int, ...]:
@@ -155,65 +213,42 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, setting: str) -> None:
         self.tokenizer, self.data, self.setting = tokenizer, data, setting
 
-    def text(self, record: Record) -> tuple[str, bool]:
-        """Return the prompt as text, and whether it is a rendered template (which has special tokens)."""
-        require_prompt(record, self.data, self.setting)
-        if not templated(record, self.data):
-            return record.values[self.data.prompt_field], False
-        return self._render(asked_messages(record, self.data), record), True
+    @cached_property
+    def renderer(self) -> TemplateRenderer | None:
+        """Return the renderer of the tokenizer's chat template, None without one."""
+        return renderer_of(self.tokenizer)
 
-    def _render(self, messages: Sequence[Mapping[str, str]], record: Record) -> str:
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise UserError(
-                "the prompt needs a chat template and the model's tokenizer has none",
-                where=f"{record.where} ({self.setting})",
-                expected="a tokenizer with a chat template",
-                got="a tokenizer without one",
-                fix="use an instruction-tuned model, or strings as prompts with "
-                f"{self.data.setting_of('chat_template')}=false",
-            )
-        try:
-            rendered = self.tokenizer.apply_chat_template(
-                template_messages(messages),
-                tools=tools_of(record, self.data, self.setting),
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except Exception as error:  # templates raise jinja errors of many kinds
-            raise UserError(
-                "the chat template refuses the messages",
-                where=f"{record.where} ({self.setting})",
-                got=f"{type(error).__name__}: {error}",
-                fix="correct the record's messages",
-            ) from None
-        return str(rendered)
+    def texts(self, records: Sequence[Record]) -> list[str]:
+        """Return the prompts as text, rendered by the chat template where they go through it."""
+        for record in records:
+            require_prompt(record, self.data, self.setting)
+
+        return rendered_prompts(records, self.data, self.setting, self.renderer)
 
     def encode(self, records: Sequence[Record], limit: int) -> tuple[list[str], list[numpy.ndarray]]:
         """Return every record's prompt text and its tokens (int32), in order; see `encode_texts`."""
-        rendered = [self.text(record) for record in records]
-        texts = [text for text, _ in rendered]
-        tokens: list[numpy.ndarray] = [numpy.empty(0, numpy.int32)] * len(texts)
-        for special in (False, True):
-            rows = [row for row, (_, is_template) in enumerate(rendered) if is_template != special]
-            for row, ids in zip(
-                rows, encode_texts(self.tokenizer, [texts[r] for r in rows], special, limit), strict=True
-            ):
-                if not len(ids):
-                    raise UserError(
-                        "a prompt has no tokens",
-                        where=f"{records[row].where} ({self.setting})",
-                        expected="at least one token",
-                        got=repr(texts[row]),
-                        fix="correct or remove the record",
-                    )
-                tokens[row] = ids
+        texts = self.texts(records)
+        tokens = encode_texts(self.tokenizer, texts, limit)
+        prefix = text_prefix(self.tokenizer)
+        for row, record in enumerate(records):
+            if not templated(record, self.data):
+                tokens[row] = numpy.asarray(with_prefix(prefix, tokens[row].tolist()), numpy.int32)
+
+            if not len(tokens[row]):
+                raise UserError(
+                    "a prompt has no tokens",
+                    where=f"{record.where} ({self.setting})",
+                    expected="at least one token",
+                    got=repr(texts[row]),
+                    fix="correct or remove the record",
+                )
         return texts, tokens
 
 
 def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool, limit: int, chunk: int = 1024
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int, chunk: int = 1024
 ) -> list[numpy.ndarray]:
-    """Return the tokens (int32) of each text; ``special`` adds what the tokenizer puts around a text.
+    """Return the tokens (int32) of each text, without what the tokenizer puts around a text.
 
     A text that is far longer than ``limit`` tokens, and so of no use, is not tokenised to its end: it has the
     tokens of a beginning that has more than `counted`.
@@ -221,10 +256,58 @@ def encode_texts(
     result: list[numpy.ndarray] = []
     for start in range(0, len(texts), chunk):
         part = [_cut(tokenizer, text, limit) for text in texts[start : start + chunk]]
-        encoded = tokenizer(part, add_special_tokens=special, return_attention_mask=False)
+        encoded = tokenizer(part, add_special_tokens=False, return_attention_mask=False)
         result.extend(numpy.asarray(ids, numpy.int32) for ids in encoded["input_ids"])  # pyright: ignore
         advance("pieces of data")
     return result
+
+
+def encode_pieces(
+    tokenizer: Any, rows: Sequence[Sequence[str]], limit: int, chunk: int = 256
+) -> list[list[numpy.ndarray] | None]:
+    """Return the tokens (int32) of the pieces of each row, whose text is tokenised as a whole.
+
+    None for a row in which a token reaches from one piece into the next, and for texts that are cut, see
+    `encode_texts`.
+    """
+    if not tokenizer.is_fast:
+        return [None] * len(rows)
+
+    results: list[list[numpy.ndarray] | None] = []
+    for start in range(0, len(rows), chunk):
+        part = rows[start : start + chunk]
+        texts = ["".join(pieces) for pieces in part]
+        short = [row for row, text in enumerate(texts) if len(text) <= max(_PIECE, counted(limit))]
+        found: list[list[numpy.ndarray] | None] = [None] * len(part)
+        if short:
+            encoded = tokenizer(
+                [texts[row] for row in short],
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_offsets_mapping=True,
+            )
+            for row, ids, offsets in zip(short, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+                found[row] = _split_tokens(ids, offsets, part[row])
+        results += found
+        advance("pieces of data")
+    return results
+
+
+def _split_tokens(
+    ids: Sequence[int], offsets: Sequence[tuple[int, int]], pieces: Sequence[str]
+) -> list[numpy.ndarray] | None:
+    """Return the tokens of each piece by where they start; None where one reaches over an edge."""
+    tokens = numpy.asarray(ids, numpy.int32)
+    if not len(tokens):
+        return None
+
+    starts, ends = numpy.asarray(offsets, numpy.int64).T
+    edges = numpy.cumsum([len(piece) for piece in pieces])[:-1]
+    places = numpy.searchsorted(starts, edges)
+    for edge, place in zip(edges, places, strict=True):
+        if place and ends[place - 1] > edge:
+            return None
+    return numpy.split(tokens, places)
 
 
 def counted(limit: int) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.sections.rewards import FUNCTION, RewardConfig
+from megatron_rl.data.visible_text import VisibleText
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.exchange import Members, RowShard
 from megatron_rl.rewards.function import (
@@ -133,6 +134,7 @@ class RewardRole:
 
     def __init__(self, config: RewardConfig, tokenizer: Any, key: str = "") -> None:
         self._tokenizer = tokenizer
+        self._visible = VisibleText(tokenizer)
         self._own = bool(key)
         self._beside = Beside()
         self._scorers: dict[str, tuple[float, Scorer]] = {}
@@ -252,12 +254,12 @@ class RewardRole:
         return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
 
     def responses(self, rollouts: Rollouts) -> list[str]:
-        """Return the responses as text, without special tokens."""
+        """Return the responses as text, see `VisibleText`."""
         tokens = rollouts.tokens[rollouts.response_mask].tolist()
         counts = row_counts(rollouts.response_mask, rollouts.lengths)
         ends = counts.cumsum(0).tolist()
         ids = [tokens[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
-        return self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+        return self._visible.texts(ids)
 
     def conversations(self, rollouts: Rollouts) -> list[list[dict[str, Any]]]:
         """Return who said what in each row: the ``prompt``, then ``policy`` and ``environment`` in turn.

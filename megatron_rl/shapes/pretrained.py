@@ -22,9 +22,22 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
-    "chat_template.json", "generation_config.json",
+    "chat_template.json", "generation_config.json", "tekken.json", "spiece.model",
+    "sentencepiece.bpe.model", "tokenizer.model.v3",
 )  # fmt: skip
 """What a checkpoint's folder may hold beside config.json and weights."""
+TOKENIZER_PATTERNS = ("additional_chat_templates/*.jinja", "*.py", "*.tiktoken")
+"""More of it: chat templates by name, and the code that ``auto_map`` names, with vocabularies of its own."""
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Return the files of a checkpoint's folder that belong to its tokenizer, relative to it."""
+    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    for pattern in TOKENIZER_PATTERNS:
+        names += sorted(
+            file.relative_to(folder).as_posix() for file in folder.glob(pattern) if file.is_file()
+        )
+    return names
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
@@ -35,6 +36,8 @@ class Job:
     """Hold what every part of a job needs: the settings, where it writes and where it is.
 
     ``main`` is true on the one rank that writes the run folder, speaks on the console and has ``trackers``.
+    ``first_start`` is the time that a chat template takes for now, so that a run which is resumed on another
+    day has the prompts that it began with.
     """
 
     config: RunConfig
@@ -44,6 +47,7 @@ class Job:
     main: bool
     stop: Stop
     trackers: Trackers | None = None
+    first_start: datetime | None = None
 
     @property
     def token_files(self) -> TokenFiles:
@@ -84,6 +88,8 @@ class Job:
             for words in self._changes():
                 self.say(f"warning: this run goes on with another setting: {words}")
             self.folder.write_config(dump(without_secrets(self.config)))
+            if self.first_start is not None:
+                self.folder.write_first_start(self.first_start)
             if self.config.checkpoint.resume == "never":
                 self.folder.start_over()
         barrier()
@@ -115,8 +121,22 @@ def job(config: RunConfig) -> Iterator[Job]:
         output_to(folder.rank_log(device.rank()), main) as console,
     ):
         with trackers_of(config, folder, console) if main else nullcontext() as trackers:
-            yield Job(config, folder, console, phases, main, stop, trackers)
+            yield Job(config, folder, console, phases, main, stop, trackers, _first_start(config, folder))
         watch.leave()
+
+
+def _first_start(config: RunConfig, folder: RunFolder) -> datetime:
+    """Return when the run started first, the same on every rank, before ranks can speak to each other."""
+    now = datetime.now().replace(microsecond=0)
+    resume = config.checkpoint.resume
+
+    # A folder's own time is that of an earlier run here, and the day is what ranks agree on without it.
+    if resume == "never":
+        return now.replace(hour=0, minute=0, second=0)
+
+    resumed = None if resume == "auto" else folder_of_checkpoint(Path(resume))
+    before = None if resumed is None else resumed.read_first_start()
+    return before or folder.keep_first_start(now)
 
 
 def trackers_of(config: RunConfig, folder: RunFolder, console: TextIO) -> Trackers:

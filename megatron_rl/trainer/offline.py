@@ -9,7 +9,7 @@ from megatron_rl.config.checkpoint_meta import check_same_model, is_checkpoint, 
 from megatron_rl.config.derive import resolve
 from megatron_rl.config.load import load_config
 from megatron_rl.config.placement import role_layout
-from megatron_rl.config.run_folder import folder_of_checkpoint
+from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.evaluation import INTERVALS
 from megatron_rl.config.sections.models import LayoutConfig, LoraConfig
@@ -54,7 +54,7 @@ def evaluate_checkpoints(
                 got=f"{len(paths) - len(models)} checkpoints and {len(models)} folders, with actor.lora",
                 fix="call the command twice",
             )
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, RunFolder(config.run_dir).read_first_start())
         with phases("data"):
             sources = {
                 name: load_prompts(

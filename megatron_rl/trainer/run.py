@@ -12,7 +12,7 @@ from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
-from megatron_rl.data.tokenizing import load_tokenizer
+from megatron_rl.data.tokenizing import as_warning, load_tokenizer
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint_files import newest_intact, require_intact
@@ -68,7 +68,7 @@ class Run:
         self.job, self.config, self.folder, self.phases = job, job.config, job.folder, job.phases
         config = self.config
         self.algorithm: Algorithm = algorithm_of(config)
-        self.tokenizer: Any = load_tokenizer(config.model.path)
+        self.tokenizer: Any = load_tokenizer(config.model.path, job.first_start)
         with self.phases("data"):
             self.prompts = self._prompts("data.train", config.data.train or "")
             held_out = {
@@ -159,6 +159,8 @@ class Run:
     def _prompts(self, setting: str, path: str) -> PromptSource:
         source = load_prompts(self.config, setting, path, self.tokenizer, self.job.token_files)
         self.job.say(f"{setting}: {source.length_report.line()}")
+        for problem in source.odd:
+            self.job.say(f"{setting}: {as_warning(problem)}")
         return source
 
     def _progress(self, title: str) -> Progress:

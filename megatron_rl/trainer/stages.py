@@ -227,7 +227,7 @@ def run_alone(job: Job) -> None:
     Collective over the world.
     """
     config = job.config
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, job.first_start)
     job.join()
     pending = gather_objects(pending_stages(config))[0]
     with job.phases("data"):

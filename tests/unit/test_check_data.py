@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.check import data_lengths, data_sets
 from megatron_rl.check.configuration import CheckReport, check_config
-from megatron_rl.check.model_template import template_of
+from megatron_rl.check.model_template import folder_renderer
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.load import load_text
 from megatron_rl.config.sections.data import fields_of
@@ -187,9 +187,10 @@ def test_templates_are_rendered_as_transformers_does(workspace: Path, text: str)
     tokenizer: Any = AutoTokenizer.from_pretrained("model")
     messages = [{"role": "user", "content": "<ä>"}, {"role": "assistant", "content": "b"}]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    render = template_of(Path("model"))
+    renderer = folder_renderer(Path("model"))
+    assert renderer is not None
     for given in (None, tools):
         expected = tokenizer.apply_chat_template(
             messages, tools=given, tokenize=False, add_generation_prompt=True
         )
-        assert render is not None and render(messages, given) == expected
+        assert renderer.render(messages, given) == expected

@@ -288,9 +288,9 @@ def test_a_text_of_megabytes_is_not_tokenised_to_its_end(tokenizer) -> None:
     items = [*problems(2), *records([{"prompt": "1" * 5_000_000, "ground_truth": "1"}])]
     report = source(items, tokenizer, max_prompt_tokens=8).length_report
     assert (report.over_long, report.examples) == (1, ("test.jsonl:1 (1040 or more tokens)",))
-    (tokens,) = encode_texts(tokenizer, ["1" * 5_000_000], False, 8)
+    (tokens,) = encode_texts(tokenizer, ["1" * 5_000_000], 8)
     assert 8 < len(tokens) < 100_000
-    (tokens,) = encode_texts(tokenizer, ["1" * 100_000], False, 100_000)
+    (tokens,) = encode_texts(tokenizer, ["1" * 100_000], 100_000)
     assert len(tokens) == 100_000
 
 

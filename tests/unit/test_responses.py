@@ -164,9 +164,9 @@ def test_a_turn_ends_as_the_chat_template_ends_one(material: Path, tmp_path: Pat
     tokenizer.chat_template = TEMPLATE.replace("{% endfor %}", "<pad>{% endfor %}")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
     item = {"prompt": [{"role": "user", "content": "1+1"}], "response": "2"}
-    for model, text in ((tmp_path, "1+1<pad>=2<pad>"), (None, "1+1<pad>=2<eos>")):
+    for model in (tmp_path, None):
         row = responses(records([item]), tokenizer, model=model).everything().tokens
-        assert tokenizer.decode(row) == text
+        assert tokenizer.decode(row) == "1+1<pad>=2<pad>"
 
 
 def test_a_resumed_supervised_source_goes_on_exactly(material: Path, tokenizer: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.durable import require_file
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.megatron_checkpoint import POINTER
-from megatron_rl.shapes.pretrained import INDEX, TOKENIZER_FILES, read_pretrained
+from megatron_rl.shapes.pretrained import INDEX, read_pretrained, tokenizer_files
 
 SINGLE = "model.safetensors"
 _DTYPE_NAMES = {
@@ -186,12 +186,7 @@ def copy_tensors(source: str | Path, path: Path, names: Sequence[str]) -> int:
 
 
 def copy_tokenizer(source: str | Path, path: Path) -> None:
-    """Copy tokenizer, chat template and generation settings from another checkpoint directory."""
-    for file in _existing(Path(source)):
-        shutil.copyfile(file, path / file.name)
-
-
-def _existing(source: Path) -> Iterator[Path]:
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            yield source / name
+    """Copy tokenizer, chat templates and generation settings from another checkpoint directory."""
+    for name in tokenizer_files(Path(source)):
+        (path / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(Path(source) / name, path / name)
