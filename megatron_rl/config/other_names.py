@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from megatron_rl.config.field_types import hints, section_class
 from megatron_rl.config.schema import RunConfig
@@ -23,6 +24,9 @@ RENAMED: Mapping[str, str] = {
     "evaluation.max_prompts": "evaluation.sets.NAME.max_prompts",
 }
 """Former key of this project -> its key now; what stood below it stands below that."""
+
+NO_COUNTERPART: Mapping[str, str] = {}
+"""Name of another project without a counterpart -> why there is none, or what there is instead."""
 
 FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
     "actor_rollout_ref": ForeignName("verl", "actor, rollout, reference"),
@@ -41,15 +45,22 @@ FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
 
 @dataclasses.dataclass(frozen=True)
 class OtherName:
-    """Say what a name is called here, whose it is, and how the value differs, if it does."""
+    """Our key of a name that is no key, with the project that has the name, None for no counterpart.
+
+    ``reason`` says why there is no counterpart, or what there is instead. For the other fields see
+    `ForeignName`.
+    """
 
     project: str
-    ours: str
+    ours: str | None
     conversion: str = ""
+    values: Mapping[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
+    piece: str = ""
+    reason: str = ""
 
     @property
     def source(self) -> str:
-        """Return whose name it is, in words after a comma."""
+        """Return the project that has the name, as text that follows the name."""
         if self.project == "common":
             return ""
         return ", the former name" if self.project == "" else f", a name of {self.project}"
@@ -60,7 +71,10 @@ def foreign_names() -> Mapping[str, OtherName]:
     """Return every name of other projects with ours; a key of a section means the section's first place."""
     names: dict[str, OtherName] = {}
     for path, name in stated_names():
-        names.setdefault(name.name, OtherName(name.project, path, name.conversion))
+        other = OtherName(name.project, path, name.conversion, name.values, name.piece)
+        names.setdefault(name.name, other)
+    for name, reason in NO_COUNTERPART.items():
+        names[name] = OtherName("common", None, reason=reason)
     return names
 
 
@@ -73,6 +87,21 @@ def other_name(path: str) -> OtherName | None:
     names = path.split(".")
     suffixes = (".".join(names[start:]) for start in range(len(names)))
     return next((foreign_names()[name] for name in suffixes if name in foreign_names()), None)
+
+
+def name_in_section(path: str, section: str, below: Iterable[str]) -> OtherName | None:
+    """Return what a dotted name that is no key is called in the section that it was written in.
+
+    ``below`` are the paths of the section's own values, relative to it. None where the section has no such
+    setting.
+    """
+    other = other_name(path)
+    if other is None or other.ours is None or not section:
+        return None
+    words = other.ours.split(".")
+    ends = [".".join(words[start:]) for start in range(len(words))]
+    end = next((end for end in ends if end in below), None)
+    return dataclasses.replace(other, ours=f"{section}.{end}") if end is not None else None
 
 
 def stated_names() -> Iterator[tuple[str, ForeignName]]:

@@ -19,7 +19,7 @@ from megatron_rl.config.field_types import (
     type_fix,
     type_words,
 )
-from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.schema import TRAIN
 from megatron_rl.config.setting import is_setting, setting_of
 from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe, named_section
 from megatron_rl.config.unknown import note_unknown
@@ -30,15 +30,13 @@ from megatron_rl.errors import UserError, UserErrors
 class Parse:
     """Collect what parsing finds: mistakes, the origin of each value, and the paths left broken.
 
-    ``job`` says which of the required keys are needed; ``root`` is the class whose other names an unknown one
-    may have been meant for, None for those beside it alone.
+    ``job`` says which of the required keys are needed.
     """
 
     job: str = TRAIN
     errors: list[UserError] = field(default_factory=list)
     origins: dict[str, Origin] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
-    root: type | None = RunConfig
 
     def fail(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
         """Record a mistake in the value of a configuration path."""
@@ -47,9 +45,12 @@ class Parse:
 
     def note(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
         """Record a mistake that leaves every known value as it is."""
+        self.errors.append(UserError(message, where=self.located(path, node), **fields))
+
+    def located(self, path: str, node: Leaf | Section | None) -> str:
+        """Return a path with the file or override that wrote it."""
         origin = node.origin if node is not None else None
-        where = f"{path} ({origin})" if origin is not None and origin.kind != "default" else path
-        self.errors.append(UserError(message, where=where, **fields))
+        return f"{path} ({origin})" if origin is not None and origin.kind != "default" else path
 
 
 def parse_section(cls: type, section: Section, parse: Parse, path: str = "", defaults: Any = None) -> Any:
@@ -62,9 +63,8 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
     section = _with_rest(known, section)
     for key, node in section.children.items():
         if key not in known:
-            everywhere = known_paths(parse.root) if parse.root is not None else []
             below = [name for name in known_paths(cls) if name.partition(".")[0] in known]
-            note_unknown(key, node, path, below, everywhere, parse)
+            note_unknown(key, node, path, below, parse)
     # A new value holds what is no setting, too, as the defaults have it.
     values = {item.name: _default(item, defaults) for item in dataclasses.fields(cls) if not is_setting(item)}
     for name, item in known.items():
@@ -95,7 +95,7 @@ def parse_settings(cls: type, settings: Mapping[str, Any], where: str, defaults:
 
     Raises UserErrors; whatever else the class itself raises passes.
     """
-    parse = Parse(root=None)
+    parse = Parse()
     section = Section({name: Leaf(value, DEFAULT) for name, value in settings.items()})
     made = parse_section(cls, section, parse, where, defaults)
     if parse.errors:

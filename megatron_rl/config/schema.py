@@ -135,7 +135,10 @@ class CheckpointConfig:
         unset="none",
     )
     best_is: str = setting(
-        "highest", "Which measurement of `best` is the best.", choices=("highest", "lowest")
+        "highest",
+        "Which measurement of `best` is the best.",
+        choices=("highest", "lowest"),
+        spelled={"max": "highest", "min": "lowest"},
     )
     keep_best: int = setting(1, "Best checkpoints that stay, beside the newest.", **ENDLESS)
     optimizer_layout: str = setting(
