@@ -100,9 +100,10 @@ class _Check:
     tree: Section = field(default_factory=Section)  # the configuration as it was written
 
     def add(self, errors: Iterable[UserError]) -> None:
-        """Record errors, except about values that are already known to be wrong."""
+        """Record errors, except about values that are already known to be wrong, or below one that is."""
         for error in errors:
-            if error.where not in self.bad:
+            where = error.where or ""
+            if not any(where == path or where.startswith(f"{path}.") for path in self.bad):
                 self.errors.append(error)
 
     def refuse(self, errors: Iterable[UserError]) -> None:
@@ -112,9 +113,11 @@ class _Check:
         self.bad.update(error.where for error in errors if error.where)
 
     def fine(self, *prefixes: str) -> bool:
-        """Return whether no value below the paths is known to be wrong."""
+        """Return whether no value at, below or around the paths is known to be wrong."""
         return not any(
-            path == prefix or path.startswith(f"{prefix}.") for path in self.bad for prefix in prefixes
+            path == prefix or path.startswith(f"{prefix}.") or prefix.startswith(f"{path}.")
+            for path in self.bad
+            for prefix in prefixes
         )
 
 

@@ -8,6 +8,7 @@ larger ones have a file each in `sections`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.config.sections.algorithm import AlgorithmConfig
@@ -109,6 +110,8 @@ class BatchConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Set how often state is saved, how many checkpoints stay, and whether to resume."""
+
+    VALUE_KEY: ClassVar[str] = "every"
 
     every: int = setting(
         50,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_rl.config.setting import setting
 
@@ -20,6 +20,8 @@ class AlgorithmConfig:
     ``name`` and its settings; without ``name`` the settings are of the algorithm's own piece.
     The tables of pieces below have the names, and the settings of each with their bounds.
     """
+
+    VALUE_KEY: ClassVar[str] = "name"
 
     name: str = setting(
         "grpo",
@@ -76,6 +78,7 @@ class AlgorithmConfig:
         None,
         "Where a KL penalty to the reference goes: none, loss or reward.",
         unset=_ITS_OWN,
+        number_means="{name: loss, coef: VALUE}",
         also_called={"verl": "use_kl_loss"},
         also_called_below={
             "coef": {

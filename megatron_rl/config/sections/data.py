@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_rl.config.sections.bounds import TOKENS
 from megatron_rl.config.setting import setting
@@ -17,6 +17,8 @@ class DataConfig:
     another is named with a dot: ``reward_model.ground_truth``. What is said of fields here holds for every
     data set that does not say it itself, as ``evaluation.sets.NAME.prompt_field``.
     """
+
+    VALUE_KEY: ClassVar[str] = "train"
 
     train: str | None = setting(
         None,

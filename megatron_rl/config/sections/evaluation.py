@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_rl.config.sections.bounds import ENDLESS, MANY, STEPS
 from megatron_rl.config.sections.data import own_field
@@ -102,6 +103,8 @@ DIVERSITY = ("distinct_1", "distinct_2", "ngram_entropy", "repetition")
 @dataclass(frozen=True)
 class EvaluationConfig:
     """Set what is evaluated, how often, and when a run has got good enough."""
+
+    VALUE_KEY: ClassVar[str] = "every"
 
     sets: dict[str, EvaluationSetConfig] = setting(
         {},

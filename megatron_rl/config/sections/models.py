@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_rl.config.sections.bounds import LARGE, MANY, MAX_WORLD, MOST_STEPS, POSITIVE, RANKS, SHARE
 from megatron_rl.config.setting import setting
@@ -87,6 +87,8 @@ class LayoutConfig:
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Set the optimizer, its learning-rate schedule and gradient clipping."""
+
+    VALUE_KEY: ClassVar[str] = "learning_rate"
 
     name: str = setting(
         "adam",
@@ -181,6 +183,8 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class LoraConfig:
     """Train low-rank adapters of the linear layers (arXiv 2106.09685) over weights that stay as they are."""
+
+    VALUE_KEY: ClassVar[str] = "rank"
 
     rank: int = setting(
         32,
@@ -285,6 +289,8 @@ class ActorConfig:
 class ReferenceConfig:
     """Describe the frozen reference policy."""
 
+    VALUE_KEY: ClassVar[str] = "path"
+
     path: str | None = setting(
         None,
         "Hugging Face checkpoint of the reference.",
@@ -305,6 +311,8 @@ class ReferenceConfig:
 @dataclass(frozen=True)
 class CriticConfig:
     """Describe the critic of PPO: a model with a head of one number that learns beside the actor."""
+
+    VALUE_KEY: ClassVar[str] = "path"
 
     path: str | None = setting(
         None,

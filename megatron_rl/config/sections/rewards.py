@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_rl.config.sections.bounds import (
     LARGE,
@@ -28,6 +28,8 @@ FUNCTION = "function"
 @dataclass(frozen=True)
 class RewardModelConfig:
     """Describe one reward model, which scores a row at its last token."""
+
+    VALUE_KEY: ClassVar[str] = "path"
 
     path: str | None = setting(
         None,
@@ -219,6 +221,8 @@ class RewardConfig:
     or None where there is none. It may be ``async def``. Where several judge, the reward of a row is the sum
     of what they say, each times its weight; where one of them fails the row is invalid.
     """
+
+    VALUE_KEY: ClassVar[str] = "function"
 
     function: str | None = setting(
         None,

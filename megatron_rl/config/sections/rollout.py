@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_rl.config.sections.bounds import (
     ENDLESS,
@@ -88,6 +88,8 @@ class RolloutConfig:
     are learned from more often. Which are complete first is counted in rounds of tokens in the ``closed``
     order, and told by the clock in the ``open`` one.
     """
+
+    VALUE_KEY: ClassVar[str] = "engine"
 
     engine: str = setting(
         "vllm",
@@ -313,6 +315,8 @@ class AsynchronyConfig:
     More than 0 steps ahead needs rollout ranks that no other role uses. A response that would become older
     than ``max_staleness`` is waited for.
     """
+
+    VALUE_KEY: ClassVar[str] = "steps_ahead"
 
     steps_ahead: int = setting(
         0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_rl.config.setting import required, setting
 
@@ -10,6 +11,8 @@ from megatron_rl.config.setting import required, setting
 @dataclass(frozen=True)
 class ModelConfig:
     """Name the checkpoint that every role starts from: a Hugging Face model's, or one of Megatron-LM."""
+
+    VALUE_KEY: ClassVar[str] = "path"
 
     path: str = required(
         "Directory with config.json, safetensors and tokenizer files; with `megatron` it is written, in "
