@@ -143,15 +143,11 @@ def _section_answers(unknown: _Unknown) -> list[UserError]:
     for names, leaf in _leaves(unknown.value, ()):
         path = ".".join((error.path, *names))
         below = replace(unknown, names=(*unknown.names, *names), path=path, value=leaf)
-        other = _other_name(below)
-        if other is not None and other.ours is None:
-            answers.append(_absent(below, other.reason))
-        elif other is not None:
-            answers.append(_called(below, other))
-        elif (own := _own_path(below)) is not None:
-            answers.append(own)
-        else:
+        answer = _answer_below(below)
+        if answer is None:
             rest.append(path)
+        else:
+            answers.append(answer)
     if answers and not rest:
         return answers
 
@@ -169,10 +165,24 @@ def _section_answers(unknown: _Unknown) -> list[UserError]:
             expected=error.expected if error.section else "a section of the configuration",
             got=", ".join(f"`{path}`" for path in rest[:8]) + (" ..." if len(rest) > 8 else "")
             or "an empty section",
-            fix=f"remove it; {REFERENCE}",
+            fix=f"remove the section; {REFERENCE}",
         )
     )
     return answers
+
+
+def _answer_below(unknown: _Unknown) -> UserError | None:
+    """Return the answer to a name below an unknown section; None where nothing here is like it.
+
+    Its spelling is no sign of a slip, since the section is another project's.
+    """
+    other = _other_name(unknown)
+    if other is not None and other.ours is None:
+        return _absent(unknown, other.reason)
+    if other is not None:
+        return _called(unknown, other)
+    valid = _valid(unknown, (*_passed_through(unknown), *_elsewhere(unknown, slips=False)))
+    return _suggested(unknown, valid) if valid else None
 
 
 def _called(unknown: _Unknown, other: OtherName) -> UserError:
@@ -207,30 +217,17 @@ def _called(unknown: _Unknown, other: OtherName) -> UserError:
 
 def _guessed(unknown: _Unknown) -> UserError | None:
     """Return the answer to a slip, or to a name in the wrong section; None where nothing is that close."""
-    own = _own_path(unknown)
-    if own is not None:
-        return own
     for candidates in (_siblings(unknown), _elsewhere(unknown), _passed_through(unknown)):
-        valid = {}
-        for target in candidates:
-            applied = _apply(unknown, target, unknown.value)
-            if not applied.problems:
-                valid[target] = applied
+        valid = _valid(unknown, candidates)
         if valid:
             return _suggested(unknown, valid)
     return None
 
 
-def _own_path(unknown: _Unknown) -> UserError | None:
-    """Return the answer to a name that ends with a whole path of ours, such as `x.rollout.temperature`."""
-    words = unknown.path.split(".")
-    paths = set(known_paths(RunConfig))
-    for start in range(len(words) - 1):
-        target = ".".join(words[start:])
-        if target in paths:
-            applied = _apply(unknown, target, unknown.value)
-            return None if applied.problems else _suggested(unknown, {target: applied})
-    return None
+def _valid(unknown: _Unknown, candidates: Iterable[str]) -> dict[str, _Applied]:
+    """Return those of some settings that take the value of the unknown name, each tried."""
+    tried = {target: _apply(unknown, target, unknown.value) for target in candidates}
+    return {target: applied for target, applied in tried.items() if not applied.problems}
 
 
 def _suggested(unknown: _Unknown, valid: Mapping[str, _Applied]) -> UserError:
@@ -239,7 +236,7 @@ def _suggested(unknown: _Unknown, valid: Mapping[str, _Applied]) -> UserError:
     siblings = unknown.error.expected or ""
     if len(valid) == 1:
         ((target, applied),) = valid.items()
-        if target == unknown.path:  # a dotted name in a file
+        if "." in unknown.error.key and target == unknown.path:  # a dotted name in a file
             head, _, rest = target.partition(".")
             nested = {head: _nested(rest, unknown.value)}
             fix = f"write `{one_line(nested)[1:-1]}`: dots join names on the command line alone"
@@ -268,7 +265,7 @@ def _absent(unknown: _Unknown, reason: str = "") -> UserError:
 
 def _other_name(unknown: _Unknown) -> OtherName | None:
     """Return our name of what another project has, in the section or the role where it was written."""
-    other = other_name(unknown.path)
+    other = other_name(unknown.path) or _own_path(unknown.path)
     if other is None or other.ours is None:
         return other
 
@@ -286,6 +283,14 @@ def _other_name(unknown: _Unknown) -> OtherName | None:
     return other
 
 
+def _own_path(path: str) -> OtherName | None:
+    """Return the setting of ours that a name ends with, such as that of `x.rollout.temperature`."""
+    paths = set(known_paths(RunConfig))
+    words = path.split(".")
+    ends = [".".join(words[start:]) for start in range(1, len(words) - 1)]
+    return next((OtherName("common", end) for end in ends if end in paths), None)
+
+
 def _siblings(unknown: _Unknown) -> list[str]:
     section = unknown.error.section
     close = nearest(unknown.error.key, {name.partition(".")[0] for name in unknown.error.below})
@@ -294,9 +299,12 @@ def _siblings(unknown: _Unknown) -> list[str]:
     return [f"{section}.{close}" if section else close]
 
 
-def _elsewhere(unknown: _Unknown) -> list[str]:
-    """Return the settings of other sections that have the name, those of the actor for all roles."""
-    key = unknown.error.key
+def _elsewhere(unknown: _Unknown, *, slips: bool = True) -> list[str]:
+    """Return the settings of other sections that have the name, those of the actor for all roles.
+
+    With ``slips`` also those of which the name is a slip.
+    """
+    key = unknown.names[-1]
     if key.lower() in _GENERAL or isinstance(unknown.value, dict):
         return []
 
@@ -304,7 +312,7 @@ def _elsewhere(unknown: _Unknown) -> list[str]:
     for path in (*known_paths(RunConfig), *piece_paths()):
         by_name.setdefault(path.rpartition(".")[2], []).append(path)
     close = key if key in by_name else None
-    if close is None and len(key) >= _SHORTEST:
+    if close is None and slips and len(key) >= _SHORTEST:
         close = nearest(key, by_name)
     if close is None or close in _GENERAL:
         return []
@@ -340,8 +348,8 @@ _PASSED_THROUGH = (
 
 def _passed_through(unknown: _Unknown) -> Iterator[str]:
     """Yield where a field of the installed vLLM or Megatron belongs."""
-    key = unknown.error.key
-    sections = set(unknown.error.section.split("."))
+    key = unknown.names[-1]
+    sections = set(unknown.path.split(".")[:-1]) or {""}
     for target, written_in, classes in _PASSED_THROUGH:
         if "_" in key and sections & set(written_in) and key in (class_fields(*classes) or {}):
             yield f"{target}.{key}"
@@ -351,7 +359,7 @@ def _passed_through(unknown: _Unknown) -> Iterator[str]:
 def _mapped(other: OtherName, value: Any) -> Any:
     """Return our value of another project's, the value itself where nothing is said of it."""
     for theirs, ours in other.values.items():
-        if type(theirs) is type(value) and theirs == value:
+        if isinstance(theirs, bool) == isinstance(value, bool) and theirs == value:
             return ours
     return value
 
@@ -372,7 +380,8 @@ def _apply(unknown: _Unknown, target: str, value: Any, piece: str = "") -> _Appl
     problems = [error for error in _errors(applied, target) if str(error) not in before]
     written = target if value is unknown.value else f"{target}: {one_line(value)}"
     if problems and piece:
-        put(applied, [*parent.split("."), "name"], Leaf(piece, DEFAULT))
+        put(applied, parent.split("."), Section({"name": Leaf(piece, DEFAULT)}))
+        put(applied, target.split("."), _tree(value))
         problems = [error for error in _errors(applied, target) if str(error) not in before]
         text_above = True
     if text_above:
