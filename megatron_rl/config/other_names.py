@@ -78,7 +78,8 @@ _NO_COUNTERPART: Mapping[str, str] = {
         zero_stage deepspeed deepspeed_config fsdp fsdp_config fsdp_size reshard_after_forward strategy
         use_torch_compile torch_compile use_liger_kernel use_liger_loss ds_tensor_parallel_size""",
     "there is no Ray: torchrun starts every rank": """
-        ray_init ray_kwargs ray_wait_register_center_timeout num_cpus ref_num_nodes critic_num_nodes use_ray""",
+        ray_init ray_kwargs ray_wait_register_center_timeout num_cpus ref_num_nodes
+        critic_num_nodes use_ray""",
     "prompts are text": """
         image_key video_key images_key image_folder max_pixels min_pixels limit_images freeze_vision_tower
         freeze_vit""",
@@ -88,7 +89,8 @@ _NO_COUNTERPART: Mapping[str, str] = {
     ): """
         rollout.mode use_async_rollout async_rollout async_engine""",
     "rollout and trainer share the ranks by turns, and the engine's memory is freed between phases": """
-        free_cache_engine enable_sleep vllm_enable_sleep vllm_sleep_level vllm_enable_sleep_mode sleep_level""",
+        free_cache_engine enable_sleep vllm_enable_sleep vllm_sleep_level vllm_enable_sleep_mode
+        sleep_level""",
     "log-probs of the rollout always come with the tokens": """
         calculate_log_probs get_log_probs return_logprob""",
     (

@@ -55,7 +55,8 @@ class BatchConfig:
             "TRL": "generation_batch_size",
         },
         conversion={
-            "train_batch_size": "verl's counts prompts, as ours does; OpenRLHF's counts the rows of an optimizer step: see batch.optimizer_steps",
+            "train_batch_size": "verl's counts prompts, as ours does; OpenRLHF's counts the "
+            "rows of an optimizer step: see batch.optimizer_steps",
             "generation_batch_size": "ours counts prompts: generation_batch_size / num_generations",
             "batch_size": "ours counts the prompts of a step",
         },
@@ -103,7 +104,8 @@ class BatchConfig:
         **TOKENS,
         unset="what keeps the pipeline busy, at least the longest row",
         also_called={
-            "verl": "ppo_micro_batch_size, ppo_micro_batch_size_per_gpu, log_prob_micro_batch_size_per_gpu, ppo_max_token_len_per_gpu, log_prob_max_token_len_per_gpu",
+            "verl": "ppo_micro_batch_size, ppo_micro_batch_size_per_gpu, log_prob_micro_batch_size_per_gpu, "
+            "ppo_max_token_len_per_gpu, log_prob_max_token_len_per_gpu",
             "slime": "max_tokens_per_gpu",
             "OpenRLHF": "train_max_tokens_per_gpu, micro_train_batch_size, micro_rollout_batch_size",
             "NeMo-RL": "train_micro_batch_size, logprob_batch_size",
@@ -112,18 +114,21 @@ class BatchConfig:
             "AReaL": "max_tokens_per_mb",
             "common": "per_device_batch_size",
         },
-        conversion={
-            "ppo_micro_batch_size": "ours bounds a micro-batch in tokens; leave it out to have it derived",
-            "ppo_micro_batch_size_per_gpu": "ours bounds a micro-batch in tokens; leave it out to have it derived",
-            "log_prob_micro_batch_size_per_gpu": "ours bounds a micro-batch in tokens; leave it out to have it derived",
-            "train_micro_batch_size": "ours bounds a micro-batch in tokens; leave it out to have it derived",
-            "logprob_batch_size": "ours bounds a micro-batch in tokens; leave it out to have it derived",
-            "micro_batch_size": "ours bounds a micro-batch in tokens; leave it out to have it derived",
-            "per_device_train_batch_size": "ours bounds a micro-batch in tokens; leave it out to have it derived",
-            "micro_train_batch_size": "ours bounds a micro-batch in tokens; leave it out to have it derived",
-            "micro_rollout_batch_size": "ours bounds a micro-batch in tokens; leave it out to have it derived",
-            "per_device_batch_size": "ours bounds a micro-batch in tokens; leave it out to have it derived",
-        },
+        conversion=dict.fromkeys(
+            (
+                "ppo_micro_batch_size",
+                "ppo_micro_batch_size_per_gpu",
+                "log_prob_micro_batch_size_per_gpu",
+                "train_micro_batch_size",
+                "logprob_batch_size",
+                "micro_batch_size",
+                "per_device_train_batch_size",
+                "micro_train_batch_size",
+                "micro_rollout_batch_size",
+                "per_device_batch_size",
+            ),
+            "ours bounds a micro-batch in tokens; leave it out to have it derived",
+        ),
     )
 
 

@@ -71,9 +71,9 @@ class Setting:
     of bounds. ``at_least`` and ``at_most`` are allowed values, ``more_than`` and ``less_than`` are not.
     ``spelled`` maps other spellings of a choice to it; ``refused`` says of values why they are no choice.
     ``number_means`` is the section that a bare number given to a section most likely stands for, with
-    ``VALUE`` in its place. ``per_task`` marks what a sampling profile may set for one task; a key with ``jobs``
-    is required for these alone; ``takes_rest`` marks the key of a section that every name not otherwise known
-    there belongs to.
+    ``VALUE`` in its place. ``per_task`` marks what a sampling profile may set for one task; a key with
+    ``jobs`` is required for these alone; ``takes_rest`` marks the key of a section that every name not
+    otherwise known there belongs to.
     """
 
     meaning: str

@@ -145,7 +145,8 @@ class AlgorithmConfig:
             "slime": "calculate_per_token_loss",
         },
         conversion={
-            "loss_type": "TRL's and NeMo-RL's names differ: grpo is seq-mean-token-mean, bnpo and dapo are token-mean, dr_grpo is seq-mean-token-sum-norm"
+            "loss_type": "one of token-mean, token-sum, seq-mean-token-mean, seq-mean-token-sum and "
+            "seq-mean-token-sum-norm"
         },
         their_values={
             "token_level_loss": {True: "token-mean", False: "seq-mean-token-mean"},

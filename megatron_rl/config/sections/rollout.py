@@ -23,6 +23,7 @@ from megatron_rl.config.sections.models import RANKS_LISTED
 from megatron_rl.config.setting import required, setting
 
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
+_FURTHER = "ours is the fraction of further prompts"
 SERVER = "server"
 CLOSED, OPEN = "closed", "open"
 RECOMPUTE, KEEP = "recompute", "keep"
@@ -206,8 +207,8 @@ class RolloutConfig:
             ("rollout_max_context_len", "max_total_sequence_length", "max_model_len"), _LONGEST_ROW
         )
         | {
-            "sequence_length": "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row",
-            "inference_max_seq_length": "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row",
+            "sequence_length": _LONGEST_ROW,
+            "inference_max_seq_length": _LONGEST_ROW,
         },
     )
     stop: tuple[str, ...] = setting(
@@ -253,9 +254,9 @@ class RolloutConfig:
             "NeMo-RL": "batch_multiplier",
         },
         conversion={
-            "gen_batch_size": "ours is the fraction of further prompts: gen_batch_size / train_batch_size - 1",
-            "over_sampling_batch_size": "ours is the fraction of further prompts: over_sampling_batch_size / rollout_batch_size - 1",
-            "batch_multiplier": "ours is the fraction of further prompts: batch_multiplier - 1",
+            "gen_batch_size": f"{_FURTHER}: gen_batch_size / train_batch_size - 1",
+            "over_sampling_batch_size": f"{_FURTHER}: over_sampling_batch_size / rollout_batch_size - 1",
+            "batch_multiplier": f"{_FURTHER}: batch_multiplier - 1",
         },
     )
     partial: bool = setting(
@@ -283,7 +284,8 @@ class RolloutConfig:
         },
         conversion={
             "sglang_server_concurrency": "",
-            "rollout_per_device_batch_size": "ours is the most episodes of a replica at once; leave it out to have the engine's own",
+            "rollout_per_device_batch_size": "ours is the most episodes of a replica at once; leave it "
+            "out to have the engine's own",
         },
     )
     environment: EnvironmentConfig | None = setting(
