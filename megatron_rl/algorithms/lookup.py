@@ -156,13 +156,16 @@ def _of_another_piece(error: UserError, piece: str, kind: Kind) -> UserError:
     ]
     if not having:
         return error
+    expected = f"a piece with it: {', '.join(having)}"
+    if error.below:
+        settings = ", ".join(name.partition(".")[0] for name in error.below)
+        expected += f"; or one of {settings}"
     return UserError(
         f"`{error.path}` is no setting of `{piece}`",
         where=error.where,
-        expected=f"one of {', '.join(having)}, which have it"
-        + (f"; or {error.expected.removeprefix('one of ')}" if error.below and error.expected else ""),
+        expected=expected,
         got=f"`{error.key}` with `{piece}`",
-        fix=f"add `{error.section}.name` with one of {', '.join(having)}, or remove the line",
+        fix=f"set `{error.section}.name` to {' or '.join(having)}, or remove the line",
     )
 
 

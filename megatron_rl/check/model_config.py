@@ -108,8 +108,8 @@ def _model_type_fix(kind: Any, family: Family) -> str:
         return f"write model_type: {family.model_type}, or the architecture of {kind}"
     return (
         f"in a copy of the folder write model_type: {family.model_type}, if its layers are those of "
-        f"{family.architecture} unchanged; what is missing for {kind} is code that comes with the checkpoint, "
-        "of the model or of its tokenizer, which is not run"
+        f"{family.architecture} unchanged; what is missing for {kind} is code that comes with the "
+        "checkpoint, of the model or of its tokenizer, which is not run"
     )
 
 

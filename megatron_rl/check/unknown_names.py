@@ -221,6 +221,11 @@ def _guessed(unknown: _Unknown) -> UserError | None:
         valid = _valid(unknown, candidates)
         if valid:
             return _suggested(unknown, valid)
+
+    # A field of vLLM's or Megatron's that the run refuses, or sets itself: its own check says why.
+    for target in _passed_through(unknown):
+        (problem, *_) = _apply(unknown, target, unknown.value).problems
+        return _absent(unknown, problem.message)
     return None
 
 
