@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 EXIT_BAD_INPUT = 2
@@ -95,9 +95,77 @@ def numbered(errors: Iterable[UserError], kind: str) -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name closest in spelling to ``name``, or None when none is close."""
-    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return close[0] if close else None
+    """Return the known name that ``name`` is a slip of, or None where no single one is that close.
+
+    A slip is a letter or two in a word, the words in another order, or other signs between them. Words of
+    one or two letters, and digits, carry the meaning of a name (`top_p` and `top_k`, `h100` and `h200`): a
+    name that differs in them is another one. No suggestion is better than a wrong one.
+
+    Example:
+        >>> nearest("clip_hihg", ["clip_low", "clip_high"]), nearest("top_n", ["top_p", "top_k"])
+        ('clip_high', None)
+    """
+    close: dict[str, tuple[int, int]] = {}
+    for candidate in known:
+        distance = _slip(name, candidate)
+        if distance is not None:
+            close[candidate] = (distance, _edits(name, candidate))
+    if not close:
+        return None
+
+    least = min(close.values())
+    best = [candidate for candidate, distance in close.items() if distance == least]
+    return best[0] if len(best) == 1 else None
+
+
+_MOST_EDITS = 3
+"""Letters in all words of a name together that a slip may change."""
+
+
+def _slip(name: str, candidate: str) -> int | None:
+    """Return how many letters a slip changed to make ``name`` of ``candidate``, None where it is no slip."""
+    words = _words_of(name)
+    others = _words_of(candidate)
+    if sorted(words) == sorted(others):
+        return 0 if words == others else 1
+    if re.findall(r"\d+", name) != re.findall(r"\d+", candidate):
+        return None
+
+    if len(words) != len(others):  # a sign between words was left out or put in
+        words, others = ["".join(words)], ["".join(others)]
+    total = 0
+    for word, other in zip(words, others, strict=True):
+        edits = _edits(word, other)
+        length = max(len(word), len(other))
+        allowed = 0 if length <= 2 else 1 if length < 8 else 2
+        if edits > allowed:
+            return None
+        total += edits
+    return total if total <= _MOST_EDITS else None
+
+
+def _words_of(name: str) -> list[str]:
+    return [word for word in re.split(r"[\W_]+", name.lower()) if word]
+
+
+def _edits(word: str, other: str) -> int:
+    """Return the letters to put in, leave out, replace or exchange with their neighbour to get ``other``.
+
+    The optimal string alignment distance.
+    """
+    before: list[int] = []
+    above = list(range(len(other) + 1))
+    for row, letter in enumerate(word, start=1):
+        current = [row]
+        for column, target in enumerate(other, start=1):
+            replaced = above[column - 1] + (letter != target)
+            best = min(above[column] + 1, current[column - 1] + 1, replaced)
+            exchanged = row > 1 and column > 1 and letter == other[column - 2] and word[row - 2] == target
+            if exchanged:
+                best = min(best, before[column - 2] + 1)
+            current.append(best)
+        before, above = above, current
+    return above[-1]
 
 
 def neighbours(path: Path) -> str:

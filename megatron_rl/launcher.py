@@ -142,42 +142,38 @@ def _unknown_launcher(name: str, launcher: str, size: str) -> UserError:
 
 
 def report_errors(error: UserError) -> None:
-    """Print the errors on one rank.
+    """Print the errors on one rank, in the same text under every launcher.
 
     Every rank finds the same errors in the same input, so rank 0 speaks and the launcher ends the others
     while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not have,
     such as a file missing on its machine alone, and prints it itself. No rank waits for another's message.
+
+    The errors are printed before this process ends, and so before the traceback that torchrun prints of
+    itself. Its summary, the last lines of its output, gets the first error once more.
     """
     rank = process_rank()
     if rank != 0:
         # A launcher that ends this rank has heard of another's failure: this one adds nothing to it.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(PATIENCE)
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"rank {rank} on {socket.gethostname()}:", file=sys.stderr)
-            print(_text(error), file=sys.stderr, flush=True)
-        return
-    text = _text(error)
-    if not _tell_launcher(text):
-        print(text, file=sys.stderr, flush=True)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        print(f"rank {rank} on {socket.gethostname()}:", file=sys.stderr)
+    print("\n".join(numbered(each(error), "error")), file=sys.stderr, flush=True)
+    if rank == 0:
+        _write_summary(error)
 
 
-def _text(error: UserError) -> str:
-    return "\n".join(numbered(each(error), "error"))
-
-
-def _tell_launcher(text: str) -> bool:
-    """Leave the text where torchrun looks for it; return whether torchrun will print it.
-
-    Its summary is the last thing that torchrun prints, below everything it says about processes.
-    """
+def _write_summary(error: UserError) -> None:
+    """Leave the first error where torchrun looks for the reason of a failure, if torchrun started this."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
-        return False
-    shown = "bad input\n\n" + text + "\n"
+        return
+
+    first, *others = each(error)
+    shown = f"bad input, no crash\n\nerror: {first}\n"
+    if others:
+        shown += f"\n{len(others)} more, printed above torchrun's own traceback\n"
     message = {"message": shown, "extraInfo": {"py_callstack": shown, "timestamp": str(int(time.time()))}}
-    try:
+    with contextlib.suppress(OSError):
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
-    except OSError:
-        return False
-    return True

@@ -11,7 +11,9 @@ from megatron_rl.algorithms.algorithm import ALGORITHMS, KINDS, Algorithm, Kind
 from megatron_rl.algorithms.piece import Piece
 from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.setting import is_setting
 from megatron_rl.config.source import describe
+from megatron_rl.config.unknown import UnknownName
 from megatron_rl.errors import UserError, UserErrors, each, nearest
 from megatron_rl.user_code import load_path
 
@@ -110,9 +112,8 @@ def _piece(key: str, value: Any, current: Piece | None) -> Piece:
         return piece() if isinstance(piece, type) else piece
     settings = dict(value)
     name = settings.pop("name", None)
-    if name is None:
-        return _with_settings(current, settings, where)
-    return _with_settings(_named_piece(name, kind, key, where), settings, where)
+    piece = current if name is None else _named_piece(name, kind, key, where)
+    return _with_settings(piece, settings, kind, where)
 
 
 def _named_piece(name: Any, kind: Kind, key: str, where: str) -> Piece | type[Piece]:
@@ -123,13 +124,14 @@ def _named_piece(name: Any, kind: Kind, key: str, where: str) -> Piece | type[Pi
     return own_piece(load_path(name, where), kind, name, where)
 
 
-def _with_settings(piece: Piece | type[Piece], settings: dict[str, Any], where: str) -> Piece:
+def _with_settings(piece: Piece | type[Piece], settings: dict[str, Any], kind: Kind, where: str) -> Piece:
     """Return a piece with settings changed, or made of a class of pieces."""
     cls, defaults = (piece, None) if isinstance(piece, type) else (type(piece), piece)
     try:
         return parse_settings(cls, settings, where, defaults)
-    except UserErrors:
-        raise
+    except UserErrors as errors:
+        name = next((name for name, named in kind.named.items() if named == piece), cls.__name__)
+        raise UserErrors(_of_another_piece(error, name, kind) for error in errors.errors) from errors
     except Exception as error:  # a class of the user's own may refuse its settings in any way
         raise UserError(
             f"{cls.__name__} cannot be made of its settings",
@@ -140,6 +142,33 @@ def _with_settings(piece: Piece | type[Piece], settings: dict[str, Any], where: 
         ) from error
 
 
+def _of_another_piece(error: UserError, piece: str, kind: Kind) -> UserError:
+    """Return the error of a setting that ``piece`` has not and other named pieces of its kind have.
+
+    Every other error is returned as it is.
+    """
+    if not isinstance(error, UnknownName):
+        return error
+    having = [
+        name
+        for name, other in kind.named.items()
+        if error.key in {item.name for item in fields(other) if is_setting(item)}
+    ]
+    if not having:
+        return error
+    expected = f"a piece with it: {', '.join(having)}"
+    if error.below:
+        settings = ", ".join(name.partition(".")[0] for name in error.below)
+        expected += f"; or one of {settings}"
+    return UserError(
+        f"`{error.path}` is no setting of `{piece}`",
+        where=error.where,
+        expected=expected,
+        got=f"`{error.key}` with `{piece}`",
+        fix=f"set `{error.section}.name` to {' or '.join(having)}, or remove the line",
+    )
+
+
 def _unknown(what: str, name: Any, known: Mapping[str, Any], where: str) -> UserError:
     close = nearest(str(name), known)
     return UserError(
@@ -147,7 +176,7 @@ def _unknown(what: str, name: Any, known: Mapping[str, Any], where: str) -> User
         where=where,
         expected=f"one of {', '.join(sorted(known))}, or the path of your own: file.py:Name or module:Name",
         got=repr(name),
-        fix=f"did you mean {close!r}?" if close else f"choose one, such as {sorted(known)[0]}",
+        fix=f"did you mean {close!r}?" if close else "choose one of these",
     )
 
 

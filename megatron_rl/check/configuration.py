@@ -29,6 +29,7 @@ from megatron_rl.check.parallel_sizes import check_budget, check_layout, check_l
 from megatron_rl.check.resume import resumed_build_errors
 from megatron_rl.check.sampling_order import check_asynchrony
 from megatron_rl.check.stages import check_row_lengths
+from megatron_rl.check.unknown_names import answered
 from megatron_rl.check.values import check_values
 from megatron_rl.check.warnings import check_warnings
 from megatron_rl.config.adapters import adapters_of
@@ -47,7 +48,7 @@ from megatron_rl.config.roles import role_of, where_of
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.setting import with_value
-from megatron_rl.config.source import DEFAULT, Origin
+from megatron_rl.config.source import DEFAULT, Origin, Section
 from megatron_rl.config.stage_plan import for_job, has_use, stage_plans
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.fit import engine_problems, learning_problems, trainer_problems
@@ -96,11 +97,13 @@ class _Check:
     errors: list[UserError] = field(default_factory=list)
     warnings: list[UserError] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)  # paths whose value is known to be wrong
+    tree: Section = field(default_factory=Section)  # the configuration as it was written
 
     def add(self, errors: Iterable[UserError]) -> None:
-        """Record errors, except about values that are already known to be wrong."""
+        """Record errors, except about values that are already known to be wrong, or below one that is."""
         for error in errors:
-            if error.where not in self.bad:
+            where = error.where or ""
+            if not any(where == path or where.startswith(f"{path}.") for path in self.bad):
                 self.errors.append(error)
 
     def refuse(self, errors: Iterable[UserError]) -> None:
@@ -110,9 +113,11 @@ class _Check:
         self.bad.update(error.where for error in errors if error.where)
 
     def fine(self, *prefixes: str) -> bool:
-        """Return whether no value below the paths is known to be wrong."""
+        """Return whether no value at, below or around the paths is known to be wrong."""
         return not any(
-            path == prefix or path.startswith(f"{prefix}.") for path in self.bad for prefix in prefixes
+            path == prefix or path.startswith(f"{prefix}.") or prefix.startswith(f"{path}.")
+            for path in self.bad
+            for prefix in prefixes
         )
 
 
@@ -139,7 +144,7 @@ def check_config(
     config, written, refused = with_megatron_models(config, loaded.broken, absent=without_files)
     stated = {path: origin for path, origin in loaded.origins.items() if has_use(config.job, path)}
     origins = {**stated, **written}
-    check = _Check(config, world_size)
+    check = _Check(config, world_size, tree=loaded.tree)
     check.errors.extend(loaded.errors)
     check.bad.update(loaded.broken)
     for setting, errors in refused.items():
@@ -263,7 +268,9 @@ def _report(
     return CheckReport(
         config=config,
         world_size=world,
-        errors=tuple(_located(error, origins) for error in (*check.errors, *inputs.errors)),
+        errors=tuple(
+            _located(error, origins) for error in (*answered(check.errors, check.tree), *inputs.errors)
+        ),
         warnings=tuple(_located(error, origins) for error in (*check.warnings, *inputs.warnings)),
         origins=filled,
         shape=inputs.shape,

@@ -51,7 +51,7 @@ def check_lora(lora: LoraConfig, engine: str | None, where: str = "actor.lora") 
                 where=f"{where}.targets",
                 expected="some of " + ", ".join(TARGETS),
                 got=repr(name),
-                fix=f"write {CHECKPOINT_LAYERS.get(name) or nearest(name, TARGETS) or TARGETS[0]}",
+                fix=f"write {CHECKPOINT_LAYERS.get(name) or nearest(name, TARGETS) or ' or '.join(TARGETS)}",
             )
     if lora.targets is not None and (not lora.targets or len(set(lora.targets)) < len(lora.targets)):
         yield UserError(

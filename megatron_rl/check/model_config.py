@@ -14,7 +14,7 @@ from megatron_rl.check.files import Files
 from megatron_rl.check.installed_source import class_fields
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.family import ROPE_TYPES, Family
-from megatron_rl.shapes.pretrained import PretrainedModel, family_of, read_json
+from megatron_rl.shapes.pretrained import FAMILIES, PretrainedModel, family_of, read_json
 from megatron_rl.shapes.published import read_trainable
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -74,7 +74,8 @@ def _type_errors(raw: Mapping[str, Any], family: Family, file: Path) -> Iterator
 def _value_errors(raw: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
     kind, dtype = raw.get("model_type"), raw.get("dtype", raw.get("torch_dtype"))
     if kind != family.model_type:
-        yield _error(file, "model_type", f"{family.model_type}, as {family.architecture} has", kind)
+        expected = f"{family.model_type}, as {family.architecture} has"
+        yield _error(file, "model_type", expected, kind, _model_type_fix(kind, family))
     if raw.get("quantization_config"):
         fix = "use the checkpoint that was quantised, in bfloat16 or float32"
         yield _error(file, "quantization_config", "nothing: quantised weights cannot be trained", "one", fix)
@@ -99,6 +100,17 @@ def _value_errors(raw: Mapping[str, Any], family: Family, file: Path) -> Iterato
         stated = raw[key] if isinstance(raw.get(key), list) else [raw.get(key)]
         if any(isinstance(token, int) and not least <= token < vocabulary for token in stated):
             yield _error(file, key, f"a token below vocab_size ({vocabulary}), or null", raw[key])
+
+
+def _model_type_fix(kind: Any, family: Family) -> str:
+    """Return what to do about a model_type that is not the architecture's."""
+    if kind is None or kind in FAMILIES:
+        return f"write model_type: {family.model_type}, or the architecture of {kind}"
+    return (
+        f"in a copy of the folder write model_type: {family.model_type}, if its layers are those of "
+        f"{family.architecture} unchanged; what is missing for {kind} is code that comes with the "
+        "checkpoint, of the model or of its tokenizer, which is not run"
+    )
 
 
 def _head_errors(raw: Mapping[str, Any], file: Path) -> Iterator[UserError]:
@@ -164,5 +176,5 @@ def _error(file: Path, key: str, expected: str, got: Any, fix: str | None = None
         where=f"{file}: {key}",
         expected=expected,
         got=(got if isinstance(got, str) else repr(got))[:200],
-        fix=fix or f"correct {key}, or copy config.json again from the checkpoint",
+        fix=fix or f"correct {key} if the file was edited; else the checkpoint cannot be used here",
     )

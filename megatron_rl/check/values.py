@@ -55,7 +55,7 @@ def _reward_models(config: RunConfig) -> Iterator[UserError]:
     if config.job == TRAIN and not any(judges):
         yield UserError(
             "nothing judges the responses",
-            where="reward",
+            where="reward.function",
             expected="reward.function, reward.code, reward.http, reward.judge, reward.models, or an "
             "environment that returns rewards",
             got="none",

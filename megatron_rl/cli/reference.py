@@ -21,7 +21,7 @@ from megatron_rl.algorithms.piece import Piece
 from megatron_rl.cli.main import COMMANDS
 from megatron_rl.config.field_types import entry_class, hints, options, section_class, type_words
 from megatron_rl.config.load import to_plain
-from megatron_rl.config.other_names import FOREIGN_SECTIONS, stated_names
+from megatron_rl.config.other_names import FOREIGN_SECTIONS, NO_COUNTERPART, stated_names
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import ForeignName, Setting, is_setting, setting_of
 from megatron_rl.config.source import one_line
@@ -277,7 +277,7 @@ def other_names() -> str:
     """Return what other projects call the keys, a table per project."""
     projects: dict[str, list[str]] = {}
     for path, name in stated_names():
-        row = f"| `{name.name}` | `{path}` | {_cell(name.conversion)} |"
+        row = f"| `{name.name}` | `{path}` | {_cell(name.difference())} |"
         projects.setdefault(name.project, []).append(row)
     for section, name in FOREIGN_SECTIONS.items():
         row = f"| `{section}` | {_cell(name.name)} | a section |"
@@ -292,7 +292,12 @@ def other_names() -> str:
             *projects[project],
             "",
         ]
-    return "\n".join(parts)
+    parts += ["## Without a counterpart\n", "| There | Why, or what there is instead |", "|---|---|"]
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in NO_COUNTERPART.items():
+        by_reason.setdefault(reason, []).append(f"`{name}`")
+    parts += [f"| {', '.join(names)} | {_cell(reason)} |" for reason, names in by_reason.items()]
+    return "\n".join([*parts, ""])
 
 
 def _doc(value: Any) -> str:

@@ -160,6 +160,8 @@ def type_fix(hint: Any, raw: Any, path: str) -> str:
     """Return what to write instead of a value of the wrong type."""
     name = path.rpartition(".")[2]
     taken = options(hint)
+    if str in taken and is_mapping(hint) and not isinstance(raw, str):
+        return f"write a name, or names and values below `{name}:`"
     if str in taken and isinstance(raw, bool | int | float):
         return f'put it in quotes: {name}: "{raw}"'
     if isinstance(raw, str) and raw.strip().lower() in ("true", "false") and bool in taken:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class LoadedConfig:
 
     Where ``errors`` is not empty, ``broken`` names the paths whose value is a placeholder or a default;
     None for ``config`` means that a file could not be read. ``files`` are those that were, the named one
-    first, then its base and so on.
+    first, then its base and so on. ``tree`` holds the values as they were written, overrides included.
     """
 
     config: RunConfig | None
@@ -34,6 +34,7 @@ class LoadedConfig:
     errors: tuple[UserError, ...] = ()
     broken: frozenset[str] = frozenset()
     files: tuple[Path, ...] = ()
+    tree: Section = field(default_factory=Section)
 
     def valid(self) -> RunConfig:
         """Return the configuration, or raise UserErrors with every mistake."""
@@ -68,14 +69,23 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     return load(path, overrides).valid()
 
 
-def _finish(tree: Any, path: Path | None, overrides: Iterable[str], errors: list[UserError]) -> LoadedConfig:
+def _finish(
+    tree: Section, path: Path | None, overrides: Iterable[str], errors: list[UserError]
+) -> LoadedConfig:
     apply_overrides(tree, overrides, errors)
     refuse_base(tree, errors)
     _name_megatron_model(tree)
+    config, parse = parse_tree(tree, errors)
+    return LoadedConfig(config, path, parse.origins, tuple(parse.errors), frozenset(parse.broken), tree=tree)
+
+
+def parse_tree(tree: Section, errors: list[UserError]) -> tuple[RunConfig, Parse]:
+    """Return the configuration of a whole tree and what parsing found; mistakes are added to ``errors``."""
+    parse = Parse(errors=errors)
     job = tree.children.get("job")
-    parse = Parse(job.value, errors) if isinstance(job, Leaf) and job.value in JOBS else Parse(errors=errors)
-    config = parse_section(RunConfig, tree, parse)
-    return LoadedConfig(config, path, parse.origins, tuple(parse.errors), frozenset(parse.broken))
+    if isinstance(job, Leaf) and job.value in JOBS:
+        parse.job = job.value
+    return parse_section(RunConfig, tree, parse), parse
 
 
 def _name_megatron_model(tree: Section) -> None:

@@ -19,9 +19,9 @@ from megatron_rl.config.field_types import (
     type_fix,
     type_words,
 )
-from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.schema import TRAIN
 from megatron_rl.config.setting import is_setting, setting_of
-from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe, named_section
+from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe, named_section, one_line
 from megatron_rl.config.unknown import note_unknown
 from megatron_rl.errors import UserError, UserErrors
 
@@ -30,15 +30,13 @@ from megatron_rl.errors import UserError, UserErrors
 class Parse:
     """Collect what parsing finds: mistakes, the origin of each value, and the paths left broken.
 
-    ``job`` says which of the required keys are needed; ``root`` is the class whose other names an unknown one
-    may have been meant for, None for those beside it alone.
+    ``job`` says which of the required keys are needed.
     """
 
     job: str = TRAIN
     errors: list[UserError] = field(default_factory=list)
     origins: dict[str, Origin] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
-    root: type | None = RunConfig
 
     def fail(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
         """Record a mistake in the value of a configuration path."""
@@ -47,9 +45,12 @@ class Parse:
 
     def note(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
         """Record a mistake that leaves every known value as it is."""
+        self.errors.append(UserError(message, where=self.located(path, node), **fields))
+
+    def located(self, path: str, node: Leaf | Section | None) -> str:
+        """Return a path with the file or override that wrote it."""
         origin = node.origin if node is not None else None
-        where = f"{path} ({origin})" if origin is not None and origin.kind != "default" else path
-        self.errors.append(UserError(message, where=where, **fields))
+        return f"{path} ({origin})" if origin is not None and origin.kind != "default" else path
 
 
 def parse_section(cls: type, section: Section, parse: Parse, path: str = "", defaults: Any = None) -> Any:
@@ -62,9 +63,8 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
     section = _with_rest(known, section)
     for key, node in section.children.items():
         if key not in known:
-            everywhere = known_paths(parse.root) if parse.root is not None else []
             below = [name for name in known_paths(cls) if name.partition(".")[0] in known]
-            note_unknown(key, node, path, below, everywhere, parse)
+            note_unknown(key, node, path, below, parse)
     # A new value holds what is no setting, too, as the defaults have it.
     values = {item.name: _default(item, defaults) for item in dataclasses.fields(cls) if not is_setting(item)}
     for name, item in known.items():
@@ -77,7 +77,7 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
         if node is None and (default is dataclasses.MISSING or jobs):
             if section_class(hints(cls)[name]) is not None and full not in parse.broken:
                 node = Section()
-            elif not jobs or parse.job in jobs:
+            elif path not in parse.broken and (not jobs or parse.job in jobs):
                 parse.fail(
                     full,
                     None,
@@ -86,7 +86,8 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
                     got="nothing",
                     fix=f"add it to the file, or on the command line {full}={setting_of(item).example}",
                 )
-        values[name] = _value(hints(cls)[name], node, default, full, parse)
+        number_means = setting_of(item).number_means
+        values[name] = _value(hints(cls)[name], node, default, full, parse, number_means)
     return cls(**values)
 
 
@@ -95,7 +96,7 @@ def parse_settings(cls: type, settings: Mapping[str, Any], where: str, defaults:
 
     Raises UserErrors; whatever else the class itself raises passes.
     """
-    parse = Parse(root=None)
+    parse = Parse()
     section = Section({name: Leaf(value, DEFAULT) for name, value in settings.items()})
     made = parse_section(cls, section, parse, where, defaults)
     if parse.errors:
@@ -120,7 +121,9 @@ def _unsets(node: Leaf | Section | None) -> bool:
     return isinstance(node, Leaf) and node.unsets
 
 
-def _value(hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse) -> Any:
+def _value(
+    hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse, number_means: str = ""
+) -> Any:
     entry = entry_class(hint)
     if entry is not None and isinstance(node, Section) and node.children:
         missing = dataclasses.MISSING
@@ -131,21 +134,21 @@ def _value(hint: Any, node: Leaf | Section | None, default: Any, path: str, pars
         }
     section = section_class(hint)
     if section is None:
-        return _plain(hint, node, default, path, parse)
+        return _plain(hint, node, default, path, parse, number_means)
     if node is None:
         _note_defaults(default, path, parse)
         return default
     node = named_section(node, path.split(".")) or node
     if isinstance(node, Leaf):
         if node.value is not None and node.value != "None":
-            names = ", ".join(item.name for item in dataclasses.fields(section))
+            names = ", ".join(item.name for item in dataclasses.fields(section) if is_setting(item))
             parse.fail(
                 path,
                 node,
                 f"`{path}` is a section, not a single value",
                 expected=f"a section with {names}",
                 got=describe(node.value),
-                fix=f"write names below `{path.rpartition('.')[2]}:`, or {path}.NAME=VALUE",
+                fix=_section_fix(section, node.value, path),
             )
             node = Section()
         elif optional(hint):
@@ -156,7 +159,20 @@ def _value(hint: Any, node: Leaf | Section | None, default: Any, path: str, pars
     return parse_section(section, node, parse, path, None if default is dataclasses.MISSING else default)
 
 
-def _plain(hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse) -> Any:
+def _section_fix(section: type, value: Any, path: str) -> str:
+    """Return how to write a section that was given a single value: below its usual key, if that takes it."""
+    key = getattr(section, "VALUE_KEY", None)
+    if key is not None:
+        accepted, typed = convert(hints(section)[key], value)
+        item = next(item for item in dataclasses.fields(section) if item.name == key)
+        if accepted and setting_of(item).error(f"{path}.{key}", typed) is None:
+            return f"write `{path}: {one_line({key: value})}`"
+    return f"write names below `{path.rpartition('.')[2]}:`, or {path}.NAME=VALUE"
+
+
+def _plain(
+    hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse, number_means: str
+) -> Any:
     fallback = _placeholder(hint) if default is dataclasses.MISSING else default
     if node is None:
         parse.origins[path] = DEFAULT
@@ -185,9 +201,16 @@ def _plain(hint: Any, node: Leaf | Section | None, default: Any, path: str, pars
             f"`{path}` has a value of the wrong type",
             expected=type_words(hint),
             got=describe(raw),
-            fix=type_fix(hint, raw, path),
+            fix=_number_fix(raw, path, number_means) or type_fix(hint, raw, path),
         )
     return fallback
+
+
+def _number_fix(raw: Any, path: str, number_means: str) -> str | None:
+    """Return how to write a section that was given a bare number, None where it stands for nothing."""
+    if not number_means or isinstance(raw, bool) or not isinstance(raw, int | float):
+        return None
+    return f"write `{path}: {number_means.replace('VALUE', one_line(raw))}`"
 
 
 def _default(item: dataclasses.Field, defaults: Any) -> Any:

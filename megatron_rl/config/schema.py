@@ -8,6 +8,7 @@ larger ones have a file each in `sections`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.config.sections.algorithm import AlgorithmConfig
@@ -47,12 +48,18 @@ class BatchConfig:
         unit="prompts",
         **MANY,
         also_called={
-            "verl": "train_batch_size, gen_batch_size",
+            "verl": "train_batch_size, data.train_batch_size",
             "NeMo-RL": "num_prompts_per_step",
             "slime": "rollout_batch_size",
-            "common": "prompts_per_step",
+            "common": "prompts_per_step, batch_size",
+            "TRL": "generation_batch_size",
         },
-        conversion="both count prompts",
+        conversion={
+            "train_batch_size": "verl's counts prompts, as ours does; OpenRLHF's counts the "
+            "rows of an optimizer step: see batch.optimizer_steps",
+            "generation_batch_size": "ours counts prompts: generation_batch_size / num_generations",
+            "batch_size": "ours counts the prompts of a step",
+        },
     )
     samples_per_prompt: int = setting(
         8,
@@ -64,8 +71,9 @@ class BatchConfig:
             "slime": "n_samples_per_prompt",
             "NeMo-RL": "num_generations_per_prompt",
             "TRL": "num_generations",
-            "AReaL": "group_size",
-            "common": "samples_per_prompt",
+            "AReaL": "group_size, n_samples",
+            "common": "samples_per_prompt, num_samples_per_prompt, samples_per_group",
+            "ROLL": "num_return_sequences_in_group",
         },
     )
     optimizer_steps: int = setting(
@@ -78,6 +86,8 @@ class BatchConfig:
             "NeMo-RL": "train_global_batch_size",
             "verl": "ppo_mini_batch_size",
             "TRL": "steps_per_generation",
+            "AReaL": "ppo_n_minibatches",
+            "common": "mini_batch_size, num_minibatches",
         },
         conversion=_OPTIMIZER_STEPS,
     )
@@ -86,7 +96,7 @@ class BatchConfig:
         "Times that a step's rows are learned from.",
         at_least=1,
         at_most=10_000,
-        also_called={"verl": "ppo_epochs", "TRL": "num_iterations"},
+        also_called={"verl": "ppo_epochs", "TRL": "num_iterations, num_ppo_epochs", "OpenRLHF": "max_epochs"},
     )
     tokens_per_microbatch: int | None = setting(
         None,
@@ -95,20 +105,38 @@ class BatchConfig:
         unset="what keeps the pipeline busy, at least the longest row",
         also_called={
             "verl": "ppo_micro_batch_size, ppo_micro_batch_size_per_gpu, log_prob_micro_batch_size_per_gpu, "
-            "ppo_max_token_len_per_gpu, use_dynamic_bsz",
+            "ppo_max_token_len_per_gpu, log_prob_max_token_len_per_gpu",
             "slime": "max_tokens_per_gpu",
-            "OpenRLHF": "train_max_tokens_per_gpu",
+            "OpenRLHF": "train_max_tokens_per_gpu, micro_train_batch_size, micro_rollout_batch_size",
             "NeMo-RL": "train_micro_batch_size, logprob_batch_size",
             "Megatron-LM": "micro_batch_size",
             "TRL": "per_device_train_batch_size",
+            "AReaL": "max_tokens_per_mb",
+            "common": "per_device_batch_size",
         },
-        conversion="ours bounds a micro-batch in tokens; leave it out to have it derived",
+        conversion=dict.fromkeys(
+            (
+                "ppo_micro_batch_size",
+                "ppo_micro_batch_size_per_gpu",
+                "log_prob_micro_batch_size_per_gpu",
+                "train_micro_batch_size",
+                "logprob_batch_size",
+                "micro_batch_size",
+                "per_device_train_batch_size",
+                "micro_train_batch_size",
+                "micro_rollout_batch_size",
+                "per_device_batch_size",
+            ),
+            "ours bounds a micro-batch in tokens; leave it out to have it derived",
+        ),
     )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Set how often state is saved, how many checkpoints stay, and whether to resume."""
+
+    VALUE_KEY: ClassVar[str] = "every"
 
     every: int = setting(
         50,
@@ -120,22 +148,42 @@ class CheckpointConfig:
             "NeMo-RL": "save_period",
             "slime": "save_interval",
             "TRL": "save_steps",
+            "common": "checkpoint_interval, save_every",
         },
     )
     keep: int = setting(
         3,
         "Newest checkpoints that stay.",
         **ENDLESS,
-        also_called={"NeMo-RL": "keep_top_k", "verl": "max_actor_ckpt_to_keep"},
+        also_called={
+            "NeMo-RL": "keep_top_k",
+            "verl": "max_actor_ckpt_to_keep, max_ckpt_to_keep",
+            "TRL": "save_total_limit",
+            "OpenRLHF": "max_ckpt_num",
+        },
     )
     best: str | None = setting(
         None,
         "Metric of an evaluation set, such as eval/NAME/accuracy: a checkpoint is saved where it is among "
         "the best measured, and the best stay.",
         unset="none",
+        also_called={
+            "NeMo-RL": "checkpointing.metric_name",
+            "transformers": "metric_for_best_model",
+            "OpenRLHF": "best_metric_key",
+        },
+        conversion="ours is eval/NAME/accuracy or another metric of an evaluation set",
     )
     best_is: str = setting(
-        "highest", "Which measurement of `best` is the best.", choices=("highest", "lowest")
+        "highest",
+        "Which measurement of `best` is the best.",
+        choices=("highest", "lowest"),
+        spelled={"max": "highest", "min": "lowest"},
+        also_called={"NeMo-RL": "checkpointing.higher_is_better", "transformers": "greater_is_better"},
+        their_values={
+            "checkpointing.higher_is_better": {True: "highest", False: "lowest"},
+            "greater_is_better": {True: "highest", False: "lowest"},
+        },
     )
     keep_best: int = setting(1, "Best checkpoints that stay, beside the newest.", **ENDLESS)
     optimizer_layout: str = setting(
@@ -149,11 +197,21 @@ class CheckpointConfig:
         False,
         "Write a checkpoint while the next steps are taken, from a copy in the memory of the host; the next "
         "checkpoint, and the end of the job, wait until it is complete.",
+        also_called={"Megatron-LM": "async_save"},
     )
     resume: str = setting(
         "auto",
         "auto (the newest checkpoint of the run folder, if any), never, or the path of a checkpoint.",
-        also_called={"verl": "resume_mode"},
+        also_called={
+            "verl": "resume_mode, resume_from_path",
+            "transformers": "resume_from_checkpoint",
+            "OpenRLHF": "load_checkpoint",
+        },
+        their_values={
+            "resume_mode": {"disable": "never"},
+            "resume_from_checkpoint": {True: "auto", False: "never"},
+            "load_checkpoint": {True: "auto", False: "never"},
+        },
     )
     trust: bool = setting(
         False, "Load a checkpoint also where its files name more than data: loading it may run code."
@@ -164,7 +222,11 @@ class CheckpointConfig:
         "after it was asked itself.",
         **WAIT,
     )
-    export: bool = setting(True, "Write a Hugging Face checkpoint at the end of the run.")
+    export: bool = setting(
+        True,
+        "Write a Hugging Face checkpoint at the end of the run.",
+        also_called={"OpenRLHF": "save_hf_ckpt", "NeMo-RL": "save_consolidated"},
+    )
     megatron: str | None = setting(
         None,
         "Folder that takes the actor's weights for Megatron-LM: at each checkpoint of a run, `keep` of which "
@@ -189,6 +251,9 @@ class RunConfig:
             "NeMo-RL": "checkpoint_dir, log_dir",
             "TRL": "output_dir",
             "OpenRLHF": "save_path, ckpt_path",
+            "common": "output_path, save_dir",
+            "Megatron-LM": "tensorboard_dir",
+            "AReaL": "fileroot",
         },
     )
     steps: int = required(
@@ -198,28 +263,44 @@ class RunConfig:
         example="200",
         also_called={
             "verl": "total_training_steps, total_epochs",
-            "slime": "num_rollout",
+            "slime": "num_rollout, num_epoch",
             "NeMo-RL": "max_num_steps, max_num_epochs",
             "TRL": "max_steps, num_train_epochs",
             "OpenRLHF": "num_episodes",
+            "common": "epochs, num_epochs, num_steps, total_steps",
+            "Megatron-LM": "train_iters",
+            "AReaL": "total_train_epochs, total_train_steps",
         },
         conversion=dict.fromkeys(
             ("total_epochs", "max_num_epochs", "num_train_epochs", "num_episodes"), _EPOCHS
-        ),
+        )
+        | {
+            "epochs": "ours counts steps: epochs x prompts / batch.prompts_per_step",
+            "num_epochs": "ours counts steps: epochs x prompts / batch.prompts_per_step",
+            "total_train_epochs": "ours counts steps: epochs x prompts / batch.prompts_per_step",
+            "num_epoch": "ours counts steps: epochs x prompts / batch.prompts_per_step",
+        },
     )
     job: str = setting(
         TRAIN,
         "What is run: everything, or one stage before reinforcement learning alone. The command says it.",
         choices=JOBS,
     )
-    seed: int = setting(1, "Seed of weights, data order and sampling.", at_least=0, at_most=2**32 - 1)
+    seed: int = setting(
+        1,
+        "Seed of weights, data order and sampling.",
+        at_least=0,
+        at_most=2**32 - 1,
+        also_called={"common": "random_seed", "slime": "rollout_seed"},
+    )
     world_size: int | None = setting(
         None,
         "Processes (GPUs) of the job.",
         **RANKS,
         unset="what the launcher says",
-        also_called={"verl": "nnodes", "NeMo-RL": "num_nodes"},
-        conversion=_PROCESSES,
+        also_called={"verl": "nnodes", "NeMo-RL": "num_nodes", "common": "num_gpus, n_gpus, num_processes"},
+        conversion=dict.fromkeys(("nnodes", "num_nodes"), _PROCESSES)
+        | {"num_gpus": "", "n_gpus": "", "num_processes": ""},
     )
     gpus_per_node: int = setting(
         8,
@@ -230,6 +311,7 @@ class RunConfig:
             "verl": "n_gpus_per_node",
             "slime": "num_gpus_per_node",
             "NeMo-RL": "cluster.gpus_per_node",
+            "common": "gpus_per_host",
         },
     )
     gpu: str | None = setting(
@@ -255,7 +337,7 @@ class RunConfig:
         "rollout alone (standalone), or the second half to the critic and the reward models (split).",
         choices=("colocate", "standalone", "split"),
         also_called={"OpenRLHF": "colocate_all_models"},
-        conversion="true is `placement: colocate` here",
+        their_values={"colocate_all_models": {True: "colocate"}},
     )
     algorithm: AlgorithmConfig = setting(AlgorithmConfig(), "How the actor learns from rewards.")
     batch: BatchConfig = setting(BatchConfig(), "Sizes of a step's batches.")
@@ -277,6 +359,8 @@ class RunConfig:
         600.0,
         "Time after which a job stops in which no rank gets on. A rank may wait longer for one that does.",
         **SECONDS,
+        also_called={"Megatron-LM": "distributed_timeout_minutes", "verl": "nccl_timeout"},
+        conversion={"distributed_timeout_minutes": "ours is in seconds"},
     )
     prepare: dict[str, str] = setting(
         {},

@@ -36,11 +36,31 @@ NO_SETTING: Mapping[str, Any] = {"setting": None}
 
 @dataclass(frozen=True)
 class ForeignName:
-    """Say whose name it is, and how the value differs from ours, if it does."""
+    """Another project's name of a key.
+
+    ``conversion`` says how the value differs from ours, if it does. ``values`` maps single values of theirs
+    to ours, `REMOVED` for one that asks for nothing here. ``piece`` is the piece of an algorithm that has the
+    setting where the algorithm's own piece has not.
+    """
 
     project: str
     name: str
     conversion: str = ""
+    values: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
+    piece: str = ""
+
+    def difference(self) -> str:
+        """Return in one sentence how the value differs, empty where it does not."""
+        mapped = [
+            f"{_shown(theirs)} is {'no line' if ours == REMOVED else f'`{_shown(ours)}`'}"
+            for theirs, ours in self.values.items()
+        ]
+        named = [f"with `name: {self.piece}`"] if self.piece else []
+        return "; ".join(filter(None, [self.conversion, *mapped, *named]))
+
+
+REMOVED = "(no line)"
+"""Our value of a setting of another project that asks for nothing here: the line is left out."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +70,10 @@ class Setting:
     ``meaning`` is one sentence, ``unset`` says what None stands for, ``advice`` what to do about a value out
     of bounds. ``at_least`` and ``at_most`` are allowed values, ``more_than`` and ``less_than`` are not.
     ``spelled`` maps other spellings of a choice to it; ``refused`` says of values why they are no choice.
-    ``per_task`` marks what a sampling profile may set for one task; a key with ``jobs`` is required for these
-    alone; ``takes_rest`` marks the key of a section that every name not otherwise known there belongs to.
+    ``number_means`` is the section that a bare number given to a section most likely stands for, with
+    ``VALUE`` in its place. ``per_task`` marks what a sampling profile may set for one task; a key with
+    ``jobs`` is required for these alone; ``takes_rest`` marks the key of a section that every name not
+    otherwise known there belongs to.
     """
 
     meaning: str
@@ -67,6 +89,7 @@ class Setting:
     refused: Mapping[str, str] = field(default_factory=dict)
     advice: str = ""
     example: str = ""
+    number_means: str = ""
     per_task: bool = False
     takes_rest: bool = False
     jobs: tuple[str, ...] = ()
@@ -120,7 +143,7 @@ class Setting:
             where=path,
             expected=f"one of {', '.join(self.choices)}" + (", or file.py:Name" if self.or_path else ""),
             got=f"{value!r} (text)",
-            fix=f"write {path}={close or self.choices[0]}"
+            fix=(f"write {path}={close}" if close else f"choose {' or '.join(self.choices)}")
             + (f"; {value} is not offered: {reason}" if reason else ""),
         )
 
@@ -132,21 +155,24 @@ def setting(
     also_called: Mapping[str, str] | None = None,
     also_called_below: Mapping[str, Mapping[str, str]] | None = None,
     conversion: str | Mapping[str, str] = "",
+    their_values: Mapping[str, Mapping[Any, Any]] | None = None,
     **says: Any,
 ) -> Any:
     """Return a dataclass field with a default; ``says`` are further fields of `Setting`.
 
     ``also_called`` maps a project to its names of the key, separated by commas; ``conversion`` says how the
-    value differs, for all of them or by name. ``also_called_below`` does the same for keys of a section that
-    other projects name by the section: our key below it -> project -> names.
+    value differs, for all of them or by name, and ``their_values`` maps a name's values to ours.
+    ``also_called_below`` does the same for keys of a section that other projects name by the section: our key
+    below it -> project -> names. It is written ``PIECE: KEY`` where that piece of an algorithm has it.
     """
-    names = tuple(_foreign_names(also_called or {}, conversion))
-    below = tuple(
-        (key, name)
-        for key, projects in (also_called_below or {}).items()
-        for name in _foreign_names(projects, conversion)
-    )
-    says |= {"foreign_names": names, "foreign_names_below": below}
+    values = their_values or {}
+    names = tuple(_foreign_names(also_called or {}, conversion, values))
+    below = []
+    for key, projects in (also_called_below or {}).items():
+        piece, _, name_below = key.rpartition(": ")
+        for name in _foreign_names(projects, conversion, values, piece):
+            below.append((name_below, name))
+    says |= {"foreign_names": names, "foreign_names_below": tuple(below)}
     metadata = {"setting": Setting(meaning, **says)}
     if default is dataclasses.MISSING:
         return field(metadata=metadata)
@@ -226,12 +252,23 @@ def value_errors(section: Any, prefix: str = "") -> list[UserError]:
     return [error for error in errors if error is not None]
 
 
-def _foreign_names(projects: Mapping[str, str], conversion: str | Mapping[str, str]) -> Iterator[ForeignName]:
+def _foreign_names(
+    projects: Mapping[str, str],
+    conversion: str | Mapping[str, str],
+    values: Mapping[str, Mapping[Any, Any]],
+    piece: str = "",
+) -> Iterator[ForeignName]:
     for project, names in projects.items():
         for name in names.split(", "):
-            yield ForeignName(
-                project, name, conversion if isinstance(conversion, str) else conversion.get(name, "")
-            )
+            difference = conversion if isinstance(conversion, str) else conversion.get(name, "")
+            yield ForeignName(project, name, difference, values.get(name, {}), piece)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a configuration writes it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _number(value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -228,7 +228,7 @@ def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserEr
             continue
         node = _override_value(value, origin, errors)
         if node is not None:
-            _set(tree, names, node)
+            put(tree, names, node)
 
 
 def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf | Section | None:
@@ -249,7 +249,8 @@ def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf
         return None
 
 
-def _set(tree: Section, names: list[str], node: Leaf | Section) -> None:
+def put(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
+    """Set the value of a dotted name, given as its parts, in a tree."""
     for depth, name in enumerate(names[:-1]):
         child = tree.children.get(name)
         if not isinstance(child, Section):
@@ -265,12 +266,14 @@ def lay_over(tree: Section, name: str, node: Leaf | Section) -> None:
     tree.children[name] = Leaf(None, node.origin, unsets=True) if null and name in tree.children else node
 
 
-def named_section(node: Leaf | Section | None, path: list[str]) -> Section | None:
+def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section | None:
     """Return the section that text stands for as a piece of the algorithm, environment or set, else None.
 
     ``policy_loss: gspo`` is short for ``policy_loss: {name: gspo}``, also where a setting is laid over it; of
     an evaluation set the text is its data.
     """
+    path = list(path)
+    path = list(path)
     named = (len(path) == 2 and path[0] == "algorithm") or path == ["rollout", "environment"]
     evaluated = len(path) == 3 and path[:2] == ["evaluation", "sets"]
     text = isinstance(node, Leaf) and isinstance(node.value, str) and node.value != "None"

@@ -174,7 +174,9 @@ def family_of(config: Mapping[str, Any], place: str = "config.json") -> Family:
     if text:
         fix = f"save the language model alone: {FAMILIES[text].architecture}.from_pretrained(PATH)"
     else:
-        fix = f"use a {close} checkpoint" if close else "use a checkpoint of one of these architectures"
+        fix = "use a checkpoint of one of these architectures; docs/models.md says what each can do"
+        if close:
+            fix = f"correct the name, if {close} is meant"
     raise UserError(
         f"the model's architecture {name or '(none named)'} is not supported",
         where=f"{place}: architectures",

@@ -74,6 +74,26 @@ def check(model: Path, *overrides: str) -> CheckReport:
     return check_config(load("config.yaml", [f"model.path={model}", *overrides]), None)
 
 
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"model_type": "qwen2_with_code"}, "code that comes with the checkpoint"),
+        ({"model_type": "llama"}, "or the architecture of llama"),
+        ({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "use a checkpoint of one of these"),
+        ({"architectures": ["Qwen2ForCausalLn"]}, "if Qwen2ForCausalLM is meant"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "else the checkpoint cannot be used here"),
+    ],
+)
+def test_a_fix_of_a_models_config_is_a_step_that_helps(
+    model: Path, changes: dict[str, object], fix: str
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+    (error,) = check(model).errors
+    assert fix in (error.fix or ""), error
+    assert "again" not in (error.fix or "")
+
+
 def change(file: Path, **values: Any) -> None:
     file.write_text(json.dumps({**(json.loads(file.read_text()) if file.exists() else {}), **values}))
 

@@ -171,13 +171,14 @@ def test_train_stops_before_anything_heavy(workspace: Path) -> None:
 
 
 def test_one_rank_speaks(workspace: Path) -> None:
-    """Rank 0 writes where torchrun reads the root cause; other ranks wait to be ended."""
+    """Rank 0 prints, and writes where torchrun reads the root cause; other ranks wait to be ended."""
     told = workspace / "error.json"
     world = {"WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     first = run(
         "train", "config.yaml", "steps=0", cwd=workspace, RANK="0", TORCHELASTIC_ERROR_FILE=str(told), **world
     )
-    assert (first.returncode, first.stdout, first.stderr) == (2, "", "")
+    assert (first.returncode, first.stdout) == (2, "")
+    assert first.stderr.startswith("error: `steps` is out of range")
     assert "`steps` is out of range" in json.loads(told.read_text())["message"]["message"]
     alone = run("train", "config.yaml", "steps=0", cwd=workspace, RANK="0", **world)
     assert alone.returncode == 2 and "`steps` is out of range" in alone.stderr
@@ -189,6 +190,29 @@ def test_one_rank_speaks(workspace: Path) -> None:
         text=True,
     )
     assert other.communicate(timeout=60)[1] == "" and other.returncode == 2
+
+
+def test_errors_stand_before_and_behind_the_traceback_of_torchrun(workspace: Path) -> None:
+    words = ["-m", "megatron_rl", "train", "config.yaml", "world_size=null", "steps=0", "seed=-1"]
+    plain = subprocess.run(
+        [sys.executable, *words],
+        cwd=workspace,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    launched = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", *words],
+        cwd=workspace,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert "error 1: `steps` is out of range" in plain.stderr
+    before, _, behind = launched.stderr.partition("Traceback (most recent call last)")
+    assert plain.stderr in before
+    summary = behind.partition("Root Cause")[2]
+    assert "bad input, no crash" in summary and "`steps` is out of range" in summary
 
 
 @pytest.mark.parametrize(

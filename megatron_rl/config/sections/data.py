@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_rl.config.sections.bounds import TOKENS
 from megatron_rl.config.setting import setting
@@ -18,13 +18,21 @@ class DataConfig:
     data set that does not say it itself, as ``evaluation.sets.NAME.prompt_field``.
     """
 
+    VALUE_KEY: ClassVar[str] = "train"
+
     train: str | None = setting(
         None,
         "Prompts to learn from.",
         jobs=("train",),
         unset="no reinforcement learning",
         example="data/train.jsonl",
-        also_called={"verl": "train_files", "NeMo-RL": "train_data_path", "slime": "prompt_data"},
+        also_called={
+            "verl": "train_files",
+            "NeMo-RL": "train_data_path",
+            "slime": "prompt_data",
+            "common": "train_data, data.path, data_path, dataset_path, dataset_name, dataset",
+            "AReaL": "train_dataset.path",
+        },
     )
     prompt_field: str = setting(
         "prompt",
@@ -32,12 +40,14 @@ class DataConfig:
         also_called={"verl": "prompt_key", "slime": "input_key"},
     )
     ground_truth_field: str = setting(
-        "ground_truth", "Field of what the reward compares with.", also_called={"slime": "label_key"}
+        "ground_truth",
+        "Field of what the reward compares with.",
+        also_called={"slime": "label_key", "common": "answer_key, ground_truth_key"},
     )
     task_field: str = setting(
         "task",
         "Field of the task's name, which chooses a sampling profile.",
-        also_called={"verl": "reward_fn_key"},
+        also_called={"verl": "reward_fn_key", "common": "data_source_key"},
     )
     tools_field: str | None = setting(
         None,
@@ -56,21 +66,31 @@ class DataConfig:
         "Longest prompt.",
         **TOKENS,
         also_called={
-            "verl": "max_prompt_length",
+            "verl": "max_prompt_length, rollout.prompt_length",
             "NeMo-RL": "max_input_seq_length",
             "slime": "rollout_max_prompt_len",
-            "OpenRLHF": "prompt_max_len",
+            "OpenRLHF": "prompt_max_len, max_prompt_len",
             "common": "max_prompt_tokens",
+            "ROLL": "prompt_length",
         },
     )
     over_long: str = setting(
         "drop",
         "What happens to longer prompts: they are left out and counted, or are an error.",
         choices=("drop", "error"),
-        also_called={"verl": "filter_overlong_prompts"},
-        conversion="drop or error",
+        also_called={"verl": "filter_overlong_prompts, truncation"},
+        conversion=dict.fromkeys(("filter_overlong_prompts",), "drop or error")
+        | {"truncation": "drop or error: prompts are never cut"},
+        their_values={
+            "filter_overlong_prompts": {True: "drop", False: "error"},
+            "truncation": {"error": "error"},
+        },
     )
-    shuffle: bool = setting(True, "Take prompts in a random order, another in each epoch.")
+    shuffle: bool = setting(
+        True,
+        "Take prompts in a random order, another in each epoch.",
+        also_called={"slime": "rollout_shuffle", "TRL": "shuffle_dataset"},
+    )
 
     def setting_of(self, name: str) -> str:
         """Return the setting that names a field of this data set."""

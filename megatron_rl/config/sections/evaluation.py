@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_rl.config.sections.bounds import ENDLESS, MANY, STEPS
 from megatron_rl.config.sections.data import own_field
@@ -103,6 +104,8 @@ DIVERSITY = ("distinct_1", "distinct_2", "ngram_entropy", "repetition")
 class EvaluationConfig:
     """Set what is evaluated, how often, and when a run has got good enough."""
 
+    VALUE_KEY: ClassVar[str] = "every"
+
     sets: dict[str, EvaluationSetConfig] = setting(
         {},
         "Sets of held-out prompts by name.",
@@ -110,8 +113,12 @@ class EvaluationConfig:
             "verl": "val_files, val_kwargs.temperature, val_kwargs.top_p, val_kwargs.n",
             "NeMo-RL": "val_data_path, max_val_samples",
             "slime": "eval_prompt_data, n_samples_per_eval_prompt",
+            "AReaL": "valid_dataset.path",
+            "OpenRLHF": "eval_dataset, eval_n_samples_per_prompt, eval_temperature",
+            "ms-swift": "val_dataset",
+            "common": "eval_data, eval_files, validation_data, register_evaluator, evaluators",
         },
-        conversion="ours has a name for each set: NAME.data, NAME.samples, NAME.temperature ...",
+        conversion="ours has a name for each set: NAME.data, NAME.samples, NAME.temperature, NAME.evaluators ...",
     )
     every: int = setting(
         10,
@@ -123,12 +130,20 @@ class EvaluationConfig:
             "NeMo-RL": "val_period",
             "slime": "eval_interval",
             "TRL": "eval_steps",
+            "common": "eval_every, eval_freq, val_every",
         },
     )
     at_start: bool = setting(
         True,
         "Evaluate before the first step.",
-        also_called={"verl": "val_before_train", "NeMo-RL": "val_at_start"},
+        also_called={
+            "verl": "val_before_train",
+            "NeMo-RL": "val_at_start",
+            "transformers": "eval_on_start",
+            "common": "eval_before_train",
+            "slime": "skip_eval_before_train",
+        },
+        their_values={"skip_eval_before_train": {True: False, False: True}},
     )
     patience: int | None = setting(
         None,
@@ -137,6 +152,7 @@ class EvaluationConfig:
         unit="evaluations",
         unset="the run takes all its steps",
         **ENDLESS,
+        also_called={"common": "early_stopping_patience"},
     )
 
     def interval(self, name: str) -> int:

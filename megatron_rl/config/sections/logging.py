@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.setting import setting
+from megatron_rl.config.setting import REMOVED, setting
 
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
 """Tracker -> the module of its client; `pip install megatron_rl[NAME]` brings it."""
@@ -23,21 +23,59 @@ class LoggingConfig:
         ("tensorboard",),
         f"Trackers, of {', '.join(TRACKERS)}; each is told where its server is in its own way, by the "
         "environment or its login.",
-        also_called={"verl": "trainer.logger", "TRL": "report_to"},
+        also_called={
+            "verl": "trainer.logger",
+            "TRL": "report_to",
+            "slime": "use_wandb, use_tensorboard",
+            "NeMo-RL": "wandb_enabled, tensorboard_enabled, mlflow_enabled, swanlab_enabled",
+            "common": "wandb, tensorboard, mlflow, swanlab, log_with",
+        },
+        conversion={
+            "trainer.logger": "a list of tensorboard, wandb, mlflow and swanlab",
+            "report_to": "a list of tensorboard, wandb, mlflow and swanlab",
+            "log_with": "a list of tensorboard, wandb, mlflow and swanlab",
+        },
+        their_values={
+            "use_wandb": {True: ["wandb"], False: REMOVED},
+            "use_tensorboard": {True: ["tensorboard"], False: REMOVED},
+            "wandb_enabled": {True: ["wandb"], False: REMOVED},
+            "tensorboard_enabled": {True: ["tensorboard"], False: REMOVED},
+            "mlflow_enabled": {True: ["mlflow"], False: REMOVED},
+            "swanlab_enabled": {True: ["swanlab"], False: REMOVED},
+            "wandb": {True: ["wandb"], False: REMOVED},
+            "tensorboard": {True: ["tensorboard"], False: REMOVED},
+            "mlflow": {True: ["mlflow"], False: REMOVED},
+            "swanlab": {True: ["swanlab"], False: REMOVED},
+            "report_to": {"wandb": ["wandb"], "tensorboard": ["tensorboard"], "none": REMOVED},
+        },
     )
     offline: bool = setting(
-        False, "Have trackers write below run_dir alone, to be sent later by their own commands."
+        False,
+        "Have trackers write below run_dir alone, to be sent later by their own commands.",
+        also_called={"slime": "wandb_mode"},
+        their_values={"wandb_mode": {"offline": True, "online": False}},
     )
     project: str = setting(
         "megatron_rl",
         "Project, or experiment, that the run belongs to in trackers.",
-        also_called={"verl": "project_name", "slime": "wandb_project"},
+        also_called={
+            "verl": "project_name",
+            "slime": "wandb_project",
+            "common": "wandb_project_name, tracker_project_name",
+        },
     )
     name: str | None = setting(
         None,
         "Name of the run in trackers.",
         unset="that of run_dir",
-        also_called={"verl": "experiment_name", "TRL": "run_name"},
+        also_called={
+            "verl": "experiment_name",
+            "TRL": "run_name",
+            "slime": "wandb_group",
+            "OpenRLHF": "wandb_run_name",
+            "common": "wandb_name, wandb_run",
+            "Megatron-LM": "wandb_exp_name",
+        },
     )
     samples: int = setting(
         8,
@@ -45,6 +83,11 @@ class LoggingConfig:
         unit="rows",
         at_least=0,
         at_most=10_000,
+        also_called={
+            "verl": "log_val_generations",
+            "TRL": "num_completions_to_print",
+            "NeMo-RL": "num_val_samples_to_print",
+        },
     )
     prometheus: str | None = setting(
         None,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_rl.config.sections.bounds import LARGE, MANY, MAX_WORLD, MOST_STEPS, POSITIVE, RANKS, SHARE
-from megatron_rl.config.setting import setting
+from megatron_rl.config.setting import REMOVED, setting
 
 OWN_MEGATRON = "Fields of Megatron-Core's TransformerConfig for this model."
 LIKE_ACTOR = "the actor's, without its uneven pipeline stages where the pipeline is another"
@@ -39,7 +39,7 @@ class LayoutConfig:
         also_called={
             "Megatron-LM": "tensor_model_parallel_size",
             "NeMo-RL": "tensor_parallel_size",
-            "common": "tp",
+            "common": "tp, tensor_parallel, tp_size",
         },
     )
     pipeline: int = setting(
@@ -47,7 +47,10 @@ class LayoutConfig:
         "Pipeline parallelism: stages that share the layers.",
         **RANKS,
         advice="1 switches it off",
-        also_called={"Megatron-LM": "pipeline_model_parallel_size", "common": "pp"},
+        also_called={
+            "Megatron-LM": "pipeline_model_parallel_size",
+            "common": "pp, pipeline_parallel, pp_size, pipeline_parallel_size",
+        },
     )
     virtual_pipeline: int = setting(
         1,
@@ -55,21 +58,33 @@ class LayoutConfig:
         at_least=1,
         at_most=MAX_WORLD,
         advice="1 switches it off",
-        also_called={"Megatron-LM": "virtual_pipeline_model_parallel_size", "common": "vpp"},
+        also_called={
+            "Megatron-LM": "virtual_pipeline_model_parallel_size, num_virtual_stages_per_pipeline_rank",
+            "common": "vpp",
+        },
     )
     context: int = setting(
         1,
         "Context parallelism: ranks that share each row.",
         **RANKS,
         advice="1 switches it off",
-        also_called={"Megatron-LM": "context_parallel_size", "OpenRLHF": "ring_attn_size", "common": "cp"},
+        also_called={
+            "Megatron-LM": "context_parallel_size",
+            "OpenRLHF": "ring_attn_size",
+            "common": "cp, context_parallel, cp_size",
+            "verl": "ulysses_sequence_parallel_size",
+            "ms-swift": "sequence_parallel_size",
+        },
     )
     expert: int = setting(
         1,
         "Expert parallelism: ranks that share a layer's experts.",
         **RANKS,
         advice="1 switches it off",
-        also_called={"Megatron-LM": "expert_model_parallel_size", "common": "ep"},
+        also_called={
+            "Megatron-LM": "expert_model_parallel_size",
+            "common": "ep, expert_parallel, ep_size, expert_parallel_size",
+        },
     )
     expert_tensor: int | None = setting(
         None,
@@ -88,6 +103,8 @@ class LayoutConfig:
 class OptimizerConfig:
     """Set the optimizer, its learning-rate schedule and gradient clipping."""
 
+    VALUE_KEY: ClassVar[str] = "learning_rate"
+
     name: str = setting(
         "adam",
         "AdamW, or SGD with momentum, which needs `distributed: false`.",
@@ -97,7 +114,7 @@ class OptimizerConfig:
             "muon": "Megatron-Core 0.16 makes it of emerging_optimizers, which no index has, and checkpoints "
             "do not know its state"
         },
-        also_called={"Megatron-LM": "optimizer", "TRL": "optim"},
+        also_called={"Megatron-LM": "optimizer", "TRL": "optim", "common": "optimizer_type, optimizer_name"},
     )
     learning_rate: float = setting(
         1e-6,
@@ -105,14 +122,15 @@ class OptimizerConfig:
         more_than=0,
         at_most=1,
         advice="1e-6 is a usual start for RL, 1e-5 for supervised training",
-        also_called={"verl": "lr", "OpenRLHF": "actor_learning_rate"},
+        also_called={"verl": "lr", "OpenRLHF": "actor_learning_rate", "common": "actor_lr"},
     )
     minimum_learning_rate: float | None = setting(
         None,
         "Learning rate that the decay ends at.",
         unset="learning_rate",
         **SHARE,
-        also_called={"Megatron-LM": "min_lr"},
+        also_called={"Megatron-LM": "min_lr", "verl": "min_lr_ratio", "transformers": "min_learning_rate"},
+        conversion={"min_lr_ratio": "ours is the rate itself: ratio x learning_rate"},
     )
     warmup_steps: int = setting(
         0,
@@ -120,22 +138,48 @@ class OptimizerConfig:
         unit="optimizer steps",
         at_least=0,
         at_most=MOST_STEPS,
-        also_called={"verl": "lr_warmup_steps", "Megatron-LM": "lr_warmup_iters"},
+        also_called={
+            "verl": "lr_warmup_steps, lr_warmup_steps_ratio",
+            "Megatron-LM": "lr_warmup_iters",
+            "transformers": "warmup_ratio",
+            "OpenRLHF": "lr_warmup_ratio",
+            "common": "num_warmup_steps",
+        },
+        conversion={
+            "lr_warmup_steps_ratio": "ours counts optimizer steps",
+            "warmup_ratio": "ours counts optimizer steps",
+            "lr_warmup_ratio": "ours counts optimizer steps",
+        },
     )
     decay: str = setting(
         "constant",
         "Shape of the decay after warm-up.",
         choices=("constant", "linear", "cosine"),
-        also_called={"Megatron-LM": "lr_decay_style", "TRL": "lr_scheduler_type"},
+        also_called={
+            "Megatron-LM": "lr_decay_style",
+            "TRL": "lr_scheduler_type",
+            "OpenRLHF": "lr_scheduler",
+            "verl": "warmup_style",
+        },
     )
-    weight_decay: float = setting(0.01, "Decoupled weight decay of AdamW.", at_least=0, at_most=LARGE)
+    weight_decay: float = setting(
+        0.01,
+        "Decoupled weight decay of AdamW.",
+        at_least=0,
+        at_most=LARGE,
+        also_called={"OpenRLHF": "l2"},
+    )
     beta1: float = setting(
         0.9,
         "Decay of Adam's first moment.",
         at_least=0,
         less_than=1,
         advice="0.9 is usual",
-        also_called={"Megatron-LM": "adam_beta1"},
+        also_called={"Megatron-LM": "adam_beta1", "verl": "betas", "OpenRLHF": "adam_betas"},
+        conversion={
+            "betas": "two numbers there: beta1 and beta2 here",
+            "adam_betas": "two numbers there: beta1 and beta2 here",
+        },
     )
     beta2: float = setting(
         0.999,
@@ -151,7 +195,7 @@ class OptimizerConfig:
         more_than=0,
         at_most=1,
         advice="1e-8 is usual",
-        also_called={"Megatron-LM": "adam_eps"},
+        also_called={"Megatron-LM": "adam_eps", "transformers": "adam_epsilon"},
     )
     clip_grad: float = setting(
         1.0,
@@ -159,7 +203,11 @@ class OptimizerConfig:
         at_least=0,
         at_most=LARGE,
         advice="0 switches clipping off",
-        also_called={"NeMo-RL": "max_grad_norm", "verl": "grad_clip"},
+        also_called={
+            "NeMo-RL": "max_grad_norm",
+            "verl": "grad_clip",
+            "common": "gradient_clipping, max_norm, grad_norm_clip",
+        },
     )
     distributed: bool = setting(
         True,
@@ -169,7 +217,7 @@ class OptimizerConfig:
     offload: bool = setting(
         False,
         "Keep Adam's moments and the weights in float32 in host memory, and step there; with `distributed`.",
-        also_called={"verl": "optimizer_offload"},
+        also_called={"Megatron-LM": "optimizer_cpu_offload", "OpenRLHF": "adam_offload"},
     )
     megatron: dict[str, Any] = setting(
         {},
@@ -182,12 +230,15 @@ class OptimizerConfig:
 class LoraConfig:
     """Train low-rank adapters of the linear layers (arXiv 2106.09685) over weights that stay as they are."""
 
+    VALUE_KEY: ClassVar[str] = "rank"
+
     rank: int = setting(
         32,
         "Rank of every adapter.",
         **MANY,
         advice="8 to 128 are usual",
-        also_called={"verl": "lora_rank", "PEFT": "lora_r"},
+        also_called={"verl": "lora_rank", "PEFT": "lora_r", "common": "lora_dim"},
+        their_values={"lora_rank": {0: REMOVED}, "lora_dim": {0: REMOVED}, "lora_r": {0: REMOVED}},
     )
     alpha: float | None = setting(
         None,
@@ -209,9 +260,12 @@ class LoraConfig:
         "last two are those of every MLP, in a mixture also of shared experts and of each routed expert, "
         "which has adapters of its own.",
         unset="those that the model has; in a mixture those of attention alone",
-        also_called={"NeMo-RL": "lora_target_modules", "PEFT": "target_modules"},
-        conversion="linear_qkv is q_proj, k_proj and v_proj, linear_proj o_proj, linear_fc1 gate_proj and "
-        "up_proj, linear_fc2 down_proj",
+        also_called={"NeMo-RL": "lora_target_modules", "PEFT": "target_modules", "common": "lora_modules"},
+        conversion=dict.fromkeys(
+            ("lora_target_modules", "target_modules"),
+            "linear_qkv is q_proj, k_proj and v_proj, linear_proj o_proj, linear_fc1 gate_proj and "
+            "up_proj, linear_fc2 down_proj",
+        ),
     )
     path: str | None = setting(
         None, "Adapter in PEFT's format to start from.", unset="new adapters, which change nothing"
@@ -247,13 +301,32 @@ class ActorConfig:
             "NeMo-RL": "activation_checkpointing",
             "verl": "enable_gradient_checkpointing",
             "TRL": "gradient_checkpointing",
+            "common": "use_gradient_checkpointing",
         },
-        conversion="none, selective or full",
+        conversion=dict.fromkeys(
+            (
+                "recompute_granularity",
+                "activation_checkpointing",
+                "enable_gradient_checkpointing",
+                "gradient_checkpointing",
+            ),
+            "none, selective or full",
+        ),
+        their_values={
+            "enable_gradient_checkpointing": {True: "full", False: "none"},
+            "gradient_checkpointing": {True: "full", False: "none"},
+            "activation_checkpointing": {True: "full", False: "none"},
+            "use_gradient_checkpointing": {True: "full", False: "none"},
+        },
     )
     offload: bool = setting(
         False,
         "Move training state to host memory during rollout.",
-        also_called={"verl": "param_offload, grad_offload"},
+        also_called={
+            "verl": "param_offload, grad_offload, optimizer_offload",
+            "slime": "offload_train",
+            "OpenRLHF": "deepspeed_enable_sleep",
+        },
     )
     routing_replay: str = setting(
         "none",
@@ -262,13 +335,10 @@ class ActorConfig:
         "(rollout).",
         choices=("none", "update", "rollout"),
         spelled={"R2": "update", "R3": "rollout", "disabled": "none"},
-        also_called={
-            "verl": "router_replay.mode",
-            "slime": "use_routing_replay, use_rollout_routing_replay",
-        },
-        conversion={
-            "use_routing_replay": "true is `routing_replay: update` here",
-            "use_rollout_routing_replay": "true is `routing_replay: rollout` here",
+        also_called={"verl": "router_replay.mode", "slime": "use_routing_replay, use_rollout_routing_replay"},
+        their_values={
+            "use_routing_replay": {True: "update", False: "none"},
+            "use_rollout_routing_replay": {True: "rollout", False: "none"},
         },
     )
     freeze_router: bool = setting(False, "Leave the weights of a mixture's routers as they are.")
@@ -285,11 +355,13 @@ class ActorConfig:
 class ReferenceConfig:
     """Describe the frozen reference policy."""
 
+    VALUE_KEY: ClassVar[str] = "path"
+
     path: str | None = setting(
         None,
         "Hugging Face checkpoint of the reference.",
         unset="model.path, after `sft` and `preference` where they are",
-        also_called={"slime": "ref_load"},
+        also_called={"slime": "ref_load", "common": "ref_model_path, ref_model, reference_model"},
     )
     layout: LayoutConfig | None = setting(
         None, "Ranks and parallelism of the reference.", unset="the actor's"
@@ -305,6 +377,8 @@ class ReferenceConfig:
 @dataclass(frozen=True)
 class CriticConfig:
     """Describe the critic of PPO: a model with a head of one number that learns beside the actor."""
+
+    VALUE_KEY: ClassVar[str] = "path"
 
     path: str | None = setting(
         None,
@@ -322,8 +396,7 @@ class CriticConfig:
                 "verl": "critic.optim.lr",
                 "slime": "critic_lr",
                 "OpenRLHF": "critic_learning_rate",
-            },
-            "offload": {"verl": "critic.megatron.optimizer_offload"},
+            }
         },
     )
     lora: LoraConfig | None = setting(
@@ -339,12 +412,21 @@ class CriticConfig:
         unit="steps",
         at_least=0,
         at_most=MOST_STEPS,
-        also_called={"verl": "critic_warmup", "slime": "num_critic_only_steps"},
+        also_called={
+            "verl": "critic_warmup",
+            "slime": "num_critic_only_steps",
+            "OpenRLHF": "freezing_actor_steps",
+        },
+        their_values={
+            "critic_warmup": {0: REMOVED},
+            "num_critic_only_steps": {0: REMOVED},
+            "freezing_actor_steps": {0: REMOVED, -1: REMOVED},
+        },
     )
     offload: bool = setting(
         False,
         "Move training state to host memory while other roles work.",
-        also_called={"verl": "critic.megatron.param_offload"},
+        also_called={"verl": "critic.megatron.param_offload, critic.megatron.optimizer_offload"},
     )
     ddp: dict[str, Any] = setting({}, DDP_MEANING)
     megatron: dict[str, Any] | None = setting(None, OWN_MEGATRON, unset=LIKE_ACTOR)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_rl.config.sections.bounds import (
     LARGE,
@@ -28,6 +28,8 @@ FUNCTION = "function"
 @dataclass(frozen=True)
 class RewardModelConfig:
     """Describe one reward model, which scores a row at its last token."""
+
+    VALUE_KEY: ClassVar[str] = "path"
 
     path: str | None = setting(
         None,
@@ -220,6 +222,8 @@ class RewardConfig:
     of what they say, each times its weight; where one of them fails the row is invalid.
     """
 
+    VALUE_KEY: ClassVar[str] = "function"
+
     function: str | None = setting(
         None,
         "module:function, or path/to/file.py:function.",
@@ -229,6 +233,7 @@ class RewardConfig:
             "slime": "custom_rm_path",
             "TRL": "reward_funcs",
             "OpenRLHF": "remote_rm_url",
+            "common": "reward_function, reward_fn, reward_fn_path",
         },
         conversion={
             "custom_reward_function.path": "path/to/file.py:function",
@@ -241,7 +246,12 @@ class RewardConfig:
         {}, "Further arguments of the function.", also_called={"verl": "reward_kwargs"}
     )
     timeout: float = setting(10.0, "Time after which a call of the function has failed.", **SECONDS)
-    workers: int = setting(1, "Processes per rank that call the function.", **PROCESSES)
+    workers: int = setting(
+        1,
+        "Processes per rank that call the function.",
+        **PROCESSES,
+        also_called={"verl": "reward_model.num_workers"},
+    )
     concurrency: int = setting(
         16, "Calls of an `async def` function that a worker has open at once.", unit="calls", **MANY
     )
@@ -254,14 +264,26 @@ class RewardConfig:
     )
     invalid_steps: int = setting(3, "Steps running over `max_invalid_fraction` that stop a run.", **STEPS)
     limits: RewardLimitsConfig = setting(RewardLimitsConfig(), "What a call of the function may use.")
-    weight: float = setting(1.0, "Factor of the function's reward in the sum.", **WEIGHT)
+    weight: float = setting(
+        1.0,
+        "Factor of the function's reward in the sum.",
+        **WEIGHT,
+        also_called={"TRL": "reward_weights"},
+        conversion={
+            "reward_weights": "ours has a weight for each section of reward, and for each of reward.models"
+        },
+    )
     code: CodeConfig | None = setting(None, "Tests of the programs in responses.", unset="none")
     http: HttpRewardConfig | None = setting(None, "A server that judges.", unset="none")
     judge: JudgeConfig | None = setting(None, "A language model that judges.", unset="none")
     models: dict[str, RewardModelConfig] = setting(
         {},
         "Reward models by name.",
-        also_called={"verl": "reward_model.model.path", "OpenRLHF": "reward_pretrain"},
+        also_called={
+            "verl": "reward_model.model.path",
+            "OpenRLHF": "reward_pretrain",
+            "common": "reward_model_path, reward_model_name_or_path",
+        },
         conversion="ours has a name for each: NAME.path",
     )
 

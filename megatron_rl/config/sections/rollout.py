@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_rl.config.sections.bounds import (
     ENDLESS,
@@ -23,6 +23,7 @@ from megatron_rl.config.sections.models import RANKS_LISTED
 from megatron_rl.config.setting import required, setting
 
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
+_FURTHER = "ours is the fraction of further prompts"
 SERVER = "server"
 CLOSED, OPEN = "closed", "open"
 RECOMPUTE, KEEP = "recompute", "keep"
@@ -41,17 +42,26 @@ class EnvironmentConfig:
         example="my_env.py:Calculator",
     )
     max_turns: int = setting(
-        16, "Most turns of the policy; an episode that would go on is truncated.", unit="turns", **ENDLESS
+        16,
+        "Most turns of the policy; an episode that would go on is truncated.",
+        unit="turns",
+        **ENDLESS,
+        also_called={"verl": "max_assistant_turns", "NeMo-RL": "max_rollout_turns"},
     )
     turn_timeout: float = setting(
         30.0, "Time after which an environment that does not answer a turn has failed.", **SECONDS
     )
-    workers: int = setting(1, "Processes per engine replica that environments run in.", **PROCESSES)
+    workers: int = setting(
+        1,
+        "Processes per engine replica that environments run in.",
+        **PROCESSES,
+        also_called={"verl": "agent.num_workers"},
+    )
     tool_parser: str | None = setting(
         None,
         "The parser of vLLM that finds calls of tools in a turn, such as `hermes`.",
         unset="none: turns are text alone",
-        also_called={"vLLM": "tool_call_parser"},
+        also_called={"vLLM": "tool_call_parser", "verl": "multi_turn.format"},
     )
     limits: LimitsConfig = setting(LimitsConfig(), "What a process of environments may use.")
     settings: dict[str, Any] = setting({}, "Settings of the class.", takes_rest=True)
@@ -66,7 +76,10 @@ class ServerConfig:
     """
 
     urls: tuple[str, ...] = setting(
-        (), "Addresses of the servers, such as `http://host:8000`; `check` shows the command that starts one."
+        (),
+        "Addresses of the servers, such as `http://host:8000`; `check` shows the command that starts one.",
+        also_called={"TRL": "vllm_server_base_url", "slime": "rollout_external_engine_addrs"},
+        conversion="ours is a list, with `engine: server`",
     )
     request_timeout: float = setting(
         600.0, "Time after which a server that has not answered a request counts as lost.", **SECONDS
@@ -89,6 +102,8 @@ class RolloutConfig:
     order, and told by the clock in the ``open`` one.
     """
 
+    VALUE_KEY: ClassVar[str] = "engine"
+
     engine: str = setting(
         "vllm",
         "What generates: vLLM in the ranks, a plain torch model for small tests, vLLM's API servers, or an "
@@ -96,16 +111,28 @@ class RolloutConfig:
         "`WeightStore` in one.",
         choices=("vllm", "torch", SERVER),
         or_path=True,
-        also_called={"verl": "rollout.name, rollout.mode", "NeMo-RL": "generation.backend"},
+        also_called={
+            "verl": "rollout.name",
+            "NeMo-RL": "generation.backend",
+            "common": "inference_engine, rollout_backend",
+        },
     )
     ranks: tuple[int, ...] | None = setting(
         None,
         'Ranks of the engine: a list, or ranges such as "0-31,40".',
         unset="what `placement` gives the rollout",
-        also_called={"slime": "rollout_num_gpus, colocate", "OpenRLHF": "vllm_num_engines"},
+        also_called={
+            "slime": "rollout_num_gpus, colocate",
+            "OpenRLHF": "vllm_num_engines",
+            "common": "rollout_gpus",
+        },
         conversion={
             "rollout_num_gpus": RANKS_LISTED,
             "colocate": "roles share ranks unless their ranks are set apart",
+        }
+        | {
+            "rollout_gpus": "ours lists the ranks",
+            "vllm_num_engines": "the number of engines is that of the ranks / rollout.tensor",
         },
     )
     tensor: int = setting(
@@ -118,6 +145,7 @@ class RolloutConfig:
             "slime": "rollout_num_gpus_per_engine",
             "OpenRLHF": "vllm_tensor_parallel_size",
             "NeMo-RL": "generation.vllm_cfg.tensor_parallel_size",
+            "common": "rollout_tp, gen_tp",
         },
     )
     temperature: float = setting(
@@ -127,7 +155,11 @@ class RolloutConfig:
         at_most=100,
         per_task=True,
         advice="sample with 1.0; greedy training samples of one prompt would all be equal",
-        also_called={"slime": "rollout_temperature"},
+        also_called={
+            "slime": "rollout_temperature",
+            "common": "sampling_temperature",
+            "Megatron-LM": "grpo_default_temperature",
+        },
     )
     top_p: float = setting(
         1.0,
@@ -136,7 +168,7 @@ class RolloutConfig:
         at_most=1,
         per_task=True,
         advice="1.0 switches top-p off",
-        also_called={"slime": "rollout_top_p"},
+        also_called={"slime": "rollout_top_p", "Megatron-LM": "grpo_default_top_p"},
     )
     top_k: int = setting(
         0,
@@ -165,20 +197,35 @@ class RolloutConfig:
             "slime": "rollout_max_response_len, rollout_max_context_len",
             "NeMo-RL": "max_new_tokens, max_total_sequence_length",
             "TRL": "max_completion_length",
-            "OpenRLHF": "generate_max_len",
+            "OpenRLHF": "generate_max_len, max_response_len",
             "vLLM": "max_tokens, max_model_len",
             "common": "max_response_tokens",
+            "ROLL": "sequence_length",
+            "Megatron-LM": "inference_max_seq_length",
         },
         conversion=dict.fromkeys(
             ("rollout_max_context_len", "max_total_sequence_length", "max_model_len"), _LONGEST_ROW
-        ),
+        )
+        | {
+            "sequence_length": _LONGEST_ROW,
+            "inference_max_seq_length": _LONGEST_ROW,
+        },
     )
     stop: tuple[str, ...] = setting(
-        (), "Texts, of one token each, that end a response beside the model's own.", per_task=True
+        (),
+        "Texts, of one token each, that end a response beside the model's own.",
+        per_task=True,
+        also_called={
+            "slime": "rollout_stop",
+            "NeMo-RL": "stop_strings",
+            "common": "stop_words, stop_sequences",
+        },
     )
     sampling_profiles: dict[str, dict[str, Any]] = setting(
         {},
         "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens, stop.",
+        also_called={"common": "sampling_profile, register_sampling_profile"},
+        conversion="ours has a section for each task: rollout.sampling_profiles: {TASK: {temperature: 0.7}}",
     )
     order: str = setting(
         CLOSED,
@@ -201,8 +248,22 @@ class RolloutConfig:
         "Fraction of further prompts sampled beside those of a step.",
         **SHARE,
         advice="0.25 samples a quarter more prompts than a step needs; 0 is off",
+        also_called={
+            "verl": "over_sample_rate, gen_batch_size",
+            "slime": "over_sampling_batch_size",
+            "NeMo-RL": "batch_multiplier",
+        },
+        conversion={
+            "gen_batch_size": f"{_FURTHER}: gen_batch_size / train_batch_size - 1",
+            "over_sampling_batch_size": f"{_FURTHER}: over_sampling_batch_size / rollout_batch_size - 1",
+            "batch_multiplier": f"{_FURTHER}: batch_multiplier - 1",
+        },
     )
-    partial: bool = setting(False, "Continue unfinished responses in the next step.")
+    partial: bool = setting(
+        False,
+        "Continue unfinished responses in the next step.",
+        also_called={"slime": "partial_rollout", "common": "enable_partial_rollout"},
+    )
     round_tokens: int | None = setting(
         None,
         "Tokens per response after which the closed order looks at which over-sampled groups are complete.",
@@ -215,12 +276,29 @@ class RolloutConfig:
         unit="episodes",
         unset="what the engine works on at once: `rollout.vllm.max_num_seqs`",
         **ENDLESS,
-        also_called={"prime-rl": "max_inflight_rollouts"},
+        also_called={
+            "prime-rl": "max_inflight_rollouts",
+            "slime": "sglang_server_concurrency",
+            "AReaL": "max_concurrent_rollouts",
+            "common": "rollout_per_device_batch_size",
+        },
+        conversion={
+            "sglang_server_concurrency": "",
+            "rollout_per_device_batch_size": "ours is the most episodes of a replica at once; leave it "
+            "out to have the engine's own",
+        },
     )
     environment: EnvironmentConfig | None = setting(
         None,
         "What the policy talks to: `{name: my_env.py:Calculator, max_turns: 8}`.",
         unset="none: one turn, a response",
+        also_called={
+            "verl": "multi_turn.enable",
+            "slime": "custom_generate_function_path",
+            "OpenRLHF": "agent_func_path",
+            "ms-swift": "multi_turn_scheduler",
+        },
+        conversion="ours names a class: {name: my_env.py:Calculator}",
     )
     memory_fraction: float = setting(
         0.6,
@@ -233,6 +311,7 @@ class RolloutConfig:
             "slime": "sglang_mem_fraction_static",
             "OpenRLHF": "vllm_gpu_memory_utilization",
             "SGLang": "mem_fraction_static",
+            "common": "gpu_memory_fraction",
         },
     )
     float32_head: bool = setting(
@@ -283,6 +362,8 @@ class HybridEngineConfig:
         at_least=1 << 16,
         at_most=1 << 40,
         advice="268435456 (256 MiB) is the default",
+        also_called={"verl": "update_weights_bucket_megabytes", "slime": "update_weight_buffer_size"},
+        conversion={"update_weights_bucket_megabytes": "ours counts bytes"},
     )
     verify: str = setting(
         "full",
@@ -314,6 +395,8 @@ class AsynchronyConfig:
     than ``max_staleness`` is waited for.
     """
 
+    VALUE_KEY: ClassVar[str] = "steps_ahead"
+
     steps_ahead: int = setting(
         0,
         "Updates by which the rollouts of a step are old; 0 is the synchronous order.",
@@ -321,6 +404,12 @@ class AsynchronyConfig:
         at_least=0,
         at_most=64,
         advice="1 is one-step-off-policy, 0 the synchronous order",
+        also_called={
+            "prime-rl": "async_level, max_async_level",
+            "OpenRLHF": "async_train",
+            "common": "one_step_off_policy",
+        },
+        their_values={"async_train": {True: 1, False: 0}, "one_step_off_policy": {True: 1, False: 0}},
     )
     max_staleness: int | None = setting(
         None,
@@ -330,4 +419,9 @@ class AsynchronyConfig:
         at_least=0,
         at_most=MOST_STEPS,
         advice="steps_ahead, and with rollout.partial more",
+        also_called={
+            "AReaL": "max_head_offpolicyness",
+            "NeMo-RL": "max_trajectory_age_steps",
+            "prime-rl": "max_off_policy_steps",
+        },
     )

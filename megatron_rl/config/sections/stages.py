@@ -15,6 +15,8 @@ from megatron_rl.config.setting import required, setting
 class StageConfig:
     """Set what every stage has: its data, how long it takes, what it is measured on, and its optimizer."""
 
+    VALUE_KEY: ClassVar[str] = "data"
+
     data: str = required(
         "Records to learn from: the prompt field and one for each response.", example="data/responses.jsonl"
     )

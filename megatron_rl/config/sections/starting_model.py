@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_rl.config.setting import required, setting
 
@@ -10,6 +11,8 @@ from megatron_rl.config.setting import required, setting
 @dataclass(frozen=True)
 class ModelConfig:
     """Name the checkpoint that every role starts from: a Hugging Face model's, or one of Megatron-LM."""
+
+    VALUE_KEY: ClassVar[str] = "path"
 
     path: str = required(
         "Directory with config.json, safetensors and tokenizer files; with `megatron` it is written, in "
@@ -20,21 +23,26 @@ class ModelConfig:
             "TRL": "model_name_or_path",
             "OpenRLHF": "pretrain",
             "slime": "hf_checkpoint",
+            "common": "model.name, model_path, model_id, tokenizer_path, tokenizer_name",
         },
-        conversion={"tokenizer.name": "the tokenizer is the model's own"},
+        conversion={
+            "tokenizer.name": "the tokenizer is the model's own",
+            "tokenizer_path": "the tokenizer is the model's own",
+            "tokenizer_name": "the tokenizer is the model's own",
+        },
     )
     megatron: str | None = setting(
         None,
         "Checkpoint of Megatron-LM (torch_dist) with the weights: the folder of --save, or one iter_* in it.",
         unset="the weights are those in `path`",
-        also_called={"Megatron-LM": "load"},
+        also_called={"Megatron-LM": "load", "verl": "dist_checkpointing_path"},
     )
     resume_optimizer: bool = setting(
         False,
         "With `megatron`: let the actor's Adam go on from the checkpoint's moments and steps; learning rate "
         "and decay are those of actor.optimizer.",
         also_called={"Megatron-LM": "no_load_optim"},
-        conversion={"no_load_optim": "it is the opposite"},
+        their_values={"no_load_optim": {True: False, False: True}},
     )
     hf_path: str | None = setting(
         None,
@@ -47,7 +55,14 @@ class ModelConfig:
         choices=("bfloat16", "float32"),
         spelled={"bf16": "bfloat16", "fp32": "float32", "float": "float32"},
         refused={"float16": "it needs loss scaling, bfloat16 does not"},
-        also_called={"NeMo-RL": "precision", "transformers": "torch_dtype"},
+        also_called={
+            "NeMo-RL": "precision",
+            "transformers": "torch_dtype",
+            "OpenRLHF": "param_dtype",
+            "TRL": "bf16",
+            "Megatron-LM": "params_dtype",
+        },
+        their_values={"bf16": {True: "bfloat16", False: "float32"}},
     )
     provider: str | None = setting(
         None,
@@ -68,4 +83,9 @@ class ModelConfig:
         unset="transformer_engine where it is installed, else torch",
         choices=("transformer_engine", "torch"),
         spelled={"te": "transformer_engine"},
+        also_called={
+            "transformers": "attn_implementation",
+            "Megatron-LM": "attention_backend",
+            "OpenRLHF": "flash_attn",
+        },
     )

@@ -1,0 +1,101 @@
+"""Every answer to a name of another project is followed, to a valid configuration or to a person's choice."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from config_workspace import write_workspace
+
+from megatron_rl.check.configuration import check_config
+from megatron_rl.config.load import load
+from megatron_rl.config.other_names import NO_COUNTERPART, stated_names
+from megatron_rl.errors import UserError, nearest
+
+TABLE = {
+    written: answer
+    for answers in yaml.safe_load((Path(__file__).parent / "names_of_others.yaml").read_text()).values()
+    for written, answer in answers.items()
+}
+WRITE = re.compile(r"write `([a-z0-9_.]+)(?:: (.*?))?`(, or remove the line)?$")
+MOST_FIXES = 3
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("workspace")
+    write_workspace(root)
+    return root
+
+
+def errors_of(*overrides: str) -> tuple[UserError, ...]:
+    return check_config(load("config.yaml", overrides)).errors
+
+
+def follow(written: str) -> tuple[str, str]:
+    """Return where the fixes for ``key=value`` lead, as the table writes it, and the last fix."""
+    key, _, value = written.partition("=")
+    base = ["algorithm.name=ppo"] if "critic" in key else []  # which has a critic
+    line, answer, fix = written, "", ""
+    for _ in range(MOST_FIXES):
+        errors = errors_of(*base, *([line] if line else []))
+        if not errors:
+            return answer or "ready", fix
+        assert len(errors) == 1, "\n".join(map(str, errors))
+        error = errors[0]
+        fix = error.fix or ""
+        if fix.startswith("remove the "):
+            absent = "is not a known" in error.message
+            line, answer = "", "none" if absent else "drop"
+            continue
+        exact = WRITE.match(fix)
+        if exact is None and answer:
+            return f"{answer} ?", fix  # the key is right, and wants another one beside it
+        if exact is None:
+            named = re.search(r"`([a-z0-9_.]+)(?:: ([^`]*))?`", fix)
+            assert named is not None, fix
+            return ": ".join(filter(None, named.groups())) + " ?", fix
+        target, text = exact.group(1), exact.group(2)
+        answer = f"{target}: {text}" if text else target
+        line = f"{target}={text or value}"
+    raise AssertionError(f"{written}: the fixes lead on and on, the last is: {fix}")
+
+
+@pytest.mark.parametrize("written", TABLE, ids=str)
+def test_a_fix_leads_to_a_valid_configuration_with_the_right_key(
+    written: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace)
+    assert follow(written)[0] == TABLE[written], follow(written)[1]
+
+
+def test_the_table_has_the_names_of_many_projects() -> None:
+    assert len(TABLE) > 300
+
+
+def test_no_name_both_has_a_counterpart_and_has_none() -> None:
+    assert not {name.name for _, name in stated_names()} & set(NO_COUNTERPART)
+
+
+@pytest.mark.parametrize(
+    ("name", "available", "slip"),
+    [
+        ("rolout", ["rollout", "reward"], "rollout"),
+        ("clip_hihg", ["clip_low", "clip_high"], "clip_high"),
+        ("grad_clip", ["clip_grad", "learning_rate"], "clip_grad"),
+        ("learningrate", ["learning_rate"], "learning_rate"),
+        ("Raisde", ["raised", "Raised"], "Raised"),
+        ("top_n", ["top_p", "top_k"], None),
+        ("min_k", ["min_p"], None),
+        ("h200", ["h100"], None),
+        ("beta", ["beta1", "beta2"], None),
+        ("teacher", ["trackers"], None),
+        ("profile", ["provider"], None),
+        ("skip_special_tokens", ["max_response_tokens"], None),
+        ("clip_high", ["clip_grad"], None),
+    ],
+)
+def test_only_a_slip_is_taken_for_another_name(name: str, available: list[str], slip: str | None) -> None:
+    assert nearest(name, available) == slip
