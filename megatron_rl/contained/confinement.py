@@ -53,8 +53,11 @@ _TASKS_OF_A_NAMESPACE = (5, 14)
 # What may not hold on a kernel, in the words that `check` and a run say it with; docs/limits.md explains each.
 CHILDREN_SEARCHED = "children that leave their session are found by a search"
 NETWORK_REACHABLE = "the network is reachable"
+NO_ROOT = "it has no root of its own"
 FILES_READABLE = "all files of its user can be read"
 FILES_WRITABLE = "files can be written"
+HIDDEN_READABLE = "hidden files in the folders of its code can be read"
+NAMES_VISIBLE = "names and sizes of files, and processes, can be seen"
 TEMPORARY_UNBOUNDED = "temporary files are bounded one by one, not in all"
 PROCESSES_VISIBLE = "processes of the machine can be seen"
 PROCESSES_SIGNALLED = "other processes of its user can be signalled"
@@ -285,7 +288,7 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
     except OSError as error:
         # Nothing of the user's may be in reach of the other user without a root of its own.
         isolation.owner = Owner(os.getuid(), os.getgid())
-        isolation.missing.append(f"there is no root of its own (mount: {error.strerror})")
+        isolation.missing.append(f"{NO_ROOT} (mount: {error.strerror})")
         isolation.folder = isolation.folder or tempfile.mkdtemp(prefix="megatron_rl_")
         return False
     if reason is not None:
@@ -333,7 +336,8 @@ def _restrict(limits: Mapping[str, Any], isolation: Isolation, has_root: bool) -
         isolation.missing += [] if limits["write"] else [f"{FILES_WRITABLE} {reason}"]
         isolation.missing += [f"{PROCESSES_SIGNALLED} {reason}"]
         return False
-    isolation.missing.append(f"{TEMPORARY_UNBOUNDED} (no namespaces)")
+    for words in (HIDDEN_READABLE, NAMES_VISIBLE, TEMPORARY_UNBOUNDED):
+        isolation.missing.append(f"{words} (Landlock in place of namespaces)")
     scoped = filters.landlock_version() >= filters.SCOPES_SINCE
     if not scoped:
         isolation.missing.append(f"{PROCESSES_SIGNALLED} (no namespaces; Landlock before its version 6)")
@@ -421,7 +425,7 @@ def _over_limit(worker: int, limits: Mapping[str, Any], scratch: int | None, tho
     most = limits["processes"] + min(more, limits.get("own_processes", 0)) + 2  # two are ours
     # Processes may come faster than they can be listed.
     family = [worker, *islice(_descendants(worker), most)]
-    if len(family) > most:
+    if len(family) > most or sum(map(_tasks, family)) > most + OTHER_TASKS:
         return TOO_MANY_PROCESSES
     shared = _bytes_in_files(scratch) + (_shared_bytes(family) if thorough else 0)
     if len(family) > 2 or shared:  # the kernel limits the private memory of one process
@@ -474,6 +478,14 @@ def _descendants(process: int) -> Iterator[int]:
             for child in Path(f"/proc/{process}/task/{task}/children").read_text().split():
                 yield int(child)
                 yield from _descendants(int(child))
+
+
+def _tasks(process: int) -> int:
+    """Return the number of threads of a process."""
+    try:
+        return os.stat(f"/proc/{process}/task").st_nlink - 2
+    except OSError:
+        return 0
 
 
 def _private_bytes(process: int) -> int:
