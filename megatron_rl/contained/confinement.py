@@ -50,7 +50,8 @@ _OF_A_NAMESPACE = (6, 14)
 _TASKS_OF_A_NAMESPACE = (5, 14)
 """The first Linux that counts the tasks of a user (RLIMIT_NPROC) in each user namespace by itself."""
 
-# What may not hold on a kernel, in the words that `check` and a run say it with; docs/limits.md explains each.
+# What may not hold on a kernel, in the words of the warnings of `check` and `train`; docs/limits.md has a
+# table of them.
 CHILDREN_SEARCHED = "children that leave their session are found by a search"
 NETWORK_REACHABLE = "the network is reachable"
 NO_ROOT = "it has no root of its own"
@@ -307,7 +308,7 @@ def _become(owner: Owner) -> None:
 
 
 def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
-    """Have the kernel refuse further tasks, where it counts those of this process's user apart from others."""
+    """Have the kernel refuse further tasks, where it counts those of this process's user separately."""
     alone = isolation.owner.user != os.getuid()
     if alone or (isolation.namespaces and _linux() >= _TASKS_OF_A_NAMESPACE):
         _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -317,7 +318,7 @@ def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
 
 
 def _restrict(limits: Mapping[str, Any], isolation: Isolation, has_root: bool) -> bool:
-    """Restrict paths where there is no root, and what is signalled and connected to; return whether the latter."""
+    """Restrict paths where there is no root, signals and abstract sockets; return whether the latter are."""
     if has_root:
         return filters.restrict_scope()
     visible = isolation.visible
@@ -420,7 +421,7 @@ def supervise(worker: int, trainer: int, limits: Mapping[str, Any], isolation: I
 
 
 def _over_limit(worker: int, limits: Mapping[str, Any], scratch: int | None, thorough: bool) -> int | None:
-    """Return the exit code of the limit that a family is over; look at shared mappings, too, if ``thorough``."""
+    """Return the exit code of the limit that a family is over; ``thorough`` counts shared mappings, too."""
     (more,) = struct.unpack_from("q", _more_processes)
     most = limits["processes"] + min(more, limits.get("own_processes", 0)) + 2  # two are ours
     # Processes may come faster than they can be listed.

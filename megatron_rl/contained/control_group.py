@@ -1,7 +1,7 @@
 """A control group for contained code, below that of the trainer, where the kernel lets one be made.
 
-It counts what no limit of a process does (memory files, kernel memory), and refuses where others only look. It
-is never made elsewhere than below the trainer's own group: that would take memory out of the job's account.
+It counts what no limit of a process does (memory files, kernel memory), and refuses where others only look.
+It is made nowhere but below the trainer's own group: elsewhere its memory would not count as the job's.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ _PATH_RULE = 1
 
 
 def filter_system_calls(families: Sequence[int], refusal: int = errno.EAFNOSUPPORT) -> None:
-    """Refuse dangerous system calls from here on, and sockets of other ``families`` with the error ``refusal``.
+    """Refuse dangerous system calls from here on, and sockets of other families with the error ``refusal``.
 
     Raises OSError where the kernel, or this kind of machine, has no filters.
     """
@@ -176,7 +176,7 @@ def landlock_version() -> int:
 
 
 def restrict_scope() -> bool:
-    """Keep this process from the abstract sockets of others and from signalling them; return whether it is so."""
+    """Keep this process from abstract sockets of others and from signalling them; return whether it is."""
     if landlock_version() < SCOPES_SINCE:
         return False
     _restrict(0, _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS, {})

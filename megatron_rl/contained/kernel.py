@@ -39,7 +39,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def system_call(number: int | str, *arguments: int | bytes | ctypes.Array) -> int:
-    """Make a system call, by number or by a name of `_BY_MACHINE`; an unknown machine has none of the latter."""
+    """Make a system call, by number or by a name of `_BY_MACHINE`, which fails on other machines."""
     if isinstance(number, str):
         number = _BY_MACHINE.get(os.uname().machine, {}).get(number, -1)
     converted = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]

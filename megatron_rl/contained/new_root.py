@@ -1,7 +1,7 @@
 """The root of contained code: a file system in memory in which what is visible is mounted, and nothing else.
 
-Everything is opened before anything is mounted over it: first the trees of what is visible, as copies that are
-mounted nowhere, then the new root, then each tree at its path. The old root is unmounted at the end.
+Everything is opened before anything is mounted over it: first the trees of what is visible, as copies that
+are mounted nowhere, then the new root, then each tree at its path. The old root is unmounted at the end.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _attach(tree: _Tree) -> None:
 
 
 def _hide_entries(folder: str, visible: Iterable[str]) -> None:
-    """Cover the hidden entries of a folder that is in its place, but for those with something visible below."""
+    """Cover the hidden entries of an attached folder, but for those with something visible below."""
     for entry in list(os.scandir(_STAGE + folder)):
         path = f"{folder}/{entry.name}"
         if not entry.name.startswith(".") or entry.is_symlink() or path in visible:

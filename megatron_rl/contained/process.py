@@ -191,6 +191,21 @@ class ContainedProcess:
         return status
 
 
+def not_enforced(limits: Mapping[str, Any]) -> list[str]:
+    """Return what of ``limits``, and of containment, this kernel does not enforce; raises LoadFailed."""
+    process = ContainedProcess("megatron_rl.contained.process:serve_nothing", limits)
+    try:
+        return [str(words) for words in process.load("").get("missing", ())]
+    finally:
+        process.kill()
+
+
+def serve_nothing(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> None:
+    """Answer the first request with what is not enforced, and end."""
+    requests.read()
+    requests.reply({"kind": READY, "missing": missing})
+
+
 class Holder(Protocol):
     """What has a process."""
 

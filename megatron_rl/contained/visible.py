@@ -8,6 +8,7 @@ started in, and holds a user's keys.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import sys
@@ -51,20 +52,41 @@ NETWORK_SETTINGS = (
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 _SHARED_FOLDERS = frozenset(
-    "/ /boot /dev /etc /home /media /mnt /opt /proc /root /run /srv /sys /tmp /var /var/tmp".split()
+    (
+        "/",
+        "/boot",
+        "/dev",
+        "/etc",
+        "/home",
+        "/media",
+        "/mnt",
+        "/opt",
+        "/proc",
+        "/root",
+        "/run",
+        "/srv",
+        "/sys",
+    )
+    + ("/tmp", "/var", "/var/tmp")
 )
 
 VARIABLES = frozenset(
-    "CONDA_PREFIX CUDA_VISIBLE_DEVICES HF_DATASETS_OFFLINE HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE HOME LANG LANGUAGE "
-    "LD_LIBRARY_PATH LOCAL_RANK LOCAL_WORLD_SIZE LOGNAME MPLBACKEND NODE_RANK PATH RANK SHELL TERM "
-    "TOKENIZERS_PARALLELISM TRANSFORMERS_CACHE TRANSFORMERS_OFFLINE TZ USER VIRTUAL_ENV WORLD_SIZE".split()
+    {
+        *("HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "SHELL", "TERM", "TZ", "USER"),
+        *("CONDA_PREFIX", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
+        *("HF_DATASETS_OFFLINE", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"),
+        *("CUDA_VISIBLE_DEVICES", "MPLBACKEND", "TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE"),
+        *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "RANK", "WORLD_SIZE"),
+    }
 )
 """Variables of the environment that contained code has, beside those of `PREFIXES`."""
-PREFIXES = ("BLIS_", "GOMP_", "KMP_", "LC_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
-"""Beginnings of names of variables that set up the interpreter and numerical libraries."""
-PROXIES = frozenset(
-    name for upper in ("ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY") for name in (upper, upper.lower())
+PREFIXES = (
+    *("LC_", "MALLOC_", "PYTHON", "TORCH_"),
+    *("BLIS_", "GOMP_", "KMP_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_"),
 )
+"""Beginnings of names of variables that set up the interpreter and numerical libraries."""
+_PROXIES = ("ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+PROXIES = frozenset((*_PROXIES, *map(str.lower, _PROXIES)))
 CERTIFICATES = frozenset({"CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR", "SSL_CERT_FILE"})
 
 
@@ -73,8 +95,8 @@ class Visible:
     """Paths that contained code sees.
 
     ``packages`` are parts of installations. Of ``folders``, which modules are imported from, hidden entries
-    (`.env`, `.git`, `.ssh`) are left out. ``read`` is what the user names, all of it. ``writable`` says whether
-    code may write to the latter two.
+    (`.env`, `.git`, `.ssh`) are left out. ``read`` is what the user names, all of it. ``writable`` says
+    whether code may write to the latter two.
     """
 
     packages: tuple[str, ...]
@@ -103,7 +125,9 @@ def allowed_environment(
     return allowed
 
 
-def visible_paths(code: str, read: Sequence[str] = (), *, network: bool = False, write: bool = False) -> Visible:
+def visible_paths(
+    code: str, read: Sequence[str] = (), *, network: bool = False, write: bool = False
+) -> Visible:
     """Return what code sees that is named as ``module:name`` or ``file.py:name``.
 
     With ``write``, the folder that the run is started in is visible, too, whatever else is in it.
@@ -129,17 +153,15 @@ def is_shared(folder: str) -> bool:
     """Return whether a folder serves many purposes: `/`, a home or what holds one, `/tmp` and its like."""
     path = os.path.realpath(folder)
     homes = {os.path.realpath(os.path.expanduser("~"))}
-    try:
+    with contextlib.suppress(KeyError):  # a container's user without an entry
         homes.add(os.path.realpath(pwd.getpwuid(os.getuid()).pw_dir))
-    except KeyError:  # a container's user without an entry
-        pass
     if path in _SHARED_FOLDERS or os.path.dirname(path) == "/home":
         return True
     return any(home == path or home.startswith(f"{path}/") for home in homes)
 
 
 def links_to(path: str) -> tuple[list[tuple[str, str]], str]:
-    """Return the symbolic links on the way to an absolute path, with their texts, and the path without them."""
+    """Return the symbolic links on the way to an absolute path, with their texts, and the real path."""
     links: list[tuple[str, str]] = []
     parts = [part for part in reversed(path.split("/")) if part]
     real = "/"

@@ -295,7 +295,7 @@ async def _run(command: Sequence[str], names: Mapping[str, str], task: str) -> s
 
 def _temporary_file() -> IO[bytes]:
     """Return a file without a name."""
-    file = tempfile.TemporaryFile(buffering=0)
+    file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
     # A program that opens its /dev/stderr anew begins the file again; what it writes to the old one follows.
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
     return file

@@ -2,8 +2,8 @@
 
 A program is run anew for each test, in a process below the worker. What is expected never leaves the worker,
 which compares: a program that prints a verdict, ends early or changes the interpreter has gained nothing. The
-worker keeps its memory and pipes from it, and whatever it leaves running is ended after each test. It sees the
-files that contained code sees, which the data are not among unless ``limits.read`` names them.
+worker keeps its memory and pipes from it, and whatever it leaves running is ended after each test. It sees
+the files that contained code sees, which the data are not among unless ``limits.read`` names them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A reward function that attacks what is around it: 1 where an attack got through, 0 where it was refused.
 
-`facts` are what an attacker would know of the machine: they name targets that are really there. `as_user`
-runs a function as another user than root, who may reach the interpreter and nothing else of root's.
+``metadata`` is what an attacker would know of the machine: targets that are really there, see `attackers`.
 """
 
 from __future__ import annotations
@@ -9,19 +8,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import json
 import mmap
 import os
-import pickle
 import resource
 import signal
 import socket
 import stat
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +25,11 @@ GIB = 2**30
 LIMIT_GIB = 0.5
 """Limit of memory that attacks are made with: what takes twice as much got through."""
 SECRETS = (
-    "OPENAI_KEY OPENAI_API_KEY ANTHROPIC_KEY GH_PAT GITHUB_TOKEN PGPASSWORD DATABASE_URL AWS_SECRET_ACCESS_KEY "
-    "AWS_ACCESS_KEY_ID AZURE_STORAGE_CONNECTION_STRING SENTRY_DSN SLACK_WEBHOOK HF_TOKEN WANDB_API_KEY "
-    "KUBECONFIG SSH_AUTH_SOCK REDIS_URL NPM_CONFIG__AUTH STRIPE_SK PIP_INDEX_URL"
-).split()
+    *("OPENAI_KEY", "OPENAI_API_KEY", "ANTHROPIC_KEY", "HF_TOKEN", "WANDB_API_KEY", "STRIPE_SK"),
+    *("GH_PAT", "GITHUB_TOKEN", "NPM_CONFIG__AUTH", "PIP_INDEX_URL", "SENTRY_DSN", "SLACK_WEBHOOK"),
+    *("PGPASSWORD", "DATABASE_URL", "REDIS_URL", "AZURE_STORAGE_CONNECTION_STRING"),
+    *("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "KUBECONFIG", "SSH_AUTH_SOCK"),
+)
 """Names under which environments usually hold secrets, and ways to some."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -378,7 +375,8 @@ ATTACKS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     attack.__name__.replace("_", " "): attack
     for attack in (
         write_settings_of_the_machine, read_files_of_root, read_homes, read_shared_folders,
-        see_names_of_files, see_processes, read_hidden_files_beside_the_code, write_beside_the_code, write_to_the_interpreter, find_devices,
+        see_names_of_files, see_processes,
+        read_hidden_files_beside_the_code, write_beside_the_code, write_to_the_interpreter, find_devices,
         connect_by_path, connect_by_abstract_name, connect_to_the_machine, open_other_families,
         signal_the_trainer, trace_the_parent, open_files_of_others, read_memory_of_the_parent,
         hold_memory_files, hold_shared_memory, hold_shared_memory_out_of_sight, hold_system_v_memory,
@@ -391,144 +389,3 @@ ATTACKS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
         use_calls_of_other_machines,
     )
 }  # fmt: skip
-
-
-@contextlib.contextmanager
-def targets(work: Path) -> Iterator[dict[str, Any]]:
-    """Put up what attacks aim at, in the folders where it usually is; yields what an attacker knows of it."""
-    mark = f"megatron-rl-target-{os.getpid()}-{time.monotonic_ns()}"
-    home = work / "home"
-    code = work / "code"
-    for folder in (home / ".ssh", code):
-        folder.mkdir(parents=True, exist_ok=True)
-    (home / ".ssh" / "id_rsa").write_text("a key")
-    (code / ".env").write_text("OPENAI_KEY=abc")
-    (code / "attacks.py").write_text(Path(__file__).read_text())
-    outside = [Path("/tmp", mark), Path("/dev/shm", mark)]
-    for file in outside:
-        file.write_text("x")
-        file.chmod(0o644)
-    by_path, by_name, by_port = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX), socket.socket()
-    address = outside[0].with_name(f"{mark}.sock")
-    environment = {name: "a secret" for name in SECRETS} | {"HOME": str(home)}
-    before = {name: os.environ.get(name) for name in environment}
-    try:
-        by_path.bind(str(address))
-        address.chmod(0o777)
-        by_name.bind("\0" + mark)
-        by_port.bind(("127.0.0.1", 0))
-        for server in (by_path, by_name, by_port):
-            server.listen()
-        os.environ.update(environment)
-        yield {
-            "home": str(home), "code": str(code), "file": str(outside[0]), "shm": str(outside[1]),
-            "socket": str(address), "abstract": mark, "port": by_port.getsockname()[1], "trainer": os.getpid(),
-        }  # fmt: skip
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        for server in (by_path, by_name, by_port):
-            server.close()
-        for file in (*outside, address):
-            file.unlink(missing_ok=True)
-
-
-def attack(names: list[str], work: Path) -> dict[str, Any]:
-    """Make attacks one by one; return what got through, how each ended, and what the kernel does not allow."""
-    from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
-    from megatron_rl.rewards.function import FunctionReward
-
-    limits = RewardLimitsConfig(memory_gib=LIMIT_GIB, processes=16, cpu_seconds=60.0, file_gib=2.0)
-    through: list[str] = []
-    ended: dict[str, str] = {}
-    with targets(work) as facts:
-        spec = f"{facts['code']}/attacks.py:judge"
-        with FunctionReward(RewardConfig(spec, timeout=60.0, limits=limits)) as reward:
-            for name in names:
-                sample = {"prompt": "p", "response": name, "ground_truth": "", "metadata": facts}
-                result = reward.score([sample])
-                failures = [f"{failure.reason}: {failure.message}"[-500:] for failure in result.failures]
-                ended[name] = "; ".join(failures) or f"reward {float(result.rewards[0])}"
-                if not failures and result.rewards[0] > 0:
-                    through.append(name)
-            missing = list(reward.missing)
-    return {"through": through, "ended": ended, "missing": missing, "user": os.getuid()}
-
-
-def as_user(user: int, function: Callable[[], Any]) -> Any:
-    """Return what a function returns in a child that is ``user``, who reaches the interpreter and the project.
-
-    Raises RuntimeError with what the child wrote where it has failed.
-    """
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            if user != os.getuid():
-                _open_the_way_to(sys.base_prefix)
-                os.setgroups([])
-                os.setresgid(user, user, user)
-                os.setresuid(user, user, user)
-                _libc.prctl(4, 1, 0, 0, 0)  # a process may look into itself again
-            answer = (True, function())
-        except BaseException as error:
-            answer = (False, repr(error))
-        with os.fdopen(write, "wb") as pipe:
-            pipe.write(pickle.dumps(answer))
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        content = pipe.read()
-    os.waitpid(child, 0)
-    held, value = pickle.loads(content) if content else (False, "the child ended without an answer")
-    if not held:
-        raise RuntimeError(value)
-    return value
-
-
-def _open_the_way_to(folder: str) -> None:
-    """Let everybody reach a folder, in a mount namespace of this process's own, by covering what is in the way."""
-    from megatron_rl.contained import kernel
-
-    closed = [path for path in Path(folder).parents if not path.stat().st_mode & stat.S_IXOTH]
-    if not closed:
-        return
-    kernel.unshare(kernel.NEW_MOUNTS)
-    kernel.make_mounts_private()
-    tree = kernel.copy_of_tree(folder)
-    kernel.attach(kernel.new_file_system("tmpfs", 0, mode="0755"), str(closed[-1]))
-    os.makedirs(folder)
-    kernel.attach(tree, folder)
-
-
-def without_namespaces(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that is called where the kernel refuses namespaces, as most containers have it."""
-
-    def call() -> Any:
-        from megatron_rl.contained import filters, kernel
-
-        kernel.drop_bounding_set()
-        kernel.drop_capabilities()
-        families = filters.families_of(network=True, local=True)
-        filters.filter_system_calls(families)
-        return function()
-
-    return call
-
-
-def main() -> None:
-    """Make every attack as this user, and as nobody where this is root; print what got through."""
-    names = sys.argv[1:] or list(ATTACKS)
-    for user in {os.getuid(), 65534 if os.getuid() == 0 else os.getuid()}:
-        for wrap in (without_namespaces, lambda function: function):
-            with tempfile.TemporaryDirectory() as folder:
-                os.chmod(folder, 0o777)
-                work = Path(folder)
-                print(json.dumps(as_user(user, wrap(lambda work=work: attack(names, work))), indent=1), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,8 @@
-"""What contained code goes on to have: its imports, its neighbours, what limits name, and temporary folders."""
+"""What contained code has: its imports, its neighbours, what limits name, and temporary folders."""
 
 from __future__ import annotations
 
 import os
-
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,9 @@ def code(tmp_path_factory) -> str:
     return f"{folder}/reward.py:judge"
 
 
-def judge(code: str, *responses: str, limits: RewardLimitsConfig | None = None, **metadata: Any) -> RewardResult:
+def judge(
+    code: str, *responses: str, limits: RewardLimitsConfig | None = None, **metadata: Any
+) -> RewardResult:
     config = RewardConfig(code, timeout=120.0, limits=limits or RewardLimitsConfig())
     with FunctionReward(config) as reward:
         sample = {"prompt": "p", "ground_truth": "", "metadata": metadata}
@@ -170,5 +171,3 @@ def test_links_on_the_way_to_a_path_are_told(tmp_path: Path) -> None:
     links, end = links_to(str(tmp_path / "second"))
     assert end == str(real.resolve())
     assert [Path(link).name for link, _ in links if link.startswith(str(tmp_path))] == ["second", "first"]
-
-

@@ -20,16 +20,16 @@ class LimitsConfig:
     network: bool = setting(False, "Let it reach the network.")
     read: tuple[str, ...] = setting(
         (),
-        "Files and folders that it sees beside Python's own, the folder of its code and the folders that modules "
-        "are imported from: data, models, a device such as /dev/nvidia0.",
+        "Files and folders that it sees beside Python's own, the folder of its code and the folders that "
+        "modules are imported from: data, models, a device such as /dev/nvidia0.",
     )
     write: bool = setting(
         False,
-        "Let it write to the folder that the run is started in, the folder of its code and what `read` names; "
-        "without, it has temporary folders in memory alone.",
+        "Let it write to the folder that the run is started in, the folder of its code and what `read` "
+        "names; without, it has temporary folders in memory alone.",
     )
     environment: tuple[str, ...] = setting(
         (),
-        "Names of environment variables that it has beside the usual ones (PATH, HOME, LANG, those of Python, "
-        "OpenMP and torch), secrets among them.",
+        "Names of environment variables that it has beside the usual ones (PATH, HOME, LANG, those of "
+        "Python, OpenMP and torch), secrets among them.",
     )
