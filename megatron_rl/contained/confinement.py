@@ -426,7 +426,7 @@ def _over_limit(worker: int, limits: Mapping[str, Any], scratch: int | None, tho
     most = limits["processes"] + min(more, limits.get("own_processes", 0)) + 2  # two are ours
     # Processes may come faster than they can be listed.
     family = [worker, *islice(_descendants(worker), most)]
-    if len(family) > most or sum(map(_tasks, family)) > most + OTHER_TASKS:
+    if len(family) > most or sum(map(_tasks, family)) > _most_tasks(limits):
         return TOO_MANY_PROCESSES
     shared = _bytes_in_files(scratch) + (_shared_bytes(family) if thorough else 0)
     if len(family) > 2 or shared:  # the kernel limits the private memory of one process

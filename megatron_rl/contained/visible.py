@@ -52,22 +52,10 @@ NETWORK_SETTINGS = (
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 _SHARED_FOLDERS = frozenset(
-    (
-        "/",
-        "/boot",
-        "/dev",
-        "/etc",
-        "/home",
-        "/media",
-        "/mnt",
-        "/opt",
-        "/proc",
-        "/root",
-        "/run",
-        "/srv",
-        "/sys",
-    )
-    + ("/tmp", "/var", "/var/tmp")
+    {
+        *("/", "/boot", "/dev", "/etc", "/home", "/media", "/mnt", "/opt", "/proc", "/root", "/run"),
+        *("/srv", "/sys", "/tmp", "/var", "/var/tmp"),
+    }
 )
 
 VARIABLES = frozenset(
