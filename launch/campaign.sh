@@ -4,7 +4,8 @@
 #   launch/campaign.sh [KIND|all] [--count N] [--seed S] [--out DIR]
 #
 # kills: runs that are killed again and again equal the uninterrupted one to the last bit; damages: of a newest
-# checkpoint; inputs: configurations and data that the schema or a user got wrong; rewards: hostile functions;
+# checkpoint; inputs: configurations and data that the schema or a user got wrong; rewards: hostile functions, and attacks
+# of theirs on the machine, as this user and as another one;
 # leaks: thousands of steps; layouts: every tensor's step of every family in every product of parallel sizes on
 # four ranks; fused_layouts: the same with Transformer Engine's layers, in torch; examples: each of launch/examples
 # by its command; simulations: the memory that check counts for shipped configurations of large jobs; combinations:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_rl.check.containment import check_enforced, check_limits, contained_sections
 from megatron_rl.check.data_lengths import Tokens
 from megatron_rl.check.data_sets import DataPreview, DataSet, Reading, check_data
 from megatron_rl.check.engine_arguments import check_tool_parser
@@ -163,6 +164,13 @@ def check_inputs(check: Inputs) -> None:
         check.tokens.close()
     if config.job == TRAIN and check.fine("reward"):
         _check_reward(check)
+    contained = {
+        where: limits for where, limits in contained_sections(config).items() if check.fine(where)
+    }
+    for where, limits in contained.items():
+        check.errors.extend(check_limits(where, limits, check.files))
+    if check.before and not check.files.absent:  # a run says it of its own processes
+        check.warnings.extend(check_enforced(contained))
     if config.job == TRAIN and config.rollout.environment is not None and check.fine("rollout.environment"):
         hidden = check_not_hidden("rollout.environment", config.rollout.environment.settings)
         check.errors.extend(hidden or environment_errors(config.rollout.environment))

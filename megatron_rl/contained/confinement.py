@@ -1,61 +1,91 @@
-"""Confine a process to what its work needs: limits, namespaces, a quiet environment.
+"""Confine a process to what is allowed: a user, a root, namespaces, limits and system calls of its own.
 
-Like the process that it serves it needs the standard library alone. The system calls are those of
-Linux; what a kernel does not allow is reported, not assumed.
+Like the process that it serves it needs the standard library alone. What a kernel does not allow is reported
+by name, never assumed, and the next best takes its place: Landlock for a root of its own, a filter of system
+calls for a network of its own, a supervisor that looks for a control group.
+
+bubblewrap, nsjail and Firejail build such roots too, from the same namespaces. They are not used: each needs
+what is needed here (they are refused where namespaces are, in most containers), none is on a node that nobody
+prepared, none counts memory over processes, and a second way to the same end would be tested half as well.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import struct
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.redaction import is_secret
+from megatron_rl.contained import filters, kernel
+from megatron_rl.contained.control_group import ROOM, ControlGroup
+from megatron_rl.contained.new_root import Owner, Unreadable, change_root, new_scratch
+from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, SYSTEM, Visible
 
 GIB = 2**30
 TOO_MANY_PROCESSES, TOO_MUCH_MEMORY = 97, 98
 """Exit codes of a supervisor that ended its worker for going over a limit."""
 LOOKS_SECONDS = 0.1
+SHARED_LOOKS = 5
+"""Looks from one at what a family maps and shares, which takes longer, to the next."""
 OTHER_TASKS = 1024
 """Threads and processes beyond the limit of processes at which the kernel itself refuses a further one."""
 _more_processes = mmap.mmap(-1, 8)
 """What `allow_processes` was told last: a worker writes it, and its supervisor reads it."""
 _OF_A_NAMESPACE = (6, 14)
 """The first Linux whose ``pid_max`` is a namespace's own; before it the number is that of the machine."""
-SCRATCH = "/dev/shm"
-"""Where a worker may write: a file system of its own, in memory, that goes with it."""
+_TASKS_OF_A_NAMESPACE = (5, 14)
+"""The first Linux that counts the tasks of a user (RLIMIT_NPROC) in each user namespace by itself."""
 
-# From linux/sched.h, linux/mount.h and linux/prctl.h.
-_NEW_MOUNTS, _NEW_IPC, _NEW_USER, _NEW_PROCESSES, _NEW_NETWORK = (
-    0x20000,
-    0x8000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-)
-_MS_NOSUID, _MS_NODEV, _MS_RECURSIVE, _MS_PRIVATE = 2, 4, 0x4000, 1 << 18
-_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
+# What may not hold on a kernel, in the words of the warnings of `check` and `train`; docs/limits.md has a
+# table of them.
+CHILDREN_SEARCHED = "children that leave their session are found by a search"
+NETWORK_REACHABLE = "the network is reachable"
+NO_ROOT = "it has no root of its own"
+FILES_READABLE = "all files of its user can be read"
+FILES_WRITABLE = "files can be written"
+HIDDEN_READABLE = "hidden files in the folders of its code can be read"
+NAMES_VISIBLE = "names and sizes of files, and processes, can be seen"
+TEMPORARY_UNBOUNDED = "temporary files are bounded one by one, not in all"
+PROCESSES_VISIBLE = "processes of the machine can be seen"
+PROCESSES_SIGNALLED = "other processes of its user can be signalled"
+SAME_USER = "it runs as the user of the run, {name}"
+CALLS_UNFILTERED = "system calls are not filtered, and some memory is not counted"
+
+_UNUSED_USERS = range(0x70000000, 0x70100000)
+"""Numbers that no distribution gives to a user (systemd.io/UIDS-GIDS): of these each process has its own."""
 _SET_INTERFACE_FLAGS, _INTERFACE_UP = 0x8914, 1  # linux/sockios.h, linux/if.h
-_CAPSET_SYSCALL = {"x86_64": 126, "aarch64": 91}
-_CAPABILITY_VERSION_3 = 0x20080522
 
 
-def quiet_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``environment`` whose names do not look like secrets."""
-    return {name: value for name, value in environment.items() if not is_secret(name)}
+@dataclass
+class Isolation:
+    """What `isolate` has prepared for the process that `enter` confines.
+
+    ``namespaces`` says whether the process is the first of its own, ``owner`` who it will be, ``scratch`` is
+    the descriptor of its temporary files in memory, ``folder`` stands in for them on disk, and ``missing`` is
+    what the kernel does not allow, in words.
+    """
+
+    visible: Visible
+    owner: Owner
+    namespaces: bool = False
+    scratch: int | None = None
+    folder: str | None = None
+    group: ControlGroup | None = None
+    missing: list[str] = field(default_factory=list)
 
 
 def set_limits(limits: Mapping[str, Any]) -> None:
@@ -69,6 +99,7 @@ def set_limits(limits: Mapping[str, Any]) -> None:
         (resource.RLIMIT_NOFILE, int(limits["files"]), limits.get("own_files", 0)),
         (resource.RLIMIT_FSIZE, int(limits["file_gib"] * GIB), 0),
         (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
         _, hard = resource.getrlimit(kind)
         bounds = (value, value + more)
@@ -97,31 +128,101 @@ def allow_processor_seconds(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
-def isolate(limits: Mapping[str, Any]) -> list[str]:
+def isolate(limits: Mapping[str, Any], visible: Visible) -> Isolation:
     """Move this process, and its next child as first process, into namespaces of their own.
 
-    Returns what the kernel does not allow, in words; nothing is changed there. The file system is read-only
-    but for `SCRATCH`, which holds as much as ``limits`` allow of memory, and there is no network, unless they
-    grant ``write`` and ``network``; with ``loopback`` the processes may connect to each other.
+    There is no network unless ``limits`` grant it; with ``loopback`` the processes may connect to each other.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    spaces = _NEW_PROCESSES | _NEW_IPC | (0 if limits["network"] else _NEW_NETWORK)
-    spaces |= 0 if limits["write"] else _NEW_MOUNTS
-    user, group = os.getuid(), os.getgid()
-    if libc.unshare(_NEW_USER | spaces) == 0:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    elif libc.unshare(spaces) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        wanted = ["children that leave their session are found by a search"]
-        wanted += [] if limits["network"] else ["the network is reachable"]
-        wanted += [] if limits["write"] else ["files can be written"]
-        return [f"{what} (namespaces: {reason})" for what in wanted]
+    isolation = Isolation(visible, Owner(os.getuid(), os.getgid()))
+    tasks = _most_tasks(limits)
+    isolation.group = ControlGroup(int(limits["memory_gib"] * GIB) + ROOM, tasks)
+    spaces = kernel.NEW_PROCESSES | kernel.NEW_IPC | kernel.NEW_HOST_NAME
+    spaces |= 0 if limits["network"] else kernel.NEW_NETWORK
+    try:
+        isolation.owner = _unshare(spaces)
+        isolation.namespaces = True
+    except OSError as error:
+        isolation.missing.append(f"{CHILDREN_SEARCHED} (namespaces: {error.strerror})")
+        isolation.folder = tempfile.mkdtemp(prefix="megatron_rl_")
+        return isolation
     if limits.get("loopback") and not limits["network"]:
         _raise_loopback()
-    return [] if limits["write"] else _make_read_only(libc, limits)
+    with contextlib.suppress(OSError):  # `enter` says what is missing without
+        kernel.unshare(kernel.NEW_MOUNTS)
+        kernel.make_mounts_private()
+        isolation.scratch = new_scratch(int(limits["memory_gib"] * GIB))
+    if isolation.scratch is None:
+        isolation.folder = tempfile.mkdtemp(prefix="megatron_rl_")
+    return isolation
+
+
+def _most_tasks(limits: Mapping[str, Any]) -> int:
+    return int(OTHER_TASKS + limits["processes"] + limits.get("own_processes", 0))
+
+
+def _unshare(spaces: int) -> Owner:
+    """Leave the namespaces, by a user namespace where need be; return who contained code is to be."""
+    user, group = os.getuid(), os.getgid()
+    if user == 0:
+        # A process that is forked later is the first of the new namespace, which ends with it.
+        unprivileged = _unprivileged()
+        with contextlib.suppress(PermissionError):
+            kernel.unshare(spaces)
+            return unprivileged or Owner(user, group)
+    kernel.unshare(kernel.NEW_USER | spaces)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    return Owner(user, group)
+
+
+def _unprivileged() -> Owner | None:
+    """Return a user that nobody else is, None where this user namespace has none."""
+    user = _unused(Path("/proc/self/uid_map"))
+    group = _unused(Path("/proc/self/gid_map"))
+    if user is None or group is None:
+        return None
+    with contextlib.suppress(OSError):
+        return Owner(user, group, _namespace_of(user, group))
+    return Owner(user, group)
+
+
+def _unused(file: Path) -> int | None:
+    """Return a number of a user or group that a mapping holds, another one for each process."""
+    ranges = []
+    for line in file.read_text().splitlines():
+        first, _, count = map(int, line.split())
+        ranges.append(range(first, first + count))
+    number = _UNUSED_USERS[os.getpid() % len(_UNUSED_USERS)]
+    if any(number in numbers for numbers in ranges):
+        return number
+    # A container's mapping, usually of 65536 numbers: those of its upper half are rarely in use.
+    largest = max(ranges, key=len)
+    upper = largest[len(largest) // 2 :]
+    return upper[os.getpid() % len(upper)] if len(largest) >= 1000 else None
+
+
+def _namespace_of(user: int, group: int) -> int:
+    """Return the descriptor of a user namespace in which a user stands for the one of this process."""
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(OSError):
+            kernel.unshare(kernel.NEW_USER)
+        os.write(ready[1], b".")
+        os.close(done[1])
+        os.read(done[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        Path(f"/proc/{child}/uid_map").write_text(f"{os.getuid()} {user} 1")
+        Path(f"/proc/{child}/gid_map").write_text(f"{os.getgid()} {group} 1")
+        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        for descriptor in (*ready, *done):
+            os.close(descriptor)
+        os.waitpid(child, 0)
 
 
 def _raise_loopback() -> None:
@@ -130,52 +231,134 @@ def _raise_loopback() -> None:
         fcntl.ioctl(control, _SET_INTERFACE_FLAGS, struct.pack("16sh", b"lo", _INTERFACE_UP))
 
 
-def _make_read_only(libc: Any, limits: Mapping[str, Any]) -> list[str]:
-    libc.mount(None, b"/", None, _MS_RECURSIVE | _MS_PRIVATE, None)
-    attributes = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
-    status = libc.syscall(
-        _MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes))
-    )
-    if status != 0:
-        return [f"files can be written (mount_setattr: {os.strerror(ctypes.get_errno())})"]
-    if os.path.isdir(SCRATCH):
-        size = f"size={int(limits['memory_gib'] * GIB)}".encode()
-        libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, size)
-    return []
-
-
-def enter(limits: Mapping[str, Any]) -> None:
-    """Settle the child of an isolated process: its own /proc, its limits, and no capability to undo them.
+def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
+    """Confine the child of an isolated process; return what the kernel does not allow, in words.
 
     The first process of a namespace stays behind to wait for the others and ends them all with itself; it
     does not return. Signals that end any other process do not reach it.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getpid() == 1:
-        if libc.unshare(_NEW_MOUNTS) == 0:  # the supervisor goes on to see all processes
-            libc.mount(None, b"/", None, _MS_RECURSIVE | _MS_PRIVATE, None)
-            libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV, None)
-            if _linux() >= _OF_A_NAMESPACE:
-                with contextlib.suppress(OSError):
-                    most = OTHER_TASKS + limits["processes"] + limits.get("own_processes", 0)
-                    Path("/proc/sys/kernel/pid_max").write_text(str(most))
-        worker = os.fork()
-        if worker:
-            os.closerange(0, 2)
-            os._exit(_reap_until(worker))
+    kernel.process_control(kernel.SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     with contextlib.suppress(OSError):  # a machine without memory ends what is confined, and no rank
         Path("/proc/self/oom_score_adj").write_text("1000")
+    if isolation.group is not None:
+        isolation.group.enter()
+
+    has_root = _enter_root(limits, isolation)
+    if isolation.namespaces:
+        worker = os.fork()
+        if worker:
+            os.closerange(0, 64)
+            _become(isolation.owner)
+            os._exit(_reap_until(worker))
+
     set_limits(limits)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    for capability in range(64):
-        libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
-    number = _CAPSET_SYSCALL.get(os.uname().machine)
-    if number is not None:
-        header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
-        libc.syscall(number, header, bytes(24))
-    if not limits["write"] and os.access(SCRATCH, os.W_OK):
-        os.environ["TMPDIR"] = SCRATCH
+    _limit_tasks(limits, isolation)
+    for descriptor in (isolation.scratch, isolation.owner.namespace):
+        if descriptor is not None:
+            os.close(descriptor)
+    _become(isolation.owner)
+    # Both are lost with a change of the user.
+    kernel.process_control(kernel.SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    kernel.process_control(kernel.SET_DUMPABLE, 1)
+    if os.getuid() == 0:
+        isolation.missing.append(SAME_USER.format(name="root"))
+
+    os.environ["TMPDIR"] = "/tmp" if has_root else isolation.folder or tempfile.gettempdir()
+    scoped = _restrict(limits, isolation, has_root)
+    _filter(limits, isolation, scoped)
+    return isolation.missing
+
+
+def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
+    """Change the root; return whether that could be."""
+    if isolation.scratch is None:
+        return False
+    kernel_limits = {}
+    if _linux() >= _OF_A_NAMESPACE:
+        kernel_limits["/proc/sys/kernel/pid_max"] = str(_most_tasks(limits))
+    arguments = isolation.visible, isolation.scratch
+    network = bool(limits["network"])
+    try:
+        kernel.unshare(kernel.NEW_MOUNTS)  # the supervisor goes on to see all processes
+        try:
+            reason = change_root(*arguments, isolation.owner, kernel_limits, network=network)
+        except Unreadable as unreadable:
+            isolation.owner = Owner(os.getuid(), os.getgid())
+            isolation.missing.append(f"{SAME_USER.format(name='root')}, who alone may use {unreadable}")
+            reason = change_root(*arguments, isolation.owner, kernel_limits, network=network)
+    except OSError as error:
+        # Nothing of the user's may be in reach of the other user without a root of its own.
+        isolation.owner = Owner(os.getuid(), os.getgid())
+        isolation.missing.append(f"{NO_ROOT} (mount: {error.strerror})")
+        isolation.folder = isolation.folder or tempfile.mkdtemp(prefix="megatron_rl_")
+        return False
+    if reason is not None:
+        isolation.missing.append(f"{PROCESSES_VISIBLE} (proc: {reason})")
+    return True
+
+
+def _become(owner: Owner) -> None:
+    """Be the owner for good, without a capability."""
+    kernel.drop_bounding_set()
+    if owner.user != os.getuid():
+        os.setgroups([])
+        os.setresgid(owner.group, owner.group, owner.group)
+        os.setresuid(owner.user, owner.user, owner.user)
+    kernel.drop_capabilities()
+
+
+def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
+    """Have the kernel refuse further tasks, where it counts those of this process's user separately."""
+    alone = isolation.owner.user != os.getuid()
+    if alone or (isolation.namespaces and _linux() >= _TASKS_OF_A_NAMESPACE):
+        _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+        most = _most_tasks(limits)
+        bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(resource.RLIMIT_NPROC, (bound, bound))
+
+
+def _restrict(limits: Mapping[str, Any], isolation: Isolation, has_root: bool) -> bool:
+    """Restrict paths where there is no root, signals and abstract sockets; return whether the latter are."""
+    if has_root:
+        return filters.restrict_scope()
+    visible = isolation.visible
+    names = (*SETTINGS, *NETWORK_SETTINGS) if limits["network"] else SETTINGS
+    own = (*visible.folders, *visible.read)
+    settings = (f"/etc/{name}" for name in (*names, "passwd", "group"))
+    readable = ["/proc", *SYSTEM, *settings, *visible.packages, *own]
+    writable = [f"/dev/{name}" for name in DEVICES]
+    writable += [isolation.folder] if isolation.folder else []
+    writable += own if visible.writable else ()
+    try:
+        filters.restrict_paths(readable, writable)
+    except OSError as error:
+        reason = f"(no namespaces; Landlock: {error.strerror})"
+        isolation.missing += [f"{FILES_READABLE} {reason}"]
+        isolation.missing += [] if limits["write"] else [f"{FILES_WRITABLE} {reason}"]
+        isolation.missing += [f"{PROCESSES_SIGNALLED} {reason}"]
+        return False
+    for words in (HIDDEN_READABLE, NAMES_VISIBLE, TEMPORARY_UNBOUNDED):
+        isolation.missing.append(f"{words} (Landlock in place of namespaces)")
+    scoped = filters.landlock_version() >= filters.SCOPES_SINCE
+    if not scoped:
+        isolation.missing.append(f"{PROCESSES_SIGNALLED} (no namespaces; Landlock before its version 6)")
+    return scoped
+
+
+def _filter(limits: Mapping[str, Any], isolation: Isolation, scoped: bool) -> None:
+    """Filter system calls, with sockets of the families that are out of nobody's reach."""
+    own_network = isolation.namespaces and not limits["network"]
+    network = bool(limits["network"] or limits.get("loopback") or own_network)
+    # Sockets with a name of no file belong to a network; those of files to a root.
+    local = own_network or (isolation.namespaces and scoped)
+    refusal = errno.EAFNOSUPPORT if limits["network"] or own_network else errno.ENETUNREACH
+    try:
+        filters.filter_system_calls(filters.families_of(network=network, local=local), refusal)
+    except OSError as error:
+        isolation.missing.append(f"{CALLS_UNFILTERED} (seccomp: {error.strerror})")
+        network = True
+    if network and not (limits["network"] or own_network):
+        isolation.missing.append(f"{NETWORK_REACHABLE} (no namespaces)")
 
 
 def _linux() -> tuple[int, ...]:
@@ -203,17 +386,18 @@ def _reap_until(worker: int) -> int:
             return code if code >= 0 else 128 - code
 
 
-def supervise(worker: int, trainer: int, limits: Mapping[str, Any]) -> int:
+def supervise(worker: int, trainer: int, limits: Mapping[str, Any], isolation: Isolation) -> int:
     """Wait for ``worker``, end it and its descendants when it is time, and return the exit code for that.
 
     It is time when the process ``trainer`` is gone, when this process is asked to end, and when the
     descendants are more, or hold more memory, than ``limits`` allow.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    kernel.process_control(kernel.SET_CHILD_SUBREAPER, 1)
     with contextlib.suppress(OSError):  # it must get to look, however many processes want the processor
         os.setpriority(os.PRIO_PROCESS, 0, -20)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    looks = 0
     code: int | None = None
     while code is None:
         ended, status = os.waitpid(-1, os.WNOHANG)
@@ -222,23 +406,32 @@ def supervise(worker: int, trainer: int, limits: Mapping[str, Any]) -> int:
         elif asked or os.getppid() != trainer:
             code = 0
         elif ended == 0:
-            code = _over_limit(worker, limits)
+            looks += 1
+            code = _over_limit(worker, limits, isolation.scratch, looks % SHARED_LOOKS == 0)
             if code is None:
                 time.sleep(LOOKS_SECONDS)
     _end(worker)
+    if isolation.folder is not None:
+        shutil.rmtree(isolation.folder, ignore_errors=True)
+    if isolation.group is not None:
+        if code and isolation.group.went_over_memory():
+            code = TOO_MUCH_MEMORY
+        isolation.group.remove()
     return code if code >= 0 else 128 - code
 
 
-def _over_limit(worker: int, limits: Mapping[str, Any]) -> int | None:
+def _over_limit(worker: int, limits: Mapping[str, Any], scratch: int | None, thorough: bool) -> int | None:
+    """Return the exit code of the limit that a family is over; ``thorough`` counts shared mappings, too."""
     (more,) = struct.unpack_from("q", _more_processes)
     most = limits["processes"] + min(more, limits.get("own_processes", 0)) + 2  # two are ours
     # Processes may come faster than they can be listed.
     family = [worker, *islice(_descendants(worker), most)]
-    if len(family) > most:
+    if len(family) > most or sum(map(_tasks, family)) > _most_tasks(limits):
         return TOO_MANY_PROCESSES
-    if len(family) > 2:  # the limit of one process is the kernel's to keep
-        resident = sum(_resident_bytes(process) for process in family)
-        if resident > limits["memory_gib"] * GIB:
+    shared = _bytes_in_files(scratch) + (_shared_bytes(family) if thorough else 0)
+    if len(family) > 2 or shared:  # the kernel limits the private memory of one process
+        private = sum(_private_bytes(process) for process in family)
+        if private + shared > limits["memory_gib"] * GIB:
             return TOO_MUCH_MEMORY
     return None
 
@@ -288,8 +481,39 @@ def _descendants(process: int) -> Iterator[int]:
                 yield from _descendants(int(child))
 
 
-def _resident_bytes(process: int) -> int:
+def _tasks(process: int) -> int:
+    """Return the number of threads of a process."""
     try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
-    except (OSError, IndexError):
+        return os.stat(f"/proc/{process}/task").st_nlink - 2
+    except OSError:
         return 0
+
+
+def _private_bytes(process: int) -> int:
+    """Return the resident memory of a process that it shares with no file and no other process."""
+    try:
+        _, resident, shared, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
+    except (OSError, ValueError):
+        return 0
+    return (resident - shared) * resource.getpagesize()
+
+
+def _bytes_in_files(scratch: int | None) -> int:
+    """Return the memory of temporary files, also of those without a name."""
+    if scratch is None:
+        return 0
+    size = os.fstatvfs(scratch)
+    return (size.f_blocks - size.f_bfree) * size.f_frsize
+
+
+def _shared_bytes(family: Iterable[int]) -> int:
+    """Return the size of what processes map and share without a file: what they touched of it is not told."""
+    ends: dict[str, int] = {}
+    for process in family:
+        with contextlib.suppress(OSError), open(f"/proc/{process}/maps") as maps:
+            for line in maps:
+                if "/dev/zero (deleted)" in line:
+                    addresses, _, offset, _, inode, *_ = line.split()
+                    first, last = (int(address, 16) for address in addresses.split("-"))
+                    ends[inode] = max(ends.get(inode, 0), int(offset, 16) + last - first)
+    return sum(ends.values())

@@ -26,10 +26,12 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from megatron_rl.contained.confinement import enter, isolate, quiet_environment, supervise
+from megatron_rl.contained.confinement import enter, isolate, supervise
+from megatron_rl.contained.visible import Visible, allowed_environment, visible_paths
 from megatron_rl.errors import UserError
 from megatron_rl.user_code import load_module
 
@@ -50,7 +52,13 @@ _START = (
 )
 _PACKAGES = str(Path(__file__).resolve().parents[2])
 _OURS = str(Path(__file__).resolve().parents[1])
-_WITHHELD = {errno.EROFS: "limits.write is false", errno.ENETUNREACH: "limits.network is false"}
+_NOT_VISIBLE = "contained code sees Python's files, those of its own folder, and what limits.read names"
+_WITHHELD = {
+    errno.EROFS: "limits.write is false, or the folder is not one that it makes writable",
+    errno.ENETUNREACH: "limits.network is false",
+    errno.ENOENT: _NOT_VISIBLE,
+    errno.EACCES: _NOT_VISIBLE,
+}
 
 
 class LoadFailed(Exception):
@@ -74,19 +82,23 @@ class LoadFailed(Exception):
 class ContainedProcess:
     """The trainer's end of a process that runs ``serve``, as ``module:function``, within ``limits``.
 
+    ``code`` names what it will load, as ``module:name`` or ``file.py:name``: the process sees its folder.
     ``replies`` is the descriptor to wait for. `disorder` says in words that what arrived is no answer: the
     process is not to be believed any more.
     """
 
-    def __init__(self, serve: str, limits: Mapping[str, Any]) -> None:
+    def __init__(self, serve: str, limits: Mapping[str, Any], code: str = "") -> None:
         self.disorder: str | None = None
         self._buffer = bytearray()
         self._silent = False
+        network, write = limits["network"], limits["write"]
+        visible = visible_paths(code, limits["read"], network=network, write=write)
+        arguments = [json.dumps(limits), json.dumps(asdict(visible))]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, _PACKAGES, serve, json.dumps(limits)],
+            [sys.executable, "-P", "-c", _START, _PACKAGES, serve, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=quiet_environment(os.environ),
+            env=allowed_environment(os.environ, limits["environment"], network=network),
             start_new_session=True,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -179,6 +191,21 @@ class ContainedProcess:
         return status
 
 
+def not_enforced(limits: Mapping[str, Any]) -> list[str]:
+    """Return what of ``limits``, and of containment, this kernel does not enforce; raises LoadFailed."""
+    process = ContainedProcess("megatron_rl.contained.process:serve_nothing", limits)
+    try:
+        return [str(words) for words in process.load("").get("missing", ())]
+    finally:
+        process.kill()
+
+
+def serve_nothing(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> None:
+    """Answer the first request with what is not enforced, and end."""
+    requests.read()
+    requests.reply({"kind": READY, "missing": missing})
+
+
 class Holder(Protocol):
     """What has a process."""
 
@@ -264,16 +291,19 @@ def told(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Become the supervisor of a process that serves standard input; arguments: serve, limits as JSON."""
+    """Become the supervisor of a process that serves standard input.
+
+    Arguments: serve, the limits and what is visible, both as JSON.
+    """
     limits, trainer = json.loads(sys.argv[2]), os.getppid()
-    missing = isolate(limits)
+    isolation = isolate(limits, Visible(**json.loads(sys.argv[3])))
     worker = os.fork()
     if worker:
         # Only the worker's ends tell the trainer of its end.
         os.close(0)
         os.close(1)
-        os._exit(supervise(worker, trainer, limits))
-    enter(limits)
+        os._exit(supervise(worker, trainer, limits, isolation))
+    missing = enter(limits, isolation)
     # Descriptors of our own, which programs that the code starts do not inherit; what the code prints goes
     # where errors go.
     requests = Requests(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))

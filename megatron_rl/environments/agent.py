@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -237,7 +238,8 @@ class AgentEnvironment(Environment):
         if not self.command:
             raise TypeError("command is missing: the agent's program and its arguments")
         if shutil.which(self.command[0]) is None:
-            raise TypeError(f"command: there is no program {self.command[0]}")
+            words = "a program of a home has to be named by limits.read"
+            raise TypeError(f"command: there is no program {self.command[0]} ({words})")
 
     async def lead(self, episode: Episode, base_url: str, api_key: str) -> str:
         """Lead an episode as a client of ``base_url``; return what `judge` is to know of it."""
@@ -269,7 +271,7 @@ async def _run(command: Sequence[str], names: Mapping[str, str], task: str) -> s
     It ends with all that it started, which has the same key: nobody else has it.
     """
     # Not pipes: a child that the program leaves behind would hold them open.
-    with _memory("written") as written, _memory("errors") as errors:
+    with _temporary_file() as written, _temporary_file() as errors:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
@@ -291,12 +293,12 @@ async def _run(command: Sequence[str], names: Mapping[str, str], task: str) -> s
         return _text(written)
 
 
-def _memory(name: str) -> IO[bytes]:
-    """Return a file in memory, which a process that may write no files has too."""
-    memory = os.memfd_create(name)
+def _temporary_file() -> IO[bytes]:
+    """Return a file without a name."""
+    file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
     # A program that opens its /dev/stderr anew begins the file again; what it writes to the old one follows.
-    fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
-    return open(memory, "w+b", buffering=0)
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+    return file
 
 
 def _text(file: IO[bytes], start: int = 0) -> str:

@@ -106,7 +106,7 @@ class Hosts:
             "own_files": protocol.MOST_OWN * MOST_EPISODES,
             "own_processes": protocol.MOST_OWN * MOST_PROGRAMS,
         }
-        process = ContainedProcess("megatron_rl.environments.host:serve", limits)
+        process = ContainedProcess("megatron_rl.environments.host:serve", limits, self.config.name)
         try:
             ready = process.load(self.config.name, dict(self.config.settings), self.config.max_turns)
         except LoadFailed as error:

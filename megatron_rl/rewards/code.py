@@ -2,8 +2,8 @@
 
 A program is run anew for each test, in a process below the worker. What is expected never leaves the worker,
 which compares: a program that prints a verdict, ends early or changes the interpreter has gained nothing. The
-worker keeps its memory and pipes from it, and whatever it leaves running is ended after each test. Files that
-the job can read it can read too, those of the data among them.
+worker keeps its memory and pipes from it, and whatever it leaves running is ended after each test. It sees
+the files that contained code sees, which the data are not among unless ``limits.read`` names them.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def passes(source: str, test: Test, seconds: float) -> bool:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         program = Path(folder, "program.py")
         program.write_text(source, encoding="utf-8", errors="replace")
-        given, said = os.memfd_create("given"), os.memfd_create("said")
-        try:
+        with tempfile.TemporaryFile() as input_file, tempfile.TemporaryFile() as output_file:
+            given, said = input_file.fileno(), output_file.fileno()
             command = [sys.executable, "-I", str(program)]
             if test.called:
                 command = [sys.executable, "-I", "-c", _CALL, str(program), test.given, str(said)]
@@ -149,9 +149,6 @@ def passes(source: str, test: Test, seconds: float) -> bool:
                 os.lseek(given, 0, os.SEEK_SET)
             ended = _run(command, folder, given, subprocess.DEVNULL if test.called else said, said, seconds)
             text = os.pread(said, LARGEST_OUTPUT, 0).decode("utf-8", "replace")
-        finally:
-            os.close(given)
-            os.close(said)
     if not ended:
         return False
     return _equal(text, test.expected) if test.called else _lines(text) == test.expected

@@ -121,7 +121,9 @@ class Worker:
         self.calls: dict[int, Call] = {}
         self.traits = Traits(frozenset(), False)
         self._asked = 0
-        self.process = ContainedProcess("megatron_rl.rewards.worker:serve", asdict(config.limits))
+        self.process = ContainedProcess(
+            "megatron_rl.rewards.worker:serve", asdict(config.limits), config.function or ""
+        )
         self.replies = self.process.replies
 
     def await_ready(self) -> list[str]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 KINDS: Mapping[str, int] = {
-    "damages": 200, "inputs": 1000, "rewards": 120, "leaks": 2000, "layouts": 2000, "kills": 200,
+    "damages": 200, "inputs": 1000, "rewards": 360, "leaks": 2000, "layouts": 2000, "kills": 200,
     "examples": 100, "fused_layouts": 1000, "simulations": 100, "combinations": 200,
 }  # fmt: skip
 """What can be tried, in the order of ``all``, and how much of it without ``--count``."""

@@ -217,7 +217,10 @@ def sleeper(metadata: dict[str, Any]) -> float:
     return 1.0
 
 
-HARMLESS = ("fine", "say", "write /tmp", "segment", "trace parent", "remount", "sleeper", "liar", "bool")
+HARMLESS = (
+    "fine", "say", "write /tmp", "write /var/tmp", "write home", "segment", "trace parent", "remount",
+    "sleeper", "liar", "bool",
+)  # fmt: skip
 """Acts after which the sample may be valid."""
 ACTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "fine": lambda _: 1.0,

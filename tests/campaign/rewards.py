@@ -1,4 +1,7 @@
-"""Judge with hostile reward functions: invalid samples with a reason, good neighbours, nothing left over."""
+"""Judge with hostile reward functions: invalid samples with a reason, good neighbours, nothing left over.
+
+What attacks get hold of, as this user and another one, with namespaces and without, is named as not enforced.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,18 @@ import json
 import os
 import random
 import socket
+import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.campaign import kills, runs
+from tests.campaign.attackers import NOBODY, as_user, attack, unnamed, without_namespaces
+from tests.campaign.attacks import ATTACKS
 from tests.campaign.campaign import HELD, Case, Result
 from tests.campaign.hostile import ACTS, HARMLESS, VEHICLES
 
@@ -24,21 +30,33 @@ TIMEOUT = 3.0
 PATIENCE = 300.0
 TAMPERS = ("broken", "forged", "close all", "noise", "frame")
 """Words of acts that disturb the interpreter or the pipe that later samples of the worker share."""
+WITH_NAMESPACES, WITHOUT_NAMESPACES = "", ", without namespaces"
 FOLDERS = (".", "/tmp", "/var/tmp", "/dev/shm", os.path.expanduser("~"))
 
 
 def cases(seed: int, count: int) -> Iterator[Case]:
-    """Yield every act as it is, then acts in threads and processes that the function starts."""
+    """Yield every act as it is, all attacks, then acts in threads and processes that the function starts."""
     source = random.Random(seed)
     acts = source.sample(list(ACTS), len(ACTS))
     indirect = list(itertools.product(acts, [name for name in VEHICLES if name != "direct"]))
     pairs = [(act, "direct") for act in acts] + source.sample(indirect, len(indirect))
-    for act, vehicle in pairs[:count]:
-        yield Case(f"{act}, {vehicle}", vehicle, {"act": act, "vehicle": vehicle})
+    every = [Case(f"{act}, {vehicle}", vehicle, {"act": act, "vehicle": vehicle}) for act, vehicle in pairs]
+    yield from [*every[: len(acts)], *_attack_cases(), *every[len(acts) :]][:count]
+
+
+def _attack_cases() -> Iterator[Case]:
+    users = {"root": 0, "nobody": NOBODY} if os.getuid() == 0 else {"this user": os.getuid()}
+    for kernel in (WITH_NAMESPACES, WITHOUT_NAMESPACES):
+        for user, number in users.items():
+            for name in ATTACKS:
+                group = f"attack as {user}{kernel}"
+                yield Case(f"{name}, {group}", group, {"attack": name, "user": number, "kernel": kernel})
 
 
 def try_case(case: Case, work: Path) -> Result:
     """Judge two good samples around a hostile one, in a process of its own, and look for what is left."""
+    if "attack" in case.settings:
+        return _attack(case.settings)
     mark = f"campaign-{os.getpid()}-{time.time_ns()}"
     answer = work / "answer.json"
     answer.unlink(missing_ok=True)
@@ -63,6 +81,22 @@ def try_case(case: Case, work: Path) -> Result:
     if code or not answer.exists():
         return Result("lost", f"the trainer's process ended with {code}")
     return Result(**json.loads(answer.read_text()))
+
+
+def _attack(settings: Mapping[str, Any]) -> Result:
+    """Make one attack, in a folder that every user reaches."""
+    name, kernel = settings["attack"], settings["kernel"]
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+
+        def make() -> Any:
+            return attack([name], Path(folder))
+
+        answer = as_user(settings["user"], make if kernel == WITH_NAMESPACES else without_namespaces(make))
+    words = f"{answer['ended'][name]}; not enforced: {answer['missing']}"
+    if unnamed(answer):
+        return Result("accepted", words)
+    return Result(HELD, words, {"attacks that the kernel's words name": float(bool(answer["through"]))})
 
 
 def _judge(act: str, vehicle: str, mark: str) -> Result:

@@ -18,4 +18,18 @@ class LimitsConfig:
         64, "Processes that it may have started.", unit="processes", at_least=0, at_most=4096
     )
     network: bool = setting(False, "Let it reach the network.")
-    write: bool = setting(False, "Let it write files; without, it has a temporary folder in memory alone.")
+    read: tuple[str, ...] = setting(
+        (),
+        "Files and folders that it sees beside Python's own, the folder of its code and the folders that "
+        "modules are imported from: data, models, a device such as /dev/nvidia0.",
+    )
+    write: bool = setting(
+        False,
+        "Let it write to the folder that the run is started in, the folder of its code and what `read` "
+        "names; without, it has temporary folders in memory alone.",
+    )
+    environment: tuple[str, ...] = setting(
+        (),
+        "Names of environment variables that it has beside the usual ones (PATH, HOME, LANG, those of "
+        "Python, OpenMP and torch), secrets among them.",
+    )

@@ -77,7 +77,8 @@ class RewardServerConfig:
     headers: dict[str, str] = setting(
         {},
         "Headers of a request: for each the name of the environment variable that holds its value, such as "
-        "SCORER_TOKEN. No process of your code gets such a variable, and nothing writes its value down.",
+        "SCORER_TOKEN. No process of your code gets such a variable unless `limits.environment` names it, "
+        "and nothing writes its value down.",
     )
     concurrency: int = setting(16, "Requests open at once.", unit="requests", **MANY)
     rate: float | None = setting(

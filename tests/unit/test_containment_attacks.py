@@ -1,0 +1,43 @@
+"""Attacks on what is around contained code: refused, or named among what this kernel does not allow."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.contained import confinement
+from tests.campaign.attackers import NAMED, NOBODY, as_user, attack, unnamed, without_namespaces
+from tests.campaign.attacks import ATTACKS
+
+USERS = [os.getuid(), NOBODY] if os.getuid() == 0 else [os.getuid()]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """Return a folder that every user reaches, as in a project that belongs to the user of the run."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == os.getuid() and folder.name.startswith("pytest"):
+            folder.chmod(0o755)
+    tmp_path.chmod(0o777)
+    return tmp_path
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_no_attack_gets_through_what_is_not_named_as_missing(user: int, work: Path) -> None:
+    answer = as_user(user, lambda: attack(list(ATTACKS), work))
+    assert answer["user"] == user
+    assert unnamed(answer) == [], answer["ended"]
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_without_namespaces_what_gets_through_is_named(user: int, work: Path) -> None:
+    answer = as_user(user, without_namespaces(lambda: attack(list(ATTACKS), work)))
+    missing = " ".join(answer["missing"])
+    assert confinement.CHILDREN_SEARCHED in missing
+    if confinement.FILES_READABLE in missing:  # neither has this kernel Landlock
+        return
+    assert set(answer["through"]) == set(NAMED), answer["ended"]
+    assert unnamed(answer) == []
+    assert ("it runs as the user of the run, root" in missing) == (user == 0)
