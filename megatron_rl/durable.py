@@ -20,6 +20,10 @@ from pathlib import Path
 from megatron_rl.errors import UserError
 
 DIGESTS = "checksums.json"
+REPLACED = ".old"
+"""Suffix of a complete folder while another takes its place."""
+DOOMED = ".removed"
+"""Suffix of a folder that is being deleted, and so may be incomplete."""
 _READ_BYTES = 2**24
 _READERS = 2
 _HEADROOM = 1.05
@@ -151,14 +155,41 @@ def remove(path: Path) -> None:
 
 
 def publish(aside: Path, final: Path) -> None:
-    """Give a finished folder its name in place of what has it; the old folder goes after that."""
-    old = final.with_name(final.name + ".old")
-    remove(old)
+    """Rename a finished folder to its final name; a folder that had the name is removed afterwards.
+
+    Where a kill falls between the two renames, the old folder still exists under `replaced_name`, and
+    `recover_replaced` gives it back its name at the next start.
+    """
+    old = replaced_name(final)
     if os.path.lexists(final):
+        # What an earlier kill left beside a complete folder. Without one it is the only complete copy.
+        remove(old)
         final.rename(old)
+        sync_folder(final.parent)
     aside.rename(final)
     sync_folder(final.parent)
     remove(old)
+
+
+def replaced_name(path: Path) -> Path:
+    """Return the name that a folder has while `publish` replaces it."""
+    return path.with_name(path.name + REPLACED)
+
+
+def without_final_name(folder: Path) -> list[Path]:
+    """Return the folders that a killed `publish` has renamed and not yet replaced, by name."""
+    if not folder.is_dir():
+        return []
+    candidates = (path for path in folder.iterdir() if path.suffix == REPLACED and path.is_dir())
+    return sorted(path for path in candidates if not os.path.lexists(path.with_suffix("")))
+
+
+def recover_replaced(folder: Path) -> list[Path]:
+    """Give back their names to what a killed `publish` left without; return the paths."""
+    recovered = [path.rename(path.with_suffix("")) for path in without_final_name(folder)]
+    if recovered:
+        sync_folder(folder)
+    return recovered
 
 
 def require_space(folder: Path, needed: float, what: str) -> None:

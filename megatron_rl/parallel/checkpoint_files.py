@@ -80,9 +80,12 @@ def digests_of_all(folder: Path, digests_here: Mapping[str, str]) -> dict[str, s
 def newest_intact(folder: Path, say: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint in ``folder`` whose files are what was written, None where there is none.
 
-    ``say`` is told of damaged ones, which stay where they are. Raises UserError where there are checkpoints
-    and all are damaged. Collective over the world.
+    ``say`` is told of damaged ones, which stay where they are, and of those that a kill of their replacement
+    had left without their name. Raises UserError where there are checkpoints and all are damaged. Collective
+    over the world.
     """
+    for path in first(lambda: durable.recover_replaced(folder)):
+        say(f"{path}: a kill had left it as {durable.replaced_name(path).name}; it has its name again")
     first_words = ""
     for path in reversed(first(lambda: named_checkpoints(folder))):
         problems = damages(path)

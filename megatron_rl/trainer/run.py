@@ -21,7 +21,7 @@ from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadTrainer
-from megatron_rl.trainer.checkpoints import Checkpoints, save_for_megatron
+from megatron_rl.trainer.checkpoints import Checkpoints, complete_for_megatron, save_for_megatron
 from megatron_rl.trainer.evaluation import EvaluationSet, evaluate, evaluation_sets, graded
 from megatron_rl.trainer.job import Job, job
 from megatron_rl.trainer.logging import MetricsLog, Progress
@@ -171,6 +171,7 @@ class Run:
         if warning is not None:
             self.job.say(f"data.train: {warning}")
         self.checkpoints.write_anew(path, self.state.step, self.job)
+        complete_for_megatron(self.config, self.roles.actor, self.state.step)
 
     def _run_stages(self) -> None:
         """Run the stages that have not ended; the engine counts the weights of each as a version."""
