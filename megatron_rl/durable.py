@@ -92,15 +92,30 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
         return dict(zip(listed, readers.map(lambda name: _digest(folder / name), listed), strict=True))
 
 
+class RunningDigest:
+    """Digest of a file whose content comes in pieces; its text is ``size:sha256``."""
+
+    def __init__(self) -> None:
+        self._state = hashlib.sha256()
+        self._size = 0
+
+    def update(self, content: bytes | memoryview) -> None:
+        """Append content."""
+        self._state.update(content)
+        self._size += memoryview(content).nbytes
+
+    def __str__(self) -> str:
+        return f"{self._size}:{self._state.hexdigest()}"
+
+
 def _digest(path: Path) -> str:
-    state, size = hashlib.sha256(), 0
+    digest = RunningDigest()
     require_file(path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         while block := file.read(_READ_BYTES):
-            state.update(block)
-            size += len(block)
-    return f"{size}:{state.hexdigest()}"
+            digest.update(block)
+    return str(digest)
 
 
 def require_file(path: Path) -> int:
@@ -116,6 +131,18 @@ def write_digests(folder: Path, known: Mapping[str, str]) -> None:
     write_text(folder / DIGESTS, json.dumps(dict(sorted(known.items())), indent=0))
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync_folder(inner)
+
+
+def seal(folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """Keep the digests of all files of a finished folder with it; ``known`` are those computed already."""
+    digests_of = dict(known or {})
+    digests_of |= digests(folder, [name for name in files_below(folder) if name not in digests_of])
+    write_digests(folder, digests_of)
+
+
+def is_sealed(folder: Path) -> bool:
+    """Return whether a folder has a file of digests, readable or not."""
+    return os.path.lexists(folder / DIGESTS)
 
 
 def read_digests(folder: Path) -> dict[str, str] | None:

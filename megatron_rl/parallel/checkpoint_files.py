@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from megatron_rl.parallel.exchange import gather_objects, together
 
 _FULL_BYTES = 2**20
 """A disk with less room than this is full, whatever a writer that failed on it says."""
+
+_SHOWN_PROBLEMS = 5
+"""Damaged files that a message names."""
 
 _CUT_OFF = "unexpected pos"
 """What PyTorch's writer of tensors says of a write that the system refused; why is lost there."""
@@ -91,7 +94,7 @@ def newest_intact(folder: Path, say: Callable[[str], None]) -> Path | None:
         problems = damages(path)
         if not problems:
             return path
-        words = "; ".join(problems[:5]) + (f" and {len(problems) - 5} more" if len(problems) > 5 else "")
+        words = in_short(problems)
         first_words = first_words or f"{path.name}: {words}"
         say(f"{path} is damaged and stays unused: {words}")
     if first_words:
@@ -119,8 +122,41 @@ def require_intact(path: Path) -> None:
         )
 
 
+def require_intact_models(folders: Mapping[str, str]) -> None:
+    """Raise a UserError for the first model folder whose files are not what was written.
+
+    ``folders`` have the key that names each. A folder without digests, such as one that was downloaded, is
+    taken as it is. Collective over the world.
+    """
+    for path, key in folders.items():
+        problems = model_damages(Path(path))
+        if problems:
+            raise UserError(
+                "a model that is to be read is damaged",
+                where=f"{key}: {path}",
+                expected="files that are what was written",
+                got=in_short(problems),
+                fix="restore it from a copy, or make it anew; if the change is meant, remove "
+                f"{Path(path) / durable.DIGESTS}, which holds the digests of before",
+            )
+
+
+def model_damages(folder: Path) -> list[str]:
+    """Return what is wrong with the files of a model folder that has digests; nothing where it has none.
+
+    Collective over the world.
+    """
+    return damages(folder) if first(lambda: durable.is_sealed(folder)) else []
+
+
+def in_short(problems: Sequence[str]) -> str:
+    """Return the first lines of `damages` as one."""
+    more = f" and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
+    return "; ".join(problems[:_SHOWN_PROBLEMS]) + more
+
+
 def damages(path: Path) -> list[str]:
-    """Return what is wrong with a checkpoint's files, of which each rank reads its share.
+    """Return what is wrong with a folder's files, of which each rank reads its share.
 
     Collective over the world.
     """

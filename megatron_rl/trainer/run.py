@@ -10,12 +10,17 @@ from typing import Any
 
 from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
+from megatron_rl.config.stage_plan import StagePlan, models_read, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint, device
-from megatron_rl.parallel.checkpoint_files import newest_intact, require_intact
+from megatron_rl.parallel.checkpoint_files import (
+    first,
+    newest_intact,
+    require_intact,
+    require_intact_models,
+)
 from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.residency import Use
@@ -37,6 +42,7 @@ from megatron_rl.trainer.stages import (
     require_stages,
     run_alone,
     run_stage,
+    set_damaged_models_aside,
     stage_of,
 )
 from megatron_rl.trainer.state import Held, TrainerState
@@ -140,6 +146,9 @@ class Run:
     def _left_to_do(self) -> tuple[Path | None, tuple[StagePlan, ...]]:
         """Return the checkpoint to resume from, or the stages still to run. Collective over the world."""
         newest = self._resumed_checkpoint()
+        if newest is None:
+            set_damaged_models_aside(self.job)
+        require_intact_models(first(lambda: models_read(self.config)))
         stages = () if newest is not None else pending_stages(self.config)
         # What the first rank sees: a shared file system may tell the ranks different things for a while.
         stages = gather_objects(stages)[0]
