@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_rl.errors import UserError
+from megatron_rl.progress import advance
 
 DIGESTS = "checksums.json"
 REPLACED = ".old"
@@ -45,6 +46,13 @@ _FIXES = {
     errno.ESTALE: "check the disk, or the connection to the file system",
 }
 """What to do about each error of a file system that a user can mend."""
+_NO_MEMORY = (
+    "can't start new thread",
+    "not enough memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+)
+"""What errors of PyTorch and of Python's threads say where memory has run out."""
 _SHOWN = 200
 """Characters of a path that are shown."""
 
@@ -115,6 +123,7 @@ def _digest(path: Path) -> str:
         os.fsync(file.fileno())
         while block := file.read(_READ_BYTES):
             digest.update(block)
+            advance("blocks of files")  # a large checkpoint takes longer than a rank may stand still
     return str(digest)
 
 
@@ -240,6 +249,27 @@ def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
         expected="a path that can be read or written",
         got=error.strerror,
         fix=_FIXES[error.errno],
+    )
+
+
+def memory_error(error: BaseException, what: str) -> UserError | None:
+    """Return what to tell the user of memory that ran out in ``what``; None where the error is no such.
+
+    PyTorch's allocator and the start of a thread have errors of their own for it.
+    """
+    text = str(error)
+    told = isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
+    exhausted = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if not (isinstance(error, MemoryError) or told or exhausted):
+        return None
+    first_line = text.splitlines()[0] if text else ""
+    return UserError(
+        f"the host's memory ran out while {what}",
+        where="the machine of this rank",
+        expected="memory for copies of what is written",
+        got=f"{type(error).__name__}: {first_line}".removesuffix(": "),
+        fix="use fewer ranks on the machine, or raise its limit (ulimit -v, the container's, Slurm's --mem); "
+        "checkpoint.asynchronous=false spares a copy of the weights",
     )
 
 

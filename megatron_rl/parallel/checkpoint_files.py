@@ -45,11 +45,14 @@ def everywhere(action: Callable[[], None], words: str, folder: Path) -> None:
 
 
 def disk_or(error: Exception, folder: Path) -> Exception:
-    """Return the error as users are told it, or that the disk is full, which no writer of tensors says."""
+    """Return the error as users are told it: full disks and memory that ran out have many names."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, UserError):
         return error
+    no_memory = durable.memory_error(error, f"the checkpoint {folder.name} was written")
+    if no_memory is not None:
+        return no_memory
     if full or shutil.disk_usage(existing).free < _FULL_BYTES:
         return durable.no_space(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
     if isinstance(error, RuntimeError) and _CUT_OFF in str(error):

@@ -184,6 +184,33 @@ def test_a_state_that_another_version_saved_is_named(tmp_path: Path) -> None:
         assert refused.value.expected == f"state of format {STATE_FORMAT}"
 
 
+WRITES_WITHOUT_MEMORY = """
+import sys
+from pathlib import Path
+import torch
+from megatron_rl.parallel import device
+from megatron_rl.parallel.checkpoint_write import Saving
+
+class Write:
+    def run(self):
+        torch.empty(2**40, dtype=torch.uint8) if sys.argv[2] == "torch" else bytearray(2**60)
+
+device.initialize()
+try:
+    Saving(Path(sys.argv[1]) / "step_3", [Write()], [], None, ()).finish()
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("allocator", ["torch", "python"])
+def test_memory_that_runs_out_while_a_thread_writes_is_told_as_that(allocator: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITES_WITHOUT_MEMORY, str(tmp_path), allocator]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
+    assert "the host's memory ran out while the checkpoint step_3 was written" in told
+    assert "checkpoint.asynchronous=false" in told
+
+
 def _function(function: Any) -> Any:
     return ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
 
