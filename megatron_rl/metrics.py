@@ -16,6 +16,9 @@ from typing import Any
 
 from megatron_rl.durable import require_file
 
+LAST_STEP = 2**53
+"""Largest number of a step that a float holds exactly, as pictures of curves need it."""
+
 
 @dataclass(frozen=True)
 class Metrics:
@@ -94,6 +97,11 @@ def number_text(value: float, form: str) -> str:
     return format(value, form if abs(value) < 1e15 else ".3g")
 
 
+def _is_step(value: Any) -> bool:
+    """Return whether a value of JSON is the number of a step: true and numbers beyond any run are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LAST_STEP
+
+
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """Return the lines of a metrics file, and whether others than the last are damaged; raises OSError."""
     lines: list[dict[str, Any]] = []
@@ -106,6 +114,6 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
             line = json.loads(text)
         except (ValueError, RecursionError):  # the process was killed while it wrote this line
             continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
+        if isinstance(line, dict) and _is_step(line.get("step")):
             lines.append(line)
     return lines, len(lines) < len(texts) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,6 +14,7 @@ from typing import Any
 
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.source import read_tree
+from megatron_rl.contained.process import readable
 from megatron_rl.metrics import mean, number_text
 from megatron_rl.trainer import page
 from megatron_rl.trainer.curves import (
@@ -127,14 +129,14 @@ def write(folders: Sequence[Path], out: Path) -> str:
     names = list(compared.groups)
     tables = (("Results", compared.results), ("Settings that differ", compared.settings))
     said = (*compared.notes, MEANING)
-    parts = [f"<p>{escape(note)}</p>" for note in said]
+    parts = [page.paragraph(note) for note in said]
     for (title, rows), numeric in zip(tables, (range(1, len(names) + 1), ()), strict=True):
         shown = page.table(("", *names), rows, numeric=numeric) if rows else "<p>none</p>"
         parts += [page.heading(title), shown]
     curves = overlaid({name: [run.measured for run in runs] for name, runs in compared.groups.items()})
     parts += [page.heading("Curves"), page.pictures(curves)]
     markdown = "\n".join(f"## {title}\n\n{_markdown(names, rows)}\n" for title, rows in tables)
-    markdown = "".join(f"{note}\n\n" for note in said) + markdown
+    markdown = "".join(f"{_escaped(note)}\n\n" for note in said) + markdown
     out.mkdir(parents=True, exist_ok=True)
     page.write(out / "compare.html", "Comparison of runs", parts)
     (out / "compare.md").write_text(f"# Comparison of runs\n\n{markdown}", "utf-8", "replace")
@@ -143,7 +145,9 @@ def write(folders: Sequence[Path], out: Path) -> str:
 
 def _read(path: Path, name: str) -> ComparedRun:
     folder = RunFolder(path)
-    text = folder.config.read_text(encoding="utf-8") if folder.config.is_file() else ""
+    text = ""
+    if folder.config.is_file():
+        text = folder.config.read_text(encoding="utf-8", errors="replace")
     settings = read_tree(text, str(folder.config), []).leaves()
     return ComparedRun(name, {key: leaf.value for key, leaf in settings}, measured(folder))
 
@@ -208,5 +212,12 @@ def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return "none"
     cells = [["", *names], ["---", *["---:"] * len(names)], *rows]
-    escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in cells]
+    escaped = [[cell if row is cells[1] else _escaped(cell) for cell in row] for row in cells]
     return "\n".join(f"| {' | '.join(row)} |" for row in escaped)
+
+
+def _escaped(text: str) -> str:
+    """Return text as Markdown that shows it in one line, and makes neither HTML, a link nor a cell of it."""
+    one_line = readable(" ".join(text.split()))
+    marked = re.sub(r"([\\`*\[\]|~])", r"\\\1", one_line)
+    return escape(marked, quote=False)

@@ -157,6 +157,11 @@ def pictures(titled: Sequence[tuple[str, bytes]]) -> str:
     return f"<div class='curves'>{''.join(images)}</div>"
 
 
+def paragraph(content: str) -> str:
+    """Return a sentence of its own."""
+    return f"<p>{html.escape(content)}</p>"
+
+
 def text(content: str) -> str:
     """Return text as it is, its lines kept."""
     return f"<pre>{html.escape(content)}</pre>"

@@ -322,7 +322,17 @@ class Run:
             one.close()
         self.roles.close()
         if self.job.main:
+            self._report()
+
+    def _report(self) -> None:
+        """Write the report. The run is complete: whatever fails here is said, and fails nothing else."""
+        try:
             write_report(self.folder.path, console=self.job.console)
+        except Exception as error:
+            self.job.say(
+                f"warning: the run is complete, and its report cannot be written: {type(error).__name__}: "
+                f"{error}\n  fix: mend that, and call python -m megatron_rl report {self.folder.path}"
+            )
 
 
 def _throughput(result: StepResult, seconds: float) -> Metrics:
