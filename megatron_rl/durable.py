@@ -18,8 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_rl.errors import UserError
+from megatron_rl.progress import advance
 
 DIGESTS = "checksums.json"
+REPLACED = ".old"
+"""Suffix of a complete folder while another takes its place."""
+DOOMED = ".removed"
+"""Suffix of a folder that is being deleted, and so may be incomplete."""
 _READ_BYTES = 2**24
 _READERS = 2
 _HEADROOM = 1.05
@@ -41,6 +46,13 @@ _FIXES = {
     errno.ESTALE: "check the disk, or the connection to the file system",
 }
 """What to do about each error of a file system that a user can mend."""
+_NO_MEMORY = (
+    "can't start new thread",
+    "not enough memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+)
+"""What errors of PyTorch and of Python's threads say where memory has run out."""
 _SHOWN = 200
 """Characters of a path that are shown."""
 
@@ -88,15 +100,31 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
         return dict(zip(listed, readers.map(lambda name: _digest(folder / name), listed), strict=True))
 
 
+class RunningDigest:
+    """Digest of a file whose content comes in pieces; its text is ``size:sha256``."""
+
+    def __init__(self) -> None:
+        self._state = hashlib.sha256()
+        self._size = 0
+
+    def update(self, content: bytes | memoryview) -> None:
+        """Append content."""
+        self._state.update(content)
+        self._size += memoryview(content).nbytes
+
+    def __str__(self) -> str:
+        return f"{self._size}:{self._state.hexdigest()}"
+
+
 def _digest(path: Path) -> str:
-    state, size = hashlib.sha256(), 0
+    digest = RunningDigest()
     require_file(path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         while block := file.read(_READ_BYTES):
-            state.update(block)
-            size += len(block)
-    return f"{size}:{state.hexdigest()}"
+            digest.update(block)
+            advance("blocks of files")  # a large checkpoint takes longer than a rank may stand still
+    return str(digest)
 
 
 def require_file(path: Path) -> int:
@@ -112,6 +140,18 @@ def write_digests(folder: Path, known: Mapping[str, str]) -> None:
     write_text(folder / DIGESTS, json.dumps(dict(sorted(known.items())), indent=0))
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync_folder(inner)
+
+
+def seal(folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """Keep the digests of all files of a finished folder with it; ``known`` are those computed already."""
+    digests_of = dict(known or {})
+    digests_of |= digests(folder, [name for name in files_below(folder) if name not in digests_of])
+    write_digests(folder, digests_of)
+
+
+def is_sealed(folder: Path) -> bool:
+    """Return whether a folder has a file of digests, readable or not."""
+    return os.path.lexists(folder / DIGESTS)
 
 
 def read_digests(folder: Path) -> dict[str, str] | None:
@@ -151,14 +191,41 @@ def remove(path: Path) -> None:
 
 
 def publish(aside: Path, final: Path) -> None:
-    """Give a finished folder its name in place of what has it; the old folder goes after that."""
-    old = final.with_name(final.name + ".old")
-    remove(old)
+    """Rename a finished folder to its final name; a folder that had the name is removed afterwards.
+
+    Where a kill falls between the two renames, the old folder still exists under `replaced_name`, and
+    `recover_replaced` gives it back its name at the next start.
+    """
+    old = replaced_name(final)
     if os.path.lexists(final):
+        # What an earlier kill left beside a complete folder. Without one it is the only complete copy.
+        remove(old)
         final.rename(old)
+        sync_folder(final.parent)
     aside.rename(final)
     sync_folder(final.parent)
     remove(old)
+
+
+def replaced_name(path: Path) -> Path:
+    """Return the name that a folder has while `publish` replaces it."""
+    return path.with_name(path.name + REPLACED)
+
+
+def without_final_name(folder: Path) -> list[Path]:
+    """Return the folders that a killed `publish` has renamed and not yet replaced, by name."""
+    if not folder.is_dir():
+        return []
+    candidates = (path for path in folder.iterdir() if path.suffix == REPLACED and path.is_dir())
+    return sorted(path for path in candidates if not os.path.lexists(path.with_suffix("")))
+
+
+def recover_replaced(folder: Path) -> list[Path]:
+    """Give back their names to what a killed `publish` left without; return the paths."""
+    recovered = [path.rename(path.with_suffix("")) for path in without_final_name(folder)]
+    if recovered:
+        sync_folder(folder)
+    return recovered
 
 
 def require_space(folder: Path, needed: float, what: str) -> None:
@@ -182,6 +249,27 @@ def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
         expected="a path that can be read or written",
         got=error.strerror,
         fix=_FIXES[error.errno],
+    )
+
+
+def memory_error(error: BaseException, what: str) -> UserError | None:
+    """Return what to tell the user of memory that ran out in ``what``; None where the error is no such.
+
+    PyTorch's allocator and the start of a thread have errors of their own for it.
+    """
+    text = str(error)
+    told = isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
+    exhausted = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if not (isinstance(error, MemoryError) or told or exhausted):
+        return None
+    first_line = text.splitlines()[0] if text else ""
+    return UserError(
+        f"the host's memory ran out while {what}",
+        where="the machine of this rank",
+        expected="memory for copies of what is written",
+        got=f"{type(error).__name__}: {first_line}".removesuffix(": "),
+        fix="use fewer ranks on the machine, or raise its limit (ulimit -v, the container's, Slurm's --mem); "
+        "checkpoint.asynchronous=false spares a copy of the weights",
     )
 
 

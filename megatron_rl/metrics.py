@@ -16,6 +16,8 @@ from megatron_rl.durable import require_file
 # Written metrics stay below it in size, so that whoever reads them can add and square without overflow. A
 # gradient norm in float32 that exceeds it has diverged.
 LARGEST = 1e30
+LAST_STEP = 2**53
+"""Largest number of a step that a float holds exactly, as pictures of curves need it."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,11 @@ def number_text(value: float, form: str) -> str:
     return format(value, form if abs(value) < 1e15 else ".3g")
 
 
+def _is_step(value: Any) -> bool:
+    """Return whether a value of JSON is the number of a step: true and numbers beyond any run are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LAST_STEP
+
+
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """Return the lines of a metrics file, and whether others than the last are damaged; raises OSError."""
     lines: list[dict[str, Any]] = []
@@ -103,6 +110,6 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
             line = json.loads(text)
         except (ValueError, RecursionError):  # the process was killed while it wrote this line
             continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
+        if isinstance(line, dict) and _is_step(line.get("step")):
             lines.append(line)
     return lines, len(lines) < len(texts) - 1

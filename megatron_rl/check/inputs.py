@@ -164,9 +164,7 @@ def check_inputs(check: Inputs) -> None:
         check.tokens.close()
     if config.job == TRAIN and check.fine("reward"):
         _check_reward(check)
-    contained = {
-        where: limits for where, limits in contained_sections(config).items() if check.fine(where)
-    }
+    contained = {where: limits for where, limits in contained_sections(config).items() if check.fine(where)}
     for where, limits in contained.items():
         check.errors.extend(check_limits(where, limits, check.files))
     if check.before and not check.files.absent:  # a run says it of its own processes

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.run_folder import STAGES
-from megatron_rl.durable import remove
+from megatron_rl.durable import DOOMED, REPLACED, remove, without_final_name
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.pretrained import PretrainedModel
 
@@ -55,8 +55,13 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
-    """Return what has a checkpoint's name in a folder, complete or damaged, oldest first."""
+    """Return what has a checkpoint's name in a folder, complete or damaged, oldest first.
+
+    So has the checkpoint that a kill of its replacement has left as ``step_N.old`` alone.
+    """
     matches = [(_STEP.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
+    # Not only after `recover_replaced`: `check` reads what a restart will find, and renames nothing.
+    matches += [(_STEP.fullmatch(path.stem), path) for path in without_final_name(folder)]
     return [path for _, path in sorted((int(match.group(1)), path) for match, path in matches if match)]
 
 
@@ -78,7 +83,7 @@ def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
     are damaged. Call on one rank, while no save is under way.
     """
     folder = saved.parent
-    doomed = [path for path in sorted(folder.glob("step_*")) if path.suffix in (".partial", ".old")]
+    doomed = [path for path in sorted(folder.glob("step_*")) if path.suffix in (".partial", REPLACED, DOOMED)]
     for path in doomed:
         remove(path)
     complete = checkpoints(folder)
@@ -89,7 +94,7 @@ def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
             continue
         doomed.append(path)
         # Renamed first: a deletion that is cut off must not leave half a checkpoint under its name.
-        remove(path.rename(path.with_name(path.name + ".old")))
+        remove(path.rename(path.with_name(path.name + DOOMED)))
     return doomed
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from megatron_rl.durable import write_text
+from megatron_rl.durable import publish, write_text
 
 STAGES = "stages"
 """The folder below a run's with those of its stages, each with checkpoints of its own."""
@@ -99,8 +99,7 @@ class RunFolder:
         incomplete = self.model.with_name(self.model.name + ".incomplete")
         shutil.rmtree(incomplete, ignore_errors=True)
         shutil.copytree(model, incomplete, copy_function=link)
-        shutil.rmtree(self.model, ignore_errors=True)
-        incomplete.rename(self.model)
+        publish(incomplete, self.model)
 
     def read_first_start(self) -> datetime | None:
         """Return when the run started first, None where its folder does not say it."""

@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.roles import role_sections
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.stages import StageConfig
@@ -117,6 +118,24 @@ def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:
     ended = [index for index, plan in enumerate(plans) if plan.role == "actor" and plan.ended]
     begin = ended[-1] + 1 if ended else 0
     return tuple(plan for plan in plans[begin:] if not plan.ended)
+
+
+def models_read(config: RunConfig) -> dict[str, str]:
+    """Return the existing folders of models and adapters that a run reads, each with the key that names it.
+
+    The model that a stage has left is named by the key of the stage.
+    """
+    ended = {plan.role: plan for plan in stage_plans(config) if plan.ended}  # the last one of each role
+    named = [(str(plan.model), plan.where) for plan in ended.values()]
+    named.append((config.model.path, "model.path"))
+    for key, section in role_sections(config).items():
+        path = getattr(section, "path", None)
+        lora = getattr(section, "lora", None)
+        if path is not None:
+            named.append((path, f"{key}.path"))
+        if lora is not None and lora.path is not None:
+            named.append((lora.path, f"{key}.lora.path"))
+    return {path: key for path, key in reversed(named) if Path(path).is_dir()}
 
 
 def starting_model(config: RunConfig) -> str:

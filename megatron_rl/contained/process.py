@@ -104,12 +104,23 @@ class ContainedProcess:
         assert self.process.stdin is not None and self.process.stdout is not None
         # A process that does not read, since the code in it stands still, must not hold up the trainer.
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(
-            target=_write_all, args=(self._requests, self.process.stdin), daemon=True
-        )
+        self._writer = threading.Thread(target=self._write_requests, args=(self.process.stdin,), daemon=True)
         self._writer.start()
         self.replies = self.process.stdout.fileno()
         os.set_blocking(self.replies, False)
+
+    def _write_requests(self, stream: IO[bytes]) -> None:
+        """Write requests in their order, on the writer's thread; end the process where one cannot be written.
+
+        Without an end, the trainer would wait for the reply to a request that was never sent.
+        """
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                while (payload := self._requests.get()) is not None:
+                    _write(stream, payload)
+        except (MemoryError, OSError) as error:
+            self.disorder = f"a request could not be written to the process: {error!r}"
+            self.process.terminate()
 
     def ask(self, request: Any) -> None:
         """Send a request; a process that has ended is noticed, and named, when its reply is read."""
@@ -231,14 +242,9 @@ def readable(text: str) -> str:
     return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in characters)
 
 
-def _write_all(requests: queue.SimpleQueue[bytes | None], stream: IO[bytes]) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        while (payload := requests.get()) is not None:
-            _write(stream, payload)
-
-
 def _write(stream: IO[bytes], payload: bytes) -> None:
-    stream.write(HEADER.pack(len(payload)) + payload)
+    stream.write(HEADER.pack(len(payload)))
+    stream.write(payload)  # apart: together they would be a second copy of a large payload
     stream.flush()
 
 

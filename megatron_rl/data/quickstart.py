@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.durable import seal
+
 SPECIAL = PAD, EOS, BOS, UNKNOWN = "<pad>", "<eos>", "<bos>", "<unk>"
 CHARACTERS = "0123456789+-*/=,."
 """With the four special tokens 21 in all: a vocabulary that no tensor-parallel size divides."""
@@ -153,6 +155,7 @@ def save_model(path: str | Path, size: Size, seed: int) -> None:
         model = Qwen2ForCausalLM(config).float()
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    seal(Path(path))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

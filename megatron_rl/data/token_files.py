@@ -2,7 +2,8 @@
 
 The file lies in the run folder and is named by a digest of all that decides its content. Processes that see
 one file system meet in its lock: the first makes the file, the others wait and find it there. Where it cannot
-be written, each process keeps tokens of its own.
+be written, each process keeps tokens of its own. Beside the file lies its digest: whoever opens it first
+compares the two, and makes a damaged file anew.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import psutil
 
+from megatron_rl import durable
 from megatron_rl.data.records import Record, load_records
 from megatron_rl.data.template_renderer import renderer_of
-from megatron_rl.durable import replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,7 +119,15 @@ class TokenFiles:
             self.folder.mkdir(exist_ok=True)
             with _alone(file.with_suffix(".lock")) as waited:
                 # A list of the folder is fresh where a network file system remembers that a name was absent.
-                kept = _read(file) if file.name in os.listdir(self.folder) else None
+                kept = None
+                if file.name in os.listdir(self.folder):
+                    # Whoever held the lock a moment ago has compared the digest: one pass for a node.
+                    damage = None if waited else _damage(file)
+                    kept = _read(file) if damage is None else None
+                    if kept is None:
+                        reason = damage or "cannot be read"
+                        self.say(f"warning: {setting}: {file} {reason}; its tokens are made anew")
+                        file.unlink()  # whoever waits reads what is there without another look
                 if kept is None and not waited:
                     made = own()
                     _write(file, made)
@@ -188,11 +197,32 @@ def _write(file: Path, encoded: Encoded) -> None:
             unfinished.unlink(missing_ok=True)  # of a job that was killed
     temporary = file.with_name(f"{of_host}{os.getpid()}")
     try:
-        replace_file(temporary, write)
+        durable.replace_file(temporary, write)
+        digest = durable.digests(temporary.parent, [temporary.name])[temporary.name]
+        # First the digest: a kill before the second rename leaves a file that is made anew.
+        named = temporary.with_name(f"{temporary.name}.digest")
+        durable.write_text(named, f"{file.name} {digest}\n")
+        os.replace(named, _digest_file(file))
         os.replace(temporary, file)
     except OSError:
         temporary.with_name(temporary.name + ".part").unlink(missing_ok=True)
         raise
+
+
+def _digest_file(file: Path) -> Path:
+    return file.with_suffix(".digest")
+
+
+def _damage(file: Path) -> str | None:
+    """Return how a file differs from what was written under its name, None where it does not."""
+    try:
+        name, digest = _digest_file(file).read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return f"has no digest in {_digest_file(file).name}"
+    if name != file.name:
+        return f"has the digest of {name}"
+    lines = durable.damages(file.parent, {file.name: digest}, [file.name])
+    return lines[0].removeprefix(f"{file.name} ") if lines else None
 
 
 def _as_json(record: Record) -> str:
@@ -207,7 +237,7 @@ def _as_json(record: Record) -> str:
 
 
 def _read(file: Path) -> Encoded | None:
-    """Return what a file holds, None where it is damaged."""
+    """Return what a file holds, None where it is no such file."""
     import pyarrow
 
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from megatron_rl.parallel.exchange import gather_objects, together
 
 _FULL_BYTES = 2**20
 """A disk with less room than this is full, whatever a writer that failed on it says."""
+
+_SHOWN_PROBLEMS = 5
+"""Damaged files that a message names."""
 
 _CUT_OFF = "unexpected pos"
 """What PyTorch's writer of tensors says of a write that the system refused; why is lost there."""
@@ -42,11 +45,14 @@ def everywhere(action: Callable[[], None], words: str, folder: Path) -> None:
 
 
 def disk_or(error: Exception, folder: Path) -> Exception:
-    """Return the error as users are told it, or that the disk is full, which no writer of tensors says."""
+    """Return the error as users are told it: full disks and memory that ran out have many names."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, UserError):
         return error
+    no_memory = durable.memory_error(error, f"the checkpoint {folder.name} was written")
+    if no_memory is not None:
+        return no_memory
     if full or shutil.disk_usage(existing).free < _FULL_BYTES:
         return durable.no_space(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
     if isinstance(error, RuntimeError) and _CUT_OFF in str(error):
@@ -80,15 +86,18 @@ def digests_of_all(folder: Path, digests_here: Mapping[str, str]) -> dict[str, s
 def newest_intact(folder: Path, say: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint in ``folder`` whose files are what was written, None where there is none.
 
-    ``say`` is told of damaged ones, which stay where they are. Raises UserError where there are checkpoints
-    and all are damaged. Collective over the world.
+    ``say`` is told of damaged ones, which stay where they are, and of those that a kill of their replacement
+    had left without their name. Raises UserError where there are checkpoints and all are damaged. Collective
+    over the world.
     """
+    for path in first(lambda: durable.recover_replaced(folder)):
+        say(f"{path}: a kill had left it as {durable.replaced_name(path).name}; it has its name again")
     first_words = ""
     for path in reversed(first(lambda: named_checkpoints(folder))):
         problems = damages(path)
         if not problems:
             return path
-        words = "; ".join(problems[:5]) + (f" and {len(problems) - 5} more" if len(problems) > 5 else "")
+        words = in_short(problems)
         first_words = first_words or f"{path.name}: {words}"
         say(f"{path} is damaged and stays unused: {words}")
     if first_words:
@@ -116,8 +125,41 @@ def require_intact(path: Path) -> None:
         )
 
 
+def require_intact_models(folders: Mapping[str, str]) -> None:
+    """Raise a UserError for the first model folder whose files are not what was written.
+
+    ``folders`` have the key that names each. A folder without digests, such as one that was downloaded, is
+    taken as it is. Collective over the world.
+    """
+    for path, key in folders.items():
+        problems = model_damages(Path(path))
+        if problems:
+            raise UserError(
+                "a model that is to be read is damaged",
+                where=f"{key}: {path}",
+                expected="files that are what was written",
+                got=in_short(problems),
+                fix="restore it from a copy, or make it anew; if the change is meant, remove "
+                f"{Path(path) / durable.DIGESTS}, which holds the digests of before",
+            )
+
+
+def model_damages(folder: Path) -> list[str]:
+    """Return what is wrong with the files of a model folder that has digests; nothing where it has none.
+
+    Collective over the world.
+    """
+    return damages(folder) if first(lambda: durable.is_sealed(folder)) else []
+
+
+def in_short(problems: Sequence[str]) -> str:
+    """Return the first lines of `damages` as one."""
+    more = f" and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
+    return "; ".join(problems[:_SHOWN_PROBLEMS]) + more
+
+
 def damages(path: Path) -> list[str]:
-    """Return what is wrong with a checkpoint's files, of which each rank reads its share.
+    """Return what is wrong with a folder's files, of which each rank reads its share.
 
     Collective over the world.
     """

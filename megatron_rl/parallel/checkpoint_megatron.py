@@ -66,6 +66,11 @@ def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
     return {**expected, **more}, 0
 
 
+def iteration_folder(folder: str | Path, iteration: int) -> Path:
+    """Return the folder of one iteration below that of --save."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
 def save_megatron(
     folder: str | Path,
     model: ParallelModel | None,
@@ -79,13 +84,15 @@ def save_megatron(
     no optimizer and no random generator in it, and its arguments say so. Older iterations beyond ``keep`` are
     removed. Collective over the world; the folder is on a file system that all ranks share.
     """
-    final = Path(folder) / f"iter_{iteration:07d}"
+    final = iteration_folder(folder, iteration)
     aside = partial_of(final)
 
     def prepare() -> None:
         if device.rank() == 0:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            durable.recover_replaced(final.parent)
             durable.remove(aside)
-            aside.mkdir(parents=True)
+            aside.mkdir()
 
     def publish() -> None:
         if device.rank() == 0:

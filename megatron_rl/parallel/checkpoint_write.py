@@ -28,9 +28,13 @@ from megatron_rl.config.checkpoint_meta import prune
 from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_files import digests_of_all, disk_or, everywhere
 from megatron_rl.parallel.model import ParallelModel
+from megatron_rl.progress import advance
 
 WRITERS = 2
 """Files of about one size that a rank's share goes into, written at once: as many as Megatron's own."""
+
+_LOOKS_SECONDS = 1.0
+"""Time between two looks at the files that a thread writes."""
 
 
 class TensorWrite:
@@ -153,7 +157,13 @@ class Saving:
         """
 
         def end() -> None:
-            self._thread.join()
+            written = 0
+            while self._thread.is_alive():
+                self._thread.join(_LOOKS_SECONDS)
+                size = sum(path.stat().st_size for path in self._files if path.exists())
+                if size != written:
+                    written = size
+                    advance("looks at a growing checkpoint")  # this thread stands still as long as it takes
             if self._failure is not None:
                 raise self._failure
 

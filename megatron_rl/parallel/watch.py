@@ -1,5 +1,8 @@
 """Tell ranks that wait from ranks that hang: a job in which no rank gets on ends, and says who is behind.
 
+One rank is watched as many are, by its own thread: it cannot see a call into C that never lets go of the
+interpreter, nor its process being stopped.
+
 A rank may wait for others as long as they work: hours, where one of them writes long responses. So no
 collective has a limit of its own. Instead each rank tells the job's store, from a thread, where it is, and
 one of them looks whether anybody is elsewhere than before. Before a job that hangs ends, each rank writes
@@ -215,7 +218,7 @@ def join(
     """
     global _watch
     device.initialize(limit, waits=True)
-    if dist.get_world_size() > 1:
+    if not device.simulated():
         _watch = Watch(limit, place, end or leave_process, records)
 
 

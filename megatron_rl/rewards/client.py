@@ -23,6 +23,7 @@ import aiohttp
 
 from megatron_rl.config.sections.rewards import RewardServerConfig
 from megatron_rl.contained.process import encodable
+from megatron_rl.progress import advance
 from megatron_rl.redaction import HIDDEN
 from megatron_rl.rewards.worker import TIMEOUT
 
@@ -119,6 +120,7 @@ class Server:
     def _note(self, tried: _Try) -> None:
         """Open the circuit after the last of many failures, close it after a sign of life."""
         self._probing = False
+        advance("requests to reward servers")
         if not tried.again or tried.reply.reason == RATE_LIMITED:
             self._failures, self._opened = 0, None
             return

@@ -7,9 +7,15 @@ from pathlib import Path
 
 from megatron_rl.config.checkpoint_meta import ANY, checkpoint_path, read_meta, reads_anywhere
 from megatron_rl.config.schema import CheckpointConfig, RunConfig
+from megatron_rl.durable import recover_replaced
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.checkpoint import Saving
-from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
+from megatron_rl.parallel.checkpoint_files import first
+from megatron_rl.parallel.checkpoint_megatron import (
+    checkpoint_arguments,
+    iteration_folder,
+    save_megatron,
+)
 from megatron_rl.parallel.exchange import gather_objects
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.model_role import ModelRole
@@ -26,6 +32,25 @@ def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
         arguments, begun = checkpoint_arguments(config.model.path)
         with actor.resident(Use.READ):
             save_megatron(settings.megatron, actor.model, arguments, begun + steps, settings.keep)
+
+
+def complete_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
+    """Write the Megatron-LM checkpoint after ``steps`` where a kill came between it and the run's own.
+
+    Without this, a run that is killed after the checkpoint of its last step would never write it: no later
+    step does. Collective over the world.
+    """
+    folder = config.checkpoint.megatron
+    if folder is None:
+        return
+    _, begun = checkpoint_arguments(config.model.path)
+
+    def exists() -> bool:
+        recover_replaced(Path(folder))
+        return iteration_folder(folder, begun + steps).is_dir()
+
+    if not first(exists):
+        save_for_megatron(config, actor, steps)
 
 
 class Checkpoints:

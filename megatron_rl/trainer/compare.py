@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.source import read_tree
+from megatron_rl.contained.process import readable
 from megatron_rl.metrics import number_text
 from megatron_rl.trainer import page
 from megatron_rl.trainer.curves import (
@@ -132,7 +135,7 @@ def write(folders: Sequence[Path], out: Path) -> str:
     curves = overlaid({name: [run.measured for run in runs] for name, runs in compared.groups.items()})
     parts += [page.heading("Curves"), page.pictures(curves)]
     markdown = "\n".join(f"## {title}\n\n{_markdown(names, rows)}\n" for title, rows in tables)
-    markdown = "".join(f"{note}\n\n" for note in said) + markdown
+    markdown = "".join(f"{_escaped(note)}\n\n" for note in said) + markdown
     out.mkdir(parents=True, exist_ok=True)
     page.write(out / "compare.html", "Comparison of runs", parts)
     (out / "compare.md").write_text(f"# Comparison of runs\n\n{markdown}", "utf-8", "replace")
@@ -141,7 +144,9 @@ def write(folders: Sequence[Path], out: Path) -> str:
 
 def _read(path: Path, name: str) -> ComparedRun:
     folder = RunFolder(path)
-    text = folder.config.read_text(encoding="utf-8") if folder.config.is_file() else ""
+    text = ""
+    if folder.config.is_file():
+        text = folder.config.read_text(encoding="utf-8", errors="replace")
     settings = read_tree(text, str(folder.config), []).leaves()
     return ComparedRun(name, {key: leaf.value for key, leaf in settings}, measured(folder))
 
@@ -203,5 +208,12 @@ def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return "none"
     cells = [["", *names], ["---", *["---:"] * len(names)], *rows]
-    escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in cells]
+    escaped = [[cell if row is cells[1] else _escaped(cell) for cell in row] for row in cells]
     return "\n".join(f"| {' | '.join(row)} |" for row in escaped)
+
+
+def _escaped(text: str) -> str:
+    """Return text as Markdown that shows it in one line, and makes neither HTML, a link nor a cell of it."""
+    one_line = readable(" ".join(text.split()))
+    marked = re.sub(r"([\\`*\[\]|~])", r"\\\1", one_line)
+    return escape(marked, quote=False)

@@ -159,18 +159,25 @@ def _overlay(panel: Panel, groups: Mapping[str, Sequence[Measured]]) -> Figure:
         steps = sorted(values)
         if steps:
             means = [fmean(values[step]) for step in steps]
-            axis.plot(steps, means, color=colour, linewidth=1.8, label=_shortened(name))
+            # The space: a label that begins with an underscore would not be shown.
+            axis.plot(steps, means, color=colour, linewidth=1.8, label=f" {_shortened(name)}")
     if panel.limits is not None:
         axis.set_ylim(panel.limits[0], panel.limits[1] * 1.08)
-    axis.set_title(panel.title, fontsize=10, loc="left")
+    _set_title(axis, panel.title)
     for text in axis.legend(fontsize=7.5, frameon=False, loc="best").get_texts():
         text.set_parse_math(False)
     return _finished(axes)
 
 
-def _shortened(name: str) -> str:
-    # The space: a label that begins with an underscore would not be shown.
-    return " " + (name if len(name) <= 32 else f"{name[:20]}…{name[-11:]}")
+def _set_title(axis: Axes, title: str) -> None:
+    """Set the title of a picture; a ``$`` in the name of a user's set begins no formula."""
+    axis.set_title(_shortened(title, 60), fontsize=10, loc="left").set_parse_math(False)
+
+
+def _shortened(name: str, longest: int = 32) -> str:
+    """Return a name as it can be drawn: of so many characters at most, without halves of surrogate pairs."""
+    name = name.encode("utf-8", "replace").decode("utf-8")
+    return name if len(name) <= longest else f"{name[: longest - 12]}…{name[-11:]}"
 
 
 def _axes(count: int) -> list[Axes]:
@@ -208,7 +215,7 @@ def _svg(figure: Figure) -> bytes:
 
 def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
     steps, values = series(lines, panel.metric)
-    axis.set_title(panel.title, fontsize=10, loc="left")
+    _set_title(axis, panel.title)
     if panel.smooth:
         axis.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1)
         axis.plot(steps, smoothed(values), color=BLUE, linewidth=1.8)
@@ -255,6 +262,6 @@ def _draw_times(axis: Axes, lines: Lines) -> None:
         colors=COLOURS[: len(names)],
         alpha=0.85,
     )
-    axis.set_title("time of a step (s)", fontsize=10, loc="left")
+    _set_title(axis, "time of a step (s)")
     axis.set_ylim(0, 1.35 * max(sum(values) for values in zip(*smooth, strict=True)))
     axis.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper right")

@@ -13,13 +13,14 @@ from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.evaluation import INTERVALS
 from megatron_rl.config.sections.models import LayoutConfig, LoraConfig
-from megatron_rl.config.stage_plan import present_model
+from megatron_rl.config.stage_plan import models_read, present_model
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import merge
 from megatron_rl.parallel import checkpoint, device, watch
+from megatron_rl.parallel.checkpoint_files import first, require_intact_models
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.parallel.hf.export import export, export_adapters
 from megatron_rl.parallel.hf.weights import load_weights
@@ -63,6 +64,8 @@ def evaluate_checkpoints(
                 for name, described in config.evaluation.sets.items()
             }
         _join(config, phases)
+        named = {str(path): "--checkpoint" for path in models}
+        require_intact_models(named | first(lambda: models_read(config)))
         measured: list[dict[str, float]] = []
         with phases("build"):
             sets = evaluation_sets(config, sources, tokenizer)
@@ -172,6 +175,7 @@ def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool 
     with report_failure(config, phases), phases("export"):
         arguments, begun = checkpoint_arguments(config.model.path) if form == "megatron" else ({}, 0)
         _join(config, phases)
+        require_intact_models(first(lambda: models_read(config)))
         model = build_policy(
             config, role_layout(layout, "layout"), path=present_model(config), trainable=False
         )

@@ -10,6 +10,8 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.contained.process import readable
+from megatron_rl.durable import require_file
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import number_text, read_metrics
 from megatron_rl.trainer import page
@@ -28,15 +30,17 @@ SAMPLES, SAMPLES_OF_A_STEP, TEXT = 2000, 32, 4000
 """Most samples of a page and of one file of samples, and most characters of a text."""
 OUTSIDE = ("evaluate", "checkpoint", "checkpoint_write")
 """Phases between steps, or beside them."""
+REASON = 200
+"""Most characters of the reason why a file of samples is left out."""
 FINISH = ("stop", "length", "failed")
 """Words for `FINISH_STOP` and the others of `megatron_rl.types`."""
 
 
 def measured(folder: RunFolder) -> Measured:
     """Return the metrics of a run and of its stages; a folder without any raises a UserError."""
-    lines = read_metrics(folder.metrics)
-    stages = {name: read_metrics(folder.stage_metrics(name)) for name in folder.stages_measured()}
-    stages = {name: measured for name, measured in stages.items() if measured}
+    lines = _readable_lines(folder.metrics)
+    stages = {name: _readable_lines(folder.stage_metrics(name)) for name in folder.stages_measured()}
+    stages = {readable(name): measured for name, measured in stages.items() if measured}
     if not lines and not stages:
         raise UserError(
             f"{folder.path} holds no metrics",
@@ -46,6 +50,11 @@ def measured(folder: RunFolder) -> Measured:
             fix="name the run folder, such as runs/quickstart",
         )
     return Measured(lines, stages)
+
+
+def _readable_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file; what no terminal and no file takes in a name is escaped."""
+    return [{readable(name): value for name, value in line.items()} for line in read_metrics(path)]
 
 
 def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
@@ -67,11 +76,17 @@ def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
         headings = ("phase", "total", "per step", "share")
         parts += [page.heading("Time by phase")]
         parts += [page.table(headings, _phase_rows(phases), numeric=(1, 2, 3))]
-    if samples := stored_samples(folder):
-        parts += [page.heading("Samples"), page.sample_browser(samples)]
-    if folder.config.exists():
-        parts += [page.heading("Configuration"), page.text(folder.config.read_text(encoding="utf-8"))]
+    samples, unreadable = stored_samples(folder)
+    if samples or unreadable:
+        parts += [page.heading("Samples"), *map(page.paragraph, unreadable)]
+    if samples:
+        parts += [page.sample_browser(samples)]
+    if folder.config.is_file():
+        text = folder.config.read_text(encoding="utf-8", errors="replace")
+        parts += [page.heading("Configuration"), page.text(text)]
     page.write(folder.report, folder.path.resolve().name, parts)
+    for line in unreadable:
+        print(f"warning: {line}", file=console)
     print(f"learning curves: {folder.curve}\nreport:          {folder.report}", file=console)
     return folder.report
 
@@ -154,7 +169,8 @@ def _print(
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=out, highlight=False, soft_wrap=True)
+    # Names of sets and folders are a user's: what looks like markup or an emoji in them is neither.
+    console = Console(file=out, highlight=False, soft_wrap=True, markup=False, emoji=False)
     table = Table(title=f"{folder.path.name}: result", title_justify="left")
     for heading, justify in (("", "left"), ("value", "right"), ("", "left")):
         table.add_column(heading, justify=justify)  # pyright: ignore[reportArgumentType]
@@ -178,13 +194,14 @@ def _phase_rows(phases: Sequence[tuple[str, float, float, float | None]]) -> lis
     ]
 
 
-def stored_samples(folder: RunFolder) -> list[dict[str, Any]]:
+def stored_samples(folder: RunFolder) -> tuple[list[dict[str, Any]], list[str]]:
     """Return stored samples for the page, `SAMPLES` at most, spread over steps; long texts are cut.
 
-    Of an evaluation set the same prompts of every step, of training samples some of each step.
+    Of an evaluation set the same prompts of every step, of training samples some of each step. Also return a
+    line for each file that cannot be read, such as one that a crash of the machine has torn.
     """
     files = [(*path.stem.rpartition("_")[::2], path) for path in folder.rollouts.glob("*.parquet")]
-    files = sorted((kind, int(step), path) for kind, step, path in files if step.isdigit())
+    files = sorted((kind, int(step), path) for kind, step, path in files if step.isdecimal())
     stride = max(1, -(-len(files) * SAMPLES_OF_A_STEP // SAMPLES))
     kinds = dict.fromkeys(kind for kind, _, _ in files)
     taken = [
@@ -193,12 +210,22 @@ def stored_samples(folder: RunFolder) -> list[dict[str, Any]]:
         # The last step of each is always there.
         for entry in [file for file in files if file[0] == kind][::-stride][::-1]
     ]
-    return [row for kind, step, path in taken for row in _rows(kind, step, path)]
+
+    samples: list[dict[str, Any]] = []
+    unreadable: list[str] = []
+    for kind, step, path in taken:
+        try:
+            samples += _rows(kind, step, path)
+        except Exception as error:  # whatever pyarrow, or a row of another form, leads to
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            unreadable.append(f"{path.name} is left out, since it cannot be read: {reason[:REASON]}")
+    return samples, unreadable
 
 
 def _rows(kind: str, step: int, path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
+    require_file(path)
     rows = pyarrow.parquet.read_table(path).to_pylist()
     spread = max(1, -(-len(rows) // SAMPLES_OF_A_STEP)) if kind == "step" else 1
     result = []

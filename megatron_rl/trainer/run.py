@@ -10,18 +10,23 @@ from typing import Any
 
 from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans
+from megatron_rl.config.stage_plan import StagePlan, models_read, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.tokenizing import as_warning, load_tokenizer
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint, device
-from megatron_rl.parallel.checkpoint_files import newest_intact, require_intact
+from megatron_rl.parallel.checkpoint_files import (
+    first,
+    newest_intact,
+    require_intact,
+    require_intact_models,
+)
 from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadTrainer
-from megatron_rl.trainer.checkpoints import Checkpoints, save_for_megatron
+from megatron_rl.trainer.checkpoints import Checkpoints, complete_for_megatron, save_for_megatron
 from megatron_rl.trainer.evaluation import EvaluationSet, evaluate, evaluation_sets, graded
 from megatron_rl.trainer.job import Job, job
 from megatron_rl.trainer.logging import MetricsLog, Progress
@@ -37,6 +42,7 @@ from megatron_rl.trainer.stages import (
     require_stages,
     run_alone,
     run_stage,
+    set_damaged_models_aside,
     stage_of,
 )
 from megatron_rl.trainer.state import Held, TrainerState
@@ -140,6 +146,9 @@ class Run:
     def _left_to_do(self) -> tuple[Path | None, tuple[StagePlan, ...]]:
         """Return the checkpoint to resume from, or the stages still to run. Collective over the world."""
         newest = self._resumed_checkpoint()
+        if newest is None:
+            set_damaged_models_aside(self.job)
+        require_intact_models(first(lambda: models_read(self.config)))
         stages = () if newest is not None else pending_stages(self.config)
         # What the first rank sees: a shared file system may tell the ranks different things for a while.
         stages = gather_objects(stages)[0]
@@ -173,6 +182,7 @@ class Run:
         if warning is not None:
             self.job.say(f"data.train: {warning}")
         self.checkpoints.write_anew(path, self.state.step, self.job)
+        complete_for_megatron(self.config, self.roles.actor, self.state.step)
 
     def _run_stages(self) -> None:
         """Run the stages that have not ended; the engine counts the weights of each as a version."""
@@ -314,7 +324,17 @@ class Run:
             one.close()
         self.roles.close()
         if self.job.main:
+            self._report()
+
+    def _report(self) -> None:
+        """Write the report. The run is complete: whatever fails here is said, and fails nothing else."""
+        try:
             write_report(self.folder.path, console=self.job.console)
+        except Exception as error:
+            self.job.say(
+                f"warning: the run is complete, and its report cannot be written: {type(error).__name__}: "
+                f"{error}\n  fix: mend that, and call python -m megatron_rl report {self.folder.path}"
+            )
 
 
 def _throughput(result: StepResult, seconds: float) -> Metrics:

@@ -11,16 +11,29 @@ from typing import Any
 
 from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_model_objective, sft_objective
 from megatron_rl.config.roles import stated_models
+from megatron_rl.config.run_folder import set_aside
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
-from megatron_rl.config.stage_plan import StagePlan, pending_stages, stage_plans, starting_model
+from megatron_rl.config.stage_plan import (
+    StagePlan,
+    models_read,
+    pending_stages,
+    stage_plans,
+    starting_model,
+)
 from megatron_rl.data.responses import ResponseSource, load_responses
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint
-from megatron_rl.parallel.checkpoint_files import newest_intact
+from megatron_rl.parallel.checkpoint_files import (
+    first,
+    in_short,
+    model_damages,
+    newest_intact,
+    require_intact_models,
+)
 from megatron_rl.parallel.exchange import Members, barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.peft import note_base
@@ -179,6 +192,24 @@ def require_stages(config: RunConfig) -> None:
         )
 
 
+def set_damaged_models_aside(job: Job) -> None:
+    """Rename the damaged models of stages that have ended: these stages run again from their beginning.
+
+    For a run without a checkpoint to resume from; one with a checkpoint needs the very model that it was
+    saved beside. Collective over the world.
+    """
+    ended = first(lambda: [plan for plan in stage_plans(job.config) if plan.ended])
+    for plan in ended:
+        problems = model_damages(plan.model)
+        if not problems:
+            continue
+        aside = first(lambda plan=plan: set_aside(plan.model))
+        job.say(
+            f"warning: {plan.where}: its model is damaged: {in_short(problems)}; it is kept as {aside}, "
+            "and the stage runs again"
+        )
+
+
 def run_stage(stage: Stage, job: Job) -> None:
     """Train a role as its stage says, from the stage's newest checkpoint where it has one.
 
@@ -229,6 +260,8 @@ def run_alone(job: Job) -> None:
     config = job.config
     tokenizer = load_tokenizer(config.model.path, job.first_start)
     job.join()
+    set_damaged_models_aside(job)
+    require_intact_models(first(lambda: models_read(config)))
     pending = gather_objects(pending_stages(config))[0]
     with job.phases("data"):
         data = {plan.where: load_stage_data(plan, tokenizer, job) for plan in pending}

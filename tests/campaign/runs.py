@@ -24,7 +24,7 @@ from tests.golden import record
 ROOT = Path(__file__).resolve().parents[2]
 RANK = Path(__file__).with_name("rank.py")
 LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-INCOMPLETE = (".part", ".partial", ".old", ".incomplete")
+INCOMPLETE = (".part", ".partial", ".old", ".removed", ".incomplete")
 """How names end that only what was cut off has."""
 
 DATA = (".jsonl", ".parquet", ".saved")

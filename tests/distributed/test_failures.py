@@ -172,6 +172,15 @@ def test_a_rank_may_be_waited_for_as_long_as_it_gets_on(fork):
     assert fork(WATCHED, 4, "works").stdout.count("sum 4") == 4
 
 
+def test_a_job_of_one_rank_is_watched_like_many(fork, tmp_path):
+    assert fork(WATCHED, 1, "works").stdout.count("sum 1") == 1
+    result = fork(WATCHED, 1, "hangs", tmp_path, check=False)
+    stands = r"\n  rank 0 \(none\) stands in phase 'generate' after no work, inside .*hangs > wait\n"
+    assert result.returncode == 1
+    assert re.search(r"no rank gets on for 4 s \(rank_timeout\)" + stands, result.stderr), result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["rank_0"]
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

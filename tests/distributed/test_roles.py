@@ -145,9 +145,30 @@ def test_a_run_ended_before_its_first_checkpoint_keeps_its_trained_reward_model(
     refused = ["mismatch.warn=1e-30", "mismatch.stop=1e-29"]
     first = fork("megatron_rl", 1, "train", ended, *refused, module=True, check=False)
     assert "MismatchError" in first.output and not list((tmp_path / "ended/run/checkpoints").iterdir())
-    fork("megatron_rl", 1, "train", ended, module=True)
-    judged = [metrics(tmp_path / name)[0]["reward/component/preference"] for name in ("whole", "ended")]
-    assert judged[0] == judged[1]
+    damaged = config("damaged")
+    shutil.copytree(tmp_path / "ended/run", tmp_path / "damaged/run")
+    flip(tmp_path / "damaged/run/reward_models/preference/model.safetensors")
+    anew = {name: fork("megatron_rl", 1, "train", file, module=True).output
+            for name, file in (("ended", ended), ("damaged", damaged))}  # fmt: skip
+    runs = ("whole", "ended", "damaged")
+    judged = {name: metrics(tmp_path / name)[0]["reward/component/preference"] for name in runs}
+    assert judged["whole"] == judged["ended"] == judged["damaged"]
+    named = "reward.models.preference.training: its model is damaged: model.safetensors has other content"
+    assert named in anew["damaged"] and "damaged" not in anew["ended"].replace(str(tmp_path), "")
+    assert (tmp_path / "damaged/run/reward_models/preference.1").is_dir()
+
+    # From its first checkpoint on a run goes on beside the very models that it has learned beside.
+    flip(tmp_path / "ended/run/stages/sft/hf/model.safetensors")
+    refused = fork("megatron_rl", 1, "train", ended, "steps=2", module=True, check=False)
+    assert refused.returncode and "a model that is to be read is damaged" in refused.output
+    assert "sft: " in refused.output and "model.safetensors has other content" in refused.output
+
+
+def flip(file: Path) -> None:
+    """Change a bit of a file of tensors behind its header: it stays a file of finite numbers."""
+    content = bytearray(file.read_bytes())
+    content[3 * len(content) // 4] ^= 1
+    file.write_bytes(content)
 
 
 def grpo(folder: Path, material: Path, **changes) -> Path:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pyarrow.parquet
 import pytest
 import torch
@@ -335,12 +337,65 @@ def test_processes_tokenise_a_data_set_once(tokenizer: Any, tmp_path: Path) -> N
     )
     cut.write_bytes(b"of a job that was killed while it wrote")
     written.write_bytes(b"of a process that lives, where the file system has no locks")
-    assert same(prompts(files).everything(), alone.everything()) and not told, "a damaged file is made again"
+    assert same(prompts(files).everything(), alone.everything()), "a damaged file is made again"
+    assert len(told) == 1 and file.name in told.pop()
     assert not cut.exists() and written.exists()
     path.write_text(path.read_text() + path.read_text())
     assert len(prompts(files)) == 20, "another content is another data set"
     blocked = TokenFiles(made / "tokens", told.append)
     assert len(prompts(blocked)) == 20 and len(told) == 1 and "tokens of its own" in told[0]
+
+
+def _flip_a_token(file: Path, other: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[content.rindex(numpy.int32(7).tobytes() + numpy.int32(4).tobytes())] ^= 2
+    file.write_bytes(content)
+
+
+def _copy_other(file: Path, other: Path) -> None:
+    shutil.copyfile(other, file)
+
+
+def _copy_other_with_digest(file: Path, other: Path) -> None:
+    shutil.copyfile(other, file)
+    shutil.copyfile(other.with_suffix(".digest"), file.with_suffix(".digest"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (_flip_a_token, "has other content than was written"),
+        (_copy_other, "has "),
+        (_copy_other_with_digest, "has the digest of "),
+        (lambda file, other: file.with_suffix(".digest").unlink(), "has no digest"),
+        (lambda file, other: file.with_suffix(".digest").write_bytes(b"\xff"), "has no digest"),
+        (lambda file, other: file.write_bytes(b""), "has 0 bytes instead of"),
+    ],
+)
+def test_a_damaged_file_of_tokens_is_named_and_made_anew(
+    damage: Callable[[Path, Path], None], named: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    files = TokenFiles(tmp_path / "tokens", told.append)
+    data = DataConfig("train", shuffle=False)
+
+    def tokens(name: str, numbers: Sequence[int]) -> list[list[int]]:
+        path = tmp_path / name
+        lines = [{"prompt": f"{n}+{n}=", "ground_truth": str(2 * n)} for n in numbers]
+        if not path.exists():
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        encode = partial(encode_prompts, tokenizer, data, "data.train")
+        encoded = files.encoded(path, "data.train", tokenizer, ("prompts",), encode)
+        return [row.tolist() for row in encoded.tokens[0]]
+
+    expected = tokens("set.jsonl", [30, 31, 32])
+    (file,) = (tmp_path / "tokens").glob("*.arrow")
+    assert tokens("other.jsonl", [73, 74, 75]) != expected
+    (other,) = set((tmp_path / "tokens").glob("*.arrow")) - {file}
+    damage(file, other)
+    assert not told and tokens("set.jsonl", [30, 31, 32]) == expected
+    assert len(told) == 1 and f"{file} {named}" in told[0] and "made anew" in told.pop()
+    assert tokens("set.jsonl", [30, 31, 32]) == expected and not told
 
 
 def test_records_that_no_file_gives_back_stay_as_they_are(tokenizer: Any, tmp_path: Path) -> None:

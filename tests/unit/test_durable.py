@@ -9,6 +9,9 @@ import json
 import os
 import resource
 import shutil
+import signal
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,21 @@ from hypothesis import strategies as st
 
 from megatron_rl import durable
 from megatron_rl.algorithms import AlgorithmState
-from megatron_rl.config.checkpoint_meta import META, STATE_FORMAT, read_meta, write_meta
+from megatron_rl.config.checkpoint_meta import (
+    META,
+    STATE_FORMAT,
+    latest,
+    named_checkpoints,
+    prune,
+    read_meta,
+    write_meta,
+)
 from megatron_rl.data.order import ShuffledOrder
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.responses import ResponseSource
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import checkpoint
-from megatron_rl.parallel.checkpoint_files import disk_or
+from megatron_rl.parallel import checkpoint, device
+from megatron_rl.parallel.checkpoint_files import disk_or, newest_intact
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.trainer.state import TYPES, Best, TrainerState
 
@@ -107,6 +118,54 @@ def test_a_folder_replaces_another_of_its_name(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["step_1"] and (tmp_path / "step_1").is_dir()
 
 
+KILLED_BETWEEN_TWO_RENAMES = """
+import os, signal, sys
+from pathlib import Path
+from megatron_rl import durable
+
+renames = []
+
+def count(event, arguments):
+    if event == "os.rename":
+        renames.append(arguments)
+        if len(renames) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(count)
+durable.publish(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement_loses_no_checkpoint(tmp_path: Path) -> None:
+    device.initialize()
+    final = folder_with(tmp_path / "step_4")
+    write_meta(final, {"step": 4})
+    durable.write_digests(final, durable.digests(final, durable.files_below(final)))
+    for _ in range(2):  # the second time also with what the first kill has left beside it
+        shutil.copytree(final, tmp_path / "step_4.partial", dirs_exist_ok=True)
+        command = [sys.executable, "-c", KILLED_BETWEEN_TWO_RENAMES, f"{final}.partial", str(final)]
+        assert subprocess.run(command).returncode == -signal.SIGKILL
+        assert sorted(os.listdir(tmp_path)) == ["step_4.old", "step_4.partial"]
+        assert named_checkpoints(tmp_path) == [tmp_path / "step_4.old"] == [latest(tmp_path)]
+        said: list[str] = []
+        assert newest_intact(tmp_path, said.append) == final
+        assert "step_4.old" in said[0] and damages(final) == []
+    prune(final, keep=1)
+    assert os.listdir(tmp_path) == ["step_4"]
+
+
+def test_a_replacement_keeps_the_only_complete_copy_until_it_has_the_name(tmp_path: Path) -> None:
+    folder_with(tmp_path / "step_4.old")
+    with pytest.raises(FileNotFoundError):
+        durable.publish(tmp_path / "missing", tmp_path / "step_4")
+    assert durable.recover_replaced(tmp_path) == [tmp_path / "step_4"] and damages(tmp_path / "step_4") == []
+
+
+def test_half_of_a_checkpoint_that_was_being_deleted_gets_no_name_back(tmp_path: Path) -> None:
+    folder_with(tmp_path / f"step_2{durable.DOOMED}")
+    assert durable.recover_replaced(tmp_path) == [] and named_checkpoints(tmp_path) == []
+
+
 def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
     durable.require_space(tmp_path, 10, "a file")
     with pytest.raises(UserError, match="too full for a checkpoint") as refused:
@@ -123,6 +182,33 @@ def test_a_state_that_another_version_saved_is_named(tmp_path: Path) -> None:
             checkpoint.read_state(tmp_path)
         assert refused.value.where == str(tmp_path) and "export" in str(refused.value.fix)
         assert refused.value.expected == f"state of format {STATE_FORMAT}"
+
+
+WRITES_WITHOUT_MEMORY = """
+import sys
+from pathlib import Path
+import torch
+from megatron_rl.parallel import device
+from megatron_rl.parallel.checkpoint_write import Saving
+
+class Write:
+    def run(self):
+        torch.empty(2**40, dtype=torch.uint8) if sys.argv[2] == "torch" else bytearray(2**60)
+
+device.initialize()
+try:
+    Saving(Path(sys.argv[1]) / "step_3", [Write()], [], None, ()).finish()
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("allocator", ["torch", "python"])
+def test_memory_that_runs_out_while_a_thread_writes_is_told_as_that(allocator: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITES_WITHOUT_MEMORY, str(tmp_path), allocator]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
+    assert "the host's memory ran out while the checkpoint step_3 was written" in told
+    assert "checkpoint.asynchronous=false" in told
 
 
 def _function(function: Any) -> Any:

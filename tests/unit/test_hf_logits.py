@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_rl import durable
 from megatron_rl.parallel import device
 from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
@@ -58,6 +59,9 @@ def test_exported_checkpoint_is_the_loaded_one(family, tmp_path):
     export(model, tmp_path / "second", tmp_path / "first", file_bytes=40_000, piece_bytes=5_000)
     first, second = CheckpointFiles(tmp_path / "first"), CheckpointFiles(tmp_path / "second")
     assert first.names() == second.names()
+    digests = durable.read_digests(tmp_path / "second")
+    assert digests is not None and set(digests) == set(durable.files_below(tmp_path / "second"))
+    assert durable.damages(tmp_path / "second", digests, list(digests)) == []
     for name in first.names():
         shape = first.shape(name)
         assert torch.equal(

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -188,7 +189,7 @@ def test_conversations_are_shown_turn_by_turn(tmp_path: Path) -> None:
         "failure": [None, "timeout: 5 s"],
     }
     write_rollouts(folder, 1, columns)
-    turns = report.stored_samples(folder)[0]["turns"]
+    turns = report.stored_samples(folder)[0][0]["turns"]
     assert turns[1] == {"role": "policy", "content": HOSTILE, "tokens": 5, "calls": ['add {"a": 1}']}
     told = scripted(
         Page(report.write(folder.path, io.StringIO()).read_text()),
@@ -217,7 +218,8 @@ def test_a_page_holds_no_more_samples_than_it_may(tmp_path: Path) -> None:
     for step in range(1, 101):
         columns = {"prompt": [str(row) for row in range(64)], "response": ["x"] * 64, "reward": [1.0] * 64}
         write_rollouts(folder, step, columns)
-    samples = report.stored_samples(folder)
+    samples, unreadable = report.stored_samples(folder)
+    assert not unreadable
     assert len(samples) == report.SAMPLES - 400 and samples[-1]["step"] == 100
     assert {row["prompt"] for row in samples} == {str(row) for row in range(0, 64, 2)}
 
@@ -313,6 +315,40 @@ def test_a_folder_of_stages_alone_has_a_report(tmp_path: Path, capsys: pytest.Ca
     assert command(["compare", str(folder.path), "--out", str(tmp_path)]) == 0
     page = Page((tmp_path / "compare.html").read_text())
     assert ["sft: final held-out loss", "1.500"] in page.rows and "sft: loss" in page.pictures
+
+
+ODD_SET = "a$b_{ [/red] \ud800"
+
+
+def test_one_bad_file_or_name_stops_neither_report_nor_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("<b>[x](javascript:y)", "plain")
+    for name in names:
+        folder = RunFolder(tmp_path / name).create()
+        folder.config.write_bytes(b"seed: 1\nrun_dir: \xff\xfe\n")
+        with MetricsLog(folder, 3, console=io.StringIO()) as log:
+            for step in (1, 2, 3):
+                log.write(step, {"reward/mean": 0.5, f"eval/{ODD_SET}/accuracy": 0.1 * step})
+        with folder.metrics.open("a") as lines:
+            for step in ("true", "1" + "0" * 400, "-1", "1e3", '"4"'):
+                lines.write(f'{{"step": {step}, "reward/mean": 7.0}}\n')
+        for step in (1, 2, 3):
+            columns = {"prompt": ["1+1="], "response": ["2"], "reward": [1.0], "finish_reason": [0]}
+            write_rollouts(folder, step, columns)
+        torn = folder.rollouts / "step_1.parquet"
+        torn.write_bytes(torn.read_bytes()[:200])
+        (folder.rollouts / "step_2.parquet").unlink()
+        os.mkfifo(folder.rollouts / "step_2.parquet")
+        assert command(["report", str(folder.path)]) == 0
+        said = capsys.readouterr().out
+        assert "step_1.parquet is left out" in said and "step_2.parquet is left out" in said
+        content = folder.report.read_text()
+        assert "step_1.parquet is left out" in content and '"step": 3' in content and "7.0" not in content
+    words = [str(tmp_path / name) for name in names]
+    assert command(["compare", *words, "--out", str(tmp_path / "out")]) == 0
+    markdown = (tmp_path / "out/compare.md").read_text()
+    assert "&lt;b&gt;\\[x\\](javascript:y)" in markdown and "<b>" not in markdown
 
 
 def test_the_running_mean_is_centred() -> None:

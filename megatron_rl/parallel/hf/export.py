@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.durable import seal, sync_folder
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import BoxGroup, BoxIndex, Region, regions, view_of
@@ -123,8 +124,9 @@ def _write(
     writer = _Writer(content.files, shapes, dtypes, target)
     connect(group)
     _collect(steps, sources, BoxIndex(content.boxes), parameters, writer, group)
-    _together(writer.close, path, group)
-    _together(lambda: _publish(target, path, finish) if first else None, path, group)
+    written = _together(writer.close, path, group)
+    digests = {name: digest for by_name in written for name, digest in by_name.items()}
+    _together(lambda: _publish(target, path, finish, digests) if first else None, path, group)
 
 
 def _further_layers(described: PretrainedModel, source: str | Path | None) -> list[str]:
@@ -189,12 +191,13 @@ class _Writer:
         except OSError as error:
             self._error = error
 
-    def close(self) -> None:
-        """Close the files, and raise what went wrong."""
-        for file in self._open.values():
-            file.close(complete=self._error is None)
+    def close(self) -> dict[str, str]:
+        """Close the files and return the digest of each by name; raise what went wrong."""
+        complete = self._error is None
+        digests = {name: file.close(complete) for name, file in self._open.items()}
         if self._error is not None:
             raise self._error
+        return digests
 
 
 def _collect(
@@ -276,11 +279,13 @@ def _prepare(path: Path, target: Path) -> None:
         leftover.unlink()
 
 
-def _publish(target: Path, path: Path, finish: Callable[[Path], None]) -> None:
+def _publish(target: Path, path: Path, finish: Callable[[Path], None], digests: Mapping[str, str]) -> None:
     finish(target)
+    seal(target, digests)
     if path.is_dir():
         path.rmdir()
     os.replace(target, path)
+    sync_folder(path.parent)
 
 
 def _finish(
@@ -311,12 +316,12 @@ def _finish(
         copy_tokenizer(source, target)
 
 
-def _together(action: Callable[[], None], path: Path, group: Any) -> None:
-    """Do something on every rank; raise on all of them what happened on one."""
+def _together(action: Callable[[], Any], path: Path, group: Any) -> list[Any]:
+    """Return what an action returns on every rank, by rank; raise on all of them what happened on one."""
 
-    def told() -> None:
+    def told() -> Any:
         try:
-            action()
+            return action()
         except OSError as error:
             raise UserError(
                 "The checkpoint cannot be written.",
@@ -326,4 +331,4 @@ def _together(action: Callable[[], None], path: Path, group: Any) -> None:
                 fix="name another directory, or free space and allow writing there",
             ) from error
 
-    together(told, f"write {path}", group)
+    return together(told, f"write {path}", group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_rl.durable import require_file
+from megatron_rl.durable import RunningDigest, require_file
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.shapes.pretrained import INDEX, read_pretrained, tokenizer_files
@@ -101,7 +102,10 @@ class CheckpointFiles:
 
 
 class SafetensorsWriter:
-    """Write one safetensors file front to back in pieces, so that no tensor need be whole in memory."""
+    """Writer of one safetensors file front to back in pieces, so that no tensor need be whole in memory.
+
+    The digest of the file is computed from the same pieces, since reading a large file again costs time.
+    """
 
     def __init__(
         self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
@@ -119,20 +123,32 @@ class SafetensorsWriter:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._left = position
+        self._digest = RunningDigest()
         self._file: BinaryIO = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._append(len(text).to_bytes(8, "little") + text)
 
     def write(self, piece: Tensor) -> None:
         """Append the next elements, in the tensor's dtype and row-major order."""
         data = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self._left -= data.nbytes
-        self._file.write(data.data)
+        self._append(data.data)
 
-    def close(self, complete: bool = True) -> None:
-        """Close the file; where it is ``complete`` every element must have been written."""
-        self._file.close()
+    def _append(self, content: bytes | memoryview) -> None:
+        self._file.write(content)
+        self._digest.update(content)
+
+    def close(self, complete: bool = True) -> str:
+        """Bring the file to the disk, close it and return its digest.
+
+        Where it is ``complete`` every element must have been written.
+        """
+        with self._file:
+            self._file.flush()
+            if complete:
+                os.fsync(self._file.fileno())
         if complete and self._left:
             raise RuntimeError(f"{self._left} bytes of {self._file.name} were not written")
+        return str(self._digest)
 
 
 def shard_files(

@@ -19,6 +19,7 @@ from megatron_rl.parallel.hf.importer import global_name, shard_of, trace_import
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles
 from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
 from megatron_rl.parallel.model import Chunked, ParallelModel, live_parameters, of_experts
+from megatron_rl.progress import advance
 from megatron_rl.shapes.layer_weights import OUTPUT, SCALAR
 from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.types import TensorBox
@@ -146,6 +147,7 @@ def _read(
             values = files.read(box.name, box.start, box.size)
             require_finite(values, box.name, files)
             view_of(parameters[box.storage], box).copy_(values)
+            advance("tensors read")
 
 
 def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
