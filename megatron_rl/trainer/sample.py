@@ -21,7 +21,7 @@ from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout import episodes
 from megatron_rl.rollout.episodes import Added, Episodes, Settled, Sweep
 from megatron_rl.trainer.reward_failures import NO_RESPONSE
-from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, Scores, row_counts
+from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, Scores, limited_counts
 
 _RENDEZVOUS = itertools.count(1)
 """Numbers of open sweeps, equal on all ranks, of all sources that use the job's store."""
@@ -328,7 +328,7 @@ def grade(roles: Roles, sampled: SampledBatch, members: Members) -> ScoredBatch:
     scores, metrics, failures = judged.scores, sampled.metrics + judged.metrics, judged.failures
     if sampled.greedy is not None:
         greedy = judge(roles, sampled.prompts, sampled.greedy, members)
-        counts = row_counts(sampled.greedy.response_mask, sampled.greedy.lengths)
+        counts = limited_counts(sampled.greedy)
         scores = replace(
             scores,
             baseline_rewards=greedy.scores.rewards.repeat_interleave(samples),

@@ -31,6 +31,7 @@ from megatron_rl.types import (
     PromptBatch,
     Rollouts,
     SamplingParameters,
+    limited_counts,
     observed_counts,
     split_rows,
     turn_starts,
@@ -285,6 +286,9 @@ def test_no_room_and_no_turn_left_truncate_and_are_no_failure(hosts: Hosts):
         outcome and outcome.failure is None and outcome.reward is None for outcome in rollouts.outcomes
     )
     assert (rollouts.lengths <= 5 + 12).all()
+    # An observation that found no room counts, too: else such a conversation would seem short enough.
+    assert rollouts.max_response_tokens is not None and rollouts.max_response_tokens.tolist() == [12] * 3
+    assert (limited_counts(rollouts) >= 12).all()
     turns = sweep(hosts, begin(prompts(["go"], [9], most=150), 1, seed=2, version=3), None).rollouts
     assert turns.finish_reason.tolist() == [FINISH_LENGTH] and int(turn_starts(turns).sum()) == 6
 
