@@ -32,7 +32,7 @@ from megatron_rl.parallel.hf.importer import EXPERT, by_name, import_parameters,
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import fingerprint, global_name, shard_of
 from megatron_rl.parallel.model import Chunked, ParallelModel, live_parameters, of_experts
-from megatron_rl.shapes.lora import ADAPTER, ATTENTION, MLP, PEFT_PREFIX, adapted
+from megatron_rl.shapes.lora import ADAPTER, ATTENTION, MLP, PEFT_PREFIX, PEFT_WEIGHTS, adapted
 from megatron_rl.shapes.pretrained import LAYER
 from megatron_rl.types import TensorBox
 
@@ -109,7 +109,7 @@ def start_adapters(model: ParallelModel, seed: int, path: str | None = None) -> 
     Tensors that the file lacks are new. A file's values also are those that the reference keeps.
     """
     assert model.adapters is not None
-    files = CheckpointFiles(path) if path is not None else None
+    files = CheckpointFiles(path, PEFT_WEIGHTS) if path is not None else None
     held = files.names() if files is not None else set()
     shapes, parameters = model.adapters.tensor_shapes(), adapter_parameters(model)
     for box in adapter_boxes(model):
