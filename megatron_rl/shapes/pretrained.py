@@ -113,7 +113,7 @@ class PretrainedModel:
         return bool(layer) and 0 <= int(layer.group(1)) - self.shape.layers < further
 
     def has_separate_head(self, names: Container[str]) -> bool:
-        """Say whether these names of tensors include an output layer beside the embedding that it is tied to."""
+        """Say whether these names of tensors have an output layer beside the embedding that it is tied to."""
         return self.shape.tied and not self.shape.scalar_head and OUTPUT in names and EMBEDDING in names
 
     def is_ignorable(self, name: str) -> bool:
