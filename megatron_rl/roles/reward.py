@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.config.sections.rewards import FUNCTION, RewardConfig
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.exchange import Members, RowShard
+from megatron_rl.parallel.exchange import ReplicaGroup, RowShard
 from megatron_rl.rewards.function import (
     Failure,
     FunctionReward,
@@ -158,7 +158,7 @@ class RewardRole:
             samples = self._samples(prompts, rollouts, rows, scorer.takes)
             self._beside.do(partial(_answers, name, scorer, numbers, samples))
 
-    def early(self, members: Members) -> EarlyAnswers:
+    def early(self, members: ReplicaGroup) -> EarlyAnswers:
         """Return what was said of the groups begun since the last call. Collective over the members."""
         result: dict[str, dict[int, Answer]] = {name: {} for name in self._functions}
         if not result:
@@ -169,7 +169,11 @@ class RewardRole:
         return result
 
     def infer(
-        self, prompts: PromptBatch, rollouts: Rollouts, members: Members, early: EarlyAnswers | None = None
+        self,
+        prompts: PromptBatch,
+        rollouts: Rollouts,
+        members: ReplicaGroup,
+        early: EarlyAnswers | None = None,
     ) -> list[Judgement]:
         """Return what each scorer says of its share of the rows on this rank: ``rewards``, NaN where failed.
 
@@ -201,7 +205,7 @@ class RewardRole:
         rows: list[int],
         scorer: Scorer,
         known: Mapping[int, Answer],
-        members: Members,
+        members: ReplicaGroup,
     ) -> tuple[RowShard, Metrics, tuple[Failure, ...], dict[int, str]]:
         failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
         asked = [row for row in rows if row not in known and not failed[row]]
@@ -320,7 +324,7 @@ def _answers(
     return name, dict(zip(numbers, scorer.answers(samples), strict=True))
 
 
-def _share(rollouts: Rollouts, members: Members, scorer: Scorer) -> list[int]:
+def _share(rollouts: Rollouts, members: ReplicaGroup, scorer: Scorer) -> list[int]:
     """Return the rows that this rank judges: whole groups where they are judged together."""
     place, count = members.ranks.index(members.rank), len(members.ranks)
     if isinstance(scorer, HttpReward | JudgeReward):

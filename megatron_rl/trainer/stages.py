@@ -21,7 +21,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint
 from megatron_rl.parallel.checkpoint_files import newest_intact
-from megatron_rl.parallel.exchange import Members, barrier, gather_metrics, gather_objects
+from megatron_rl.parallel.exchange import ReplicaGroup, barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.lora import merge_adapters, note_base
@@ -346,7 +346,7 @@ def _batches(
             yield batch, data.train.state_dict()
 
     def scored(batch: TrainBatch) -> TrainBatch:
-        log_probs = Members().gather_rows(stage.role.infer(batch)).tokens["old_log_probs"]
+        log_probs = ReplicaGroup().gather_rows(stage.role.infer(batch)).tokens["old_log_probs"]
         return replace(batch, ref_log_probs=log_probs)
 
     held_out = None if data.held_out is None else data.held_out.everything()
