@@ -51,7 +51,8 @@ UNFINISHED = 3
 class Outcome(NamedTuple):
     """Say what an environment made of an episode: a reward with components, None where others judge, or a
     ``failure`` by its reason, with a message. ``calls`` are the tools' calls of each turn of the policy,
-    where a parser finds any.
+    where a parser finds any. ``dropped_tokens`` counts the tokens of an observation that found no room in
+    the row, and so ended the episode.
     """
 
     reward: float | None = None
@@ -59,6 +60,7 @@ class Outcome(NamedTuple):
     failure: str | None = None
     message: str = ""
     calls: tuple[Sequence[Mapping[str, Any]], ...] = ()
+    dropped_tokens: int = 0
 
 
 def split_rows(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
@@ -104,6 +106,22 @@ def observed_counts(rollouts: Rollouts) -> Tensor:
     earlier = torch.cat([torch.zeros(1, dtype=torch.long), starts])[ends - rollouts.lengths]
     begun = starts > earlier[row_index(rollouts.lengths)]
     return row_counts(begun & ~rollouts.response_mask, rollouts.lengths)
+
+
+def limited_counts(rollouts: Rollouts) -> Tensor:
+    """Return the tokens of each row that count towards its ``max_response_tokens``: [B] int64.
+
+    These are the policy's own tokens, those that an environment added between and behind them, and those of
+    an observation that had no room left.
+
+    Example: a row of a prompt, 3 sampled tokens, an observation of 4 and 2 more sampled tokens counts 9.
+    """
+    counts = row_counts(rollouts.response_mask, rollouts.lengths) + observed_counts(rollouts)
+    if rollouts.outcomes is not None:
+        counts = counts + torch.tensor(
+            [0 if one is None else one.dropped_tokens for one in rollouts.outcomes]
+        )
+    return counts
 
 
 class _Rows:
@@ -204,7 +222,8 @@ class Rollouts(_Rows):
     ``support`` [K] int32 has the token ids that top-p, top-k and min-p left to each token, of which
     ``rollout_log_probs`` are the distribution; ``support_sizes`` [N] int32 counts them, 0 where nothing was
     filtered out. ``experts`` [N, layers, k] int16 has those that the engine sent each token to, -1 where it
-    did not say.
+    did not say. ``max_response_tokens`` [B] int64 is the limit under which a row was sampled, see
+    `limited_counts` for what it counts; None where nobody stated one.
 
     Where rows are conversations with an environment, what it said lies between the response tokens, and
     ``outcomes`` are B outcomes, None for rows that have not ended.
@@ -222,13 +241,16 @@ class Rollouts(_Rows):
     support_sizes: Tensor | None = None
     support: Tensor | None = None
     experts: Tensor | None = None
+    max_response_tokens: Tensor | None = None
     outcomes: tuple[Outcome | None, ...] | None = None
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "rollout_log_probs", "token_versions", "support_sizes", "experts",
     )  # fmt: skip
     ITEM_FIELDS = _SUPPORT
-    ROW_FIELDS = ("lengths", "group", "finish_reason", "policy_version", "temperature")
+    ROW_FIELDS = (
+        "lengths", "group", "finish_reason", "policy_version", "temperature", "max_response_tokens",
+    )  # fmt: skip
     TUPLE_FIELDS = ("outcomes",)
 
 
@@ -241,7 +263,7 @@ class Scores:
     float32, each None where no role computes it; ``entropy`` [N] of the old policy. ``experts`` as in
     `Rollouts`, of the actor's pass, where updates are to repeat it.
     ``baseline_rewards`` [B] is the reward of a greedy response to the row's prompt, for ReMax, and
-    ``baseline_lengths`` [B] int64 its tokens.
+    ``baseline_lengths`` [B] int64 its tokens, counted as `limited_counts` does.
     """
 
     rewards: Tensor

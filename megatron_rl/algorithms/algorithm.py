@@ -100,6 +100,8 @@ class Algorithm:
     overlong: Overlong = Overlong()
     imitation: Imitation = Imitation()
     dynamic_sampling: DynamicSampling = KeepEveryGroup()
+    max_response_tokens: int | None = None
+    """Limit of the responses that do not carry a limit of their own, see `within`."""
 
     @property
     def needs_critic(self) -> bool:
@@ -129,12 +131,15 @@ class Algorithm:
     def within(self, max_response_tokens: int) -> Algorithm:
         """Return the algorithm for responses of at most so many tokens."""
         changed = {name: piece.within(max_response_tokens) for name, piece in self.pieces().items()}
-        return replace(self, **changed)
+        return replace(self, max_response_tokens=max_response_tokens, **changed)
 
     def problems(self) -> Iterator[UserError]:
         """Yield every mistake in the pieces' settings, and in what goes together."""
         for name, piece in self.pieces().items():
             yield from piece.problems(f"algorithm.{name}")
+        if self.max_response_tokens is not None and self.overlong.limit is None:
+            limits = {"rollout.max_response_tokens": self.max_response_tokens}
+            yield from self.overlong.buffer_errors("algorithm.overlong", limits)
         if not self.advantage.reads_rewards:
             yield from self._unread()
         if (
@@ -271,7 +276,9 @@ KINDS: dict[str, Kind] = {
     "reward_shaping": Kind(
         RewardShaping, {"standard": RewardShaping()}, "shape", ("values", "rewards", "valid", "moments")
     ),
-    "overlong": Kind(Overlong, {"soft": Overlong()}, "punish", ("rewards", "valid", "response_lengths")),
+    "overlong": Kind(
+        Overlong, {"soft": Overlong()}, "punish", ("rewards", "valid", "response_lengths", "limits")
+    ),
     "imitation": Kind(
         Imitation, {"good_responses": Imitation()}, "marks", ("rewards", "valid", "mask", "lengths")
     ),

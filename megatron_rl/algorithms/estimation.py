@@ -24,7 +24,7 @@ from megatron_rl.algorithms.ragged import (
 )
 from megatron_rl.algorithms.rewards import RunningMoments
 from megatron_rl.metrics import Metrics
-from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, Rollouts, Scores, TrainBatch
+from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, Rollouts, Scores, TrainBatch, limited_counts
 
 
 def estimate(
@@ -43,7 +43,7 @@ def estimate(
     state = initial_state(algorithm) if state is None else state
     valid = valid_rows(rollouts, scores, algorithm)
     answered = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
-    old_log_probs = rollouts.rollout_log_probs if algorithm.correction.bypass else scores.old_log_probs
+    old_log_probs = old_policy_log_probs(rollouts, scores, algorithm)
     if old_log_probs is None and algorithm.needs_scoring_pass:
         keys = ", ".join(f"algorithm.{name}" for name in algorithm.needs_scoring_pass)
         raise ValueError(f"Scores.old_log_probs is missing, which {keys} must know before the loss")
@@ -78,6 +78,14 @@ def estimate(
     return batch, metrics + step_metrics(rollouts, scores, inputs, batch)
 
 
+def old_policy_log_probs(rollouts: Rollouts, scores: Scores, algorithm: Algorithm) -> Tensor | None:
+    """Return the log-probs [N] that stand for the old policy in ratios, KL penalty, metric and controller.
+
+    With `Correction.bypass` these are the engine's own; else the trainer's, None where no pass computed them.
+    """
+    return rollouts.rollout_log_probs if algorithm.correction.bypass else scores.old_log_probs
+
+
 def old_policy_metrics(
     rollouts: Rollouts, scores: Scores, algorithm: Algorithm, state: AlgorithmState
 ) -> Metrics:
@@ -93,7 +101,8 @@ def old_policy_metrics(
     rollout, log_probs = rollouts.rollout_log_probs, scores.old_log_probs
     metrics = mismatch_metrics(log_probs, rollout, mask, rollouts.lengths)
     if scores.ref_log_probs is not None:
-        policy = rollout if algorithm.correction.bypass else log_probs
+        policy = old_policy_log_probs(rollouts, scores, algorithm)
+        assert policy is not None
         kl = algorithm.kl.estimate(policy, scores.ref_log_probs)
         metrics += Metrics.mean("kl/ref", float(kl[mask].double().sum()), count)
         metrics += Metrics.of({"kl/coef": state.kl_coef})
@@ -112,12 +121,14 @@ def _inputs(
     """Shape the rewards and lay them on tokens."""
     lengths, shaping = rollouts.lengths, algorithm.reward_shaping
     moments = shaping.moments_after(state.moments, scores.rewards, valid)
+    limits = _response_limits(rollouts, algorithm)
 
     def shaped(values: Tensor, response_lengths: Tensor) -> Tensor:
         values = shaping.shape(values, scores.rewards, valid, moments)
-        return algorithm.overlong.punish(values, valid, response_lengths)
+        return algorithm.overlong.punish(values, valid, response_lengths, limits)
 
-    rewards = shaped(scores.rewards, row_sums(mask.double(), lengths))
+    # The penalty is of what the limit counts: tokens of tools stop a conversation as the policy's own do.
+    rewards = shaped(scores.rewards, limited_counts(rollouts))
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
     last = last_masked_token(mask, lengths)
     token_rewards[last[last >= 0]] = rewards[last >= 0]
@@ -145,6 +156,23 @@ def _inputs(
         baseline_rewards=baseline,
         components={name: value.double() for name, value in scores.components.items()},
     )
+
+
+def _response_limits(rollouts: Rollouts, algorithm: Algorithm) -> Tensor:
+    """Return the longest response that each row may have: [B] int64.
+
+    A sampling profile gives a task's rows a limit of their own. Rows that carry none, as those that a
+    program made by hand, have the algorithm's.
+    """
+    if rollouts.max_response_tokens is not None:
+        return rollouts.max_response_tokens
+
+    longest = algorithm.overlong.limit or algorithm.max_response_tokens
+    if longest is not None:
+        return torch.full((len(rollouts),), longest)
+    if algorithm.overlong.buffer is not None:
+        raise ValueError("the overlong penalty needs a limit: Rollouts.max_response_tokens")
+    return torch.full((len(rollouts),), torch.iinfo(torch.long).max)
 
 
 def _correct(
@@ -185,16 +213,18 @@ def next_state(
     """Return the state after a step, from what the step sampled and how it was scored.
 
     Call it once per step, after `estimate` with the old state. The adaptive coefficient follows the KL of
-    the sampling policy to the reference by the algorithm's estimator, averaged per response and then over
+    `old_policy_log_probs` to the reference by the algorithm's estimator, averaged per response and then over
     responses.
     """
     valid = valid_rows(rollouts, scores, algorithm)
     moments = algorithm.reward_shaping.moments_after(state.moments, scores.rewards, valid)
     coef = state.kl_coef
     if algorithm.kl.adapts:
-        log_probs = rollouts.rollout_log_probs if scores.old_log_probs is None else scores.old_log_probs
+        log_probs = old_policy_log_probs(rollouts, scores, algorithm)
         if scores.ref_log_probs is None:
             raise ValueError("the adaptive KL coefficient needs ref_log_probs")
+        if log_probs is None:
+            log_probs = rollouts.rollout_log_probs
         mask = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
         kl = algorithm.kl.estimate(log_probs.double(), scores.ref_log_probs.double())
         answered = row_sums(mask.double(), rollouts.lengths) > 0

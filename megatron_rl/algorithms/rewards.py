@@ -8,9 +8,9 @@ that generates is the trainer's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.algorithms.piece import Piece, ragged, torch
 from megatron_rl.config.setting import setting
@@ -119,18 +119,18 @@ class Overlong(Piece):
 
     buffer: float | None = setting(
         None,
-        "Tokens before the limit where the penalty starts; below 1 a share of the limit.",
+        "Tokens before the limit where the penalty starts; below 1 a share of each response's own limit.",
         unit="tokens",
         unset="no penalty",
         more_than=0,
     )
-    penalty: float = setting(1.0, "What a response at the limit loses.", at_least=0)
+    penalty: float = setting(1.0, "What a response at the limit, or beyond it, loses.", at_least=0)
     filter: bool = setting(False, "Whether rows cut off by the limit take no part in the loss.")
     limit: int | None = setting(
         None,
         "Length at which the penalty is full.",
         unit="tokens",
-        unset="rollout.max_response_tokens",
+        unset="rollout.max_response_tokens, or that of the task's sampling profile",
         at_least=1,
     )
 
@@ -140,28 +140,37 @@ class Overlong(Piece):
         return self.filter
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the error of a buffer that is longer than a response may be."""
-        if self.buffer is not None and self.limit is not None and self.buffer > self.limit:
-            yield UserError(
-                "the overlong buffer is longer than a response may be",
-                where=f"{path}.buffer",
-                expected=f"at most {self.limit} tokens, the limit of a response",
-                got=f"{self.buffer:g}",
-                fix="lower it; below 1 it is a share of the limit, such as 0.2",
-            )
+        """Yield the error of a buffer that is longer than the limit that the piece itself states."""
+        if self.limit is not None:
+            yield from self.buffer_errors(path, {f"{path}.limit": self.limit})
 
-    def within(self, max_response_tokens: int) -> Self:
-        """Return the piece with its limit filled in."""
-        return self if self.limit is not None else replace(self, limit=max_response_tokens)
+    def buffer_errors(self, path: str, limits: Mapping[str, int]) -> Iterator[UserError]:
+        """Yield an error for each of the ``limits``, by its key, that is shorter than the buffer."""
+        for key, limit in limits.items():
+            if self.buffer is not None and self.buffer > limit:
+                yield UserError(
+                    "the overlong buffer is longer than a response may be",
+                    where=f"{path}.buffer",
+                    expected=f"at most {limit} tokens, {key}",
+                    got=f"{self.buffer:g}",
+                    fix="lower it; below 1 it is a share of the limit, such as 0.2",
+                )
 
-    def punish(self, rewards: Tensor, valid: Tensor, response_lengths: Tensor) -> Tensor:
-        """Return the rewards with the penalty added: [B], 0 on invalid rows."""
+    def punish(self, rewards: Tensor, valid: Tensor, response_lengths: Tensor, limits: Tensor) -> Tensor:
+        """Return the rewards with the penalty added: [B], 0 on invalid rows.
+
+        ``response_lengths`` [B] are compared with ``limits`` [B], the longest that each response may get,
+        or with the piece's own ``limit`` where it states one. Both count the same tokens.
+        """
         if self.buffer is None:
             return rewards
-        if self.limit is None:
-            raise ValueError("the overlong penalty needs a limit")
-        buffer = self.buffer if self.buffer >= 1 else self.buffer * self.limit
-        penalty = overlong_penalty(response_lengths, limit=self.limit, buffer=buffer, penalty=self.penalty)
+
+        if self.limit is not None:
+            limits = torch.full_like(limits, self.limit)
+        limits = limits.double()
+        buffer = torch.full_like(limits, self.buffer) if self.buffer >= 1 else self.buffer * limits
+
+        penalty = overlong_penalty(response_lengths, limit=limits, buffer=buffer, penalty=self.penalty)
         return torch.where(valid, rewards + penalty, 0)
 
 
@@ -231,20 +240,25 @@ def smooth(rewards: Tensor, valid: Tensor, mean: float, share: float) -> Tensor:
     return torch.where(valid, (1 - share) * rewards + share * mean, 0)
 
 
-def overlong_penalty(response_lengths: Tensor, *, limit: float, buffer: float, penalty: float) -> Tensor:
+def overlong_penalty(
+    response_lengths: Tensor, *, limit: float | Tensor, buffer: float | Tensor, penalty: float
+) -> Tensor:
     """Return what a response loses for coming near the limit, or running into it: [B], at most 0.
 
-    ``min(-(length - (limit - buffer)) / buffer * penalty, 0)``: nothing up to ``limit - buffer`` tokens, then
-    down in a straight line to ``-penalty`` at ``limit``.
+    Nothing up to ``limit - buffer`` tokens, then ``(limit - buffer - length) / buffer * penalty``, a straight
+    line down to ``-penalty`` at ``limit``, and ``-penalty`` beyond. ``limit`` and ``buffer`` are numbers, or
+    one number of each response [B].
 
     Source: DAPO, arXiv:2503.14476, equation 13 (soft overlong punishment).
 
     Example:
         >>> overlong_penalty(torch.tensor([50, 90, 100]), limit=100, buffer=20, penalty=1.0).tolist()
         [0.0, -0.5, -1.0]
+        >>> overlong_penalty(torch.tensor([200, 400]), limit=100, buffer=20, penalty=1.0).tolist()
+        [-1.0, -1.0]
     """
     excess = (response_lengths - (limit - buffer)).to(torch.float64) / buffer
-    return torch.where(excess > 0, -penalty * excess, 0)
+    return torch.where(excess > 0, -penalty * excess.clamp(max=1.0), 0)
 
 
 @dataclass(frozen=True)

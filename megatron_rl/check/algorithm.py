@@ -14,6 +14,19 @@ def check_algorithm(config: RunConfig) -> tuple[Algorithm | None, list[UserError
     Where there are mistakes the algorithm is the named one with its own pieces, None for an unknown name.
     """
     try:
-        return algorithm_of(config), []
+        algorithm = algorithm_of(config)
+        return algorithm, _profile_errors(config, algorithm)
     except UserError as error:
         return ALGORITHMS.get(config.algorithm.name), list(each(error))
+
+
+def _profile_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]:
+    """Return the errors of an overlong buffer beside the shorter limits of sampling profiles."""
+    if algorithm.overlong.limit is not None:
+        return []
+    limits = {
+        f"rollout.sampling_profiles.{task}.max_response_tokens": profile["max_response_tokens"]
+        for task, profile in config.rollout.sampling_profiles.items()
+        if isinstance(profile.get("max_response_tokens"), int)
+    }
+    return list(algorithm.overlong.buffer_errors("algorithm.overlong", limits))

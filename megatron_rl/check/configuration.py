@@ -13,9 +13,11 @@ from megatron_rl.check.algorithm import check_algorithm
 from megatron_rl.check.data_lengths import Looked
 from megatron_rl.check.engine_arguments import check_engine_arguments, check_own_engine
 from megatron_rl.check.files import Files
+from megatron_rl.check.host import host_engine_errors
 from megatron_rl.check.inputs import Inputs, check_attention, check_inputs, check_paths
 from megatron_rl.check.lora import check_adapted_model, check_lora, idle_adapters
 from megatron_rl.check.megatron_model import with_megatron_models
+from megatron_rl.check.memory import check_memory, with_gpu_memory
 from megatron_rl.check.model_settings import (
     PATIENCE,
     Trial,
@@ -82,6 +84,8 @@ class CheckReport:
     looked: tuple[Looked, ...] = ()
     algorithm: Algorithm | None = None
     files_missing: bool = False
+    untried: bool = False
+    """Megatron was not asked, or did not answer in time, whether it takes its settings."""
 
     def valid(self) -> RunConfig:
         """Return the filled-in configuration, or raise UserErrors with every error."""
@@ -96,6 +100,7 @@ class _Check:
     launched: int | None
     errors: list[UserError] = field(default_factory=list)
     warnings: list[UserError] = field(default_factory=list)
+    untried: list[UserError] = field(default_factory=list)  # what Megatron did not answer
     bad: set[str] = field(default_factory=set)  # paths whose value is known to be wrong
     tree: Section = field(default_factory=Section)  # the configuration as it was written
 
@@ -202,10 +207,12 @@ def _checked(
         [*check_attention(config), *missing_packages(config)]
     )
     _check_model(check, inputs, layouts)
+    if config.job == TRAIN and "rollout" in layouts:
+        check.add(host_engine_errors(config, inputs.shape, here=training))
     if not check.errors:
-        errors, warnings = trial.result(_tried_roles(inputs, layouts), config.model.dtype)
+        errors, check.untried = trial.result(_tried_roles(inputs, layouts), config.model.dtype)
         check.errors.extend(errors)
-        check.warnings.extend(warnings)
+        check.warnings.extend(check.untried)
     # Findings about files leave the arithmetic whole: it is shown beside them.
     inputs.errors.extend(files.errors)
     inputs.warnings.extend((*files.warnings, *files.missing))
@@ -240,6 +247,7 @@ def _report(
         resolved = resolve(config, world, algorithm, inputs.shape)
         config = resolved.config
         config, template = _chat_templates(inputs, config)
+        config, gpu_memory = with_gpu_memory(config)
         layouts = role_layouts(config, world)
         batch = batch_plan(config, layouts) if config.job == TRAIN else None
         memory, sync = [], None
@@ -249,10 +257,13 @@ def _report(
         if batch is not None and inputs.shape is not None and not config.rollout.server.urls:
             sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
         records = inputs.preview.count if inputs.preview else None
-        check.warnings.extend(
-            check_warnings(check.config, world, layouts, batch, inputs.shape, algorithm, memory, records)
-        )
-        reasons = {**resolved.reasons, **template}
+        stated = replace(check.config, gpu_memory_gib=config.gpu_memory_gib)
+        check.warnings.extend(check_warnings(stated, world, layouts, batch, inputs.shape, algorithm, records))
+        where = "gpu" if gpu_memory else "gpu_memory_gib"
+        too_large, tight = check_memory(config, memory, where)
+        check.errors.extend(too_large)
+        check.warnings.extend(tight)
+        reasons = {**resolved.reasons, **template, **gpu_memory}
         filled = {path: origins.get(path, DEFAULT) for path in flatten(config)}
         for path, reason in reasons.items():
             for name in filled:
@@ -276,6 +287,7 @@ def _report(
         shape=inputs.shape,
         algorithm=algorithm,
         looked=tuple(inputs.tokens.looked) if inputs.tokens else (),
+        untried=bool(check.untried),
         files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
         **plans,
     )

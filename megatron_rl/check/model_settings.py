@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.installed_source import class_fields, field_error, find_module
+from megatron_rl.check.untried import is_off
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.errors import UserError
@@ -28,7 +29,7 @@ TRANSFORMER_CONFIG = (
     ("megatron.core.transformer.transformer_config", "TransformerConfig"),
     ("megatron.core.transformer.transformer_config", "MLATransformerConfig"),
 )
-PATIENCE, LONG_PATIENCE = 3.5, 120.0
+PATIENCE, LONG_PATIENCE = 60.0, 120.0
 """Seconds after the start of a check at which it stops waiting for Megatron: alone, and before a run."""
 
 DERIVED: Mapping[str, str] = {
@@ -75,6 +76,34 @@ SET_BY_RUN: Mapping[str, str] = {
     "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, which weight syncs follow",
 }
 """Further fields that the run sets, and why."""
+_DROPPED: Mapping[str, str] = {
+    "context parallelism gathers keys and values around attention, in one way": """
+        cp_comm_type hierarchical_context_parallel_sizes hybrid_context_parallel
+        max_seqlen_per_dp_cp_rank""",
+    "layers that predict further tokens are exported as they were and not built": """
+        mtp_num_layers mtp_loss_scaling_factor mtp_standalone""",
+    "the buffers for it are made by Megatron-LM's own training script": """
+        tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
+        tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bulk_dgrad tp_comm_bulk_wgrad
+        tp_comm_split_ag tp_comm_split_rs tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend""",
+    "a graph holds one shape, and packed micro-batches differ in length": """
+        enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_use_single_mempool
+        cuda_graph_retain_backward_graph cuda_graph_warmup_steps""",
+    "the rollout engine samples, and Megatron does not": """
+        flash_decode cache_mla_latents inference_fuse_tp_communication inference_rng_tracker
+        inference_sampling_seed use_inference_optimized_layers symmetric_ar_type mlp_chunks_for_prefill""",
+    "log-probs come from kernels of the project's own, and no cross entropy is computed": """
+        cross_entropy_loss_fusion cross_entropy_fusion_impl""",
+    "routers repeat what actor.routing_replay says": "moe_enable_routing_replay",
+    "weights come from a checkpoint": """
+        init_method output_layer_init_method embedding_init_method embedding_init_method_std
+        perform_initialization use_cpu_initialization init_model_with_meta_device""",
+    "the schedule brings its own functions and timers": """
+        grad_scale_func no_sync_func grad_sync_func param_sync_func finalize_model_grads_func timers
+        barrier_with_L1_time""",
+}
+DROPPED: Mapping[str, str] = {name: reason for reason, names in _DROPPED.items() for name in names.split()}
+"""Field -> why it would have no effect, and so is refused."""
 OPTIMIZER_CONFIG = (("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),)
 OPTIMIZER_KEYS: Mapping[str, str] = {
     "optimizer": "name",
@@ -214,7 +243,20 @@ def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron"
     keys = {name: key.replace("actor.layout", f"{role}layout") for name, key in DERIVED.items()}
     keys["pipeline_model_parallel_layout"] = f"{path}.num_layers_in_first_pipeline_stage"
     keys["recompute_granularity"] = "actor.recompute"
-    return _errors(values, path, TRANSFORMER_CONFIG, keys, SET_BY_RUN)
+    dropped = {name for name, value in values.items() if name in DROPPED and not is_off(value)}
+    others = {name: value for name, value in values.items() if name not in dropped}
+    errors = _errors(others, path, TRANSFORMER_CONFIG, keys, SET_BY_RUN)
+    for name in sorted(dropped):
+        errors.append(
+            UserError(
+                f"`{path}.{name}` would have no effect: {DROPPED[name]}",
+                where=f"{path}.{name}",
+                expected="no value",
+                got=f"`{name}: {values[name]}`",
+                fix=f"remove `{path}.{name}`",
+            )
+        )
+    return errors
 
 
 def _errors(

@@ -10,23 +10,27 @@ from typing import Any
 
 from megatron_rl.check.files import Files
 from megatron_rl.errors import UserError, some_of
-from megatron_rl.shapes.layer_weights import OUTPUT, SCALAR
+from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
 from megatron_rl.shapes.megatron_checkpoint import POINTER
-from megatron_rl.shapes.pretrained import INDEX, PretrainedModel
+from megatron_rl.shapes.pretrained import INDEX, PretrainedModel, separate_head_error, weight_files
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _LARGEST_HEADER = 100_000_000
 """Bytes; safetensors refuses longer ones."""
+_COMPARED_BYTES = 2**24
+"""Bytes of two tensors that are compared at a time."""
 _SHOWN = 4
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Hold what a header says of a tensor."""
+    """Header entry of a tensor, whose ``size`` bytes lie at the offset ``begin`` of its ``file``."""
 
     shape: tuple[int, ...]
     dtype: str
     file: Path
+    begin: int = 0
+    size: int = 0
 
 
 def check_weights(path: Path, where: str, files: Files, model: PretrainedModel | None) -> None:
@@ -34,10 +38,12 @@ def check_weights(path: Path, where: str, files: Files, model: PretrainedModel |
     if (path / POINTER).is_file():
         return  # what it points to was checked when it was written
     errors = len(files.errors), len(files.missing), len(files.to_be_made)
-    place = _index(path, files)
-    if place is None:
-        return
-    shards = sorted({path / name for name in place.values()}) if place else sorted(path.glob("*.safetensors"))
+    shards, place = weight_files(path), {}
+    if shards is None:
+        place = _index(path, files)
+        if place is None:
+            return
+        shards = sorted({path / name for name in place.values()})
     if not shards:
         _no_weights(path, where, files)
     stored: dict[str, StoredTensor] = {}
@@ -49,7 +55,7 @@ def check_weights(path: Path, where: str, files: Files, model: PretrainedModel |
                 shard,
                 f"a weight file is missing: {shard.name}",
                 where,
-                f"every file that {INDEX} names",
+                f"every file that {INDEX} names" if place else f"a file {shard.name}",
                 "download the checkpoint again",
             )
     if errors != (len(files.errors), len(files.missing), len(files.to_be_made)):
@@ -64,10 +70,8 @@ def check_weights(path: Path, where: str, files: Files, model: PretrainedModel |
 
 
 def _index(path: Path, files: Files) -> dict[str, str] | None:
-    """Return the file of each tensor as the index says, empty without an index, None for a broken one."""
+    """Return the file of each tensor as the index says, None for a broken one."""
     index = path / INDEX
-    if not index.is_file():
-        return {}
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = {Path(name).name == name for name in weight_map.values()}
@@ -134,7 +138,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     for name, entry in header.items():
         if name != "__metadata__":
             begin, stop = entry["data_offsets"]
-            stored[name] = StoredTensor(tuple(entry["shape"]), str(entry["dtype"]), path)
+            stored[name] = StoredTensor(
+                shape=tuple(entry["shape"]),
+                dtype=str(entry["dtype"]),
+                file=path,
+                begin=8 + length + begin,
+                size=stop - begin,
+            )
             end = max(end, begin, stop)
     if 8 + length + end != size:
         raise ValueError(f"{size} bytes where its header says {8 + length + end}")
@@ -161,6 +171,9 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
     unexpected = [name for name in stored if name not in expected and not model.is_ignorable(name)]
     if missing or unexpected:
         return [_other_tensors(path, missing, unexpected)]
+    if model.has_separate_head(stored) and not _equal_values(stored[OUTPUT], stored[EMBEDDING]):
+        shapes = {name: stored[name].shape for name in (OUTPUT, EMBEDDING)}
+        return [separate_head_error(path, shapes, "other values")]
     return [
         UserError(
             f"the tensor {name} has another shape than config.json says",
@@ -172,6 +185,20 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
         for name, shape in expected.items()
         if stored[name].shape != shape
     ][:1]
+
+
+def _equal_values(first: StoredTensor, second: StoredTensor) -> bool:
+    """Say whether two tensors are stored as the same bytes, read piece by piece."""
+    if (first.shape, first.dtype, first.size) != (second.shape, second.dtype, second.size):
+        return False
+    with first.file.open("rb") as one, second.file.open("rb") as other:
+        one.seek(first.begin)
+        other.seek(second.begin)
+        for done in range(0, first.size, _COMPARED_BYTES):
+            count = min(_COMPARED_BYTES, first.size - done)
+            if one.read(count) != other.read(count):
+                return False
+    return True
 
 
 def _quantised(path: Path, names: list[str], dtype: str) -> UserError:

@@ -11,7 +11,6 @@ from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rewards import FUNCTION
 from megatron_rl.config.setting import sections_of, value_errors
-from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 
 _LONGEST_NAME = 64
@@ -65,8 +64,6 @@ def _reward_models(config: RunConfig) -> Iterator[UserError]:
 
 def _optimizers(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of learning-rate schedules that do not fit in what they are for."""
-    updates = config.steps * config.batch.optimizer_steps * config.batch.epochs
-    lengths = {f"{plan.where}.optimizer": plan.settings.steps for plan in stage_plans(config)}
     for path, optimizer in sections_of(config, OptimizerConfig):
         minimum, rate = optimizer.minimum_learning_rate, optimizer.learning_rate
         if minimum is not None and minimum > rate:
@@ -76,15 +73,6 @@ def _optimizers(config: RunConfig) -> Iterator[UserError]:
                 expected=f"at most learning_rate ({rate:g})",
                 got=f"{minimum:g}",
                 fix="lower minimum_learning_rate, or raise learning_rate",
-            )
-        length = lengths.get(path, updates)  # None: a stage that is stated in epochs
-        if length is not None and optimizer.warmup_steps > length > 0:
-            yield UserError(
-                "the learning rate would still be warming up when the run ends",
-                where=f"{path}.warmup_steps",
-                expected=f"at most the {length} optimizer steps of the run",
-                got=str(optimizer.warmup_steps),
-                fix="lower warmup_steps, or raise steps",
             )
 
 

@@ -9,16 +9,18 @@ from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.algorithms.returns import Vapo
 from megatron_rl.check.stages import unused_settings
-from megatron_rl.config.budget import PHASES, RankMemory
+from megatron_rl.check.untried import untried_settings
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import sections_of
+from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import load_constants
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.memory import rollout_parameters
+from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 
 _HIGH_RATE = 1e-3
 
@@ -38,7 +40,6 @@ def check_warnings(
     batch: BatchPlan | None,
     shape: ModelShape | None,
     algorithm: Algorithm | None,
-    memory: list[RankMemory],
     records: int | None,
 ) -> list[UserError]:
     """Return warnings for a configuration without errors; ``records`` is the number of training records.
@@ -47,14 +48,14 @@ def check_warnings(
     """
     warnings = _Warnings()
     if batch is not None:
-        _sampling(config, algorithm, shape, warnings)
+        _sampling(config, algorithm, warnings)
         _batch(config, batch, records, warnings)
         _learning(config, warnings)
         if algorithm is not None and config.actor.routing_replay == "update":
             _replay(config, algorithm, warnings)
     _schedule(config, warnings)
     warnings.found.extend(unused_settings(config))
-    _placement(config, world_size, layouts, warnings)
+    _placement(config, world_size, layouts, shape, warnings)
     if algorithm is not None and config.reference is not None and not algorithm.needs_reference:
         warnings.add(
             "the reference policy is loaded but the algorithm does not use it",
@@ -62,14 +63,18 @@ def check_warnings(
             f"algorithm {config.algorithm.name} without a KL penalty",
             "remove `reference`, or set algorithm.kl=loss",
         )
-    if memory and config.gpu_memory_gib is not None:
-        _memory(config.gpu_memory_gib, memory, warnings)
+    if algorithm is not None and config.critic is not None and not algorithm.needs_critic:
+        warnings.add(
+            "a critic is built and trained, but the algorithm does not use it",
+            "critic",
+            f"algorithm {config.algorithm.name} with the advantage {type(algorithm.advantage).__name__}",
+            "remove `critic`, or choose an algorithm with one, such as algorithm.name=ppo",
+        )
+    warnings.found.extend(untried_settings(config))
     return warnings.found
 
 
-def _sampling(
-    config: RunConfig, algorithm: Algorithm | None, shape: ModelShape | None, warnings: _Warnings
-) -> None:
+def _sampling(config: RunConfig, algorithm: Algorithm | None, warnings: _Warnings) -> None:
     rollout = config.rollout
     alone = config.batch.samples_per_prompt == 1
     if alone and algorithm is not None and algorithm.advantage.compares_samples:
@@ -98,13 +103,6 @@ def _sampling(
                 f"{described.samples} samples at temperature 0",
                 f"set {where}.samples=1, or a temperature above 0",
             )
-    if shape is not None and shape.head_dim < 32 and rollout.engine == "vllm":
-        warnings.add(
-            "vLLM's attention on machines without an accelerator needs a head size of 32 or more",
-            "rollout.engine",
-            f"head size {shape.head_dim}",
-            "use a model with larger heads, or rollout.engine=torch",
-        )
 
 
 def _batch(config: RunConfig, batch: BatchPlan, records: int | None, warnings: _Warnings) -> None:
@@ -142,7 +140,18 @@ def _batch(config: RunConfig, batch: BatchPlan, records: int | None, warnings: _
 
 
 def _schedule(config: RunConfig, warnings: _Warnings) -> None:
+    updates = config.steps * config.batch.optimizer_steps * config.batch.epochs
+    lengths = {f"{plan.where}.optimizer": plan.settings.steps for plan in stage_plans(config)}
     for path, optimizer in sections_of(config, OptimizerConfig):
+        length = lengths.get(path, updates)  # None: a stage that is stated in epochs
+        if length is not None and optimizer.warmup_steps > length > 0:
+            warnings.add(
+                "the learning rate is still warming up when the run ends",
+                f"{path}.warmup_steps",
+                str(optimizer.warmup_steps),
+                "lower warmup_steps or raise steps; a short first try may stay as it is",
+                f"at most the {length} optimizer steps of the run",
+            )
         ends = (None, optimizer.learning_rate)
         if optimizer.decay != "constant" and optimizer.minimum_learning_rate in ends:
             warnings.add(
@@ -193,7 +202,11 @@ def _learning(config: RunConfig, warnings: _Warnings) -> None:
 
 
 def _placement(
-    config: RunConfig, world_size: int, layouts: Mapping[str, ParallelLayout], warnings: _Warnings
+    config: RunConfig,
+    world_size: int,
+    layouts: Mapping[str, ParallelLayout],
+    shape: ModelShape | None,
+    warnings: _Warnings,
 ) -> None:
     used = {rank for layout in layouts.values() for rank in layout.ranks}
     idle = tuple(rank for rank in range(world_size) if rank not in used)
@@ -205,29 +218,26 @@ def _placement(
             "give these ranks to a role, or start fewer processes",
         )
     for role, layout in layouts.items():
-        if layout.tensor > config.gpus_per_node:
-            warnings.add(
-                f"tensor parallelism of the {role} reaches over nodes, where the network is slow",
-                f"{layout.path}.tensor",
-                f"tensor {layout.tensor} on nodes of {config.gpus_per_node} GPUs",
-                "keep tensor within a node and use pipeline parallelism between nodes",
-                f"at most {config.gpus_per_node}",
-            )
+        if layout.tensor <= config.gpus_per_node:
+            continue
+        fix = "keep tensor within a node and use pipeline parallelism between nodes"
+        if role == "rollout":
+            if _needs_nodes(config, shape):
+                continue
+            # A replica has no pipeline: its tensor size is all that there is to choose.
+            fix = f"set {layout.path}.tensor={config.gpus_per_node} where one node holds the model's weights"
+        warnings.add(
+            f"tensor parallelism of the {role} reaches over nodes, where the network is slow",
+            f"{layout.path}.tensor",
+            f"tensor {layout.tensor} on nodes of {config.gpus_per_node} GPUs",
+            fix,
+            f"at most {config.gpus_per_node}",
+        )
 
 
-def _memory(gib: float, ranks: list[RankMemory], warnings: _Warnings) -> None:
-    for phase in PHASES:
-        worst = max(ranks, key=lambda memory: memory.total(phase))
-        total = worst.total(phase) / 2**30
-        if total > gib:
-            items = sorted(
-                (item for item in worst.items if phase in item.phases), key=lambda item: -item.bytes
-            )
-            largest = ", ".join(f"{item.name} {item.bytes / 2**30:.1f}" for item in items[:3])
-            warnings.add(
-                f"rank {worst.rank} is estimated to need more memory than a GPU has in the phase {phase}",
-                "gpu_memory_gib",
-                f"{total:.1f} GiB of {gib:g} GiB; largest: {largest}",
-                "raise tensor or pipeline, set actor.recompute=full, actor.offload=true or a smaller "
-                "batch.tokens_per_microbatch",
-            )
+def _needs_nodes(config: RunConfig, shape: ModelShape | None) -> bool:
+    """Say whether the weights of a rollout replica are known not to fit in the GPUs of one node."""
+    if shape is None or config.gpu_memory_gib is None:
+        return False
+    weights = rollout_parameters(shape, config.gpus_per_node) * DTYPE_BYTES[config.model.dtype]
+    return weights > config.rollout.memory_fraction * config.gpu_memory_gib * 2**30

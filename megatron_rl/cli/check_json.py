@@ -16,6 +16,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
     values = flatten(report.config)
     return {
         "valid": not report.errors,
+        "untried": report.untried,
         "world_size": report.world_size,
         "errors": [error.to_json() for error in report.errors],
         "warnings": [warning.to_json() for warning in report.warnings],

@@ -77,6 +77,8 @@ def _verdict(report: CheckReport) -> str:
     if report.errors:
         count = len(report.errors)
         return f"NOT READY: {count} error{'' if count == 1 else 's'}, {warnings}"
+    if report.untried:
+        return f"NOT TRIED: no errors, {warnings}; whether Megatron takes its settings is not known"
     ready = "READY once the missing files are there" if report.files_missing else "READY"
     return f"{ready}: no errors, {warnings if report.warnings else 'no warnings'}"
 

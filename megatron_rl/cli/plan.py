@@ -43,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--prompt-tokens", type=int, default=1024)
     job.add_argument("--response-tokens", type=int, default=8192, help="longest response (default 8192)")
     job.add_argument("--response-tokens-mean", type=float, help="default: a third of the longest")
-    job.add_argument("--precision", choices=("bf16", "fp16", "fp8"), default="bf16")
+    job.add_argument(
+        "--precision",
+        choices=("bf16", "fp16", "fp8"),
+        default="bf16",
+        help="of what is predicted; a run, and so a plan with --out, has bf16 (default)",
+    )
     early = job.add_mutually_exclusive_group()
     early.add_argument(
         "--one-step-off",
@@ -129,9 +134,22 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
 
 
+def _check_precision(args: argparse.Namespace) -> None:
+    """Raise UserError where a configuration is to be written that no run could have the precision of."""
+    if args.out and args.precision != "bf16":
+        raise UserError(
+            f"a run has no {args.precision} weights, so a plan of them cannot be written as a configuration",
+            where="--precision",
+            expected="bf16 with --out; other precisions are predictions alone",
+            got=f"{args.precision} with --out {args.out}",
+            fix="leave out --precision to write a plan, or leave out --out to see the prediction alone",
+        )
+
+
 def problem_of(args: argparse.Namespace) -> Problem:
     """Return what the command line asks for; raises UserError."""
     _check_numbers(args)
+    _check_precision(args)
     constants = load_constants(args.constants)
     cluster = constants.cluster(
         args.gpu or "h100",

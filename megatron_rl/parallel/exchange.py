@@ -46,27 +46,25 @@ class RowShard:
 
 
 @dataclass
-class RowTraffic:
-    """Count what gathering rows cost this rank: bytes received, and seconds, the wait for the slowest rank
-    among them.
-    """
+class GatherStats:
+    """Cost of gathering rows on this rank: bytes received, and seconds, which include waiting for others."""
 
     bytes: int = 0
     seconds: float = 0.0
 
 
-class Members:
-    """The ranks that hold one batch together: what each computes for its rows, all of them get to know.
+class ReplicaGroup:
+    """Ranks that hold a replicated batch. Results computed per shard are gathered onto all of them.
 
     ``ranks`` None is the whole job. The communicator of other ranks must exist: `communicator` makes it, on
-    all ranks of the job. ``traffic`` counts what `gather_rows` moves.
+    all ranks of the job. ``gather_stats`` counts what `gather_rows` moves.
     """
 
-    def __init__(self, ranks: tuple[int, ...] | None = None, traffic: RowTraffic | None = None) -> None:
+    def __init__(self, ranks: tuple[int, ...] | None = None, gather_stats: GatherStats | None = None) -> None:
         self.group = None if ranks is None else communicator(ranks)
         self.ranks = tuple(range(dist.get_world_size())) if ranks is None else ranks
         self.rank = dist.get_rank()
-        self._traffic = RowTraffic() if traffic is None else traffic
+        self._gather_stats = GatherStats() if gather_stats is None else gather_stats
 
     def gather_rows(self, shard: RowShard) -> RowShard:
         """Return the rows of all members in the order of ``rows``, equal on every member.
@@ -82,7 +80,7 @@ class Members:
             if counts[0]
         ]
         gathered = _in_order(received) if received else shard
-        self._traffic.seconds += time.perf_counter() - begun
+        self._gather_stats.seconds += time.perf_counter() - begun
         return gathered
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -108,7 +106,7 @@ class Members:
             buffer = buffer.to(device.device())
         else:
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
-            self._traffic.bytes += sum(sizes)
+            self._gather_stats.bytes += sum(sizes)
         dist.broadcast(buffer, source, group=self.group)
         received: list[Tensor] = []
         for (_, tensor, kind), raw in zip(fields, buffer.cpu().split(sizes), strict=True):

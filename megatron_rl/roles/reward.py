@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.config.sections.rewards import FUNCTION, RewardConfig
 from megatron_rl.data.visible_text import VisibleText
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.exchange import Members, RowShard
+from megatron_rl.parallel.exchange import ReplicaGroup, RowShard
 from megatron_rl.rewards.function import (
     Failure,
     FunctionReward,
@@ -160,7 +160,7 @@ class RewardRole:
             samples = self._samples(prompts, rollouts, rows, scorer.takes)
             self._beside.do(partial(_answers, name, scorer, numbers, samples))
 
-    def early(self, members: Members) -> EarlyAnswers:
+    def early(self, members: ReplicaGroup) -> EarlyAnswers:
         """Return what was said of the groups begun since the last call. Collective over the members."""
         result: dict[str, dict[int, Answer]] = {name: {} for name in self._functions}
         if not result:
@@ -171,7 +171,11 @@ class RewardRole:
         return result
 
     def infer(
-        self, prompts: PromptBatch, rollouts: Rollouts, members: Members, early: EarlyAnswers | None = None
+        self,
+        prompts: PromptBatch,
+        rollouts: Rollouts,
+        members: ReplicaGroup,
+        early: EarlyAnswers | None = None,
     ) -> list[Judgement]:
         """Return what each scorer says of its share of the rows on this rank: ``rewards``, NaN where failed.
 
@@ -203,7 +207,7 @@ class RewardRole:
         rows: list[int],
         scorer: Scorer,
         known: Mapping[int, Answer],
-        members: Members,
+        members: ReplicaGroup,
     ) -> tuple[RowShard, Metrics, tuple[Failure, ...], dict[int, str]]:
         failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
         asked = [row for row in rows if row not in known and not failed[row]]
@@ -322,7 +326,7 @@ def _answers(
     return name, dict(zip(numbers, scorer.answers(samples), strict=True))
 
 
-def _share(rollouts: Rollouts, members: Members, scorer: Scorer) -> list[int]:
+def _share(rollouts: Rollouts, members: ReplicaGroup, scorer: Scorer) -> list[int]:
     """Return the rows that this rank judges: whole groups where they are judged together."""
     place, count = members.ranks.index(members.rank), len(members.ranks)
     if isinstance(scorer, HttpReward | JudgeReward):

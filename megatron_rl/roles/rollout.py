@@ -16,7 +16,7 @@ from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import Members, drawn, share, ticket
+from megatron_rl.parallel.exchange import ReplicaGroup, drawn, share, ticket
 from megatron_rl.rollout.conversations import Conversations
 from megatron_rl.rollout.engine import Engine, Sampler, ToolParser
 from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, extended, is_enough
@@ -101,7 +101,7 @@ class RolloutRole:
         number = ticket(f"of sweep {self._queue}") if replica.tensor == 0 else sys.maxsize
         return number if led else share(number, self.layout.groups("tensor")[replica.data])
 
-    def gather(self, added: Added, members: Members, rendezvous: int | None = None) -> Added:
+    def gather(self, added: Added, members: ReplicaGroup, rendezvous: int | None = None) -> Added:
         """Return what all replicas added to a sweep, the same value on every member.
 
         Collective over the members.
@@ -317,7 +317,7 @@ def sample(
     every group that has ended, while others go on. Collective over the layout's ranks, whose communicator
     must exist.
     """
-    members, replica = Members(layout.ranks), layout.coordinates(rank)
+    members, replica = ReplicaGroup(layout.ranks), layout.coordinates(rank)
     most = engine.most_rows if most is None else most
     homes: dict[int, int] = {}
     if sweep.rendezvous is not None:

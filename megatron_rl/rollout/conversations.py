@@ -26,6 +26,7 @@ class _Conversation:
 
     ``asking`` says that the environment waits for a turn. ``granted`` tokens may still be sampled in this
     round, and ``turn_left`` in this turn. ``calls`` are those of tools in each turn that was handed over.
+    ``dropped_tokens`` counts an observation that was too long for the row's remaining room.
     """
 
     row: Row
@@ -37,6 +38,7 @@ class _Conversation:
     turn_left: int | None = None
     tools: list[dict[str, Any]] | None = None
     calls: list[list[dict[str, Any]]] = field(default_factory=list)
+    dropped_tokens: int = 0
 
     @property
     def rests(self) -> bool:
@@ -187,6 +189,7 @@ class Conversations:
                     self._fail(talk, DIVERGED, "made anew, the environment observed something else")
                     return
             elif len(row.tokens) + len(tail) >= row.room:
+                talk.dropped_tokens = len(tail)
                 self._hosts.end(talk.number)
                 return
             else:
@@ -235,7 +238,14 @@ class Conversations:
             self._aborts.append(self._all.index(talk))
             talk.in_engine = False
         calls = tuple(talk.calls) if any(talk.calls) else ()
-        row.outcome = Outcome(event.reward, dict(event.components), event.failure, event.message, calls)
+        row.outcome = Outcome(
+            reward=event.reward,
+            components=dict(event.components),
+            failure=event.failure,
+            message=event.message,
+            calls=calls,
+            dropped_tokens=talk.dropped_tokens,
+        )
         if event.failure is not None:
             row.finish_reason = FINISH_FAILED
         else:

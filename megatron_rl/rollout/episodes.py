@@ -85,6 +85,7 @@ def begin(prompts: PromptBatch, samples: int, seed: int, version: int) -> Episod
         token_versions=torch.full((tokens,), -1, dtype=torch.int32),
         support_sizes=torch.zeros(tokens, dtype=torch.int32),
         support=torch.zeros(0, dtype=torch.int32),
+        max_response_tokens=torch.tensor([s.max_response_tokens for s in rows.sampling], dtype=torch.long),
     )
     return Episodes(prompts, rollouts, torch.tensor(row_seeds(seed, range(count)), dtype=torch.int64))
 

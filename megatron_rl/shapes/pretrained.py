@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 from megatron_rl.errors import UserError, nearest, require_none
 from megatron_rl.shapes.families import FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
-from megatron_rl.shapes.layer_weights import OUTPUT, Source, Weight, outer_weights
+from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.refused import REFUSED
 
 LAYER = "model.layers.{layer}."
+SINGLE = "model.safetensors"
+"""The file of a Hugging Face checkpoint that is not divided."""
 INDEX = "model.safetensors.index.json"
 """Which file of a Hugging Face checkpoint holds which tensor, where there are several."""
 TOKENIZER_FILES = (
@@ -122,6 +125,10 @@ class PretrainedModel:
         further = self.config.get("num_nextn_predict_layers") or 0
         return bool(layer) and 0 <= int(layer.group(1)) - self.shape.layers < further
 
+    def has_separate_head(self, names: Container[str]) -> bool:
+        """Say whether these names of tensors have an output layer beside the embedding that it is tied to."""
+        return self.shape.tied and not self.shape.scalar_head and OUTPUT in names and EMBEDDING in names
+
     def is_ignorable(self, name: str) -> bool:
         """Say whether a checkpoint tensor that the model does not use may be skipped without a word.
 
@@ -132,6 +139,42 @@ class PretrainedModel:
             return True
         unused = self.shape.tied or self.shape.scalar_head
         return name.endswith("rotary_emb.inv_freq") or (name == OUTPUT and unused)
+
+
+def weight_files(path: Path) -> list[Path] | None:
+    """Return the files that hold the weights of a checkpoint's folder, None where its index names them.
+
+    A folder may hold further tensors that are not the model's: adapters that were merged into it, Mistral's
+    `consolidated.safetensors`, the index of shards that were joined. The order is that of transformers:
+    `model.safetensors` alone where there is one, else the shards of the index.
+    """
+    single = path / SINGLE
+    if os.path.lexists(single):
+        return [single]
+    if (path / INDEX).is_file():
+        return None
+    numbered = sorted(path.glob("model-*.safetensors"))
+    return numbered or sorted(path.glob("*.safetensors"))
+
+
+def separate_head_error(path: Path, shapes: Mapping[str, Sequence[int]], what: str) -> UserError:
+    """Return the error of a checkpoint whose output layer is not the embedding that config.json ties it to.
+
+    transformers and vLLM do not tie the two then, and train or sample with the output layer. ``shapes`` are
+    those of the stored tensors by name; ``what`` says how the two differ.
+    """
+    head, embedding = (tuple(shapes[name]) for name in (OUTPUT, EMBEDDING))
+    if head == embedding:
+        fix = f"set tie_word_embeddings to false in {path / 'config.json'}: {OUTPUT} is then trained as it is"
+    else:
+        fix = f"use a checkpoint whose {OUTPUT} has the rows of {EMBEDDING}"
+    return UserError(
+        f"the checkpoint has an output layer of its own, and config.json ties it to {EMBEDDING}",
+        where=str(path),
+        expected=f"{OUTPUT} equal to {EMBEDDING}, or tie_word_embeddings: false in config.json",
+        got=f"tie_word_embeddings: true beside {OUTPUT} {list(head)} with {what}",
+        fix=fix,
+    )
 
 
 def describe(config: Mapping[str, Any], place: str = "config.json") -> PretrainedModel:

@@ -103,13 +103,9 @@ def _leave_out_copies(members: list[ComparedRun]) -> list[str]:
     """
     by_begin: dict[str, list[ComparedRun]] = {}
     for run in members:
-        begin = run.measured.lines[0] if run.measured.lines else {}
-        timed = (
-            json.dumps([run.settings.get("seed"), begin], sort_keys=True)
-            if "time/step" in begin
-            else run.name
-        )
-        by_begin.setdefault(timed, []).append(run)
+        begin = _first_timed_step(run.measured)
+        key = run.name if begin is None else json.dumps([run.settings.get("seed"), begin], sort_keys=True)
+        by_begin.setdefault(key, []).append(run)
     notes = []
     for same in by_begin.values():
         kept = max(same, key=lambda run: len(run.measured.lines))
@@ -120,6 +116,15 @@ def _leave_out_copies(members: list[ComparedRun]) -> list[str]:
                     f"{run.name} begins with the very steps of {kept.name}: it is a copy, and left out."
                 )
     return notes
+
+
+def _first_timed_step(run: Measured) -> Mapping[str, Any] | None:
+    """Return the metrics of the first step that took time, of a stage in a run of stages alone.
+
+    An evaluation before the first step has a line without a time, which equal runs share.
+    """
+    lines = run.lines or [line for stage in run.stages.values() for line in stage]
+    return next((line for line in lines if "time/step" in line), None)
 
 
 def write(folders: Sequence[Path], out: Path) -> str:

@@ -20,7 +20,7 @@ from megatron_rl.parallel.adoption import adopt_model, layout_of, require_set_up
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.roles.build import adopted_actor, build_roles
-from megatron_rl.trainer.loop import Phases, gather_step, train_step
+from megatron_rl.trainer.loop import Phases, SameStepBatches, gather_step, train_step
 from megatron_rl.trainer.sample import RolloutSource
 from megatron_rl.trainer.state import TrainerState
 
@@ -65,6 +65,7 @@ class EmbeddedTrainer:
         actor = adopted_actor(valid, adopted, stepped)
         self.roles = build_roles(valid, self.algorithm, tokenizer, templated=prompts.templated, actor=actor)
         source = RolloutSource(valid, self.roles, self.algorithm, prompts.next)
+        self._batches = SameStepBatches(valid, self.roles, self.algorithm, source)
         self.state = TrainerState(prompts, initial_state(self.algorithm), valid.seed, source)
         self._phases = Phases()
 
@@ -73,8 +74,9 @@ class EmbeddedTrainer:
         state, phases = self.state, self._phases
         phases.step = state.step + 1
         result = train_step(
-            state.source, self.roles, self.algorithm, state.algorithm, self.config, phases.step, phases
+            self._batches, self.roles, self.algorithm, state.algorithm, self.config, phases.step, phases
         )
+        assert result is not None, "every rank of a training script learns"
         state.step, state.algorithm = phases.step, result.algorithm_state
         return gather_step(result, phases.metrics()).values()
 

@@ -14,7 +14,7 @@ from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.exchange import Members
+from megatron_rl.parallel.exchange import ReplicaGroup
 from megatron_rl.rewards.function import Failure
 from megatron_rl.rewards.math_answer import marked_answer
 from megatron_rl.roles.build import Roles
@@ -99,9 +99,9 @@ def evaluate(
     scorer's own where several judge; an answer whose reward failed is not right. ``eval/NAME/reward`` is the
     mean over valid answers. See `EvaluationSetConfig` for the others. Collective over the world.
     """
-    everyone = Members()
+    world = ReplicaGroup()
     with roles.hybrid_engine.generation_mode() as synced:
-        answered = [gathered(roles.rollout, pending, everyone) for pending in ask(roles, sets, seed)]
+        answered = [gathered(roles.rollout, pending, world) for pending in ask(roles, sets, seed)]
     # Its seconds are part of time/evaluate, not of a step.
     return graded(roles, sets, answered), Metrics({}, synced.maxima)
 
@@ -119,16 +119,16 @@ def graded(
     roles: Roles, sets: Sequence[EvaluationSet], answered: Sequence[Rollouts]
 ) -> list[EvaluationResult]:
     """Grade the answers to each set; see `evaluate`. Collective over the world."""
-    everyone = Members()
-    return [_graded(roles, one, rollouts, everyone) for one, rollouts in zip(sets, answered, strict=True)]
+    world = ReplicaGroup()
+    return [_graded(roles, one, rollouts, world) for one, rollouts in zip(sets, answered, strict=True)]
 
 
-def _graded(roles: Roles, asked: EvaluationSet, rollouts: Rollouts, everyone: Members) -> EvaluationResult:
+def _graded(roles: Roles, asked: EvaluationSet, rollouts: Rollouts, world: ReplicaGroup) -> EvaluationResult:
     name, samples = f"eval/{asked.name}", asked.settings.samples
     if asked.reward is not None:
         roles = replace(roles, reward=asked.reward, reward_models=())
     rows = asked.prompts.repeat(samples)
-    scores, reasons, _, failed_rewards = judge(roles, rows, rollouts, everyone)
+    scores, reasons, _, failed_rewards = judge(roles, rows, rollouts, world)
     rewards, valid = scores.rewards, scores.valid
     marks = rewards if roles.one_judge else scores.components[roles.reward.leading]
     right = valid & (marks >= FULL_MARKS)
@@ -142,7 +142,7 @@ def _graded(roles: Roles, asked: EvaluationSet, rollouts: Rollouts, everyone: Me
     )
     failures = [("the reward", failure) for failure in of_each_kind(failed_rewards)]
     for key, role in asked.evaluators.items():
-        said, failed = _evaluated(f"{name}/{key}", role, rows, rollouts, everyone)
+        said, failed = _evaluated(f"{name}/{key}", role, rows, rollouts, world)
         metrics += said
         failures += [(f"evaluator {key}", failure) for failure in of_each_kind(failed)]
     return EvaluationResult(asked.name, metrics, rows, rollouts, rewards, reasons, tuple(failures))
@@ -169,12 +169,12 @@ def _measured(
 
 
 def _evaluated(
-    name: str, role: RewardRole, rows: PromptBatch, rollouts: Rollouts, everyone: Members
+    name: str, role: RewardRole, rows: PromptBatch, rollouts: Rollouts, world: ReplicaGroup
 ) -> tuple[Metrics, tuple[Failure, ...]]:
     """Return what one evaluator says of the answers; what it fails on counts for nothing else."""
-    (judgement,) = role.infer(rows, rollouts, everyone)
+    (judgement,) = role.infer(rows, rollouts, world)
     metrics = Metrics()
-    for key, values in everyone.gather_rows(judgement.shard).values.items():
+    for key, values in world.gather_rows(judgement.shard).values.items():
         known = values.isfinite()
         full = name if key == "rewards" else f"{name}/{key.removeprefix(COMPONENT)}"
         metrics += Metrics.mean(full, float(values[known].sum()), float(known.sum()))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from megatron_rl.config.sections.rollout import MismatchConfig
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import Members, RowShard, RowTraffic, gather_metrics
+from megatron_rl.parallel.exchange import GatherStats, ReplicaGroup, RowShard, gather_metrics
 from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.dynamic_sampling import choose_groups, prompts_wanted
 from megatron_rl.trainer.sample import RolloutSource, ScoredBatch, grade
@@ -50,43 +50,90 @@ class StepResult:
     warning: str | None
 
 
+class BatchSource(Protocol):
+    """Source of the batches that steps learn from: `SameStepBatches`, or `AheadBatches` of other steps.
+
+    ``learners`` are the ranks that learn, None where every rank does.
+    """
+
+    learners: tuple[int, ...] | None
+
+    def next(
+        self, step: int, phase: Phases, learners: ReplicaGroup
+    ) -> AbstractContextManager[tuple[ScoredBatch | None, Metrics]]:
+        """Give the rewarded rows of ``step``, the same on all ``learners``, and what sampling measured.
+
+        The rows are None on ranks that only sample. What these sample while the others learn is gathered when
+        the context ends. Collective over the world.
+        """
+        ...
+
+
+class SameStepBatches:
+    """Batches that are sampled in the step that learns from them, on every rank.
+
+    Dynamic sampling takes several rounds of generating and rewarding until enough groups teach something.
+    """
+
+    learners: tuple[int, ...] | None = None
+
+    def __init__(self, config: RunConfig, roles: Roles, algorithm: Algorithm, source: RolloutSource) -> None:
+        self.config = config
+        self.roles = roles
+        self.algorithm = algorithm
+        self.source = source
+
+    @contextmanager
+    def next(
+        self, step: int, phase: Phases, learners: ReplicaGroup
+    ) -> Iterator[tuple[ScoredBatch | None, Metrics]]:
+        """See `BatchSource.next`."""
+        rounds: list[ScoredBatch] = []
+        measured = Metrics()
+        while wanted := prompts_wanted(rounds, self.algorithm, self.config):
+            with phase("generate"), self.roles.hybrid_engine.generation_mode() as synced:
+                pending = self.source.start(wanted, step_seed(self.config, step) + len(rounds))
+                sampled = self.source.finish(pending, learners)
+            with phase("reward"):
+                rounds.append(grade(self.roles, sampled, learners))
+            measured += synced
+        yield choose_groups(rounds, self.algorithm, self.config), measured
+
+
 def train_step(
-    source: RolloutSource,
+    batches: BatchSource,
     roles: Roles,
     algorithm: Algorithm,
     state: AlgorithmState,
     config: RunConfig,
     step: int,
     phase: Phases,
-) -> StepResult:
-    """Generate, reward, score, estimate and learn once. A batch is the same value on every rank.
+) -> StepResult | None:
+    """Take one step: get a batch of rewarded responses, score it, compute advantages and learn from it.
 
-    ``source`` gives the responses to the next prompts; ``state`` is what the algorithm carries from step to
-    step. Collective over the world.
+    A batch is the same value on every rank that learns. ``state`` is what the algorithm carries from step to
+    step. Returns None on ranks that only sample. Collective over the world.
     """
-    everyone, metrics = Members(traffic=phase.rows), Metrics()
-    rounds: list[ScoredBatch] = []  # one, or more where dynamic sampling replaces groups
-    while wanted := prompts_wanted(rounds, algorithm, config):
-        with phase("generate"), roles.hybrid_engine.generation_mode() as synced:
-            pending = source.start(wanted, step_seed(config, step) + len(rounds))
-            sampled = source.finish(pending, everyone)
-        with phase("reward"):
-            rounds.append(grade(roles, sampled, everyone))
-        metrics += synced
-    batch = choose_groups(rounds, algorithm, config)
-    with phase("score"):
-        batch = score(batch, roles, config, step, everyone)
-    with phase("estimate"):
-        train_batch, estimated = estimate(batch.rollouts, batch.scores, algorithm, state)
-        require_tokens(train_batch, estimated)
-    with phase("learn"):
-        learned = learn(train_batch, batch, roles, algorithm, state, config, step, everyone)
+    learners = ReplicaGroup(batches.learners, phase.gather_stats)
+    result = None
+    with batches.next(step, phase, learners) as (batch, measured):
+        if batch is not None:  # None on ranks that sample for later steps while the learners work
+            with phase("score"):
+                batch = score(batch, roles, config, step, learners)
+            with phase("estimate"):
+                train_batch, estimated = estimate(batch.rollouts, batch.scores, algorithm, state)
+                require_tokens(train_batch, estimated)
+            with phase("learn"):
+                learned = learn(train_batch, batch, roles, algorithm, state, config, step, learners)
+            result = step_result(batch, estimated, measured, learned, algorithm, state)
     if actor_learns(config, roles, step):
         roles.hybrid_engine.mark_updated()
-    return step_result(batch, estimated, metrics, learned, algorithm, state)
+    return result
 
 
-def score(batch: ScoredBatch, roles: Roles, config: RunConfig, step: int, members: Members) -> ScoredBatch:
+def score(
+    batch: ScoredBatch, roles: Roles, config: RunConfig, step: int, members: ReplicaGroup
+) -> ScoredBatch:
     """Return the batch with what actor, critic and reference say of each token.
 
     The actor is not asked where its learn pass says the same. All others are asked before any answer is
@@ -117,7 +164,7 @@ def learn(
     state: AlgorithmState,
     config: RunConfig,
     step: int,
-    members: Members,
+    members: ReplicaGroup,
 ) -> Learned:
     """Update critic and actor from a step's batch.
 
@@ -282,13 +329,13 @@ def check_mismatch(difference: float | None, config: MismatchConfig) -> str | No
 class Phases:
     """Collect seconds per phase on this rank; ``current`` names where the process is.
 
-    ``rows`` counts what gathering rows moves, for those who gather with it.
+    ``gather_stats`` counts what gathering rows moves, for those who gather with it.
     """
 
     def __init__(self) -> None:
         self.current = "start"
         self.step = 0
-        self.rows = RowTraffic()
+        self.gather_stats = GatherStats()
         self._seconds: dict[str, float] = {}
         self._peaks: dict[str, int] = {}
 
@@ -318,9 +365,12 @@ class Phases:
         largest |= {f"memory/{name}_peak_bytes": float(peak) for name, peak in self._peaks.items()}
         if self._peaks:
             largest["memory/peak_bytes"] = float(max(self._peaks.values()))
-        if self.rows.seconds:
-            largest |= {"rows/bytes_received_max": float(self.rows.bytes), "time/rows": self.rows.seconds}
+        if self.gather_stats.seconds:
+            largest |= {
+                "rows/bytes_received_max": float(self.gather_stats.bytes),
+                "time/rows": self.gather_stats.seconds,
+            }
         self._seconds.clear()
         self._peaks.clear()
-        self.rows = RowTraffic()
+        self.gather_stats = GatherStats()
         return Metrics({}, largest)

@@ -25,12 +25,12 @@ from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_object
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.build import Roles, build_roles
-from megatron_rl.trainer.asynchrony import AheadTrainer
+from megatron_rl.trainer.asynchrony import AheadBatches
 from megatron_rl.trainer.checkpoints import Checkpoints, complete_for_megatron, save_for_megatron
 from megatron_rl.trainer.evaluation import EvaluationSet, evaluate, evaluation_sets, graded
 from megatron_rl.trainer.job import Job, job
 from megatron_rl.trainer.logging import MetricsLog, Progress
-from megatron_rl.trainer.loop import StepResult, gather_step, train_step
+from megatron_rl.trainer.loop import BatchSource, SameStepBatches, StepResult, gather_step, train_step
 from megatron_rl.trainer.report import write as write_report
 from megatron_rl.trainer.reward_failures import FailureWatch
 from megatron_rl.trainer.sample import RolloutSource
@@ -97,9 +97,9 @@ class Run:
             self.job.say(f"warning: environments are not contained here: {words}")
         self.samples = Samples(job, self.roles)
         self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
-        self.ahead = None
-        if config.asynchrony.steps_ahead:
-            self.ahead = AheadTrainer(config, self.roles, self.algorithm, self.source)
+        parts = config, self.roles, self.algorithm, self.source
+        self.ahead = AheadBatches(*parts) if config.asynchrony.steps_ahead else None
+        self.batches: BatchSource = SameStepBatches(*parts) if self.ahead is None else self.ahead
         queue = [] if self.ahead is None else self.ahead.queue
         state = initial_state(self.algorithm)
         self.failures = FailureWatch(config.reward)
@@ -280,12 +280,12 @@ class Run:
         return saving
 
     def _take(self, step: int, sets: Sequence[EvaluationSet]) -> tuple[StepResult | None, list[Rollouts]]:
-        """Take one step beside which ``sets`` are answered; see `AheadTrainer.step`."""
-        state = self.state.algorithm
+        """Take one step, beside which an asynchronous run answers ``sets``; return the answers, too."""
         if self.ahead is not None:
-            return self.ahead.step(state, step, self.phases, sets)
-        source, roles = self.source, self.roles
-        return train_step(source, roles, self.algorithm, state, self.config, step, self.phases), []
+            self.ahead.sets = sets
+        state = self.state.algorithm
+        result = train_step(self.batches, self.roles, self.algorithm, state, self.config, step, self.phases)
+        return result, [] if self.ahead is None else self.ahead.answers
 
     def _decides(self, one: EvaluationSet) -> bool:
         """Say whether what a set measures may keep a checkpoint or end the run: training waits for it."""

@@ -13,7 +13,7 @@ from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import CLOSED, SERVER
 from megatron_rl.metrics import Metrics, merge
-from megatron_rl.parallel.exchange import Members
+from megatron_rl.parallel.exchange import ReplicaGroup
 from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import COMPONENT, EarlyAnswers
@@ -21,7 +21,7 @@ from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout import episodes
 from megatron_rl.rollout.episodes import Added, Episodes, Settled, Sweep
 from megatron_rl.trainer.reward_failures import NO_RESPONSE
-from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, Scores, row_counts
+from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, Scores, limited_counts
 
 _RENDEZVOUS = itertools.count(1)
 """Numbers of open sweeps, equal on all ranks, of all sources that use the job's store."""
@@ -122,7 +122,7 @@ class RolloutSource:
         greedy = whole(_greedy(sweep.flight.prompts), 1, seed, sweep.version)
         return replace(pending, greedy=Pending(greedy, rollout.infer(greedy)))
 
-    def finish(self, pending: Pending, members: Members) -> SampledBatch:
+    def finish(self, pending: Pending, members: ReplicaGroup) -> SampledBatch:
         """Gather what was sampled and keep what is not given away. Collective over the members."""
         rollout, sweep = self.roles.rollout, pending.sweep
         added = rollout.gather(pending.added, members, sweep.rendezvous)
@@ -166,7 +166,7 @@ class RolloutSource:
             metrics += staleness(version, taken.rollouts, self.config.asynchrony.max_staleness)
         return SampledBatch(taken.prompts, taken.rollouts, None, metrics, early)
 
-    def _early(self, settled: Settled, members: Members) -> EarlyAnswers:
+    def _early(self, settled: Settled, members: ReplicaGroup) -> EarlyAnswers:
         """Return what is known of the rows that are taken, and keep what is of those that are left.
 
         Collective over the members.
@@ -268,7 +268,7 @@ def whole(prompts: PromptBatch, samples: int, seed: int, version: int) -> Sweep:
     return Sweep(flight, (True,) * len(prompts), len(prompts), version)
 
 
-def gathered(rollout: RolloutRole, pending: Pending, members: Members) -> Rollouts:
+def gathered(rollout: RolloutRole, pending: Pending, members: ReplicaGroup) -> Rollouts:
     """Return the rows of a sweep that has ended, grouped by prompt. Collective over the members."""
     flight, taken, *_ = episodes.settle(pending.sweep, rollout.gather(pending.added, members))
     return of_one_version(flight.groups(taken).rollouts)
@@ -320,7 +320,7 @@ def staleness(version: int, rollouts: Rollouts, bound: int) -> Metrics:
     return metrics
 
 
-def grade(roles: Roles, sampled: SampledBatch, members: Members) -> ScoredBatch:
+def grade(roles: Roles, sampled: SampledBatch, members: ReplicaGroup) -> ScoredBatch:
     """Judge the responses, and the greedy ones that they are compared with. Collective over the members."""
     samples = len(sampled.rollouts) // max(len(sampled.prompts), 1)
     prompts = sampled.prompts.repeat(samples)
@@ -328,7 +328,7 @@ def grade(roles: Roles, sampled: SampledBatch, members: Members) -> ScoredBatch:
     scores, metrics, failures = judged.scores, sampled.metrics + judged.metrics, judged.failures
     if sampled.greedy is not None:
         greedy = judge(roles, sampled.prompts, sampled.greedy, members)
-        counts = row_counts(sampled.greedy.response_mask, sampled.greedy.lengths)
+        counts = limited_counts(sampled.greedy)
         scores = replace(
             scores,
             baseline_rewards=greedy.scores.rewards.repeat_interleave(samples),
@@ -351,7 +351,7 @@ def judge(
     roles: Roles,
     prompts: PromptBatch,
     rollouts: Rollouts,
-    members: Members,
+    members: ReplicaGroup,
     early: EarlyAnswers | None = None,
 ) -> Judged:
     """Put what scorers and reward models say of each row together into one reward.

@@ -34,7 +34,7 @@ from megatron_rl.parallel.checkpoint_files import (
     newest_intact,
     require_intact_models,
 )
-from megatron_rl.parallel.exchange import Members, barrier, gather_metrics, gather_objects
+from megatron_rl.parallel.exchange import ReplicaGroup, barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.peft import note_base
 from megatron_rl.parallel.hf.weights import load_weights
@@ -380,7 +380,7 @@ def _batches(
             yield batch, data.train.state_dict()
 
     def scored(batch: TrainBatch) -> TrainBatch:
-        log_probs = Members().gather_rows(stage.role.infer(batch)).tokens["old_log_probs"]
+        log_probs = ReplicaGroup().gather_rows(stage.role.infer(batch)).tokens["old_log_probs"]
         return replace(batch, ref_log_probs=log_probs)
 
     held_out = None if data.held_out is None else data.held_out.everything()

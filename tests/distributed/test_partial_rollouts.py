@@ -158,6 +158,20 @@ def test_the_open_order_loses_no_prompt_and_learns_from_none_twice(fork, materia
             assert len(set(prompts)) == len(prompts) == state["prompts"]["position"]
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_batch_with_nothing_left_to_learn_from_ends_the_run_in_either_order(
+    fork, material, tmp_path, ahead
+):
+    """Every response is cut off after its first token, and those that are take no part in the loss."""
+    settings = ("algorithm.overlong.filter=true", "rollout.max_response_tokens=1", "steps=8")
+    few = ("batch.prompts_per_step=2", "batch.samples_per_prompt=2")
+    file = run(tmp_path / "cut", material, actor=LEARNING, asynchrony={"steps_ahead": ahead})
+    done = fork("megatron_rl", 2, "train", file, *settings, *few, module=True, check=False)
+    assert done.returncode != 0
+    assert "no token of this step's responses is left to learn from" in done.output
+    assert "algorithm.overlong.filter" in done.output
+
+
 def test_dynamic_sampling_ahead_of_the_learner_samples_as_many_prompts_as_teach_enough(
     fork, material, tmp_path
 ):

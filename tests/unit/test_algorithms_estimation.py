@@ -32,7 +32,15 @@ from megatron_rl.algorithms.estimation import AlgorithmState, initial_state, nex
 from megatron_rl.algorithms.losses import FunctionLoss, TokenLoss
 from megatron_rl.algorithms.rewards import RunningMoments
 from megatron_rl.errors import UserErrors
-from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Scores, TrainBatch, token_index
+from megatron_rl.types import (
+    FINISH_FAILED,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    Outcome,
+    Scores,
+    TrainBatch,
+    token_index,
+)
 
 quick = settings(max_examples=25, deadline=None)
 few = settings(max_examples=6, deadline=None)
@@ -139,6 +147,53 @@ def test_the_greedy_baseline_is_shaped_as_the_rewards_are(normalize):
 
     wanted = [shaped(1.0, 2) - shaped(0.5, 6), 0.0, 0.0, 0.0]
     close(made.advantages, [value for value, mask in zip(wanted, masks, strict=True) for _ in mask], 1e-6)
+
+
+def test_the_overlong_penalty_counts_what_its_limit_counts():
+    """Tokens of tools, an observation that found no room, and the limit of the row's own profile."""
+    rollouts, scores = step(Batch([0] * 4, [0.0] * 4, [True] * 4, [[False] + [True] * 3] * 4, 7))
+    turns = [[False, *turn] for turn in ([True] * 3, [True, False, False, True], [True] * 3, [True] * 3)]
+    mask = [marked for turn in turns for marked in turn]
+    rollouts = replace(
+        rollouts,
+        tokens=torch.arange(len(mask)),
+        lengths=torch.tensor([len(turn) for turn in turns]),
+        response_mask=torch.tensor(mask),
+        rollout_log_probs=torch.zeros(len(mask)),
+        finish_reason=torch.tensor([FINISH_STOP, FINISH_LENGTH, FINISH_LENGTH, FINISH_LENGTH]),
+        max_response_tokens=torch.tensor([4, 4, 4, 3]),
+        outcomes=(None, Outcome(), Outcome(dropped_tokens=50), None),
+    )
+    zeros = torch.zeros(len(mask))
+    scores = replace(scores, old_log_probs=zeros, ref_log_probs=zeros, values=zeros)
+
+    algorithm = get_algorithm("reinforce", {"overlong": {"buffer": 2, "penalty": 0.5}}, max_response_tokens=9)
+    _, metrics = estimate(rollouts, scores, algorithm)
+    assert metrics.values()["reward/shaped_mean"] == pytest.approx((-0.25 - 0.5 - 0.5 - 0.5) / 4)
+
+    # Rows that state no limit have the one of the algorithm, under which none of these is long.
+    _, metrics = estimate(replace(rollouts, max_response_tokens=None, outcomes=None), scores, algorithm)
+    assert metrics.values()["reward/shaped_mean"] == 0.0
+    with pytest.raises(ValueError, match="limit"):
+        without = get_algorithm("reinforce", {"overlong": {"buffer": 2}})
+        estimate(replace(rollouts, max_response_tokens=None), scores, without)
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_the_adaptive_coefficient_follows_the_divergence_that_is_penalised(bypass):
+    """With bypass penalty and metric are of the engine's log-probs, and so is what steers the coefficient."""
+    rollouts, scores = step(Batch([0, 0], [1.0, 0.0], [True, True], [[True, True]] * 2, 3))
+    engine, trainer = torch.full((4,), -1.0), torch.full((4,), -3.0)
+    rollouts = replace(rollouts, rollout_log_probs=engine)
+    scores = replace(scores, old_log_probs=trainer, ref_log_probs=torch.full((4,), -1.5))
+    kl = {"name": "reward", "controller": "adaptive", "horizon": 10.0, "target": 0.1, "coef": 0.2}
+    algorithm = algorithm_of("grpo", kl=kl, correction={"bypass": bypass})
+
+    _, metrics = estimate(rollouts, scores, algorithm)
+    assert metrics.values()["kl/ref"] == pytest.approx(0.5 if bypass else -1.5)
+    error = 0.2 if bypass else -0.2
+    state = next_state(algorithm, initial_state(algorithm), rollouts, scores)
+    assert state.kl_coef == pytest.approx(0.2 * (1 + error * 2 / 10))
 
 
 @pytest.mark.parametrize(

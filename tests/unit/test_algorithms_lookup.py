@@ -189,7 +189,10 @@ def test_a_setting_is_laid_over_a_name_from_another_file_or_the_command_line():
 
 def test_the_length_limit_reaches_the_pieces_that_need_it():
     algorithm = get_algorithm("dr_grpo", {"overlong": {"buffer": 0.5}}, max_response_tokens=12)
-    assert (algorithm.overlong.limit, algorithm.aggregation.scale_factor) == (12, 12)
+    assert (algorithm.max_response_tokens, algorithm.aggregation.scale_factor) == (12, 12)
+    with pytest.raises(UserErrors, match="longer than a response may be"):
+        get_algorithm("dr_grpo", {"overlong": {"buffer": 13}}, max_response_tokens=12)
+    get_algorithm("dr_grpo", {"overlong": {"buffer": 13, "limit": 20}}, max_response_tokens=12)
     stated = get_algorithm("dr_grpo", {"aggregation": {"scale_factor": 3}}, max_response_tokens=12)
     assert stated.aggregation.scale_factor == 3.0
 

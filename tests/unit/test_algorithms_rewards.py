@@ -92,7 +92,7 @@ def test_published_numbers_of_dapo():
 @quick
 @given(batches())
 def test_overlong_penalty(buffer, tokens, batch):
-    overlong = Overlong(buffer=buffer if buffer >= 1 else 4 / 6).within(6)
+    overlong = Overlong(buffer=buffer if buffer >= 1 else 4 / 6)
     rewards, _, valid = batch.tensors
     counts = torch.tensor([sum(mask) for mask in batch.masks])
     scaled = RewardShaping().scaled(rewards, valid)
@@ -100,9 +100,20 @@ def test_overlong_penalty(buffer, tokens, batch):
         r + min(-(sum(mask) - (6 - tokens)) / tokens, 0.0) if ok else 0.0
         for r, ok, mask in zip(batch.rewards, batch.valid, batch.masks, strict=True)
     ]
-    close(overlong.punish(scaled, valid, counts), wanted)
+    close(overlong.punish(scaled, valid, counts, torch.full_like(counts, 6)), wanted)
 
 
-def test_overlong_penalty_needs_the_limit():
-    with pytest.raises(ValueError, match="limit"):
-        Overlong(buffer=0.2).punish(torch.ones(1), torch.ones(1) > 0, torch.ones(1))
+def test_a_response_beyond_the_limit_loses_no_more_than_one_at_it():
+    """DAPO's equation 13 is -1 for every length above the limit, times the factor of the penalty."""
+    lengths = torch.tensor([79, 100, 101, 200, 400])
+    wanted = [-0.0, -3.0, -3.0, -3.0, -3.0]
+    close(overlong_penalty(lengths, limit=100, buffer=20, penalty=3.0), wanted)
+
+
+@pytest.mark.parametrize(("buffer", "wanted"), [(10.0, [-1.0, -0.5, 0.0]), (0.5, [-1.0, -0.9, -0.2])])
+def test_each_response_is_measured_by_its_own_limit(buffer, wanted):
+    lengths, limits = torch.tensor([20, 95, 60]), torch.tensor([20, 100, 100])
+    zeros, valid = torch.zeros(3, dtype=torch.float64), torch.ones(3) > 0
+    close(Overlong(buffer=buffer).punish(zeros, valid, lengths, limits), wanted)
+    stated = Overlong(buffer=buffer, limit=100).punish(zeros, valid, lengths, limits)
+    close(stated, overlong_penalty(lengths, limit=100, buffer=10 if buffer > 1 else 50, penalty=1.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -144,11 +145,14 @@ def in_eight_bits(model: Path) -> None:
 
 
 def with_an_index_of_other_tensors(model: Path) -> None:
-    places = {**dict.fromkeys(shards(model), "model.safetensors"), "gone.weight": "model.safetensors"}
+    shard = "model-00001-of-00001.safetensors"
+    (model / "model.safetensors").rename(model / shard)
+    places = {**dict.fromkeys(shards(model), shard), "gone.weight": shard}
     change(model / "model.safetensors.index.json", weight_map=places)
 
 
 def with_an_index_of_other_folders(model: Path) -> None:
+    (model / "model.safetensors").rename(model.parent / "model.safetensors")
     change(model / "model.safetensors.index.json", weight_map={"a": "../model.safetensors"})
 
 
@@ -167,6 +171,36 @@ def test_weights(model: Path, damage: Callable[[Path], None], message: str, fix:
     damage(model)
     error = one_error(model)
     assert message in error.message and fix in (error.fix or "")
+
+
+def test_files_beside_the_weights_are_not_the_models(model: Path) -> None:
+    for other in ("adapter_model", "consolidated", "consolidated-00001-of-00002"):
+        write_safetensors(model / f"{other}.safetensors", {"base_model.lora_A.weight": (2, 2)})
+    stale = {"model.norm.weight": "model-00001-of-00002.safetensors"}
+    change(model / "model.safetensors.index.json", weight_map=stale)
+    (model / "pytorch_model.bin").write_bytes(b"an older copy")
+    assert not check(model).errors
+
+
+@pytest.mark.parametrize(("values", "fine"), [(b"\1", False), (b"\0", True)])
+def test_an_output_layer_beside_a_tied_embedding_equals_it(model: Path, values: bytes, fine: bool) -> None:
+    change(model / "config.json", tie_word_embeddings=True)
+    shapes = describe({**SHAPE, "tie_word_embeddings": True}).tensor_shapes()
+    # The output layer comes last, and so do its bytes: all others are zero.
+    write_safetensors(
+        model / "model.safetensors", {**shapes, "lm_head.weight": shapes["model.embed_tokens.weight"]}
+    )
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(values)
+    if fine:
+        assert not check(model).errors
+    else:
+        error = one_error(model)
+        assert "an output layer of its own" in error.message
+        assert f"set tie_word_embeddings to false in {model / 'config.json'}" in str(error.fix)
+        change(model / "config.json", tie_word_embeddings=False)
+        assert not check(model).errors
 
 
 @pytest.mark.parametrize(

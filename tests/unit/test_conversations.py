@@ -18,7 +18,7 @@ from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import EOS, SPECIAL, build_tokenizer
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.exchange import Members
+from megatron_rl.parallel.exchange import ReplicaGroup
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.roles.rollout import Dealt
 from megatron_rl.rollout.conversations import Conversations
@@ -31,6 +31,7 @@ from megatron_rl.types import (
     PromptBatch,
     Rollouts,
     SamplingParameters,
+    limited_counts,
     observed_counts,
     split_rows,
     turn_starts,
@@ -249,7 +250,7 @@ def test_a_group_is_judged_when_it_is_complete_while_others_go_on(tmp_path: Path
     engine = engine_of(logits, max_model_len=200)
     drive(engine, Conversations(patient, ChatFormats(TOKENIZER), dealt), None, judge)
     assert [row.outcome.failure for row in dealt.rows if row.outcome] == [None] * 4
-    alone = cast(Members, SimpleNamespace(ranks=(0,), rank=0, gather_objects=lambda value: [value]))
+    alone = cast(ReplicaGroup, SimpleNamespace(ranks=(0,), rank=0, gather_objects=lambda value: [value]))
     early = reward.early(alone)["function"]
     assert {row: answer.reward for row, answer in early.items()} == {0: 5.0, 1: 5.0, 2: 1.0, 3: 1.0}
     some = {"function": {row: early[row]._replace(reward=9.0) for row in (0, 3)}}
@@ -265,7 +266,7 @@ def test_a_function_that_is_not_the_runs_judges_what_an_environment_rewarded(hos
     (tmp_path / "reward.py").write_text("def judge(*, prompt, **_): return 100.0 + len(prompt)\n")
     batch = prompts(["go", "fail"], [1, 3])
     rollouts = sweep(hosts, begin(batch, 2, seed=9, version=3), None).rollouts
-    alone = cast(Members, SimpleNamespace(ranks=(0,), rank=0, gather_objects=lambda value: [value]))
+    alone = cast(ReplicaGroup, SimpleNamespace(ranks=(0,), rank=0, gather_objects=lambda value: [value]))
     said = {}
     for key in ("", "evaluation.sets.held_out.evaluators.style"):
         reward = RewardRole(RewardConfig(f"{tmp_path / 'reward.py'}:judge"), TOKENIZER, key)
@@ -285,6 +286,9 @@ def test_no_room_and_no_turn_left_truncate_and_are_no_failure(hosts: Hosts):
         outcome and outcome.failure is None and outcome.reward is None for outcome in rollouts.outcomes
     )
     assert (rollouts.lengths <= 5 + 12).all()
+    # An observation that found no room counts, too: else such a conversation would seem short enough.
+    assert rollouts.max_response_tokens is not None and rollouts.max_response_tokens.tolist() == [12] * 3
+    assert (limited_counts(rollouts) >= 12).all()
     turns = sweep(hosts, begin(prompts(["go"], [9], most=150), 1, seed=2, version=3), None).rollouts
     assert turns.finish_reason.tolist() == [FINISH_LENGTH] and int(turn_starts(turns).sum()) == 6
 

@@ -141,17 +141,19 @@ def test_excerpts_are_what_stands_in_the_files(name: str) -> None:
     for block in blocks(name, "python", "yaml"):
         if "/" in block.title:
             source = (ROOT / block.title).read_text(encoding="utf-8")
-            indented = (textwrap.indent(block.text, " " * spaces) for spaces in (0, 4))
+            indented = (textwrap.indent(block.text, " " * spaces) for spaces in (0, 4, 8))
             assert any(text in source for text in indented), f"{block.title} has no such lines:\n{block.text}"
         elif block.language == "python":
             compile(block.text, name, "exec")
 
 
 def test_the_first_page_shows_the_training_step() -> None:
-    (block,) = blocks("README.md", "python")
+    block, sampling = blocks("README.md", "python")
     source = (ROOT / "megatron_rl/trainer/loop.py").read_text(encoding="utf-8")
     step = source.split("def train_step(", 1)[1].split('"""', 2)[2].split("\n\n\n", 1)[0]
     assert block.text.strip() == textwrap.dedent(step).strip()
+    batch = source.split("class SameStepBatches", 1)[1].split("def next(", 1)[1].split('"""', 2)[2]
+    assert sampling.text.strip() == textwrap.dedent(batch.split("\n\n\n", 1)[0].strip("\n")).strip()
 
 
 @pytest.mark.parametrize("name", NAMES)

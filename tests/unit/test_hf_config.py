@@ -153,8 +153,35 @@ def test_another_models_shapes_are_refused(checkpoint):
         check_tensors(CheckpointFiles(checkpoint), Model(config_of("qwen2", intermediate_size=128)))
 
 
-def test_a_tied_model_may_carry_its_output_layer(checkpoint):
-    check_tensors(CheckpointFiles(checkpoint), Model(config_of("qwen2-tied")))
+def test_a_tied_model_may_carry_its_output_layer(checkpoint, tmp_path):
+    def equal(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    check_tensors(damaged(checkpoint, tmp_path, equal), Model(config_of("qwen2-tied")))
+
+
+def test_a_tied_model_does_not_lose_an_output_layer_of_its_own(checkpoint):
+    with pytest.raises(UserError, match="output layer of its own") as refused:
+        check_tensors(CheckpointFiles(checkpoint), Model(config_of("qwen2-tied")))
+    assert "set tie_word_embeddings to false" in str(refused.value.fix)
+
+
+def test_files_beside_the_weights_are_not_the_models(checkpoint, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint, path)
+    names = CheckpointFiles(path).names()
+    for other in ("adapter_model", "consolidated", "model.fp16"):
+        save_file({f"{other}.weight": torch.zeros(2, 2)}, path / f"{other}.safetensors")
+    (path / "pytorch_model.bin").write_bytes(b"an older copy")
+    stale = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(stale))
+    assert CheckpointFiles(path).names() == names
+    assert CheckpointFiles(path, "adapter_model.safetensors").names() == {"adapter_model.weight"}
+
+    # Shards that no index names are the model's all the same, and what lies beside them is not.
+    (path / "model.safetensors.index.json").unlink()
+    (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
+    assert CheckpointFiles(path).names() == names
 
 
 def test_broken_directories_are_refused(checkpoint, tmp_path):
@@ -163,6 +190,7 @@ def test_broken_directories_are_refused(checkpoint, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"garbage, not tensors")
     with pytest.raises(UserError, match="cannot be read"):
         CheckpointFiles(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="missing model-00001-of-00002"):

@@ -197,6 +197,15 @@ def test_a_colocated_ppo_plan_names_every_role(tmp_path) -> None:
     assert {"critic", "reference"} <= set(config) and config["critic"]["recompute"] in ("none", "full")
 
 
+@pytest.mark.parametrize("precision", ["fp8", "fp16"])
+def test_a_plan_of_weights_that_no_run_has_is_not_written(precision, tmp_path) -> None:
+    out = tmp_path / "plan.yaml"
+    with pytest.raises(UserError, match=precision) as refused:
+        plan("qwen3-8b", "--gpus", "8", "--precision", precision, "--out", str(out))
+    assert refused.value.where == "--precision" and not out.exists()
+    assert plan("qwen3-8b", "--gpus", "8", "--precision", precision) == 0
+
+
 @pytest.mark.parametrize(
     ("places", "preset"),
     [

@@ -395,6 +395,18 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert compared.results[0] == ["runs", "2"] and ["steps", "20 ± 1"] in compared.results
     assert compared.notes == ["b begins with the very steps of copy: it is a copy, and left out."]
 
+    # Runs that are evaluated before their first step begin with a line that all of them may share.
+    for name, seconds in (("first", 2.0), ("second", 3.0)):
+        folder = RunFolder(tmp_path / "begun" / name).create()
+        folder.write_config("seed: 1\n")
+        with MetricsLog(folder, 1, console=io.StringIO()) as log:
+            log.write(0, {"eval/held_out/accuracy": 0.5})
+            log.write(1, {"reward/mean": 0.5, "time/step": seconds})
+    shutil.copytree(tmp_path / "begun/first", tmp_path / "begun/third")
+    compared = compare([tmp_path / "begun" / name for name in ("first", "second", "third")])
+    assert compared.results[0] == ["runs", "2"]
+    assert compared.notes == ["third begins with the very steps of first: it is a copy, and left out."]
+
     empty = tmp_path / "empty"
     empty.mkdir()
     refusals = []

@@ -20,7 +20,7 @@ from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
-from megatron_rl.parallel.exchange import Members
+from megatron_rl.parallel.exchange import ReplicaGroup
 from megatron_rl.roles.build import build_roles
 from megatron_rl.trainer.job import job
 from megatron_rl.trainer.sample import Pending, gathered, whole
@@ -51,8 +51,8 @@ def main(path: str, overrides: list[str]) -> None:
         roles = build_roles(config, algorithm_of(config), tokenizer)
         with roles.hybrid_engine.generation_mode():
             sweep = whole(prompts, 1, config.seed, roles.hybrid_engine.version)
-            rollouts = gathered(roles.rollout, Pending(sweep, roles.rollout.infer(sweep)), Members())
-        trainer = Members().gather_rows(roles.actor.infer(rollouts)).tokens["old_log_probs"]
+            rollouts = gathered(roles.rollout, Pending(sweep, roles.rollout.infer(sweep)), ReplicaGroup())
+        trainer = ReplicaGroup().gather_rows(roles.actor.infer(rollouts)).tokens["old_log_probs"]
         sampled = rollouts.response_mask
         log_probs = {"trainer": trainer, "vllm": rollouts.rollout_log_probs}
         for dtype in dict.fromkeys((config.model.dtype, "float32")):

@@ -16,9 +16,8 @@ from torch import Tensor
 from megatron_rl.durable import RunningDigest, require_file
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.megatron_checkpoint import POINTER
-from megatron_rl.shapes.pretrained import INDEX, read_pretrained, tokenizer_files
+from megatron_rl.shapes.pretrained import INDEX, SINGLE, read_pretrained, tokenizer_files, weight_files
 
-SINGLE = "model.safetensors"
 _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -26,19 +25,22 @@ _DTYPE_NAMES = {
 
 
 class CheckpointFiles:
-    """Give slices of the tensors of a checkpoint directory without reading the rest.
+    """Slices of the tensors of a checkpoint directory, read without the rest.
 
+    ``file`` names the one file of the directory to read; without, `weight_files` says which are the model's.
     Raises UserError when the directory has no safetensors, or its index names files that are missing.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, file: str | None = None) -> None:
         self.path = Path(path)
         self._open: dict[Path, Any] = {}
-        self._file_of = {name: self.path / file for name, file in self._index().items()}
+        files = weight_files(self.path) if file is None else [self.path / file]
+        self._file_of = {name: self.path / stored for name, stored in self._index(files).items()}
 
-    def _index(self) -> Mapping[str, str]:
+    def _index(self, files: list[Path] | None) -> Mapping[str, str]:
+        """Return the file of each tensor; where ``files`` is None the directory's index says it."""
         index = self.path / INDEX
-        if index.is_file():
+        if files is None:
             try:
                 weight_map = json.loads(index.read_text())["weight_map"]
             except (ValueError, KeyError, TypeError) as error:
@@ -57,7 +59,6 @@ class CheckpointFiles:
                     fix="download the checkpoint again, with all its files",
                 )
             return weight_map
-        files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise UserError(
                 "The checkpoint has no safetensors.",

@@ -12,13 +12,13 @@ from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.weights import fingerprint
 from megatron_rl.parallel.lora import adapter_boxes, attach_adapters
 from megatron_rl.parallel.model import ParallelModel
-from megatron_rl.shapes.lora import PEFT_PREFIX
+from megatron_rl.shapes.lora import PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.types import TensorBox
 
 
 def add_adapters(model: ParallelModel, config: LoraConfig, seed: int, *, trainable: bool) -> None:
     """Attach adapters as ``config`` describes them: new ones, or those of the PEFT folder ``config.path``."""
-    initial = CheckpointFiles(config.path) if config.path is not None else None
+    initial = CheckpointFiles(config.path, PEFT_WEIGHTS) if config.path is not None else None
     attach_adapters(model, config, seed, trainable=trainable, initial=initial)
 
 

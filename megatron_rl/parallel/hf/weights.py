@@ -20,11 +20,14 @@ from megatron_rl.parallel.hf.megatron_files import MegatronFiles
 from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
 from megatron_rl.parallel.model import Chunked, ParallelModel, live_parameters, of_experts
 from megatron_rl.progress import advance
-from megatron_rl.shapes.layer_weights import OUTPUT, SCALAR
+from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
 from megatron_rl.shapes.megatron_checkpoint import POINTER
+from megatron_rl.shapes.pretrained import separate_head_error
 from megatron_rl.types import TensorBox
 
 SAMPLED = 64
+_COMPARED_ROWS = 8192
+"""Rows of the vocabulary that are compared at a time, so that no whole copy of an embedding is made."""
 _SHOWN = 8
 Checkpoint = CheckpointFiles | MegatronFiles
 """What gives slices of a model's tensors by their Hugging Face names."""
@@ -199,6 +202,8 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
             got=f"unexpected: {some_of(unexpected, _SHOWN)}" if unexpected else None,
             fix=hint or "use a checkpoint saved from this architecture and number of layers",
         )
+    if described.has_separate_head(stored):
+        _require_equal_head(files)
     for name, shape in expected.items():
         if files.shape(name) != shape:
             raise UserError(
@@ -208,3 +213,15 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
                 got=str(list(files.shape(name))),
                 fix="use the config.json that belongs to these weights",
             )
+
+
+def _require_equal_head(files: Checkpoint) -> None:
+    """Raise UserError unless an output layer that config.json ties has the values of the embedding."""
+    shapes = {name: files.shape(name) for name in (OUTPUT, EMBEDDING)}
+    rows, width = shapes[EMBEDDING]
+    equal = shapes[OUTPUT] == shapes[EMBEDDING]
+    for first in range(0, rows if equal else 0, _COMPARED_ROWS):
+        box = (first, 0), (min(_COMPARED_ROWS, rows - first), width)
+        equal = equal and torch.equal(files.read(OUTPUT, *box), files.read(EMBEDDING, *box))
+    if not equal:
+        raise separate_head_error(files.path, shapes, "other values")
