@@ -143,8 +143,8 @@ class ConversationText:
         return tail
 
     @cached_property
-    def behind_turn(self) -> str:
-        """Return what the template writes behind a turn; empty where it makes no conversation of two.
+    def behind_turn(self) -> str | None:
+        """Return what the template writes behind a turn; None where it makes no conversation of two.
 
         Some write nothing there, and end a turn by opening the next: then it is what a message of the user
         makes of it.
@@ -152,7 +152,7 @@ class ConversationText:
         with suppress(UserError):
             close = self._behind([*_ASKED, _TURN], opens=False)
             return close if close.strip() else self._behind([*_ASKED, _TURN, *_NEXT])
-        return ""
+        return None
 
     @cached_property
     def lead(self) -> str:
@@ -181,9 +181,13 @@ class ConversationText:
         opening = self.opening.strip()
         if opening and text.lstrip().startswith(opening):
             text = text.lstrip()[len(opening) :].lstrip("\n")
+        bos = self._renderer.special.get("bos_token")
+        if bos:  # the prompt has it
+            text = text.removeprefix(bos)
+
         if text and not text[0].isspace():
             text = self.lead + text
-        return cut_at_end(text, self.ends) or text + leading_end(self.behind_turn, self.ends)
+        return cut_at_end(text, self.ends) or text + self._turn_end
 
     def learned(self, asked: Sequence[Message], answered: Sequence[Message], tools: Any) -> Learned:
         """Return the conversation in which the assistant's messages of ``answered`` are learned.
@@ -222,11 +226,12 @@ class ConversationText:
             pieces += [turn if cut_at_end(turn, self.ends) else turn + end, tail[len(end) :]]
 
         row, written = "".join([prompt, *pieces]).rstrip(), whole.rstrip()
-        return Learned(prompt, pieces, row.startswith(written) or written.startswith(row))
+        as_written = row.startswith(written) or written.startswith(row) or len(said) == 1
+        return Learned(prompt, pieces, as_written)
 
     @cached_property
     def _turn_end(self) -> str:
-        return leading_end(self.behind_turn, self.ends)
+        return leading_end(self.behind_turn or "", self.ends)
 
     def _turn(
         self, message: Message, history: Sequence[Message], tools: Any, opening: str, whole: str
@@ -287,18 +292,20 @@ def find_turn_end(
     encode: Callable[[str], Sequence[int]],
     added: Mapping[int, str],
     bos: str | None,
-) -> TurnEnd:
-    """Return what the template ends turns with.
+) -> TurnEnd | None:
+    """Return what the template ends turns with; None where it makes no conversation of two.
 
     ``added`` are the texts of added tokens, special or not: `<|im_end|>` is in some models no special one. A
     BOS behind a turn begins the next one and ends none.
     """
+    if text.behind_turn is None:
+        return None
     behind = text.behind_turn.lstrip()
-    ids = encode(behind[:200]) if behind else ()
-    token = int(ids[0]) if len(ids) else None
-    if token not in added or added[token] == bos:
-        token = None
-    return TurnEnd(behind, token)
+    ids = list(encode(behind[:200]))
+
+    if not ids or ids[0] not in added or added[ids[0]] == bos:
+        return TurnEnd(behind, None)
+    return TurnEnd(behind, int(ids[0]))
 
 
 def turn_end_problem(end: TurnEnd | None, ends: Sequence[int], shown: str, path: str) -> UserError | None:

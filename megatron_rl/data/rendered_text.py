@@ -56,6 +56,14 @@ def rendered_prompts(
                 got=str(text),
                 fix="correct the record's messages, or the chat template of model.path",
             )
+        if not text:
+            raise UserError(
+                "a prompt has no tokens",
+                where=f"{records[row].where} ({setting})",
+                expected="messages of which the chat template writes something",
+                got=f"no text from {str(records[row].values[data.prompt_field])[:80]}",
+                fix="correct the record's messages, or the chat template of model.path",
+            )
         texts[row] = text
     return texts
 

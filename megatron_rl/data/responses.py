@@ -184,7 +184,7 @@ class _Turns:
         self._otherwise = otherwise
         self._end = {False: ends[0], True: ends[0]}
         self._ends = frozenset(ends)
-        self._texts = [prompts.tokenizer.convert_ids_to_tokens(token) for token in ends]
+        self._texts: list[Any] = [prompts.tokenizer.convert_ids_to_tokens(token) for token in ends]
         self._chat: ConversationText | None = None
 
         if prompts.renderer is not None:

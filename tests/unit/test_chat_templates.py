@@ -158,6 +158,11 @@ def test_a_response_cut_from_a_rendered_conversation_has_one_end(response: str, 
     assert learned(QWEN_2, tmp_path, values, prompt_field="prompt")[1] == "4<|im_end|>"
 
 
+def test_a_response_does_not_begin_with_the_bos_that_its_prompt_has(tmp_path: Path) -> None:
+    values = {"prompt": USER[:1], "response": "<s> 4 </s>"}
+    assert learned(FORMS["llama_2"], tmp_path, values, prompt_field="prompt")[1] == " 4 </s>"
+
+
 @pytest.mark.parametrize(
     ("prefix", "suffix", "text", "expected"),
     [

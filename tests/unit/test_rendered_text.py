@@ -129,6 +129,21 @@ def test_check_refuses_a_template_that_fails_as_the_job_does(template: str, reas
     assert str(refused[0].where).startswith("train.jsonl:1")
 
 
+@pytest.mark.usefixtures("workspace")
+def test_a_template_that_writes_nothing_of_a_prompt_is_refused_before_the_job() -> None:
+    Path("model/chat_template.jinja").write_text("{{ messages[0].content[0].text }}")
+    write("train.jsonl", {"prompt": ASKED, "ground_truth": "2"})
+    (error,) = [error for error in check().errors if "has no tokens" in error.message]
+    assert str(error.where).startswith("train.jsonl:1")
+
+
+@pytest.mark.usefixtures("workspace")
+def test_nothing_is_said_of_the_ends_of_a_template_that_makes_no_conversation() -> None:
+    model(replace(QWEN_2, template="{{ raise_exception('no') if messages[1:] }}{{ messages[0].content }}"))
+    write("train.jsonl", {"prompt": ASKED, "ground_truth": "2"})
+    assert not found(check(), "ends turns")
+
+
 def test_rewards_see_the_marks_that_a_user_added_and_none_that_frame_a_turn() -> None:
     form = replace(QWEN_2, special=(*QWEN_2.special, "<answer>", "</answer>", "<think>"))
     tokenizer = tokenizer_of(form)
