@@ -129,10 +129,11 @@ def _section_answers(unknown: _Unknown) -> list[UserError]:
     """Return the answers to an unknown section: to it as a whole, or to each name below it."""
     error = unknown.error
     whole = _other_name(unknown)
-    if whole is not None and whole.ours is None:
-        return [_absent(unknown, whole.reason)]
-    if whole is not None and not _apply(unknown, whole.ours, unknown.value).problems:
-        return [_called(unknown, whole)]
+    if whole is not None:
+        if whole.ours is None:
+            return [_absent(unknown, whole.reason)]
+        if not _apply(unknown, whole.ours, unknown.value).problems:
+            return [_called(unknown, whole)]
 
     guess = _guessed(unknown)
     if guess is not None:

@@ -118,7 +118,7 @@ class EvaluationConfig:
             "ms-swift": "val_dataset",
             "common": "eval_data, eval_files, validation_data, register_evaluator, evaluators",
         },
-        conversion="ours has a name for each set: NAME.data, NAME.samples, NAME.temperature, NAME.evaluators ...",
+        conversion="ours has a name for each set: NAME.data, NAME.samples, NAME.evaluators ...",
     )
     every: int = setting(
         10,
