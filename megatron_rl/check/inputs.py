@@ -162,12 +162,12 @@ def check_inputs(check: Inputs) -> None:
         _check_stage_data(check, plan)
     if config.job == TRAIN and check.fine("reward"):
         _check_reward(check)
-    contained = {
-        where: limits for where, limits in contained_sections(config).items() if check.fine(where)
-    }
-    for where, limits in contained.items():
-        check.errors.extend(check_limits(where, limits, check.files))
-    if check.before and not check.files.absent:  # a run says it of its own processes
+    contained = {where: limits for where, limits in contained_sections(config).items() if check.fine(where)}
+    wrong = [
+        error for where, limits in contained.items() for error in check_limits(where, limits, check.files)
+    ]
+    check.errors.extend(wrong)
+    if check.before and not check.files.absent and not wrong:  # a run says it of its own processes
         check.warnings.extend(check_enforced(contained))
     if config.job == TRAIN and config.rollout.environment is not None and check.fine("rollout.environment"):
         hidden = check_not_hidden("rollout.environment", config.rollout.environment.settings)
