@@ -60,28 +60,24 @@ def check_limits(where: str, limits: LimitsConfig, files: Files) -> Iterator[Use
 
 
 def check_enforced(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
-    """Yield a warning for each thing that this machine's kernel does not enforce.
+    """Yield warnings of what this machine's kernel does not enforce.
 
-    A contained process is started for each section, and reports it.
+    A contained process is started for each section, and reports it; the same report is made once.
     """
-    found: set[str] = set()
+    reports: set[str] = set()
     for where, limits in sections.items():
         try:
             missing = not_enforced(asdict(limits) | {"loopback": where.startswith("rollout.environment")})
         except LoadFailed as error:
             missing = [f"no contained process can be started ({error.reason})"]
-        for words in missing:
-            if words not in found:
-                found.add(words)
-                yield _not_enforced(where, words)
-
-
-def _not_enforced(where: str, words: str) -> UserError:
-    return UserError(
-        f"code is not contained in full on this machine: {words}",
-        where=where,
-        expected="a kernel that gives a process namespaces, Landlock and seccomp",
-        got=words.rpartition("(")[2].rstrip(")"),
-        fix="see the table of containment in docs/limits.md; in a container, allow namespaces "
-        "(docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined)",
-    )
+        report = "\n".join(missing)
+        if report and report not in reports:
+            reports.add(report)
+            yield UserError(
+                "the code of the run is not contained in full on this machine",
+                where=where,
+                expected="a kernel that gives a process namespaces, Landlock and seccomp",
+                got=report,
+                fix="see the table of containment in docs/limits.md; in a container, allow namespaces "
+                "(docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined)",
+            )

@@ -31,7 +31,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.rewards import RewardModelConfig
-from megatron_rl.config.sections.rollout import SERVER
+from megatron_rl.config.sections.rollout import SERVER, EnvironmentConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.environments.hosts import environment_errors
 from megatron_rl.errors import UserError
@@ -164,20 +164,34 @@ def check_inputs(check: Inputs) -> None:
         check.tokens.close()
     if config.job == TRAIN and check.fine("reward"):
         _check_reward(check)
-    contained = {where: limits for where, limits in contained_sections(config).items() if check.fine(where)}
-    for where, limits in contained.items():
-        check.errors.extend(check_limits(where, limits, check.files))
-    if check.before and not check.files.absent:  # a run says it of its own processes
-        check.warnings.extend(check_enforced(contained))
+    _check_containment(check)
     if config.job == TRAIN and config.rollout.environment is not None and check.fine("rollout.environment"):
-        hidden = check_not_hidden("rollout.environment", config.rollout.environment.settings)
-        check.errors.extend(hidden or environment_errors(config.rollout.environment))
-        check.errors.extend(check_tool_parser(config.rollout.environment.tool_parser))
+        _check_environment(check, config.rollout.environment)
     check.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))
     if check.fine("run_dir"):
         check.errors.extend(_run_dir(Path(config.run_dir)))
     if config.job == TRAIN and check.fine("checkpoint.resume", "run_dir", "model.path"):
         check.errors.extend(resume_errors(config))
+
+
+def _check_containment(check: Inputs) -> None:
+    """Check the limits of every section whose code runs contained, and what the kernel enforces of them."""
+    sections = contained_sections(check.config)
+    contained = {where: limits for where, limits in sections.items() if check.fine(where)}
+    errors = [
+        error for where, limits in contained.items() for error in check_limits(where, limits, check.files)
+    ]
+    check.errors.extend(errors)
+
+    # A run reports on its own processes.
+    if check.before and not check.files.absent and not errors:
+        check.warnings.extend(check_enforced(contained))
+
+
+def _check_environment(check: Inputs, environment: EnvironmentConfig) -> None:
+    hidden = check_not_hidden("rollout.environment", environment.settings)
+    check.errors.extend(hidden or environment_errors(environment))
+    check.errors.extend(check_tool_parser(environment.tool_parser))
 
 
 def _check_stage_data(check: Inputs, plan: StagePlan) -> None:

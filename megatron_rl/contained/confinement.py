@@ -36,6 +36,8 @@ from megatron_rl.contained.new_root import Owner, Unreadable, change_root, new_s
 from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, SYSTEM, Visible
 
 GIB = 2**30
+SCRATCH = "/dev/shm"
+"""Where temporary files in memory are mounted without a root of its own."""
 TOO_MANY_PROCESSES, TOO_MUCH_MEMORY = 97, 98
 """Exit codes of a supervisor that ended its worker for going over a limit."""
 LOOKS_SECONDS = 0.1
@@ -169,6 +171,8 @@ def _unshare(spaces: int) -> Owner:
         with contextlib.suppress(PermissionError):
             kernel.unshare(spaces)
             return unprivileged or Owner(user, group)
+        if unprivileged is not None:
+            _close_namespace(unprivileged)
     kernel.unshare(kernel.NEW_USER | spaces)
     with contextlib.suppress(OSError):
         Path("/proc/self/setgroups").write_text("deny")
@@ -225,6 +229,12 @@ def _namespace_of(user: int, group: int) -> int:
         os.waitpid(child, 0)
 
 
+def _close_namespace(owner: Owner) -> None:
+    """Close the descriptor of an owner's user namespace: no contained code may have it."""
+    if owner.namespace is not None:
+        os.close(owner.namespace)
+
+
 def _raise_loopback() -> None:
     """Let the processes of a network of their own, which begins with nothing, speak with each other."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
@@ -253,9 +263,9 @@ def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
 
     set_limits(limits)
     _limit_tasks(limits, isolation)
-    for descriptor in (isolation.scratch, isolation.owner.namespace):
-        if descriptor is not None:
-            os.close(descriptor)
+    if isolation.scratch is not None:
+        os.close(isolation.scratch)
+    _close_namespace(isolation.owner)
     _become(isolation.owner)
     # Both are lost with a change of the user.
     kernel.process_control(kernel.SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -265,7 +275,7 @@ def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
 
     os.environ["TMPDIR"] = "/tmp" if has_root else isolation.folder or tempfile.gettempdir()
     scoped = _restrict(limits, isolation, has_root)
-    _filter(limits, isolation, scoped)
+    _filter(limits, isolation, has_root, scoped)
     return isolation.missing
 
 
@@ -283,18 +293,26 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
         try:
             reason = change_root(*arguments, isolation.owner, kernel_limits, network=network)
         except Unreadable as unreadable:
-            isolation.owner = Owner(os.getuid(), os.getgid())
+            _stay(isolation)
             isolation.missing.append(f"{SAME_USER.format(name='root')}, who alone may use {unreadable}")
             reason = change_root(*arguments, isolation.owner, kernel_limits, network=network)
     except OSError as error:
-        # Nothing of the user's may be in reach of the other user without a root of its own.
-        isolation.owner = Owner(os.getuid(), os.getgid())
+        # Nothing of the user's may be in reach of another user without a root of its own.
+        _stay(isolation)
         isolation.missing.append(f"{NO_ROOT} (mount: {error.strerror})")
-        isolation.folder = isolation.folder or tempfile.mkdtemp(prefix="megatron_rl_")
+        with contextlib.suppress(OSError):
+            kernel.attach(isolation.scratch, SCRATCH)
+            isolation.folder = SCRATCH
         return False
     if reason is not None:
         isolation.missing.append(f"{PROCESSES_VISIBLE} (proc: {reason})")
     return True
+
+
+def _stay(isolation: Isolation) -> None:
+    """Have contained code be the user of this process."""
+    _close_namespace(isolation.owner)
+    isolation.owner = Owner(os.getuid(), os.getgid())
 
 
 def _become(owner: Owner) -> None:
@@ -332,25 +350,26 @@ def _restrict(limits: Mapping[str, Any], isolation: Isolation, has_root: bool) -
     try:
         filters.restrict_paths(readable, writable)
     except OSError as error:
-        reason = f"(no namespaces; Landlock: {error.strerror})"
+        reason = f"(no root of its own; Landlock: {error.strerror})"
         isolation.missing += [f"{FILES_READABLE} {reason}"]
         isolation.missing += [] if limits["write"] else [f"{FILES_WRITABLE} {reason}"]
-        isolation.missing += [f"{PROCESSES_SIGNALLED} {reason}"]
+        isolation.missing += [] if isolation.namespaces else [f"{PROCESSES_SIGNALLED} {reason}"]
         return False
-    for words in (HIDDEN_READABLE, NAMES_VISIBLE, TEMPORARY_UNBOUNDED):
-        isolation.missing.append(f"{words} (Landlock in place of namespaces)")
+    unbounded = () if isolation.folder == SCRATCH else (TEMPORARY_UNBOUNDED,)
+    for words in (HIDDEN_READABLE, NAMES_VISIBLE, *unbounded):
+        isolation.missing.append(f"{words} (Landlock in place of a root)")
     scoped = filters.landlock_version() >= filters.SCOPES_SINCE
-    if not scoped:
+    if not scoped and not isolation.namespaces:
         isolation.missing.append(f"{PROCESSES_SIGNALLED} (no namespaces; Landlock before its version 6)")
     return scoped
 
 
-def _filter(limits: Mapping[str, Any], isolation: Isolation, scoped: bool) -> None:
-    """Filter system calls, with sockets of the families that are out of nobody's reach."""
+def _filter(limits: Mapping[str, Any], isolation: Isolation, has_root: bool, scoped: bool) -> None:
+    """Filter system calls, and sockets of families by which others could be reached."""
     own_network = isolation.namespaces and not limits["network"]
     network = bool(limits["network"] or limits.get("loopback") or own_network)
     # Sockets with a name of no file belong to a network; those of files to a root.
-    local = own_network or (isolation.namespaces and scoped)
+    local = has_root and (own_network or scoped)
     refusal = errno.EAFNOSUPPORT if limits["network"] or own_network else errno.ENETUNREACH
     try:
         filters.filter_system_calls(filters.families_of(network=network, local=local), refusal)

@@ -163,8 +163,12 @@ def filter_system_calls(families: Sequence[int], refusal: int = errno.EAFNOSUPPO
 def families_of(*, network: bool, local: bool) -> list[int]:
     """Return the families of sockets that code may have: those of the ``network``, and ``local`` ones."""
     # Name resolution and libraries that list interfaces ask the kernel by netlink.
-    families = [socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK] if network else []
-    return [*families, socket.AF_UNIX] if local else families
+    families: list[int] = []
+    if network:
+        families += [socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK]
+    if local:
+        families.append(socket.AF_UNIX)
+    return families
 
 
 def landlock_version() -> int:

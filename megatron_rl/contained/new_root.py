@@ -7,6 +7,7 @@ are mounted nowhere, then the new root, then each tree at its path. The old root
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -80,19 +81,25 @@ def change_root(
 
     root = kernel.new_file_system("tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, mode="0755")
     kernel.attach(root, _STAGE)
-    os.mkdir(_STAGE + _NOTHING, 0o555)
-    reason = _mount_proc(kernel_limits)
-    _attach_scratch(scratch, owner)
-    _write_users(owner)
-    _attach_all([*system, *devices], user)
-    _make_links(links)
-    _make_terminals()
-    with contextlib.suppress(OSError):  # below a folder that is visible it exists
-        os.makedirs(_STAGE + folder, exist_ok=True)
-    kernel.set_mount_attributes(_STAGE, kernel.READ_ONLY, recursive=False)
+    try:
+        os.mkdir(_STAGE + _NOTHING, 0o555)
+        reason = _mount_proc(kernel_limits)
+        _attach_scratch(scratch, owner)
+        _write_users(owner)
+        _attach_all([*system, *devices], user)
+        _make_links(links)
+        _make_terminals()
+        with contextlib.suppress(OSError):  # below a folder that is visible it exists
+            os.makedirs(_STAGE + folder, exist_ok=True)
+        kernel.set_mount_attributes(_STAGE, kernel.READ_ONLY, recursive=False)
+        os.chdir(_STAGE)
+        kernel.system_call("pivot_root", b".", b".")
+    except OSError:
+        os.chdir("/")
+        kernel.unmount(_STAGE)
+        os.chdir(folder)
+        raise
 
-    os.chdir(_STAGE)
-    kernel.system_call("pivot_root", b".", b".")
     kernel.unmount(".")
     os.chdir("/")
     with contextlib.suppress(OSError):
@@ -113,6 +120,8 @@ def _trees(
     for path in paths:
         on_the_way, real = links_to(path)
         links.update(on_the_way)
+        if real == "/":
+            raise OSError(errno.EINVAL, "all of / cannot be a part of another root")
         if real in trees or not os.path.exists(real):
             continue
         is_folder = os.path.isdir(real)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
+from megatron_rl.contained.confinement import CHILDREN_SEARCHED, NO_ROOT
 from megatron_rl.contained.visible import allowed_environment, is_shared, links_to
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 from tests.campaign.attacks import SECRETS
@@ -171,3 +172,11 @@ def test_links_on_the_way_to_a_path_are_told(tmp_path: Path) -> None:
     links, end = links_to(str(tmp_path / "second"))
     assert end == str(real.resolve())
     assert [Path(link).name for link, _ in links if link.startswith(str(tmp_path))] == ["second", "first"]
+
+
+def test_code_runs_where_no_root_can_be_built_and_that_is_said(code: str) -> None:
+    everything = RewardLimitsConfig(read=("/",))  # `check` refuses it: there is nowhere to mount it
+    with FunctionReward(RewardConfig(code, limits=everything)) as reward:
+        result = reward.score([{"prompt": "p", "response": "neighbour", "ground_truth": "", "metadata": {}}])
+        assert result.rewards.tolist() == [1.0]
+        assert any(NO_ROOT in words or CHILDREN_SEARCHED in words for words in reward.missing)
