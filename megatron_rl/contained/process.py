@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megatron_rl.contained.confinement import enter, isolate, quiet_environment, supervise
+from megatron_rl.contained.said import relay
 from megatron_rl.errors import UserError
 from megatron_rl.user_code import load_module
 
@@ -86,10 +87,13 @@ class ContainedProcess:
             [sys.executable, "-P", "-c", _START, _PACKAGES, serve, json.dumps(limits)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env=quiet_environment(os.environ),
             start_new_session=True,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stderr is not None
+        relay(self.process.stderr, self.process.pid)
         # A process that does not read, since the code in it stands still, must not hold up the trainer.
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_requests, args=(self.process.stdin,), daemon=True)
