@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from megatron_rl.config.run_folder import RunFolder, set_aside
 from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.durable import write_text
+from megatron_rl.errors import first_line
 
 MOST_WAITING = 10_000
 CLOSING_SECONDS, FAILING_SECONDS = 60.0, 5.0
@@ -125,8 +126,8 @@ class Trackers:
             action()
         except Exception as error:  # whatever a client raises: the run is worth more than its tracker
             self._trackers.pop(name, None)
-            words = f"{type(error).__name__}: {error}".strip()[:300]
-            self._say(f"warning: the tracker {name} failed, and gets nothing more of this run: {words}")
+            reason = first_line(error)
+            self._say(f"warning: the tracker {name} failed, and gets nothing more of this run: {reason}")
 
     def _open(self, name: str) -> Tracker:
         if name == "tensorboard":
