@@ -133,11 +133,24 @@ class Trackers:
         if name == "tensorboard":
             return TensorBoard(self._folder)
         known = self._folder.path / "trackers.json"
-        ids = json.loads(known.read_text()) if known.is_file() else {}
+        ids = self._ids(known)
         given = ids.get(name) if self._resumed else None
         tracker = CLIENTS[name](self._config, self._folder, self._about, given)
         write_text(known, json.dumps({**ids, name: tracker.id}, indent=1) + "\n")
         return tracker
+
+    def _ids(self, known: Path) -> dict[str, Any]:
+        """Return the ids under which trackers know the run; without them they begin a new one."""
+        if not known.is_file():
+            return {}
+        try:
+            ids = json.loads(known.read_text(encoding="utf-8"))
+        except ValueError:
+            ids = None
+        if not isinstance(ids, dict):
+            self._say(f"warning: {known} cannot be read: trackers begin a new run of their own")
+            return {}
+        return ids
 
 
 class TensorBoard:

@@ -172,6 +172,18 @@ def test_a_traceback_in_the_text_of_an_error_is_not_the_text_of_a_warning() -> N
     assert first_line(KeyError()) == "KeyError" and len(first_line(ValueError("x" * 999))) == 300
 
 
+def test_damaged_ids_of_trackers_are_named_and_begin_new_runs(folder: RunFolder) -> None:
+    said: list[str] = []
+    ids = folder.path / "trackers.json"
+    with trackers(folder, said, trackers=(), resumed=True) as told:
+        assert told._ids(ids) == {} and not said, "of a run that has begun none"
+        for content in (b"{", b"[1]", b"\xff"):
+            ids.write_bytes(content)
+            assert told._ids(ids) == {} and f"{ids} cannot be read" in said.pop()
+        ids.write_text('{"mlflow": "17"}')
+        assert told._ids(ids) == {"mlflow": "17"} and not said
+
+
 def test_prometheus_reads_the_newest_metrics_by_their_names(folder: RunFolder) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
