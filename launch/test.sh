@@ -1,13 +1,21 @@
 #!/usr/bin/env bash
 # Set up, run the static checks, then every test that needs no GPU.
 #
-#   launch/test.sh [pytest arguments]       e.g. launch/test.sh tests/unit -k metrics; -n 0: in one process
+#   launch/test.sh [--fast] [pytest arguments]    e.g. launch/test.sh tests/unit -k metrics; -n 0: in one process
+#
+# --fast: leave out the tests that start ranks, and the static checks: minutes, for between two edits.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh --dev || exit 1
 
-bash launch/lint.sh
-lint=$?
+lint=0
+if [ "${1:-}" = --fast ]; then
+    shift
+    set -- -m "not starts_ranks" "$@"
+else
+    bash launch/lint.sh
+    lint=$?
+fi
 # Files in their order: what starts ranks comes last; see Schedule in tests/conftest.py.
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" .venv/bin/python -m pytest -n 2 --no-loadscope-reorder "$@"
 tests=$?

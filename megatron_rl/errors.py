@@ -187,3 +187,10 @@ def some_of(names: Sequence[str], most: int) -> str:
     """Return the first of many names in words, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def first_line(error: BaseException, longest: int = 300) -> str:
+    """Return the type and the first line of an exception: some libraries put a traceback into the text."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    text = next((line for line in lines if line and not line.startswith("Traceback (")), "")
+    return f"{type(error).__name__}: {text}".removesuffix(": ")[:longest]

@@ -120,8 +120,19 @@ def _tail(text: str, lines: int = 80) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
+STARTS_RANKS = {"fork", "fork_fused", "forked_torchrun", "rank_server", "torchrun"}
+"""Fixtures that start ranks."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by ``-m``
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a browser where none stands; `pytest_terminal_summary` says so."""
+    """Mark the tests that start ranks, by the fixtures they use, directly or through others.
+
+    Leave out what needs a browser where none stands; `pytest_terminal_summary` says so.
+    """
+    for item in items:
+        if STARTS_RANKS & set(getattr(item, "fixturenames", ())):
+            item.add_marker("starts_ranks")
     if browser.executable() is None and (left := [item for item in items if "browser" in item.keywords]):
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=left)

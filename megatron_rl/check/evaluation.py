@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from megatron_rl.check.reward_function import Called, check_function
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.bounds import LONGEST_NAME
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.errors import UserError, nearest
 
@@ -21,15 +22,15 @@ def evaluation_set_errors(name: str, described: EvaluationSetConfig) -> Iterator
         (where, name, ()),
         *((f"{where}.evaluators", e, taken) for e in described.evaluators),
     ):
-        if not _NAME.fullmatch(word) or word in others:
+        if not _NAME.fullmatch(word) or word in others or len(word) > LONGEST_NAME:
             yield UserError(
                 "a name of evaluation is that of a metric already"
                 if word in others
                 else "a name of evaluation cannot be part of a metric's name",
                 where=path,
-                expected="letters, digits, underscores, dots and hyphens"
+                expected=f"letters, digits, underscores, dots and hyphens, {LONGEST_NAME} at most"
                 + (f"; none of {', '.join(others)}" if others else ""),
-                got=repr(word),
+                got=repr(word[: LONGEST_NAME + 1]),
                 fix="give it another name",
             )
     for key, function in described.functions().items():

@@ -31,7 +31,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.rewards import RewardModelConfig
-from megatron_rl.config.sections.rollout import SERVER, EnvironmentConfig
+from megatron_rl.config.sections.rollout import SERVER
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.environments.hosts import environment_errors
 from megatron_rl.errors import UserError
@@ -165,8 +165,7 @@ def check_inputs(check: Inputs) -> None:
     if config.job == TRAIN and check.fine("reward"):
         _check_reward(check)
     _check_containment(check)
-    if config.job == TRAIN and config.rollout.environment is not None and check.fine("rollout.environment"):
-        _check_environment(check, config.rollout.environment)
+    _check_environment(check)
     check.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))
     if check.fine("run_dir"):
         check.errors.extend(_run_dir(Path(config.run_dir)))
@@ -188,7 +187,11 @@ def _check_containment(check: Inputs) -> None:
         check.warnings.extend(check_enforced(contained))
 
 
-def _check_environment(check: Inputs, environment: EnvironmentConfig) -> None:
+def _check_environment(check: Inputs) -> None:
+    environment = check.config.rollout.environment
+    if check.config.job != TRAIN or environment is None or not check.fine("rollout.environment"):
+        return
+
     hidden = check_not_hidden("rollout.environment", environment.settings)
     check.errors.extend(hidden or environment_errors(environment))
     check.errors.extend(check_tool_parser(environment.tool_parser))

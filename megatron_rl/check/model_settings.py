@@ -355,7 +355,10 @@ class Trial:
             return [], [self._untried(f"Megatron did not answer within {self._patience:g} seconds")]
         if self._process.returncode != 0:
             return [], [self._untried(problem.strip().rpartition("\n")[2] or "the process died")]
-        refused = json.loads(answer)
+        try:
+            refused = json.loads(answer)
+        except ValueError:  # a package of the user's environment that prints when it is imported
+            return [], [self._untried(f"what is no answer: {answer[:80]!r}")]
         errors = []
         for role in roles:
             tried = {role.role: (role.where, role.settings)}

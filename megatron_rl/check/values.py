@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from megatron_rl.check.stages import check_stages
 from megatron_rl.config.sampling_profiles import profile_errors
 from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.bounds import LONGEST_NAME
 from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rewards import FUNCTION
 from megatron_rl.config.setting import sections_of, value_errors
 from megatron_rl.errors import UserError
-
-_LONGEST_NAME = 64
 
 
 def check_values(config: RunConfig) -> list[UserError]:
@@ -33,13 +32,13 @@ def _reward_models(config: RunConfig) -> Iterator[UserError]:
     taken = list(dict.fromkeys([FUNCTION, *config.reward.scorers]))
     for name, model in config.reward.models.items():
         where = f"reward.models.{name}"
-        if not name.isidentifier() or name in taken or len(name) > _LONGEST_NAME:
+        if not name.isidentifier() or name in taken or len(name) > LONGEST_NAME:
             yield UserError(
                 "the name of a reward model cannot name its metric",
                 where=where,
-                expected=f"letters, digits and _, {_LONGEST_NAME} at most, "
+                expected=f"letters, digits and _, {LONGEST_NAME} at most, "
                 f"but not {', '.join(taken)}, which judges beside it",
-                got=repr(name[: _LONGEST_NAME + 1]),
+                got=repr(name[: LONGEST_NAME + 1]),
                 fix="give it another name",
             )
         if model.path is None and model.training is None:

@@ -39,6 +39,20 @@ def require_counts(arguments: argparse.Namespace, *names: str) -> None:
             )
 
 
+def require_at_most(arguments: argparse.Namespace, name: str, most: int) -> None:
+    """Raise UserError where the named argument is above ``most``."""
+    value = getattr(arguments, name)
+    if value is not None and value > most:
+        option = "--" + name.replace("_", "-")
+        raise UserError(
+            f"{option} is more than can be planned for",
+            where=option,
+            expected=f"at most {most:,}",
+            got=f"{value:,}",
+            fix=f"set {option} to {most} or less",
+        )
+
+
 def checked(
     arguments: argparse.Namespace,
     world_size: int | None,

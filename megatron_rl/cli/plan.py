@@ -7,7 +7,8 @@ import json
 import time
 from pathlib import Path
 
-from megatron_rl.cli.common import require_counts
+from megatron_rl.cli.common import require_at_most, require_counts
+from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError
 from megatron_rl.planner.batch import StepBatch, response_lengths
 from megatron_rl.planner.calibrate import calibrate
@@ -117,6 +118,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
     require_counts(
         args, "gpus", "prompts", "samples", "optimizer_steps", "prompt_tokens", "response_tokens", "lora_rank"
     )
+    require_at_most(args, "gpus", MAX_WORLD)
     if args.optimizer_steps > args.prompts:
         raise UserError(
             "more optimizer steps than prompts",

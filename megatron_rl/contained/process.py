@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megatron_rl.contained.confinement import enter, isolate, supervise
+from megatron_rl.contained.said import relay
 from megatron_rl.contained.visible import Visible, allowed_environment, visible_paths
 from megatron_rl.errors import UserError
 from megatron_rl.user_code import load_module
@@ -98,10 +99,13 @@ class ContainedProcess:
             [sys.executable, "-P", "-c", _START, _PACKAGES, serve, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env=allowed_environment(os.environ, limits["environment"], network=network),
             start_new_session=True,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stderr is not None
+        relay(self.process.stderr, self.process.pid)
         # A process that does not read, since the code in it stands still, must not hold up the trainer.
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_requests, args=(self.process.stdin,), daemon=True)

@@ -260,7 +260,7 @@ def values_of(line: bytes, where: str) -> dict[str, Any]:
     """Return the fields of a line of JSONL; raises UserError for a line that is no record."""
     shown = line[:80].decode("utf-8", "replace").strip()
     try:
-        values = json.loads(line)
+        values = json.loads(line, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one too
         raise UserError(
             "a line is not JSON",
@@ -315,6 +315,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
+        _require_different(file.schema_arrow, path)
         row = 0
         for batch in file.iter_batches(_ROWS):
             for values in batch.to_pylist():
@@ -328,6 +329,35 @@ def _read_parquet(path: Path) -> Iterator[Record]:
             got=str(error).splitlines()[0],
             fix="write the file again",
         ) from None
+
+
+def _require_different(fields: Any, path: Path, within: str = "") -> None:
+    """Raise UserError where two columns of a schema, or two fields of a column, have one name."""
+    names = [field.name for field in fields]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(
+            f"{path} has two columns of one name",
+            where=str(path),
+            expected="each name once: only one of the columns could be read",
+            got=f"{names.count(twice)} of the name {within}{twice}",
+            fix="rename or drop all but one of them",
+        )
+    for field in fields:
+        kind = field.type
+        while hasattr(kind, "value_type") and not hasattr(kind, "key_type"):  # lists, of any depth
+            kind = kind.value_type
+        if kind.num_fields and hasattr(kind, "fields"):  # a struct
+            _require_different(kind.fields, path, f"{within}{field.name}.")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the members of a JSON object; raise ValueError where two have one name."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return values
 
 
 def _read_dataset(path: Path) -> Iterator[Record]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.errors import first_line
 from megatron_rl.parallel import device
 
 _MASKED = -1e30  # finite, so that probability * logit is 0 and not NaN
@@ -195,7 +196,7 @@ def kernel_works(dtype: torch.dtype) -> bool:
     try:
         values, gradients = kernel_errors(dtype)
     except Exception as error:  # Triton's own errors: no compiler, an unknown card, too little memory on it
-        warnings.warn(f"the Triton kernel of log-probs does not run here: {error}", stacklevel=2)
+        warnings.warn(f"the Triton kernel of log-probs does not run here: {first_line(error)}", stacklevel=2)
         return False
     if values < 1e-3 and max(gradients.values()) < 0.02:
         return True

@@ -17,9 +17,10 @@ from megatron_rl.config.load import changes, dump, to_plain, without_secrets
 from megatron_rl.config.placement import role_layouts
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.contained.process import readable
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.durable import file_error
-from megatron_rl.errors import EXIT_BAD_INPUT, UserError
+from megatron_rl.errors import EXIT_BAD_INPUT, UserError, first_line
 from megatron_rl.launcher import report_errors
 from megatron_rl.parallel import device, watch
 from megatron_rl.parallel.exchange import barrier, gather_objects
@@ -55,9 +56,12 @@ class Job:
         return TokenFiles(self.folder.tokens, self.say)
 
     def say(self, text: str) -> None:
-        """Print a line on the console, on the main rank."""
+        """Print a line on the console, on the main rank.
+
+        Further lines of a text, such as what a reward function says, are indented: they are no lines of ours.
+        """
         if self.main:
-            self.console.write(text + "\n")
+            self.console.write(readable(text).replace("\n", "\n    ") + "\n")
             self.console.flush()
 
     def stop_if_asked(self, save: Callable[[int], Path]) -> None:
@@ -172,6 +176,10 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
         report_errors(error)
         _leave(EXIT_BAD_INPUT)
     except BaseException as error:
+        removed = _removed_folder(config, error)
+        if removed is not None:
+            report_errors(removed)
+            _leave(EXIT_BAD_INPUT)
         # A file that is missing is most likely a mistake of ours.
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             told = file_error(error, Path(config.run_dir))
@@ -185,6 +193,23 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
             flush=True,
         )
         _leave(1)
+
+
+def _removed_folder(config: RunConfig, error: BaseException) -> UserError | None:
+    """Return the error of a run folder that was removed or moved while the run wrote to it, None otherwise.
+
+    What fails then is whatever came first to a file that is gone, and says nothing of the reason.
+    """
+    missing = [folder for folder in RunFolder(config.run_dir).directories() if not folder.is_dir()]
+    if not missing:
+        return None
+    return UserError(
+        "the run folder was removed, or moved, while the run wrote to it",
+        where=f"run_dir: {config.run_dir}",
+        expected="a folder that stays until the run has ended",
+        got=f"no directory {missing[0]}; then {first_line(error)}",
+        fix="put it back and start again, to go on from its newest checkpoint; or set another run_dir",
+    )
 
 
 def _leave(code: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.contained.process import readable
 from megatron_rl.durable import require_file
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, first_line
 from megatron_rl.metrics import number_text, read_metrics
 from megatron_rl.trainer import page
 from megatron_rl.trainer.curves import (
@@ -30,8 +30,6 @@ SAMPLES, SAMPLES_OF_A_STEP, TEXT = 2000, 32, 4000
 """Most samples of a page and of one file of samples, and most characters of a text."""
 OUTSIDE = ("evaluate", "checkpoint", "checkpoint_write")
 """Phases between steps, or beside them."""
-REASON = 200
-"""Most characters of the reason why a file of samples is left out."""
 FINISH = ("stop", "length", "failed")
 """Words for `FINISH_STOP` and the others of `megatron_rl.types`."""
 
@@ -217,8 +215,7 @@ def stored_samples(folder: RunFolder) -> tuple[list[dict[str, Any]], list[str]]:
         try:
             samples += _rows(kind, step, path)
         except Exception as error:  # whatever pyarrow, or a row of another form, leads to
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            unreadable.append(f"{path.name} is left out, since it cannot be read: {reason[:REASON]}")
+            unreadable.append(f"{path.name} is left out, since it cannot be read: {first_line(error)}")
     return samples, unreadable
 
 

@@ -13,6 +13,7 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, models_read, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.tokenizing import as_warning, load_tokenizer
+from megatron_rl.errors import first_line
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint, device
 from megatron_rl.parallel.checkpoint_files import (
@@ -332,8 +333,8 @@ class Run:
             write_report(self.folder.path, console=self.job.console)
         except Exception as error:
             self.job.say(
-                f"warning: the run is complete, and its report cannot be written: {type(error).__name__}: "
-                f"{error}\n  fix: mend that, and call python -m megatron_rl report {self.folder.path}"
+                f"warning: the run is complete, and its report cannot be written: {first_line(error)}; "
+                f"fix: mend that, and call python -m megatron_rl report {self.folder.path}"
             )
 
 

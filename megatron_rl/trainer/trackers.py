@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from megatron_rl.config.run_folder import RunFolder, set_aside
 from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.durable import write_text
+from megatron_rl.errors import first_line
 
 MOST_WAITING = 10_000
 CLOSING_SECONDS, FAILING_SECONDS = 60.0, 5.0
@@ -125,18 +126,31 @@ class Trackers:
             action()
         except Exception as error:  # whatever a client raises: the run is worth more than its tracker
             self._trackers.pop(name, None)
-            words = f"{type(error).__name__}: {error}".strip()[:300]
-            self._say(f"warning: the tracker {name} failed, and gets nothing more of this run: {words}")
+            reason = first_line(error)
+            self._say(f"warning: the tracker {name} failed, and gets nothing more of this run: {reason}")
 
     def _open(self, name: str) -> Tracker:
         if name == "tensorboard":
             return TensorBoard(self._folder)
         known = self._folder.path / "trackers.json"
-        ids = json.loads(known.read_text()) if known.is_file() else {}
+        ids = self._ids(known)
         given = ids.get(name) if self._resumed else None
         tracker = CLIENTS[name](self._config, self._folder, self._about, given)
         write_text(known, json.dumps({**ids, name: tracker.id}, indent=1) + "\n")
         return tracker
+
+    def _ids(self, known: Path) -> dict[str, Any]:
+        """Return the ids under which trackers know the run; without them they begin a new one."""
+        if not known.is_file():
+            return {}
+        try:
+            ids = json.loads(known.read_text(encoding="utf-8"))
+        except ValueError:
+            ids = None
+        if not isinstance(ids, dict):
+            self._say(f"warning: {known} cannot be read: trackers begin a new run of their own")
+            return {}
+        return ids
 
 
 class TensorBoard:

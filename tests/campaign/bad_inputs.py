@@ -147,6 +147,17 @@ def valid_fields() -> st.SearchStrategy[dict[str, Any]]:
     return several.map(lambda pairs: {"set": [_override(*pair) for pair in pairs]})
 
 
+def long_names() -> st.SearchStrategy[dict[str, Any]]:
+    """Give what becomes part of a file's name a name that no file system takes."""
+    places = st.sampled_from(["evaluation.sets.{}.data=eval.jsonl", "reward.models.{}.path=model"])
+    sizes = st.sampled_from([65, 255, 300, 5000])
+
+    def stated(place: str, size: int) -> dict[str, Any]:
+        return {"set": [place.format("n" * size)], "names": place.partition(".{}")[0]}
+
+    return st.builds(stated, places, sizes)
+
+
 def layouts() -> st.SearchStrategy[dict[str, Any]]:
     """Cut roles over ranks at random, against a random number of processes."""
     sizes = st.sampled_from([1, 1, 2, 2, 3, 4, 8, 64, 2**20])
@@ -203,7 +214,9 @@ def data_files() -> st.SearchStrategy[dict[str, Any]]:
     files = st.sampled_from(["train.jsonl", "eval.jsonl", "sft.jsonl"])
     fields = st.sampled_from(["prompt", "ground_truth", "response", "task"])
     record = st.builds(lambda field, value: {"field": field, "value": value}, fields, ODD)
-    text = st.sampled_from(["{", "[]", "null", "3", "\u2028", '{"prompt": NaN}', "{}", '"', '{"a":' * 9999])
+    twice = '{"prompt": "1+1=", "prompt": "2+2=", "ground_truth": "4", "response": "4"}'
+    broken = ["{", "[]", "null", "3", "\u2028", '{"prompt": NaN}', "{}", '"', '{"a":' * 9999, twice]
+    text = st.sampled_from(broken)
     raw = st.sampled_from(["ff", "00", "efbbbf", "fffe", ""])
     change = st.one_of(record, text.map(lambda line: {"line": line}), raw.map(lambda data: {"bytes": data}))
     return st.builds(
@@ -310,6 +323,7 @@ def texts() -> st.SearchStrategy[dict[str, Any]]:
 GROUPS: dict[str, tuple[int, Callable[[], st.SearchStrategy[dict[str, Any]]]]] = {
     "wrong value": (5, wrong_field),
     "unknown name": (2, unknown_name),
+    "long name": (1, long_names),
     "valid values together": (4, valid_fields),
     "layouts": (3, layouts),
     "data": (2, data_files),

@@ -1,5 +1,7 @@
 """Damage the newest checkpoints of a run: a restart names them and goes on from the newest intact one.
 
+Every tenth damage is of something else that a restart reads back: tokens, or the model that a stage has left.
+
 Most cases ask, in a process of their own and as a user without privileges, which checkpoint a restart would
 go on from; every twentieth is a restart to the end, compared with the uninterrupted run.
 """
@@ -12,7 +14,7 @@ import os
 import random
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ OF_FILES = (
 )  # fmt: skip
 OF_FOLDERS = ("gone", "file", "empty folder", "dangling", "mode")
 GONE = "nothing is left to be named"
+OF_READ_BACK = ("flip", "truncate", "extend", "empty", "garbage", "older")
+READ_BACK = {"tokens": "tokens/*.arrow", "digest of tokens": "tokens/*.digest", "stage": "stages/sft/hf/*"}
+"""What a restart reads beside checkpoints, in folders of the run."""
 OF_DIGESTS = ("delete", "garbage", "list", "empty", "flip", "other names", "folder")
 
 
@@ -36,6 +41,11 @@ def cases(seed: int, count: int) -> Iterator[Case]:
     """Yield ``count`` damages."""
     for number in range(count):
         source = random.Random(f"{seed} {number}")
+        if number % 10 == 5:  # always a restart to the end, which takes its time
+            kind, how = source.choice(list(READ_BACK)), source.choice(OF_READ_BACK)
+            settings = {"kind": kind, "how": how, "draw": source.random()}
+            yield Case(f"{number} {kind} {how}", f"{kind}: {how}", settings)
+            continue
         kind = source.choices(("file", "digests", "folder"), (8, 2, 1))[0]
         how = source.choice({"file": OF_FILES, "digests": OF_DIGESTS, "folder": OF_FOLDERS}[kind])
         damaged = source.choices(range(1, KEPT + 1), (7, 2, 1))[0]
@@ -52,6 +62,11 @@ def try_case(case: Case, work: Path) -> Result:
     folder = work / case.name.replace(" ", "_")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole / "run", folder / "run")
+    if settings["kind"] in READ_BACK:
+        result = read_back(settings, folder, expected, work)
+        if result.outcome == HELD:
+            shutil.rmtree(folder)
+        return result
     newest_first = sorted((folder / "run/checkpoints").iterdir(), key=_step, reverse=True)
     assert len(newest_first) == KEPT
     source = random.Random(settings["draw"])
@@ -180,11 +195,7 @@ def _choose(run: Path) -> dict[str, Any]:
 
 def resumed(folder: Path, intact: list[str], expected: Any, work: Path) -> Result:
     """Restart the run, compare what it leaves where it can go on, and return what it said."""
-    config = runs.write(RUN, folder, work)
-    environment = {"CAMPAIGN_PORT": "9", "CAMPAIGN_LAUNCH": "1"}  # a port that nobody reads
-    launcher = runs.launch(config, 1, restarts=0, env=environment)
-    code = kills.wait_for(launcher.pid, kills.PATIENCE)
-    text = (folder / "output").read_text()
+    code, text = _restarted(folder, work)
     if code is None:
         return Result("hang", text)
     if "Traceback" in text.replace("Traceback : ", ""):
@@ -198,6 +209,42 @@ def resumed(folder: Path, intact: list[str], expected: Any, work: Path) -> Resul
         f"resumed from {folder / 'run/checkpoints'}/{intact[0]} ", f"goes on from {intact[0]} "
     )
     return Result("lost", "\n".join(differences[:20])) if differences else Result(HELD, words)
+
+
+def _restarted(folder: Path, work: Path) -> tuple[int | None, str]:
+    """Start the run of a folder again; return its exit code, None without an end, and what it said."""
+    config = runs.write(RUN, folder, work)
+    environment = {"CAMPAIGN_PORT": "9", "CAMPAIGN_LAUNCH": "1"}  # a port that nobody reads
+    launcher = runs.launch(config, 1, restarts=0, env=environment)
+    code = kills.wait_for(launcher.pid, kills.PATIENCE)
+    return code, (folder / "output").read_text()
+
+
+def read_back(settings: Mapping[str, Any], folder: Path, expected: Any, work: Path) -> Result:
+    """Damage what a restart reads beside checkpoints: it is named, and the numbers stay what they were."""
+    run, kind = folder / "run", settings["kind"]
+    source = random.Random(settings["draw"])
+    if kind == "stage":  # the stage's model is read anew before there is a checkpoint
+        shutil.rmtree(run / "checkpoints")
+    candidates = sorted(path for path in run.glob(READ_BACK[kind]) if path.name != "checksums.json")
+    file = source.choice(candidates)
+    other = source.choice([path for path in candidates if path != file])
+    before = file.read_bytes()
+    _damage_file(settings["how"], file, other, source)
+    if file.read_bytes() == before:
+        return Result(HELD, "the damage changed nothing")
+
+    code, text = _restarted(folder, work)
+    if code is None:
+        return Result("hang", text)
+    if "Traceback" in text.replace("Traceback : ", ""):
+        return Result("unclear", text)
+    if file.stem not in text:
+        return Result("accepted", f"not named: {file.name}\n{text}")
+    if code:  # refused by the check, which reads some of these files itself
+        return Result(HELD if kind == "stage" else "lost", text)
+    differences = list(kills.differing(expected, runs.recording(run)))
+    return Result("lost", "\n".join(differences[:20])) if differences else Result(HELD, text)
 
 
 def judged(result: Result, harmed: dict[str, str], intact: list[str]) -> Result:

@@ -32,6 +32,8 @@ LEAVING = 60.0
 KEPT_BY_OTHERS = re.compile(r"torchelastic_.*|torchinductor_.*|tmp.*wandb-\w+")
 """Folders that others leave in the temporary one: torchrun its logs, torch its cache, and wandb, which
 Megatron-Core imports where it is installed, those that it makes at its import, if it is killed."""
+REPLACEMENT = "replacement"
+"""The moment between two renames that `rank.py` announces as a phase."""
 STEP_PHASES = ("generate", "reward", "score", "estimate", "learn", "evaluate", "checkpoint", "")
 SIGNALS = {
     "rank": (["SIGKILL", "SIGUSR1"], [9, 1]),
@@ -70,9 +72,12 @@ def _kill(source: random.Random, name: str, place: float) -> dict[str, Any]:
         step = 1 + int((place - 0.3) / 0.65 * 6)
         phase = source.choice([*STEP_PHASES, "build", "resume"] if step > 2 else STEP_PHASES)
         step = 0 if phase in ("build", "resume") else step
+    elif "same" in str(changes.get("checkpoint")):  # its last checkpoint is replaced by one for any layout
+        phase, step = source.choice(["export", REPLACEMENT]), 6
     else:
         phase, step = "export", 6
     victim = "torchrun" if source.random() < 0.2 else f"rank {source.randrange(ranks)}"
+    victim = "rank 0" if phase == REPLACEMENT else victim  # who renames
     names, weights = SIGNALS[victim.split()[0]]
     sent = source.choices(names, weights)[0]
     return {

@@ -21,6 +21,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import logging
+from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.logging import MetricsLog, Progress, clock, output_to, write_rollouts
 from megatron_rl.trainer.trackers import Trackers
 
@@ -236,3 +237,32 @@ def test_output_comes_back_after_an_error(tmp_path: Path, capfd: pytest.CaptureF
 
 def test_clock() -> None:
     assert [clock(seconds) for seconds in (6.6, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
+
+
+LEAVES_A_RUN = """
+import shutil, sys
+from types import SimpleNamespace
+from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.trainer.job import report_failure
+from megatron_rl.trainer.loop import Phases
+
+folder = RunFolder(sys.argv[1]).create()
+with report_failure(SimpleNamespace(run_dir=sys.argv[1]), Phases()):
+    shutil.rmtree(folder.rollouts)
+    (folder.rollouts / "step_3.parquet").write_text("samples")
+"""
+
+
+def test_a_run_folder_that_is_removed_in_mid_run_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEAVES_A_RUN, str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert "the run folder was removed, or moved, while the run wrote to it" in ended.stderr
+    assert f"no directory {tmp_path / 'run/rollouts'}" in ended.stderr
+
+
+def test_further_lines_of_a_text_are_no_lines_of_the_console() -> None:
+    console = io.StringIO()
+    job = Job(None, None, console, None, True, None)  # type: ignore[arg-type]
+    job.say("step 3: a reward failed: bad\n\x1b[31mresumed from nowhere")
+    assert console.getvalue() == "step 3: a reward failed: bad\n    \\x1b[31mresumed from nowhere\n"

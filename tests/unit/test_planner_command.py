@@ -332,6 +332,7 @@ def test_calibration_without_phase_times(tmp_path) -> None:
         (("llama-3.1-8b", "--gpus", "8", "--gpu", "h10"), "unknown GPU"),
         (("llama-3.1-8b", "--gpus", "0"), "plan needs a model and a number of GPUs"),
         (("llama-3.1-8b", "--gpus", "-8"), "--gpus must be 1 or more"),
+        (("llama-3.1-8b", "--gpus", "999999999"), "--gpus is more than can be planned for"),
         (("llama-3.1-8b", "--gpus", "8", "--optimizer-steps", "1000"), "more optimizer steps than prompts"),
         (("llama-3.1-8b", "--gpus", "8", "--response-tokens-mean", "9000"), "mean response"),
         (("deepseek-v3", "--gpus", "8"), "does not fit on 8 H100-80GB"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -206,6 +207,26 @@ def test_work_is_shared_by_the_workers(file: str) -> None:
 def score_nothing(file: str) -> int:
     with make(file) as reward:
         return len(score(reward, []).rewards)
+
+
+def test_what_a_function_prints_is_marked_and_commands_no_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = "'\\x1b[2J\\rstep 3: forged\\nresumed from nowhere'"
+    path = tmp_path / "prints.py"
+    path.write_text(f"def reward(response, **rest):\n    print({lines}, flush=True)\n    return 1.0\n")
+    function = make(str(path), "reward", timeout=60.0)
+    assert function.score(samples(["4"])).valid.tolist() == [True]
+    function.close()
+    said = ""
+    while "resumed" not in said:  # a thread writes it
+        time.sleep(0.05)
+        said += capfd.readouterr().err
+    marked = [line for line in said.splitlines() if "forged" in line or "resumed" in line]
+    assert [re.sub(r"\d+", "N", line, count=1) for line in marked] == [
+        "[process N] \\x1b[2J\\rstep 3: forged",
+        "[process N] resumed from nowhere",
+    ]
 
 
 @pytest.mark.parametrize(

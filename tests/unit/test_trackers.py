@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.sections.logging import LoggingConfig
+from megatron_rl.errors import first_line
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import trackers as module
 from megatron_rl.trainer.logging import MetricsLog
@@ -163,6 +164,24 @@ def test_a_tracker_that_fails_is_said_once_and_stops_nothing(folder: RunFolder) 
     assert len(said) == 3 and all("failed, and gets nothing more of this run" in line for line in said)
     assert "mlflow" in said[0] and "not a database" in said[0]
     assert "prometheus" in said[1] and "Address already in use" in said[1] and "tensorboard" in said[2]
+
+
+def test_a_traceback_in_the_text_of_an_error_is_not_the_text_of_a_warning() -> None:
+    told = "Traceback (most recent call last):\n\n  the server is away\n  File x.py, line 3"
+    assert first_line(RuntimeError(told)) == "RuntimeError: the server is away"
+    assert first_line(KeyError()) == "KeyError" and len(first_line(ValueError("x" * 999))) == 300
+
+
+def test_damaged_ids_of_trackers_are_named_and_begin_new_runs(folder: RunFolder) -> None:
+    said: list[str] = []
+    ids = folder.path / "trackers.json"
+    with trackers(folder, said, trackers=(), resumed=True) as told:
+        assert told._ids(ids) == {} and not said, "of a run that has begun none"
+        for content in (b"{", b"[1]", b"\xff"):
+            ids.write_bytes(content)
+            assert told._ids(ids) == {} and f"{ids} cannot be read" in said.pop()
+        ids.write_text('{"mlflow": "17"}')
+        assert told._ids(ids) == {"mlflow": "17"} and not said
 
 
 def test_prometheus_reads_the_newest_metrics_by_their_names(folder: RunFolder) -> None:

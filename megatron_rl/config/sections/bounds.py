@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_WORLD = 1 << 16
+LONGEST_NAME = 64
+"""Characters of a name of the user's that becomes part of a file's and a metric's name."""
 MOST_ROWS = 1 << 24
 MOST_TOKENS = 1 << 30
 MOST_STEPS = 10**9
