@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_rl.config.budget import PHASES, RankMemory
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.errors import UserError
 from megatron_rl.planner.constants import load_constants
 
@@ -56,8 +56,21 @@ def check_memory(
             expected=f"at most {limit:g} GiB; up to {limit * (1 + TRUST):.1f} may fit, since the estimate is "
             f"trusted within {TRUST:.0%}",
             got=f"{total:.1f} GiB of {limit:g} GiB; largest: {largest}",
-            fix="raise tensor or pipeline, set actor.recompute=full, actor.offload=true or a smaller "
-            "batch.tokens_per_microbatch",
+            fix=_fix(config),
         )
         (errors if total > limit * (1 + TRUST) else warnings).append(error)
     return errors, warnings
+
+
+def _fix(config: RunConfig) -> str:
+    """Return the settings that lower the memory of a rank, without those that the run has already."""
+    steps = ["raise tensor or pipeline", "use more GPUs"]
+    if config.job == TRAIN:
+        if config.actor.recompute != "full":
+            steps.append("set actor.recompute=full")
+        if not config.actor.offload:
+            steps.append("set actor.offload=true")
+        if not config.actor.optimizer.offload:
+            steps.append("set actor.optimizer.offload=true")
+    steps.append("lower batch.tokens_per_microbatch")
+    return ", ".join(steps[:-1]) + f", or {steps[-1]}"

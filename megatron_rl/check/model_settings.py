@@ -29,7 +29,7 @@ TRANSFORMER_CONFIG = (
     ("megatron.core.transformer.transformer_config", "TransformerConfig"),
     ("megatron.core.transformer.transformer_config", "MLATransformerConfig"),
 )
-PATIENCE, LONG_PATIENCE = 60.0, 120.0
+PATIENCE, LONG_PATIENCE = 30.0, 120.0
 """Seconds after the start of a check at which it stops waiting for Megatron: alone, and before a run."""
 
 DERIVED: Mapping[str, str] = {

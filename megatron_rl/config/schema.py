@@ -315,13 +315,15 @@ class RunConfig:
         },
     )
     gpu: str | None = setting(
-        None, "Name of the GPU, for predictions of the run's speed.", unset="no predictions"
+        None,
+        "Name of the GPU, whose memory `check` compares and whose speed predictions are of.",
+        unset="no predictions",
     )
     gpu_memory_gib: float | None = setting(
         None,
         "Memory of a GPU, which `check` compares its estimate with.",
         unit="GiB",
-        unset="nothing is compared",
+        unset="that of `gpu`; without one nothing is compared",
         **POSITIVE,
     )
     network_gigabits_per_gpu: float | None = setting(

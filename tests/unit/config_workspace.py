@@ -155,9 +155,11 @@ def _write_broken_models(root: Path) -> None:
     write_model(root / "pointer")
     (root / "pointer/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     write_model(root / "missing_shard")
-    index = {"weight_map": {"weight": "model.safetensors", "other": "model-2.safetensors"}}
+    index = {"weight_map": {"weight": "model-1.safetensors", "other": "model-2.safetensors"}}
     (root / "missing_shard/model.safetensors.index.json").write_text(json.dumps(index))
+    (root / "missing_shard/model.safetensors").rename(root / "missing_shard/model-1.safetensors")
     write_model(root / "bad_index")
+    (root / "bad_index/model.safetensors").rename(root / "bad_index/model-1.safetensors")
     (root / "bad_index/model.safetensors.index.json").write_text("{}")
     write_model(root / "no_tokenizer")
     (root / "no_tokenizer/tokenizer.json").unlink()

@@ -63,7 +63,12 @@ def test_an_estimate_is_an_error_beyond_what_it_may_be_wrong_by(gib: int, errors
     wrong, tight = check_memory(config, held, "gpu_memory_gib")
     assert (len(wrong), len(tight)) == (errors, warnings)
     for error in (*wrong, *tight):
-        assert "94.8 may fit" in str(error.expected) and error.got and error.fix
+        assert "94.8 may fit" in str(error.expected) and error.got
+        assert "actor.recompute=full" in str(error.fix)
+    spent = load("config.yaml", ["gpu_memory_gib=79", "actor.recompute=full", "actor.offload=true"]).config
+    assert spent is not None
+    for error in [found for each in check_memory(spent, held, "gpu_memory_gib") for found in each]:
+        assert "recompute" not in str(error.fix) and "actor.offload" not in str(error.fix)
 
 
 def test_head_sizes_without_a_kernel_are_refused_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:

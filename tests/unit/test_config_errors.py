@@ -187,7 +187,7 @@ WARNINGS = [
     (("gpu=h1000",), "does not know the GPU"),
     (("data.tools_field=tools",), "first record of data.train has no tools"),
     (("reference={}",), "the algorithm does not use it"),
-    (("gpu_memory_gib=0.001",), "more memory than a GPU has"),
+    (("actor.optimizer.warmup_steps=11",), "still warming up when the run ends"),
     (("actor.optimizer.learning_rate=0.01",), "high for reinforcement learning"),
     (("world_size=null",), "4 is the smallest that fits"),
     (("batch.prompts_per_step=1", "batch.samples_per_prompt=2", "actor.layout={}"), "have no row in a mini"),
