@@ -179,13 +179,14 @@ class JudgeConfig(RewardServerConfig):
 
 @dataclass(frozen=True)
 class CodeConfig:
-    """Judge programs by tests: the response, or its last fenced block, is run against the ground truth.
+    """Judge programs by tests: the last block of Python in a response is run against the ground truth.
 
     The ground truth is a list of tests, or JSON text of one: ``{"stdin": "2 3", "stdout": "5"}`` for what the
-    program prints, ``{"call": "add(2, 3)", "returns": 5}`` or ``"assert add(2, 3) == 5"`` for what a function
-    of it returns. The program is told no expected value, and runs in a process below the contained worker
-    that compares. One that fails, is too slow or goes over a limit has not passed the test; where tests
-    cannot be read, or the worker does not survive the program, the sample is invalid.
+    program prints, ``{"call": "add(2, 3)", "returns": 5}`` for what a function of it returns, or Python with
+    assertions, ``"assert add(2, 3) == 5"``. The program runs in a process below the contained worker, and the
+    test that compares in another one. A program that fails, is too slow or goes over a limit has not passed
+    the test; where tests cannot be read, only the program could compare, or the worker does not survive the
+    program, the sample is invalid.
     """
 
     language: str = setting("python", "Language of the programs.", choices=("python",))
