@@ -27,6 +27,8 @@ from megatron_rl.environments.environment import Environment, Episode, Message, 
 LARGEST_REQUEST = 2**23
 """Bytes of a request; more is a mistake."""
 MODEL = "policy"
+LOOPBACK = "127.0.0.1"
+_NO_PROXY = ("NO_PROXY", "no_proxy")
 _TOLD = 2000
 """Bytes of what a program that failed wrote last, which are told."""
 _NOT_OFFERED = {"stream": (None, False), "n": (None, 1), "stop": (None, []), "response_format": (None,)}
@@ -148,9 +150,25 @@ def _completion(message: Message, answer: Mapping[str, Any], log_probs: bool) ->
     }
 
 
+def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which no client asks for an endpoint of this machine through a proxy.
+
+    Programs read the name in one case or the other, and some the first that is set; the entries that are
+    there already hold in both.
+
+    Example:
+        >>> without_proxy({"no_proxy": ".corp.example"})["NO_PROXY"]
+        '.corp.example,127.0.0.1,localhost'
+    """
+    texts = [environment.get(name, "") for name in _NO_PROXY]
+    entries = [entry.strip() for text in texts for entry in text.split(",") if entry.strip()]
+    return dict.fromkeys(_NO_PROXY, ",".join(dict.fromkeys([*entries, LOOPBACK, "localhost"])))
+
+
 @asynccontextmanager
 async def endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
     """Serve an episode on this machine alone; yields the base URL and the key that it asks for."""
+    os.environ.update(without_proxy(os.environ))  # clients in this process, and programs that it starts
     conversation, key = Conversation(episode), secrets.token_hex(16)
     connections: set[asyncio.Task[Any]] = set()
 
@@ -169,9 +187,9 @@ async def endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
         connections.discard(task)
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, LOOPBACK, 0)
     try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", key
+        yield f"http://{LOOPBACK}:{server.sockets[0].getsockname()[1]}/v1", key
     finally:
         server.close()
         for task in connections:
@@ -241,7 +259,7 @@ class AgentEnvironment(Environment):
 
     async def lead(self, episode: Episode, base_url: str, api_key: str) -> str:
         """Lead an episode as a client of ``base_url``; return what `judge` is to know of it."""
-        names = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "NO_PROXY": "127.0.0.1"}
+        names = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         task = {"prompt": episode.prompt, "metadata": dict(episode.metadata), "seed": episode.seed}
         return await _run(self.command, names, json.dumps(task))
 

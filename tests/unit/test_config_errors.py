@@ -189,6 +189,9 @@ WARNINGS = [
     (("reference={}",), "the algorithm does not use it"),
     (("gpu_memory_gib=0.001",), "more memory than a GPU has"),
     (("actor.optimizer.learning_rate=0.01",), "high for reinforcement learning"),
+    (("rank_timeout=9",), "reward.timeout allows a wait that ends the job"),
+    (("reward.http={url: http://127.0.0.1:9, timeout: 900}",), "reward.http.timeout allows a wait"),
+    (("reward.http={url: http://127.0.0.1:9, rate: 0.001}",), "reward.http.rate allows a wait"),
     (("world_size=null",), "4 is the smallest that fits"),
     (("batch.prompts_per_step=1", "batch.samples_per_prompt=2", "actor.layout={}"), "have no row in a mini"),
 ]  # fmt: skip
