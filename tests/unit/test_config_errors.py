@@ -322,3 +322,23 @@ def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for grader in ("math_answer:marked_number", "reasoning_gym:score"):
         assert not check(f"reward.function=megatron_rl.rewards.{grader}", anew, training=True).errors
     assert not check(asked, anew, training=True).errors
+
+
+LOADS = {
+    "import no_such_module_at_all\ndef score(response): return 1.0\n": "No module named",
+    "import os\nos._exit(0)\ndef score(response): return 1.0\n": "ended with status 0 while loading",
+    "raise SystemExit(0)\ndef score(response): return 1.0\n": "SystemExit",
+    "import functools\nscore = functools.partial(lambda answer: 1.0)\n": "requires answer",
+}  # fmt: skip
+KEYS = ("reward.function", "evaluation.sets.held_out.reward", "evaluation.sets.held_out.evaluators.style")
+
+
+@pytest.mark.parametrize(("source", "words"), LOADS.items())
+@pytest.mark.parametrize("key", KEYS)
+def test_functions_are_loaded_as_a_run_loads_them(tmp_path: Path, key: str, source: str, words: str) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(source)
+    report = check(f"{key}={file}:score")
+    (error,) = report.errors
+    assert (error.where or "").startswith(key)
+    assert words in str(report.errors[0])

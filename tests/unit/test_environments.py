@@ -14,6 +14,7 @@ from megatron_rl.data import reasoning_gym
 from megatron_rl.data.records import load_records
 from megatron_rl.environments.hosts import Asks, Ended, Hosts, Restarted
 from megatron_rl.errors import UserError
+from megatron_rl.rewards import calls
 
 SOURCE = '''
 import asyncio, os, re, time
@@ -254,3 +255,28 @@ def test_a_setting_that_an_environment_lacks_is_none_of_the_configuration(hosts)
     with pytest.raises(UserError, match="low") as raised:
         hosts("Guess", settings={"temperature": 1})
     assert "rollout.temperature" not in str(raised.value)
+
+
+def test_episodes_fail_while_no_process_can_be_started_and_later_ones_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "RESTART_WAITS", (0.1,))
+    mark, path = tmp_path / "killed", tmp_path / "dying.py"
+    path.write_text(
+        "import os\nfrom megatron_rl import Environment\n"
+        f"if os.path.exists({str(mark)!r}):\n    os.kill(os.getpid(), 9)\n"
+        "class Dying(Environment):\n    async def run(self, episode):\n"
+        "        await episode.generate()\n"
+        "        return os._exit(1) if episode.prompt == 'end' else 1.0\n"
+    )
+    hosts = Hosts(EnvironmentConfig(f"{path}:Dying", turn_timeout=60.0))
+    try:
+        mark.touch()
+        ends, _ = play(hosts, ["end"])
+        assert ends[0].failure == "crashed"
+        hosts.start(5, values("a"))
+        [lost] = hosts.poll(5.0)
+        assert lost.failure == "crashed" and "could be started again" in lost.message
+        mark.unlink()
+        ends, _ = play(hosts, ["a", "b"])
+        assert [end.reward for end in ends.values()] == [1.0, 1.0]
+    finally:
+        hosts.close()
