@@ -42,6 +42,9 @@ STATUS_SECONDS = 2.0
 """Time that it has to say with what status a process ended that has closed its pipe."""
 LARGEST_FRAME = 2**24
 """Bytes of an answer above which the process is taken for broken."""
+NO_TEXT = "no_text"
+"""Key of a mapping that holds half a surrogate pair; see `mark_halves`."""
+NO_TEXT_MESSAGE = "sent text that holds half a surrogate pair (U+D800 to U+DFFF), which is no character"
 LARGEST_MESSAGE = 4000
 """Characters of an exception's text that are told."""
 
@@ -155,6 +158,8 @@ class ContainedProcess:
             except (ValueError, RecursionError):
                 frame = None
             del self._buffer[:end]
+            # This is the one place where what contained code sends is read.
+            mark_halves(frame)
             frames.append(frame if isinstance(frame, dict) else {})
         return frames, not self._silent
 
@@ -189,6 +194,23 @@ def kill_all(holders: Iterable[Holder]) -> None:
     """End the process of each holder."""
     for holder in holders:
         holder.process.kill()
+
+
+def mark_halves(value: Any) -> bool:
+    """Return whether a value read from JSON holds half a surrogate pair, which no tokenizer or file takes.
+
+    Each mapping around one gets `NO_TEXT`, so that it can be refused alone.
+    """
+    if isinstance(value, str):
+        return not value.isascii() and encodable(value) != value
+    if isinstance(value, list):
+        return any([mark_halves(item) for item in value])
+    if not isinstance(value, dict):
+        return False
+    marked = any([mark_halves(item) for pair in value.items() for item in pair])
+    if marked:
+        value[NO_TEXT] = True
+    return marked
 
 
 def encodable(text: str) -> str:

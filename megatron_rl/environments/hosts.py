@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.contained.confinement import limit_of
-from megatron_rl.contained.process import ContainedProcess, LoadFailed, kill_all
+from megatron_rl.contained.process import NO_TEXT, NO_TEXT_MESSAGE, ContainedProcess, LoadFailed, kill_all
 from megatron_rl.environments import host as protocol
 from megatron_rl.environments.environment import KEYS, LARGEST_OBSERVATION, ROLES, Opening
 from megatron_rl.errors import UserError, UserErrors, each
 from megatron_rl.rewards import calls
-from megatron_rl.rewards.worker import CRASHED, TIMEOUT, answer_of
+from megatron_rl.rewards.worker import CRASHED, TIMEOUT, WRONG_TYPE, answer_of
 
 GRACE_SECONDS = 2.0
 """Time that an environment has to end once it is cancelled; then its process is replaced."""
@@ -317,6 +317,8 @@ def _event(frame: Mapping[str, Any], episodes: Mapping[int, _Open]) -> Asks | En
     if not isinstance(number, int) or number not in episodes:
         return None
     if kind == protocol.ASKS and episodes[number].since is not None:
+        if NO_TEXT in frame:
+            return Ended(number, failure=WRONG_TYPE, message=f"the environment {NO_TEXT_MESSAGE}")
         messages, limit = frame.get("messages"), frame.get("limit")
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
             return None

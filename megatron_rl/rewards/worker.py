@@ -12,7 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_rl.contained.confinement import allow_processor_seconds
-from megatron_rl.contained.process import LARGEST_MESSAGE, READY, Requests, load, readable, told
+from megatron_rl.contained.process import (
+    LARGEST_MESSAGE,
+    NO_TEXT,
+    NO_TEXT_MESSAGE,
+    READY,
+    Requests,
+    load,
+    readable,
+    told,
+)
 
 SCORED, FAILED, WRITTEN = "scored", "failed", "written"
 EXCEPTION, NOT_FINITE, WRONG_TYPE = "exception", "not_finite", "wrong_type"
@@ -108,6 +117,8 @@ def answer_of(frame: Mapping[str, Any]) -> Answer | None:
         if reason not in (EXCEPTION, NOT_FINITE, WRONG_TYPE, TIMEOUT):
             return None
         return Answer(reason, readable(str(frame.get("message", ""))))
+    if NO_TEXT in frame:
+        return Answer(WRONG_TYPE, NO_TEXT_MESSAGE)
     if frame.get("kind") == WRITTEN:
         text = frame.get("text")
         return Answer(None, text=text) if is_writing(text) else None

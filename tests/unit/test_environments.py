@@ -280,3 +280,42 @@ def test_episodes_fail_while_no_process_can_be_started_and_later_ones_do_not(tmp
         assert [end.reward for end in ends.values()] == [1.0, 1.0]
     finally:
         hosts.close()
+
+
+HALVES = """
+from megatron_rl import Environment
+
+HALF = chr(0xD800)
+
+class Halves(Environment):
+    async def run(self, episode):
+        if episode.prompt == "opens":
+            episode.open([{"role": "user", "content": HALF}])
+        if episode.prompt == "tools":
+            tool = {"type": "function", "function": {"name": "f", "description": HALF}}
+            episode.open([{"role": "user", "content": "x"}], [tool])
+        await episode.generate()
+        if episode.prompt == "observes":
+            episode.observe("before " + HALF)
+            await episode.generate()
+        if episode.prompt == "names":
+            return {"reward": 1.0, HALF: 1.0}
+        if episode.prompt == "raises":
+            raise ValueError(HALF)
+        episode.observe("\U0001f600")
+        await episode.generate()
+        return 1.0
+"""
+
+
+def test_text_that_is_none_ends_its_episode_alone(tmp_path):
+    (tmp_path / "halves.py").write_text(HALVES)
+    hosts = Hosts(EnvironmentConfig(f"{tmp_path / 'halves.py'}:Halves", turn_timeout=60.0))
+    prompts = ["opens", "tools", "observes", "names", "raises", "good"]
+    try:
+        ends, seen = play(hosts, prompts)
+    finally:
+        hosts.close()
+    reasons = {prompts[number]: end.failure for number, end in ends.items()}
+    assert reasons == {**dict.fromkeys(prompts[:4], "wrong_type"), "raises": "exception", "good": None}
+    assert seen[5][-1] == [{"role": "user", "content": "\U0001f600"}]

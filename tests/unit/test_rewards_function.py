@@ -419,3 +419,20 @@ def test_samples_are_invalid_while_no_process_can_be_started(
         assert "could be started again" in result.failures[-1].message
         mark.unlink()
         assert score(reward, ["a", "b"]).rewards.tolist() == [1.0, 1.0]
+
+
+def test_text_that_is_none_makes_its_sample_invalid(tmp_path: Path) -> None:
+    path = tmp_path / "halves.py"
+    path.write_text(
+        "def score(group):\n"
+        "    return [{'reward': 1.0, one: 2.0} for one in ('a', 'b\\ud800', '\\U0001f600')]\n"
+        "def write(response):\n"
+        "    return [{'role': 'user', 'content': chr(0xDFFF) if response == '5' else 'x'}]\n"
+    )
+    with make(str(path), "score") as reward:
+        result = reward.score([{**sample, "group": 0} for sample in samples(["4", "5", "6"])])
+    assert [failure.row for failure in result.failures] == [1]
+    assert "surrogate" in result.failures[0].message
+    assert {"a", "\U0001f600"} == set(result.components)
+    with FunctionReward(RewardConfig(f"{path}:write"), writes=True) as writer:
+        assert [answer.reason for answer in writer.answers(samples(["4", "5"]))] == [None, "wrong_type"]
