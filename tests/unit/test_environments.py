@@ -319,3 +319,16 @@ def test_text_that_is_none_ends_its_episode_alone(tmp_path):
     reasons = {prompts[number]: end.failure for number, end in ends.items()}
     assert reasons == {**dict.fromkeys(prompts[:4], "wrong_type"), "raises": "exception", "good": None}
     assert seen[5][-1] == [{"role": "user", "content": "\U0001f600"}]
+
+
+def test_the_calculator_of_the_example_takes_a_malformed_call_for_a_wrong_answer():
+    file = Path(__file__).parents[2] / "launch/examples/tools/env.py"
+    hosts = Hosts(EnvironmentConfig(f"{file}:Calculator", turn_timeout=60.0))
+    prompts = ["7", "12*7=", "x*7=", "=", "9" * 5000 + "*1=", "1*2*3="]
+    try:
+        ends, seen = play(hosts, prompts, lambda number, turn: prompts[number] if turn == 1 else "7")
+    finally:
+        hosts.close()
+    assert {end.failure for end in ends.values()} == {None}
+    assert [ends[number].reward for number in range(6)] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert seen[1][1] == [{"role": "user", "content": "84,"}]
