@@ -29,9 +29,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from megatron_rl.contained.code_copy import kept_copies
 from megatron_rl.contained.confinement import enter, isolate, quiet_environment, supervise
 from megatron_rl.errors import UserError
-from megatron_rl.user_code import load_module
+from megatron_rl.user_code import load_module, use_copies
 
 HEADER = struct.Struct("<Q")
 LOAD_FAILED, READY = "load_failed", "ready"
@@ -110,7 +111,7 @@ class ContainedProcess:
         """Have the process load ``spec`` with ``more``, and return what it says then; raises LoadFailed."""
         path = [entry or os.getcwd() for entry in sys.path]
         path.extend(entry for entry in (os.getcwd(),) if entry not in path)
-        self.ask((path, spec, *more))
+        self.ask(((path, kept_copies()), spec, *more))
         deadline = time.monotonic() + LOAD_SECONDS
         frames: list[dict[str, Any]] = []
         try:
@@ -264,6 +265,13 @@ class Requests:
         lines = [*traceback.format_list(frames[-2:]), *traceback.format_exception_only(error)]
         details = "".join(lines).strip() if frames or isinstance(error, SyntaxError) else ""
         self.reply({"kind": LOAD_FAILED, "error": f"{type(error).__name__}: {error}", "details": details})
+
+
+def search(place: tuple[list[str], Mapping[str, bytes]]) -> None:
+    """Have this process find modules where the trainer does: by its search path, and in the run's copies."""
+    path, copies = place
+    sys.path[:] = path
+    use_copies(copies)
 
 
 def load(spec: str) -> Any:

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from megatron_rl.contained.process import (
     Requests,
     load,
     readable,
+    search,
     told,
 )
 
@@ -218,8 +218,8 @@ def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> 
 
     ``missing`` is what the kernel did not allow. Each answer bears the number of its call.
     """
-    path, spec, arguments, writes, timeout = requests.read()
-    sys.path[:] = path
+    place, spec, arguments, writes, timeout = requests.read()
+    search(place)
     try:
         function = load(spec)
     except BaseException as error:

@@ -211,7 +211,7 @@ class RewardConfig:
     """Say what judges a response: a function, tests, a server, a judge, reward models, or a weighted sum.
 
     The function is called in worker processes with those of ``prompt``, ``response``, ``ground_truth``,
-    ``metadata`` and ``arguments`` that it names among its parameters, or with all where it has ``**kwargs``. It
+    ``metadata`` and ``arguments`` that it names among its parameters, or all where it has ``**kwargs``. It
     returns a number, or a mapping of named components that holds ``reward``. Where it has
     a parameter ``turns`` it is given what was said behind the prompt, as a list of ``{role, content}`` with
     the roles policy and environment, the number of ``tokens``, and ``tool_calls`` where a turn has any; where
