@@ -16,6 +16,7 @@ from megatron_rl.check import packages
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.config.checkpoint_meta import model_identity, optimizer_kind, write_meta
 from megatron_rl.config.load import load
+from megatron_rl.contained import process
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import adapters_in_words
@@ -342,3 +343,32 @@ def test_functions_are_loaded_as_a_run_loads_them(tmp_path: Path, key: str, sour
     (error,) = report.errors
     assert (error.where or "").startswith(key)
     assert words in str(report.errors[0])
+
+
+PIECES = ("algorithm.policy_loss", "rollout.engine", "model.provider", "evaluation.sets.held_out.reward")
+
+
+@pytest.mark.parametrize("key", PIECES)
+def test_a_piece_that_ends_its_process_does_not_end_the_check(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "piece.py"
+    file.write_text("import os\nos._exit(0)\ndef own(*_, **__): return 1.0\n")
+    found = [error for error in check(f"{key}={file}:own").errors if (error.where or "").startswith(key)]
+    assert len(found) == 1 and "ended with status 0 while loading" in str(found[0])
+
+
+def test_a_piece_that_never_ends_its_import_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "LOAD_SECONDS", 1.0)
+    file = tmp_path / "piece.py"
+    file.write_text("while True:\n    pass\ndef own(*_, **__): return 1.0\n")
+    for key in ("algorithm.policy_loss", "reward.function"):
+        found = [str(error) for error in check(f"{key}={file}:own").errors]
+        assert len(found) == 1 and "still loading after 1 s" in found[0]
+
+
+def test_an_import_that_fails_is_said_of_a_provider_of_models(tmp_path: Path) -> None:
+    file = tmp_path / "piece.py"
+    file.write_text("import no_such_module_at_all\ndef own(*_, **__): return 1.0\n")
+    found = [str(error) for error in check(f"model.provider={file}:own").errors]
+    assert any("No module named 'no_such_module_at_all'" in text for text in found), found
