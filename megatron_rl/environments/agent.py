@@ -23,12 +23,11 @@ from typing import IO, Any, ClassVar
 
 from megatron_rl.contained.confinement import end_started_with
 from megatron_rl.environments.environment import Environment, Episode, Message, Truncated, WrongUse
+from megatron_rl.launcher import LOOPBACK, without_proxy
 
 LARGEST_REQUEST = 2**23
 """Bytes of a request; more is a mistake."""
 MODEL = "policy"
-LOOPBACK = "127.0.0.1"
-_NO_PROXY = ("NO_PROXY", "no_proxy")
 _TOLD = 2000
 """Bytes of what a program that failed wrote last, which are told."""
 _NOT_OFFERED = {"stream": (None, False), "n": (None, 1), "stop": (None, []), "response_format": (None,)}
@@ -148,21 +147,6 @@ def _completion(message: Message, answer: Mapping[str, Any], log_probs: bool) ->
         "choices": [choice],
         "usage": {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count},
     }
-
-
-def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which no client asks for an endpoint of this machine through a proxy.
-
-    Programs read the name in one case or the other, and some the first that is set; the entries that are
-    there already hold in both.
-
-    Example:
-        >>> without_proxy({"no_proxy": ".corp.example"})["NO_PROXY"]
-        '.corp.example,127.0.0.1,localhost'
-    """
-    texts = [environment.get(name, "") for name in _NO_PROXY]
-    entries = [entry.strip() for text in texts for entry in text.split(",") if entry.strip()]
-    return dict.fromkeys(_NO_PROXY, ",".join(dict.fromkeys([*entries, LOOPBACK, "localhost"])))
 
 
 @asynccontextmanager

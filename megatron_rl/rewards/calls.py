@@ -48,7 +48,7 @@ class Worker:
     ) -> None:
         self.config, self._where, self._writes, self._further = config, where, writes, further
         self.calls: dict[int, Call] = {}
-        self.traits = Traits(frozenset(), False)
+        self.traits = Traits()
         self._asked = 0
         self.process = ContainedProcess("megatron_rl.rewards.worker:serve", asdict(config.limits))
         self.replies = self.process.replies

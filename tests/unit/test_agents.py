@@ -19,8 +19,9 @@ from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.contained.process import ContainedProcess
 from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import build_tokenizer
-from megatron_rl.environments.agent import _run, without_proxy
+from megatron_rl.environments.agent import _run
 from megatron_rl.environments.hosts import Hosts, environment_errors
+from megatron_rl.launcher import without_proxy
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.roles.rollout import Dealt
 from megatron_rl.rollout.conversations import Conversations
