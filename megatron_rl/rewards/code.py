@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import builtins
 import collections
+import contextlib
 import ctypes
 import decimal
 import fractions
@@ -380,42 +381,53 @@ def _prints(program: Path, test: Test, seconds: float) -> bool:
 def _called(program: Path, test: Test, seconds: float) -> tuple[str, str]:
     """Run a test that calls a program, each in a process of its own; return the verdict and its reason."""
     ends = time.monotonic() + seconds
-    asks_read, asks_write = os.pipe()
-    answers_read, answers_write = os.pipe()
-    verdict_read, verdict_write = os.pipe()
-    process = _start(
-        [remote_program.__file__, str(program), str(asks_read), str(answers_write)],
-        program.parent,
-        subprocess.DEVNULL,
-        subprocess.DEVNULL,
-        (asks_read, answers_write),
-    )
-    try:
-        # A fork of this process: it starts at once, and no program may look into it either.
-        tester = os.fork()
-        if tester == 0:
-            os.close(asks_read)
-            os.close(answers_write)
-            _run_test(test, answers_read, asks_write, verdict_write)
-        for descriptor in (asks_read, answers_write, asks_write, answers_read, verdict_write):
-            os.close(descriptor)
-        text = b""
-        while select.select([verdict_read], [], [], max(0.0, ends - time.monotonic()))[0]:
-            data = os.read(verdict_read, 1 << 16)
-            if not data:
-                break
-            text += data
-        else:
-            text = b""
-        os.kill(tester, signal.SIGKILL)
-    finally:
-        os.close(verdict_read)
-        _end(process)
+    with contextlib.ExitStack() as running:
+        # This process keeps none of these ends, so that each of the two sees when the other has ended.
+        with contextlib.ExitStack() as handed_over:
+            asks_read, asks_write = _pipe(handed_over)
+            answers_read, answers_write = _pipe(handed_over)
+            verdict_read, verdict_write = os.pipe()
+            running.callback(os.close, verdict_read)
+            handed_over.callback(os.close, verdict_write)
+            process = _start(
+                [remote_program.__file__, str(program), str(asks_read), str(answers_write)],
+                program.parent,
+                subprocess.DEVNULL,
+                subprocess.DEVNULL,
+                (asks_read, answers_write),
+            )
+            running.callback(_end, process)
+
+            # A fork of this process: it starts at once, and no program may look into it either.
+            if os.fork() == 0:
+                os.close(asks_read)
+                os.close(answers_write)
+                _run_test(test, answers_read, asks_write, verdict_write)
+        text = _read_until(verdict_read, ends)
     try:
         verdict, reason = json.loads(text)
     except ValueError:  # the time is over, or the test used up its memory
         return _FAILED, ""
     return verdict, reason
+
+
+def _pipe(descriptors: contextlib.ExitStack) -> tuple[int, int]:
+    """Return the ends of a pipe, which are closed with ``descriptors``."""
+    ends = os.pipe()
+    for end in ends:
+        descriptors.callback(os.close, end)
+    return ends
+
+
+def _read_until(descriptor: int, ends: float) -> bytes:
+    """Return what is written until the other end is closed; nothing where that takes too long."""
+    text = b""
+    while select.select([descriptor], [], [], max(0.0, ends - time.monotonic()))[0]:
+        data = os.read(descriptor, 1 << 16)
+        if not data:
+            return text
+        text += data
+    return b""
 
 
 def _run_test(test: Test, reads: int, writes: int, verdict: int) -> None:
