@@ -21,6 +21,8 @@ _LOOKS_SECONDS = 1.0
 PATIENCE = 8.0
 """Seconds that other ranks leave rank 0 to print before they speak for themselves."""
 _FIX = "start with torchrun --nproc-per-node N, which sets it, or remove it for a single process"
+LOOPBACK = "127.0.0.1"
+_NO_PROXY = ("NO_PROXY", "no_proxy")
 _OTHER_LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -139,6 +141,21 @@ def _unknown_launcher(name: str, launcher: str, size: str) -> UserError:
         got="none of them",
         fix=f"use launch/slurm.sbatch as an example, or unset {name} for a single process",
     )
+
+
+def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which no client asks for a server on this machine through a proxy.
+
+    Programs read the name in one case or the other, and some the first that is set; the entries that are
+    there already hold in both.
+
+    Example:
+        >>> without_proxy({"no_proxy": ".corp.example"})["NO_PROXY"]
+        '.corp.example,127.0.0.1,localhost'
+    """
+    texts = [environment.get(name, "") for name in _NO_PROXY]
+    entries = [entry.strip() for text in texts for entry in text.split(",") if entry.strip()]
+    return dict.fromkeys(_NO_PROXY, ",".join(dict.fromkeys([*entries, LOOPBACK, "localhost"])))
 
 
 def report_errors(error: UserError) -> None:

@@ -1,15 +1,71 @@
-"""Modules that the user wrote, by name or by file. Workers load it too: the standard library alone."""
+"""Modules that the user wrote, by name or by file. Workers load it too: the standard library alone.
+
+A run keeps copies of the files that its contained code is made of (`megatron_rl.contained.code_copy`). With
+`use_copies`, modules are executed from those: under their own names and paths, so that errors name the user's
+file and what stands beside it is found.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import linecache
+import os
 import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from megatron_rl.errors import UserError, nearest
+
+_copies: dict[str, bytes] = {}
+"""Contents of files by their resolved paths, which count in the place of the files."""
+
+
+class _CopyLoader(SourceFileLoader):
+    """Loader of a module from the copy of its file."""
+
+    def get_data(self, path: str) -> bytes:
+        """Return the copy's content."""
+        return _copies[path] if path in _copies else super().get_data(path)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the copy; what Python compiled of the file itself may be of another content."""
+        data = self.get_data(self.path)
+        lines = data.decode("utf-8", "replace").splitlines(keepends=True)
+        linecache.cache[self.path] = (len(data), None, lines, self.path)
+        return self.source_to_code(data, self.path)
+
+
+class _CopyFinder:
+    """Finder of modules whose files have copies, by the search path that holds without them."""
+
+    @staticmethod
+    def find_spec(
+        fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module that has a copy, None for every other."""
+        name = fullname.rpartition(".")[2]
+        for entry in sys.path if path is None else path:
+            folder = os.path.join(os.path.realpath(entry), name)
+            for file, locations in ((os.path.join(folder, "__init__.py"), [folder]), (f"{folder}.py", None)):
+                if file in _copies:
+                    return importlib.util.spec_from_file_location(
+                        fullname,
+                        file,
+                        loader=_CopyLoader(fullname, file),
+                        submodule_search_locations=locations,
+                    )
+        return None
+
+
+def use_copies(copies: Mapping[str, bytes]) -> None:
+    """Load modules from the contents of ``copies``, by resolved path, wherever a file has one."""
+    _copies.update(copies)
+    if _copies and _CopyFinder not in sys.meta_path:
+        sys.meta_path.insert(0, _CopyFinder)  # type: ignore[arg-type]
 
 
 def load_module(place: str) -> ModuleType:
@@ -23,12 +79,14 @@ def load_module(place: str) -> ModuleType:
     if not place.endswith(".py"):
         return importlib.import_module(place)
     file = Path(place).resolve()
-    if not file.is_file():
+    copied = str(file) in _copies
+    if not copied and not file.is_file():
         raise FileNotFoundError(f"no such file: {place}")
     name = f"_user_{abs(hash(str(file)))}_{file.stem}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
+    loader = _CopyLoader(name, str(file)) if copied else None
+    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look the module up by name

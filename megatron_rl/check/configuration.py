@@ -28,6 +28,7 @@ from megatron_rl.check.model_settings import (
 )
 from megatron_rl.check.packages import logging_errors, missing_packages
 from megatron_rl.check.parallel_sizes import check_budget, check_layout, check_lengths, check_world
+from megatron_rl.check.rehearsal import rehearse
 from megatron_rl.check.resume import resumed_build_errors
 from megatron_rl.check.sampling_order import check_asynchrony
 from megatron_rl.check.stages import check_row_lengths
@@ -58,6 +59,10 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import WeightTraffic
+
+_PROVIDER = ("model.provider", "model.weights")
+_OWN_PIECE = re.compile(r"algorithm\..+|rollout\.engine|model\.provider|model\.weights")
+"""Settings that may name code of the user's that runs in the training processes."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,8 @@ def check_config(
     if check.fine("rollout.vllm"):
         check.refuse(check_engine_arguments(config.rollout.vllm))
     check.refuse(check_paths(config))
+    if not training:  # a run imports them in any case
+        check.refuse(rehearse(_own_pieces(check), only=_PROVIDER))
     files = Files(prepare=config.prepare, absent=without_files)
     # Every rank of a run checks; whether a server is there is asked once, before.
     inputs = Inputs(config, files, check.fine, shipped_models, before=not training)
@@ -168,6 +175,16 @@ def check_config(
         return _checked(check, inputs, trial, origins, training)
     finally:
         trial.stop()
+
+
+def _own_pieces(check: _Check) -> dict[str, str]:
+    """Return the user's pieces of training processes, by the key that names each."""
+    values = flatten(check.config)
+    return {
+        path: value
+        for path, value in values.items()
+        if isinstance(value, str) and _OWN_PIECE.fullmatch(path) and ":" in value and check.fine(path)
+    }
 
 
 def _megatron(check: _Check) -> list[str]:

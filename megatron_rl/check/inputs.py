@@ -24,6 +24,7 @@ from megatron_rl.check.resume import resume_errors
 from megatron_rl.check.reward_function import check_not_hidden, check_reward
 from megatron_rl.check.reward_servers import check_servers, silent_servers
 from megatron_rl.check.stages import repeated_records
+from megatron_rl.check.user_functions import function_errors
 from megatron_rl.config.derive import has_transformer_engine, longest_row
 from megatron_rl.config.load import flatten
 from megatron_rl.config.roles import role_of, role_sections, stated_models
@@ -164,6 +165,8 @@ def check_inputs(check: Inputs) -> None:
         check.tokens.close()
     if config.job == TRAIN and check.fine("reward"):
         _check_reward(check)
+        if check.before and check.fine("evaluation.sets"):
+            check.errors.extend(function_errors(config))
     _check_containment(check)
     _check_environment(check)
     check.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))

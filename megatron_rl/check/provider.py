@@ -31,9 +31,9 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
             )
         return
     stages, further = ARGUMENTS[:2], ARGUMENTS[2:]
-    yield from check_function(Called(settings.provider, "model.provider", (), False, stages, further))
+    yield from check_function(Called(settings.provider, "model.provider", (), False, stages, further, False))
     if settings.weights is not None:
-        yield from check_function(Called(settings.weights, "model.weights", (), False, (), ()))
+        yield from check_function(Called(settings.weights, "model.weights", (), False, (), (), False))
     try:
         if model is not None:
             arguments_of(model)

@@ -11,11 +11,9 @@ from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.redaction import HIDDEN, is_hidden
 from megatron_rl.rewards.judgement import JUDGEMENT, is_function
-from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS
+from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS
 from megatron_rl.user_code import missing_file
 
-ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")
-"""What every call has, but that a group takes the place of the response."""
 ASKED_FOR = (TURNS, TOKENS, GROUP)
 _EXPECTED = "module:function, or path/to/file.py:function"
 
@@ -24,7 +22,7 @@ class Called(NamedTuple):
     """Say which function a configuration names at ``where``, and what it is called with.
 
     ``further`` are arguments that the configuration gives, or that only this function has; ``grouped`` says
-    whether it may judge a group.
+    whether it may judge a group, ``chooses`` whether it is called with those arguments alone that it names.
     """
 
     spec: str
@@ -33,6 +31,7 @@ class Called(NamedTuple):
     grouped: bool = True
     arguments: tuple[str, ...] = ARGUMENTS
     optional: tuple[str, ...] = (TURNS, TOKENS)
+    chooses: bool = True
 
     @property
     def what(self) -> str:
@@ -210,13 +209,17 @@ def _check_signature(
     required = {item.arg for item in (*spec.posonlyargs, *positional)}
     pairs = zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
     required |= {item.arg for item, default in pairs if default is None}
-    refused = [] if spec.kwarg is not None else [name for name in passed if name not in accepted]
+    # A provider of models is called with all of its arguments, a function that judges with those it names.
+    named = called.further if called.chooses else passed
+    refused = [] if spec.kwarg is not None else [name for name in named if name not in accepted]
     lacking = sorted(required - given)
     if not refused and not lacking:
         return []
     problem = [f"it does not take {', '.join(refused)}"] if refused else []
     problem += [f"it requires {', '.join(lacking)}"] if lacking else []
     fix = f"give them {'in reward.arguments, or ' * (called.where == 'reward.function')}a default"
+    if called.chooses:
+        fix = f"rename them to names that every call has, or {fix}"
     if refused:
         fix = "add **kwargs for what it has no use for"
         fix = f"call it from a function of these parameters, or rename its own and {fix}" if lacking else fix
@@ -224,7 +227,9 @@ def _check_signature(
         UserError(
             f"the {called.what} {node.name} cannot be called as it will be",
             where=f"{path}:{node.lineno}",
-            expected=f"parameters for the call {node.name}({', '.join(f'{name}=' for name in passed)})",
+            expected=f"parameters among {', '.join((*passed, *called.optional))}"
+            if called.chooses
+            else f"parameters for the call {node.name}({', '.join(f'{name}=' for name in passed)})",
             got=" and ".join(problem),
             fix=fix,
         )

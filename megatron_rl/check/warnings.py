@@ -51,6 +51,7 @@ def check_warnings(
         _sampling(config, algorithm, warnings)
         _batch(config, batch, records, warnings)
         _learning(config, warnings)
+        _waits(config, warnings)
         if algorithm is not None and config.actor.routing_replay == "update":
             _replay(config, algorithm, warnings)
     _schedule(config, warnings)
@@ -199,6 +200,30 @@ def _learning(config: RunConfig, warnings: _Warnings) -> None:
             "nothing",
             "set evaluation.sets.held_out to a data set that is not trained on",
         )
+
+
+def _waits(config: RunConfig, warnings: _Warnings) -> None:
+    """Warn of waits for a reward that the hang detector would take for a hang."""
+    reward = config.reward
+    waits: dict[str, float] = {}
+    if reward.function is not None:
+        waits["reward.timeout"] = reward.timeout
+    if reward.code is not None:
+        waits["reward.code.timeout"] = reward.code.timeout
+    for name, server in (("http", reward.http), ("judge", reward.judge)):
+        if server is not None:
+            waits[f"reward.{name}.timeout"] = server.timeout
+            waits[f"reward.{name}.longest_wait"] = server.longest_wait
+            waits[f"reward.{name}.rate"] = 0.0 if server.rate is None else 1 / server.rate
+    for path, seconds in waits.items():
+        if seconds >= config.rank_timeout:
+            warnings.add(
+                f"{path} allows a wait that ends the job: no rank makes progress meanwhile",
+                path,
+                f"{seconds:g} s between two requests" if path.endswith("rate") else f"{seconds:g} s",
+                f"raise {path}" if path.endswith("rate") else f"lower {path}, or set rank_timeout above it",
+                f"less than rank_timeout, {config.rank_timeout:g} s",
+            )
 
 
 def _placement(

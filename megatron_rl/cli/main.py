@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from megatron_rl.durable import file_error
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError
-from megatron_rl.launcher import report_errors
+from megatron_rl.launcher import report_errors, without_proxy
 
 COMMANDS = {
     "train": ("megatron_rl.cli.train", "train a configuration; under torchrun for more than one process"),
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for bad input, 1 for any other failure."""
     try:
         known = parse(list(sys.argv[1:] if arguments is None else arguments))
+        # Trackers, judges and tools on this machine, of this process and of all that it starts.
+        os.environ.update(without_proxy(os.environ))
         result = import_module(COMMANDS[known.command][0]).run(known)
         return 0 if result is None else int(result)
     except UserError as error:

@@ -35,6 +35,7 @@ class RunFolder:
         self.rank_logs = self.path / "rank_logs"
         self.flight_records = self.path / "flight_recorder"
         self.tokens = self.path / "tokens"
+        self.code = self.path / "code"
         self.curve = self.path / "learning_curve.png"
         self.report = self.path / "report.html"
 

@@ -30,11 +30,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from megatron_rl.contained.code_copy import kept_copies
 from megatron_rl.contained.confinement import enter, isolate, supervise
 from megatron_rl.contained.said import relay
 from megatron_rl.contained.visible import Visible, allowed_environment, visible_paths
 from megatron_rl.errors import UserError
-from megatron_rl.user_code import load_module
+from megatron_rl.user_code import load_module, use_copies
 
 HEADER = struct.Struct("<Q")
 LOAD_FAILED, READY = "load_failed", "ready"
@@ -45,6 +46,9 @@ STATUS_SECONDS = 2.0
 """Time that it has to say with what status a process ended that has closed its pipe."""
 LARGEST_FRAME = 2**24
 """Bytes of an answer above which the process is taken for broken."""
+NO_TEXT = "no_text"
+"""Key of a mapping that holds half a surrogate pair; see `mark_halves`."""
+NO_TEXT_MESSAGE = "sent text that holds half a surrogate pair (U+D800 to U+DFFF), which is no character"
 LARGEST_MESSAGE = 4000
 """Characters of an exception's text that are told."""
 
@@ -134,7 +138,7 @@ class ContainedProcess:
         """Have the process load ``spec`` with ``more``, and return what it says then; raises LoadFailed."""
         path = [entry or os.getcwd() for entry in sys.path]
         path.extend(entry for entry in (os.getcwd(),) if entry not in path)
-        self.ask((path, spec, *more))
+        self.ask(((path, kept_copies()), spec, *more))
         deadline = time.monotonic() + LOAD_SECONDS
         frames: list[dict[str, Any]] = []
         try:
@@ -182,6 +186,8 @@ class ContainedProcess:
             except (ValueError, RecursionError):
                 frame = None
             del self._buffer[:end]
+            # This is the one place where what contained code sends is read.
+            mark_halves(frame)
             frames.append(frame if isinstance(frame, dict) else {})
         return frames, not self._silent
 
@@ -233,6 +239,23 @@ def kill_all(holders: Iterable[Holder]) -> None:
         holder.process.kill()
 
 
+def mark_halves(value: Any) -> bool:
+    """Return whether a value read from JSON holds half a surrogate pair, which no tokenizer or file takes.
+
+    Each mapping around one gets `NO_TEXT`, so that it can be refused alone.
+    """
+    if isinstance(value, str):
+        return not value.isascii() and encodable(value) != value
+    if isinstance(value, list):
+        return any([mark_halves(item) for item in value])
+    if not isinstance(value, dict):
+        return False
+    marked = any([mark_halves(item) for pair in value.items() for item in pair])
+    if marked:
+        value[NO_TEXT] = True
+    return marked
+
+
 def encodable(text: str) -> str:
     """Return ``text`` with what no file takes replaced: half a surrogate pair is no character."""
     return text.encode("utf-8", "replace").decode("utf-8")
@@ -279,6 +302,13 @@ class Requests:
         lines = [*traceback.format_list(frames[-2:]), *traceback.format_exception_only(error)]
         details = "".join(lines).strip() if frames or isinstance(error, SyntaxError) else ""
         self.reply({"kind": LOAD_FAILED, "error": f"{type(error).__name__}: {error}", "details": details})
+
+
+def search(place: tuple[list[str], Mapping[str, bytes]]) -> None:
+    """Have this process find modules where the trainer does: by its search path, and in the run's copies."""
+    path, copies = place
+    sys.path[:] = path
+    use_copies(copies)
 
 
 def load(spec: str) -> Any:

@@ -24,6 +24,7 @@ from typing import IO, Any, ClassVar
 
 from megatron_rl.contained.confinement import end_started_with
 from megatron_rl.environments.environment import Environment, Episode, Message, Truncated, WrongUse
+from megatron_rl.launcher import LOOPBACK, without_proxy
 
 LARGEST_REQUEST = 2**23
 """Bytes of a request; more is a mistake."""
@@ -152,6 +153,7 @@ def _completion(message: Message, answer: Mapping[str, Any], log_probs: bool) ->
 @asynccontextmanager
 async def endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
     """Serve an episode on this machine alone; yields the base URL and the key that it asks for."""
+    os.environ.update(without_proxy(os.environ))  # clients in this process, and programs that it starts
     conversation, key = Conversation(episode), secrets.token_hex(16)
     connections: set[asyncio.Task[Any]] = set()
 
@@ -170,9 +172,9 @@ async def endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
         connections.discard(task)
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, LOOPBACK, 0)
     try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", key
+        yield f"http://{LOOPBACK}:{server.sockets[0].getsockname()[1]}/v1", key
     finally:
         server.close()
         for task in connections:
@@ -243,7 +245,7 @@ class AgentEnvironment(Environment):
 
     async def lead(self, episode: Episode, base_url: str, api_key: str) -> str:
         """Lead an episode as a client of ``base_url``; return what `judge` is to know of it."""
-        names = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "NO_PROXY": "127.0.0.1"}
+        names = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         task = {"prompt": episode.prompt, "metadata": dict(episode.metadata), "seed": episode.seed}
         return await _run(self.command, names, json.dumps(task))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
@@ -18,7 +17,7 @@ from typing import Any
 from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.setting import value_errors
 from megatron_rl.contained.confinement import allow_files, allow_processes
-from megatron_rl.contained.process import READY, Requests, load, told
+from megatron_rl.contained.process import READY, Requests, load, search, told
 from megatron_rl.environments.environment import Environment, Episode, Message, Opening, Truncated, WrongUse
 from megatron_rl.errors import UserError, UserErrors, each
 from megatron_rl.rewards.worker import EXCEPTION, SCORED, WRONG_TYPE, failed, scored
@@ -37,8 +36,8 @@ _THREAD_STACK = 2**20
 
 def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> None:
     """Load the class, say so, and run an environment for every episode that the trainer starts."""
-    path, spec, settings, max_turns = requests.read()
-    sys.path[:] = path
+    place, spec, settings, max_turns = requests.read()
+    search(place)
     threading.stack_size(_THREAD_STACK)
     try:
         make = factory(spec, settings)

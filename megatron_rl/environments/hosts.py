@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.contained.confinement import limit_of
-from megatron_rl.contained.process import ContainedProcess, LoadFailed, kill_all
+from megatron_rl.contained.process import NO_TEXT, NO_TEXT_MESSAGE, ContainedProcess, LoadFailed, kill_all
 from megatron_rl.environments import host as protocol
 from megatron_rl.environments.environment import KEYS, LARGEST_OBSERVATION, ROLES, Opening
 from megatron_rl.errors import UserError, UserErrors, each
-from megatron_rl.rewards.worker import CRASHED, TIMEOUT, answer_of
+from megatron_rl.rewards import calls
+from megatron_rl.rewards.worker import CRASHED, TIMEOUT, WRONG_TYPE, answer_of
 
 GRACE_SECONDS = 2.0
 """Time that an environment has to end once it is cancelled; then its process is replaced."""
@@ -88,6 +89,7 @@ class Hosts:
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
         self._reserved = 0
+        self._no_host = ""
         self._waiting: list[_Open] = []
         self._hosts: list[_Host] = []
         self._finalizer = weakref.finalize(self, kill_all, self._hosts)
@@ -98,8 +100,8 @@ class Hosts:
             raise
         self.missing: tuple[str, ...] = tuple(loaded[0])
 
-    def _begin(self, place: int | None = None) -> list[str]:
-        """Start a process, instead of the one at ``place``; return what it does not enforce."""
+    def _begin(self) -> list[str]:
+        """Start a process; return what it does not enforce."""
         limits = {
             **asdict(self.config.limits),
             "loopback": True,  # an agent speaks with its endpoint
@@ -118,10 +120,7 @@ class Hosts:
         if ready.get("errors"):
             process.kill()
             raise UserErrors(UserError(**error) for error in ready["errors"])
-        if place is None:
-            self._hosts.append(_Host(process))
-        else:
-            self._hosts[place] = _Host(process)
+        self._hosts.append(_Host(process))
         return [str(item) for item in ready.get("missing", ())]
 
     def reserve(self, count: int) -> int:
@@ -157,10 +156,18 @@ class Hosts:
 
     def poll(self, seconds: float) -> list[Asks | Ended | Restarted]:
         """Return what environments said, waiting up to ``seconds`` for the first of it."""
+        events: list[Asks | Ended | Restarted] = []
+        while self._waiting and len(self._hosts) < self.config.workers:
+            count = len(self._hosts)  # one could not be started when it was to be replaced
+            self._begin_again()
+            if len(self._hosts) == count:
+                break
+        if not self._hosts:
+            self._give_up(events)
+            return events
         self._dispatch()
         moments = [moment for host in self._hosts for moment in self._deadlines(host)]
         wait = max(0.0, min([seconds, *(moment - time.monotonic() for moment in moments)]))
-        events: list[Asks | Ended | Restarted] = []
         with selectors.DefaultSelector() as selector:
             for host in self._hosts:
                 selector.register(host.process.replies, selectors.EVENT_READ, host)
@@ -259,12 +266,36 @@ class Hosts:
 
     def _replace(self, host: _Host, events: list[Asks | Ended | Restarted]) -> int:
         status = host.process.kill()
-        self._begin(self._hosts.index(host))
+        self._hosts.remove(host)
+        self._begin_again()
         for episode in host.episodes.values():
             episode.since = None
             self._waiting.append(episode)
             events.append(Restarted(episode.number))
         return status
+
+    def _begin_again(self) -> None:
+        """Start a process in the place of one that is gone, with some tries.
+
+        The class loaded before, so a failure is that of the moment: the process was killed, or the machine is
+        out of memory.
+        """
+        begun = time.monotonic()
+        for wait in (*calls.RESTART_WAITS, None):
+            try:
+                self._begin()
+                return
+            except UserError as error:
+                self._no_host = "; ".join(str(one.got) for one in each(error))
+            if wait is None or time.monotonic() - begun > calls.RESTART_SECONDS:
+                return
+            time.sleep(wait)
+
+    def _give_up(self, events: list[Asks | Ended | Restarted]) -> None:
+        """End the waiting episodes, for which no process could be started."""
+        message = f"no process of {self.config.name} could be started again: {self._no_host}"
+        events += [Ended(episode.number, failure=CRASHED, message=message) for episode in self._waiting]
+        self._waiting.clear()
 
     def close(self) -> None:
         """Kill the processes."""
@@ -286,6 +317,8 @@ def _event(frame: Mapping[str, Any], episodes: Mapping[int, _Open]) -> Asks | En
     if not isinstance(number, int) or number not in episodes:
         return None
     if kind == protocol.ASKS and episodes[number].since is not None:
+        if NO_TEXT in frame:
+            return Ended(number, failure=WRONG_TYPE, message=f"the environment {NO_TEXT_MESSAGE}")
         messages, limit = frame.get("messages"), frame.get("limit")
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
             return None

@@ -19,8 +19,11 @@ _LOOKS = timedelta(seconds=0.5)
 
 
 def open_store(timeout: timedelta) -> dist.Store:
-    """Return where the ranks find each other, empty but for what they write. Collective over the world."""
-    if "MASTER_PORT" not in os.environ:
+    """Return where the ranks find each other, empty but for what they write. Collective over the world.
+
+    One process meets nobody: an address that a cluster's templates export for other jobs is not looked at.
+    """
+    if launch().world_size == 1:
         return dist.HashStore()
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not shared and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:

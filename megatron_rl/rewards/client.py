@@ -110,6 +110,8 @@ class Server:
             await self._turn()
             self.counts[REQUESTS] += 1
             tried = await self._once(session, body)
+            # Whatever came of it: a server that never answers is given up after its own limits.
+            advance("requests to servers that judge")
             if tried.pause:
                 self._not_before = max(self._not_before, time.monotonic() + tried.pause)
             if not tried.again:

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,17 +15,16 @@ from torch import Tensor
 
 from megatron_rl.config.sections.rewards import CodeConfig, RewardConfig
 from megatron_rl.contained.confinement import limit_of
-from megatron_rl.contained.process import ContainedProcess, LoadFailed, kill_all
+from megatron_rl.contained.process import kill_all
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
-from megatron_rl.progress import advance
-from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, Answer, Traits, answers_of
+from megatron_rl.rewards import calls
+from megatron_rl.rewards.calls import Call, Worker
+from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, Answer
 from megatron_rl.user_code import require_file
 
 LIMIT, DISORDER = "limit", "disorder"
 CHUNK = 64
-GRACE_SECONDS = 2.0
-"""Time beyond its limit that a coroutine has to end where it is cancelled; then its process is replaced."""
 Sample = Mapping[str, Any]
 """The arguments ``prompt``, ``response``, ``ground_truth`` and ``metadata`` of a call, with those that the
 function asks for; ``group`` is the number of the sample's group."""
@@ -98,107 +97,6 @@ class RewardResult:
         return result
 
 
-@dataclass
-class Call:
-    """One call of the function: of a sample, or of all samples of a group; ``rows`` says which they are."""
-
-    item: dict[str, Any]
-    rows: tuple[int, ...]
-    alone: bool = False
-    """It may have ended a process: it gets one for itself until it is known."""
-    since: float = 0.0
-
-
-class Worker:
-    """One worker process, and the calls that it still has to answer.
-
-    Calls are numbered over the worker's life. A plain function answers them in that order, and the clock of
-    one starts when the one before it has ended; the calls of a coroutine function are open together.
-    """
-
-    def __init__(self, config: RewardConfig, where: str, writes: bool) -> None:
-        self.config, self._where, self._writes = config, where, writes
-        self.calls: dict[int, Call] = {}
-        self.traits = Traits(frozenset(), False)
-        self._asked = 0
-        self.process = ContainedProcess(
-            "megatron_rl.rewards.worker:serve", asdict(config.limits), config.function or ""
-        )
-        self.replies = self.process.replies
-
-    def await_ready(self) -> list[str]:
-        """Wait until the function is loaded, and return what is not enforced; raise UserError if it fails."""
-        config = self.config
-        try:
-            ready = self.process.load(
-                config.function or "", dict(config.arguments), self._writes, config.timeout
-            )
-        except LoadFailed as error:
-            raise error.as_error(
-                f"the reward function {config.function}",
-                self._where,
-                "module:function or path/to/file.py:function that can be imported and called",
-            ) from None
-        self.traits = Traits(frozenset(map(str, ready.get("takes", ()))), ready.get("concurrent") is True)
-        return [str(item) for item in ready.get("missing", ())]
-
-    def take(self, waiting: deque[Call], share: int) -> None:
-        """Ask for as many of the waiting calls as the worker has room for."""
-        room = self.config.concurrency - len(self.calls) if self.traits.concurrent else share
-        if not waiting or (self.calls and (waiting[0].alone or not self.traits.concurrent)):
-            return
-        if any(call.alone for call in self.calls.values()):
-            return
-        asked: list[tuple[int, dict[str, Any]]] = []
-        while waiting and len(asked) < room and not (waiting[0].alone and asked):
-            call = waiting.popleft()
-            call.since = time.monotonic()
-            self.calls[self._asked] = call
-            asked.append((self._asked, call.item))
-            self._asked += 1
-            if call.alone:
-                break
-        if asked:
-            self.process.ask(asked)
-
-    @property
-    def deadline(self) -> float:
-        """Return when the first of the open calls must have been answered."""
-        if not self.traits.concurrent:
-            return next(iter(self.calls.values())).since + self.config.timeout
-        # The worker itself ends a call that waits too long, if its event loop runs.
-        return min(call.since for call in self.calls.values()) + self.config.timeout + GRACE_SECONDS
-
-    def receive(self, outcomes: list[Answer | None]) -> bool:
-        """Store the replies that have arrived; return False when the process has ended or is in disorder."""
-        frames, open_ = self.process.frames()
-        for frame in frames:
-            number = frame.get("call")
-            expected = self.traits.concurrent or number == next(iter(self.calls), None)
-            call = self.calls.get(number) if isinstance(number, int) and expected else None
-            answers = None if call is None else answers_of(frame, len(call.rows))
-            if not isinstance(number, int) or call is None or answers is None:
-                self.process.disorder = f"the worker sent what is no answer to its sample: {frame!r:.200}"
-                break
-            for row, answer in zip(call.rows, answers, strict=True):
-                outcomes[row] = answer
-                advance("rewards")
-            del self.calls[number]
-            if not self.traits.concurrent and self.calls:
-                next(iter(self.calls.values())).since = time.monotonic()
-        return open_ and self.process.disorder is None
-
-    def lost(self) -> tuple[list[Call], list[Call]]:
-        """Return the calls that ended the process, and those to be asked again, some of them alone.
-
-        Which of several open calls it was, is not known: then each is tried alone.
-        """
-        calls = list(self.calls.values())
-        if not self.traits.concurrent or len(calls) == 1:
-            return calls[:1], calls[1:]
-        return [], [replace(call, alone=True) for call in calls]
-
-
 class FunctionReward:
     """Score responses with the function that ``config.function`` names, in ``config.workers`` processes.
 
@@ -211,7 +109,7 @@ class FunctionReward:
 
     ``where`` and ``name`` are the section and the key that name the function to the user; ``key`` is where it
     stands apart from its limits. One that ``writes`` returns text for a sample, or a list of messages, and no
-    reward.
+    reward. Samples have the ``further`` names beside the usual ones.
     """
 
     def __init__(
@@ -222,8 +120,10 @@ class FunctionReward:
         *,
         key: str = "",
         writes: bool = False,
+        further: Sequence[str] = (),
     ) -> None:
         self.config, self._where, self._name, self._writes = config, where, key or f"{where}.{name}", writes
+        self._further = further
         check_spec(config.function or "", self._name)
         if config.timeout <= 0 or config.workers < 1:
             raise UserError(
@@ -233,6 +133,7 @@ class FunctionReward:
                 got=f"timeout {config.timeout}, workers {config.workers}",
             )
         self._workers: list[Worker] = []
+        self._no_worker = ""
         self._finalizer = weakref.finalize(self, kill_all, self._workers)
         try:
             for _ in range(config.workers):
@@ -242,10 +143,10 @@ class FunctionReward:
             self.close()
             raise
         self.missing: tuple[str, ...] = tuple(missing[0])
-        self.takes = self._workers[0].traits.takes
+        self.takes = self._workers[0].traits.takes & {TURNS, TOKENS, GROUP}
 
     def _begin(self) -> Worker:
-        return Worker(self.config, self._name, self._writes)
+        return Worker(self.config, self._name, self._writes, self._further)
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Return rewards, validity, components and failures of B samples, in their order."""
@@ -258,6 +159,8 @@ class FunctionReward:
         outcomes: list[Answer | None] = [None] * len(samples)
         waiting = deque(self._calls(samples))
         try:
+            while samples and len(self._workers) < self.config.workers and self._begin_again() is not None:
+                pass  # one could not be started when it was to be replaced
             self._serve(waiting, outcomes)
         except BaseException:  # an interrupted worker may still hold half its calls
             self.close()
@@ -280,6 +183,8 @@ class FunctionReward:
                 for worker in self._workers:
                     worker.take(waiting, share)
                 busy = [worker for worker in self._workers if worker.calls]
+                if not busy and waiting and not self._workers:
+                    self._give_up(waiting, outcomes)
                 if not busy:
                     return
                 soonest = min(worker.deadline for worker in busy)
@@ -287,9 +192,15 @@ class FunctionReward:
                     if not key.data.receive(outcomes):
                         self._replace(selector, key.data, waiting, outcomes, CRASHED)
                 now = time.monotonic()
-                for worker in self._workers:
+                for worker in list(self._workers):
                     if worker.calls and now >= worker.deadline and not worker.process.wait(0):
                         self._replace(selector, worker, waiting, outcomes, TIMEOUT)
+
+    def _give_up(self, waiting: deque[Call], outcomes: list[Answer | None]) -> None:
+        """Make the samples invalid for which no process could be started."""
+        message = f"no process of {self._name} could be started again: {self._no_worker}"
+        for row in (row for call in waiting for row in call.rows):
+            outcomes[row] = Answer(CRASHED, message)
 
     def _replace(
         self,
@@ -305,10 +216,33 @@ class FunctionReward:
         for row in (row for call in guilty for row in call.rows):
             outcomes[row] = Answer(*self._why(worker, reason, status))
         waiting.extendleft(reversed(again))
-        place = self._workers.index(worker)
-        self._workers[place] = fresh = self._begin()
-        fresh.await_ready()
-        selector.register(fresh.replies, selectors.EVENT_READ, fresh)
+        self._workers.remove(worker)
+        fresh = self._begin_again()
+        if fresh is not None:
+            selector.register(fresh.replies, selectors.EVENT_READ, fresh)
+
+    def _begin_again(self) -> Worker | None:
+        """Start a worker in the place of one that is gone, with some tries; None where all of them fail.
+
+        The function loaded before, so a failure is that of the moment: the process was killed, or the
+        machine is out of memory.
+        """
+        begun = time.monotonic()
+        for wait in (*calls.RESTART_WAITS, None):
+            worker = self._begin()
+            self._workers.append(worker)  # so that a closed reward ends it, too
+            try:
+                worker.await_ready()
+            except UserError as error:
+                self._workers.remove(worker)
+                worker.process.kill()
+                self._no_worker = str(error.got)
+            else:
+                return worker
+            if wait is None or time.monotonic() - begun > calls.RESTART_SECONDS:
+                break
+            time.sleep(wait)
+        return None
 
     def _why(self, worker: Worker, reason: str, status: int) -> tuple[str, str]:
         """Return the reason and the message of a sample on which a worker had to be replaced."""

@@ -107,7 +107,7 @@ class JudgeReward:
         self._kept: OrderedDict[_Request, str] = OrderedDict()
         self._functions: list[FunctionReward] = []
         try:
-            self._parser = self._function(config.parser, "parser")
+            self._parser = self._function(config.parser, "parser", further=(JUDGEMENT,))
             self._template = None
             if is_function(config.template):
                 self._template = self._function(config.template, "template", writes=True)
@@ -119,9 +119,11 @@ class JudgeReward:
         usual = config.parser == JudgeConfig.parser
         self._wanted = " (a line that is `Score: N`, N from 0 to 1)" if usual else ""
 
-    def _function(self, spec: str, name: str, *, writes: bool = False) -> FunctionReward:
+    def _function(
+        self, spec: str, name: str, *, writes: bool = False, further: Sequence[str] = ()
+    ) -> FunctionReward:
         settings = RewardConfig(spec, limits=self.config.limits)
-        function = FunctionReward(settings, "reward.judge", name, writes=writes)
+        function = FunctionReward(settings, "reward.judge", name, writes=writes, further=further)
         self._functions.append(function)
         if GROUP in function.takes:
             raise UserError(

@@ -21,4 +21,10 @@ def score(*, prompt: str, response: str, ground_truth: Any, metadata: Mapping[st
     entry = json.loads(metadata["entry"])
     answer = extract_answer(response)
     judge: Any = get_score_answer_fn(entry["metadata"]["source_dataset"])
-    return float(judge(answer or response.strip(), entry))
+    try:
+        return float(judge(answer or response.strip(), entry))
+    except Exception:
+        # The rules of some tasks raise for an answer that they cannot read; those that fail for the right
+        # answer, too, have failed.
+        judge(entry["answer"], entry)
+        return 0.0

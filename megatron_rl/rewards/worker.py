@@ -6,13 +6,22 @@ import asyncio
 import inspect
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_rl.contained.confinement import allow_processor_seconds
-from megatron_rl.contained.process import LARGEST_MESSAGE, READY, Requests, load, readable, told
+from megatron_rl.contained.process import (
+    LARGEST_MESSAGE,
+    NO_TEXT,
+    NO_TEXT_MESSAGE,
+    READY,
+    Requests,
+    load,
+    readable,
+    search,
+    told,
+)
 
 SCORED, FAILED, WRITTEN = "scored", "failed", "written"
 EXCEPTION, NOT_FINITE, WRONG_TYPE = "exception", "not_finite", "wrong_type"
@@ -21,6 +30,8 @@ TIMEOUT, CRASHED = "timeout", "crashed"
 LARGEST = (2 - 2**-23) * 2.0**127
 """The largest number that float32 holds."""
 LARGEST_NAME, MOST_COMPONENTS = 100, 64
+ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")
+"""What every call has, but that a group takes the place of the response."""
 TURNS, TOKENS, GROUP = "turns", "tokens", "group"
 """What a function is given beside the rest if it has a parameter of that name."""
 
@@ -39,26 +50,54 @@ class Answer(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """Say how a function wants to be called.
+    """How a function wants to be called.
 
-    ``takes`` are the names of `TURNS`, `TOKENS` and `GROUP` among its parameters; ``concurrent`` that it is a
-    coroutine function, of which many calls may be open at once.
+    ``takes`` are the names of its parameters, ``requires`` those without a default; with ``takes_all`` it
+    takes every other name, too. ``concurrent`` is whether it is a coroutine function, of which many calls may
+    be open at once.
     """
 
-    takes: frozenset[str]
-    concurrent: bool
+    takes: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset()
+    takes_all: bool = True
+    concurrent: bool = False
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Traits:
-        """Return the traits of a function, of which a signature may be unknown."""
-        try:
-            parameters = set(inspect.signature(function).parameters)
-        except (ValueError, TypeError):
-            parameters = set()
+        """Return the traits of a function; one without a signature takes everything."""
         concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004
         )
-        return cls(frozenset({TURNS, TOKENS, GROUP} & parameters), concurrent)
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (ValueError, TypeError):
+            return cls(concurrent=concurrent)
+        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        others = [one for one in parameters if one.kind == one.POSITIONAL_ONLY]
+        return cls(
+            frozenset(one.name for one in named),
+            frozenset(one.name for one in (*named, *others) if one.default is one.empty),
+            any(one.kind == one.VAR_KEYWORD for one in parameters),
+            concurrent,
+        )
+
+    def write(self) -> dict[str, Any]:
+        """Return the traits as `read` takes them."""
+        return {**self._asdict(), "takes": sorted(self.takes), "requires": sorted(self.requires)}
+
+    @classmethod
+    def read(cls, frame: Mapping[str, Any]) -> Traits:
+        """Return the traits in what a process says of its function."""
+        return cls(
+            frozenset(map(str, frame.get("takes", ()))),
+            frozenset(readable(str(name)) for name in frame.get("requires", ())),
+            frame.get("takes_all") is True,
+            frame.get("concurrent") is True,
+        )
+
+    def chosen(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the values that the function takes."""
+        return {name: value for name, value in values.items() if self.takes_all or name in self.takes}
 
 
 def answers_of(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
@@ -78,6 +117,8 @@ def answer_of(frame: Mapping[str, Any]) -> Answer | None:
         if reason not in (EXCEPTION, NOT_FINITE, WRONG_TYPE, TIMEOUT):
             return None
         return Answer(reason, readable(str(frame.get("message", ""))))
+    if NO_TEXT in frame:
+        return Answer(WRONG_TYPE, NO_TEXT_MESSAGE)
     if frame.get("kind") == WRITTEN:
         text = frame.get("text")
         return Answer(None, text=text) if is_writing(text) else None
@@ -177,21 +218,16 @@ def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> 
 
     ``missing`` is what the kernel did not allow. Each answer bears the number of its call.
     """
-    path, spec, arguments, writes, timeout = requests.read()
-    sys.path[:] = path
+    place, spec, arguments, writes, timeout = requests.read()
+    search(place)
     try:
         function = load(spec)
     except BaseException as error:
         requests.refuse(error)
         return
     traits = Traits.of(function)
-    ready = {
-        "kind": READY,
-        "missing": missing,
-        "takes": sorted(traits.takes),
-        "concurrent": traits.concurrent,
-    }
-    calls = _Calls(requests, limits, function, arguments, written if writes else answered, timeout)
+    ready = {"kind": READY, "missing": missing, **traits.write()}
+    calls = _Calls(requests, limits, function, traits, arguments, written if writes else answered, timeout)
     requests.reply(ready)
     if traits.concurrent:
         asyncio.run(calls.serve_together())
@@ -207,12 +243,14 @@ class _Calls:
         requests: Requests,
         limits: Mapping[str, Any],
         function: Callable[..., Any],
+        traits: Traits,
         arguments: Mapping[str, Any],
         say: Callable[[Any, int | None], list[dict[str, Any]]],
         timeout: float,
     ) -> None:
         self._requests, self._limits, self._say, self._timeout = requests, limits, say, timeout
-        self._function, self._arguments, self._process = function, arguments, os.getpid()
+        self._function, self._traits, self._arguments = function, traits, arguments
+        self._process = os.getpid()
 
     def serve(self) -> None:
         """Make one call after another."""
@@ -224,7 +262,7 @@ class _Calls:
             for number, item in calls:
                 allow_processor_seconds(self._limits["cpu_seconds"])
                 try:
-                    answers = self._say(self._function(**item, **self._arguments), _size(item))
+                    answers = self._say(self._function(**self._named(item)), _size(item))
                 except (
                     BaseException
                 ) as error:  # a reward function that calls sys.exit must not end the worker
@@ -265,11 +303,15 @@ class _Calls:
 
     async def _answers(self, item: Mapping[str, Any]) -> list[dict[str, Any]]:
         try:
-            return self._say(await self._function(**item, **self._arguments), _size(item))
+            return self._say(await self._function(**self._named(item)), _size(item))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit would end the loop, and every call with it
             return _all_failed(item, EXCEPTION, told(error))
+
+    def _named(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the function is called with: of what a call has, the names that it takes."""
+        return self._traits.chosen({**item, **self._arguments})
 
     def _reply(self, number: int, answers: list[dict[str, Any]]) -> None:
         if os.getpid() != self._process:

@@ -57,5 +57,6 @@ class FailureWatch:
             where=f"reward (step {step})",
             expected=f"at most {self._most:.0%} (reward.max_invalid_fraction)",
             got=f"most often: {commonest}" + (f"\n{ending(example, 600)}" if example else ""),
-            fix="mend the reward function; reward.max_invalid_fraction=1 goes on whatever fails",
+            fix="mend what fails: the reward function, the environment and its agent, or the server that "
+            "judges; reward.max_invalid_fraction=1 goes on whatever fails",
         )

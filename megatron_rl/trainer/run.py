@@ -30,6 +30,7 @@ from megatron_rl.trainer.asynchrony import AheadBatches
 from megatron_rl.trainer.checkpoints import Checkpoints, complete_for_megatron, save_for_megatron
 from megatron_rl.trainer.evaluation import EvaluationSet, evaluate, evaluation_sets, graded
 from megatron_rl.trainer.job import Job, job
+from megatron_rl.trainer.kept_code import keep_code
 from megatron_rl.trainer.logging import MetricsLog, Progress
 from megatron_rl.trainer.loop import BatchSource, SameStepBatches, StepResult, gather_step, train_step
 from megatron_rl.trainer.report import write as write_report
@@ -83,6 +84,7 @@ class Run:
                 for name, described in config.evaluation.sets.items()
             }
         job.join()
+        keep_code(job)
         self.checkpoint, self.stages = self._left_to_do()
         with self.phases("data"):
             self.stage_data = [load_stage_data(plan, self.tokenizer, job) for plan in self.stages]

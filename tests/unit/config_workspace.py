@@ -51,7 +51,6 @@ rollout:
 """
 
 REWARD = """\
-import torch_is_not_imported_here
 
 
 def score(prompt, response, ground_truth, metadata):

@@ -21,6 +21,7 @@ from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.environments.agent import _run
 from megatron_rl.environments.hosts import Hosts, environment_errors
+from megatron_rl.launcher import without_proxy
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.roles.rollout import Dealt
 from megatron_rl.rollout.conversations import Conversations
@@ -167,6 +168,26 @@ def test_more_agents_work_at_once_than_a_process_may_open_files_and_start_proces
     rollouts = play(source, ["good"], samples=12, files=16, processes=1).rollouts
     assert [outcome.failure for outcome in rollouts.outcomes] == [None] * 12, rollouts.outcomes
     assert not lost, "the process of all agents ended, and each was tried alone"
+
+
+@pytest.mark.parametrize("names", [("http_proxy", "no_proxy"), ("HTTP_PROXY", "NO_PROXY")])
+def test_an_endpoint_is_not_asked_for_through_a_proxy(play, monkeypatch, names):
+    proxy, exception = names
+    monkeypatch.setenv(proxy, "http://127.0.0.1:9")
+    monkeypatch.setenv(exception, ".corp.example, 10.0.0.0/8")
+    shown = PLAIN.replace(
+        "first = [", "assert '.corp.example,10.0.0.0/8' in os.environ[\"no_proxy\"]\nfirst = ["
+    )
+    rollouts = play(shown, ["good"]).rollouts
+    assert [(outcome.failure, outcome.reward) for outcome in rollouts.outcomes] == [(None, 1)], (
+        rollouts.outcomes
+    )
+
+
+def test_entries_against_a_proxy_are_kept_in_both_cases():
+    assert without_proxy({"NO_PROXY": "a,b", "no_proxy": "b, c"}) == dict.fromkeys(
+        ("NO_PROXY", "no_proxy"), "a,b,c,127.0.0.1,localhost"
+    )
 
 
 def run(script: str) -> str:

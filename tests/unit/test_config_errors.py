@@ -16,6 +16,7 @@ from megatron_rl.check import packages
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.config.checkpoint_meta import model_identity, optimizer_kind, write_meta
 from megatron_rl.config.load import load
+from megatron_rl.contained import process
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import adapters_in_words
@@ -189,6 +190,9 @@ WARNINGS = [
     (("reference={}",), "the algorithm does not use it"),
     (("actor.optimizer.warmup_steps=11",), "still warming up when the run ends"),
     (("actor.optimizer.learning_rate=0.01",), "high for reinforcement learning"),
+    (("rank_timeout=9",), "reward.timeout allows a wait that ends the job"),
+    (("reward.http={url: http://127.0.0.1:9, timeout: 900}",), "reward.http.timeout allows a wait"),
+    (("reward.http={url: http://127.0.0.1:9, rate: 0.001}",), "reward.http.rate allows a wait"),
     (("world_size=null",), "4 is the smallest that fits"),
     (("batch.prompts_per_step=1", "batch.samples_per_prompt=2", "actor.layout={}"), "have no row in a mini"),
 ]  # fmt: skip
@@ -319,3 +323,52 @@ def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for grader in ("math_answer:marked_number", "reasoning_gym:score"):
         assert not check(f"reward.function=megatron_rl.rewards.{grader}", anew, training=True).errors
     assert not check(asked, anew, training=True).errors
+
+
+LOADS = {
+    "import no_such_module_at_all\ndef score(response): return 1.0\n": "No module named",
+    "import os\nos._exit(0)\ndef score(response): return 1.0\n": "ended with status 0 while loading",
+    "raise SystemExit(0)\ndef score(response): return 1.0\n": "SystemExit",
+    "import functools\nscore = functools.partial(lambda answer: 1.0)\n": "requires answer",
+}  # fmt: skip
+KEYS = ("reward.function", "evaluation.sets.held_out.reward", "evaluation.sets.held_out.evaluators.style")
+
+
+@pytest.mark.parametrize(("source", "words"), LOADS.items())
+@pytest.mark.parametrize("key", KEYS)
+def test_functions_are_loaded_as_a_run_loads_them(tmp_path: Path, key: str, source: str, words: str) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(source)
+    report = check(f"{key}={file}:score")
+    (error,) = report.errors
+    assert (error.where or "").startswith(key)
+    assert words in str(report.errors[0])
+
+
+PIECES = ("algorithm.policy_loss", "rollout.engine", "model.provider", "evaluation.sets.held_out.reward")
+
+
+@pytest.mark.parametrize("key", PIECES)
+def test_a_piece_that_ends_its_process_does_not_end_the_check(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "piece.py"
+    file.write_text("import os\nos._exit(0)\ndef own(*_, **__): return 1.0\n")
+    found = [error for error in check(f"{key}={file}:own").errors if (error.where or "").startswith(key)]
+    assert len(found) == 1 and "ended with status 0 while loading" in str(found[0])
+
+
+def test_a_piece_that_never_ends_its_import_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "LOAD_SECONDS", 1.0)
+    file = tmp_path / "piece.py"
+    file.write_text("while True:\n    pass\ndef own(*_, **__): return 1.0\n")
+    for key in ("algorithm.policy_loss", "reward.function"):
+        found = [str(error) for error in check(f"{key}={file}:own").errors]
+        assert len(found) == 1 and "still loading after 1 s" in found[0]
+
+
+def test_an_import_that_fails_is_said_of_a_provider_of_models(tmp_path: Path) -> None:
+    file = tmp_path / "piece.py"
+    file.write_text("import no_such_module_at_all\ndef own(*_, **__): return 1.0\n")
+    found = [str(error) for error in check(f"model.provider={file}:own").errors]
+    assert any("No module named 'no_such_module_at_all'" in text for text in found), found

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.parallel import device
-from megatron_rl.parallel.rendezvous import meet, store_of_one_host
+from megatron_rl.parallel.rendezvous import meet, open_store, store_of_one_host
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
 
@@ -54,6 +54,19 @@ def test_ranks_of_one_host_meet_where_no_other_host_reaches(monkeypatch: pytest.
     assert store.get("a") == b"b"
     listening = [item.laddr for item in psutil.Process().net_connections("tcp") if item.status == "LISTEN"]
     assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("launched", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
+def test_one_process_meets_nobody_at_an_address_of_another_job(
+    monkeypatch: pytest.MonkeyPatch, launched: dict[str, str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "29734", **launched}.items():
+        monkeypatch.setenv(name, value)
+    store = open_store(SHORT)
+    store.set("a", "b")
+    assert store.get("a") == b"b"
 
 
 def test_a_peak_leaves_out_what_a_sleeping_engine_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from megatron_rl.data import reasoning_gym
 from megatron_rl.data.records import load_records
 from megatron_rl.environments.hosts import Asks, Ended, Hosts, Restarted
 from megatron_rl.errors import UserError
+from megatron_rl.rewards import calls
 
 SOURCE = '''
 import asyncio, os, re, time
@@ -254,3 +255,80 @@ def test_a_setting_that_an_environment_lacks_is_none_of_the_configuration(hosts)
     with pytest.raises(UserError, match="low") as raised:
         hosts("Guess", settings={"temperature": 1})
     assert "rollout.temperature" not in str(raised.value)
+
+
+def test_episodes_fail_while_no_process_can_be_started_and_later_ones_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "RESTART_WAITS", (0.1,))
+    mark, path = tmp_path / "killed", tmp_path / "dying.py"
+    path.write_text(
+        "import os\nfrom megatron_rl import Environment\n"
+        f"if os.path.exists({str(mark)!r}):\n    os.kill(os.getpid(), 9)\n"
+        "class Dying(Environment):\n    async def run(self, episode):\n"
+        "        await episode.generate()\n"
+        "        return os._exit(1) if episode.prompt == 'end' else 1.0\n"
+    )
+    hosts = Hosts(EnvironmentConfig(f"{path}:Dying", turn_timeout=60.0))
+    try:
+        mark.touch()
+        ends, _ = play(hosts, ["end"])
+        assert ends[0].failure == "crashed"
+        hosts.start(5, values("a"))
+        [lost] = hosts.poll(5.0)
+        assert lost.failure == "crashed" and "could be started again" in lost.message
+        mark.unlink()
+        ends, _ = play(hosts, ["a", "b"])
+        assert [end.reward for end in ends.values()] == [1.0, 1.0]
+    finally:
+        hosts.close()
+
+
+HALVES = """
+from megatron_rl import Environment
+
+HALF = chr(0xD800)
+
+class Halves(Environment):
+    async def run(self, episode):
+        if episode.prompt == "opens":
+            episode.open([{"role": "user", "content": HALF}])
+        if episode.prompt == "tools":
+            tool = {"type": "function", "function": {"name": "f", "description": HALF}}
+            episode.open([{"role": "user", "content": "x"}], [tool])
+        await episode.generate()
+        if episode.prompt == "observes":
+            episode.observe("before " + HALF)
+            await episode.generate()
+        if episode.prompt == "names":
+            return {"reward": 1.0, HALF: 1.0}
+        if episode.prompt == "raises":
+            raise ValueError(HALF)
+        episode.observe("\U0001f600")
+        await episode.generate()
+        return 1.0
+"""
+
+
+def test_text_that_is_none_ends_its_episode_alone(tmp_path):
+    (tmp_path / "halves.py").write_text(HALVES)
+    hosts = Hosts(EnvironmentConfig(f"{tmp_path / 'halves.py'}:Halves", turn_timeout=60.0))
+    prompts = ["opens", "tools", "observes", "names", "raises", "good"]
+    try:
+        ends, seen = play(hosts, prompts)
+    finally:
+        hosts.close()
+    reasons = {prompts[number]: end.failure for number, end in ends.items()}
+    assert reasons == {**dict.fromkeys(prompts[:4], "wrong_type"), "raises": "exception", "good": None}
+    assert seen[5][-1] == [{"role": "user", "content": "\U0001f600"}]
+
+
+def test_the_calculator_of_the_example_takes_a_malformed_call_for_a_wrong_answer():
+    file = Path(__file__).parents[2] / "launch/examples/tools/env.py"
+    hosts = Hosts(EnvironmentConfig(f"{file}:Calculator", turn_timeout=60.0))
+    prompts = ["7", "12*7=", "x*7=", "=", "9" * 5000 + "*1=", "1*2*3="]
+    try:
+        ends, seen = play(hosts, prompts, lambda number, turn: prompts[number] if turn == 1 else "7")
+    finally:
+        hosts.close()
+    assert {end.failure for end in ends.values()} == {None}
+    assert [ends[number].reward for number in range(6)] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert seen[1][1] == [{"role": "user", "content": "84,"}]

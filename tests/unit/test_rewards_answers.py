@@ -44,6 +44,7 @@ def test_marked_answers_are_found() -> None:
     assert marked_answer("so \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"
     assert last_boxed("\\boxed{1} then \\boxed{2}") == "2"
     assert last_boxed("\\boxed{never closed") is None
+    assert last_boxed("\\boxed{1}, not \\boxed{} or \\boxed{2") == "1"
     assert marked_answer("the answer is 7") is None
     assert marked_answer("####") is None
 
@@ -59,6 +60,72 @@ def test_expressions_are_compared_by_their_meaning() -> None:
         assert equal(*same) and equal(*reversed(same)), same
     for other in (("1/0", "1"), ("seven", "8"), ("", "0"), ("72", "-72"), ("x+1", "x-1"), ("\\frac{1", "1")):
         assert not equal(*other), other
+
+
+RIGHT = {
+    "under a heading": ("### Work\nadd\n#### Final answer\nIt is $\\boxed{7}$.", "7"),
+    "under a heading with a colon": ("#### Solution:\n3 + 4 = 7, so \\boxed{7}", "7"),
+    "before a heading": ("\\boxed{7}\n#### Note\nAll fine.", "7"),
+    "before a numbered heading": ("\\boxed{7}\n#### 2. Check\n3 + 4 = 7", "7"),
+    "before another heading": ("#### 7\n\n#### Explanation\n3 + 4", "7"),
+    "on the line below": ("#### Final answer\n**7**", "7"),
+    "in bold": ("#### **7**", "7"),
+    "within bold": ("**#### 7**", "7"),
+    "as code": ("#### `7`", "7"),
+    "with a full stop": ("#### 7.", "7"),
+    "with a unit": ("#### 7 dollars", "7"),
+    "with a short unit": ("#### 7 km", "7"),
+    "a fraction with a unit": ("#### 1/2 cup", "0.5"),
+    "in dollars": ("#### $7.00", "7"),
+    "in dollars of LaTeX": ("#### \\$7", "7"),
+    "in euros": ("#### €7", "7"),
+    "as LaTeX": ("#### $7$", "7"),
+    "in a sentence": ("#### The answer is 7.", "7"),
+    "of a variable": ("#### x = 7", "7"),
+    "of an equation": ("#### 3 + 4 = 7", "7"),
+    "of two marks": ("#### 6\nNo:\n#### 7", "7"),
+    "a box behind a mark": ("#### \\boxed{7}", "7"),
+    "a box before one not closed": ("\\boxed{7} is right. \\boxed{", "7"),
+    "a box before an empty one": ("\\boxed{7} \\boxed{}", "7"),
+    "a box without braces": ("so \\boxed 7", "7"),
+    "a box behind a space": ("\\boxed {7}", "7"),
+    "a framed box": ("\\fbox{7}", "7"),
+    "a box in a box": ("\\boxed{\\boxed{7}}", "7"),
+    "a box with a unit": ("\\boxed{7\\text{ km}}", "7"),
+    "a box with degrees": ("\\boxed{90^\\circ}", "90"),
+    "a box with a set": ("\\boxed{\\left\\{1, 2\\right\\}}", "\\{2, 1\\}"),
+    "percent": ("\\boxed{7\\%}", "7\\%"),
+    "a comma of thousands": ("#### 1,200,000", "1200000"),
+    "a space of thousands": ("#### 1 200", "1200"),
+    "a LaTeX space of thousands": ("\\boxed{1\\,200}", "1200"),
+    "a LaTeX comma of thousands": ("\\boxed{1{,}200}", "1200"),
+    "in powers of ten": ("#### 7e3", "7000"),
+    "a minus of Unicode": ("#### \u22127", "-7"),
+    "a short fraction": ("\\boxed{\\dfrac12}", "\\frac{1}{2}"),
+    "a letter": ("\\boxed{\\text{B}}", "B"),
+    "a word": ("#### Monday", "Monday"),
+}
+WRONG = {
+    "another number": ("#### 8 dollars", "7"),
+    "the number of a heading": ("#### 7. Add them\n\\boxed{8}", "7"),
+    "the number within a heading": ("#### Step 7\nadd", "7"),
+    "a longer number": ("#### 70", "7"),
+    "a product": ("\\boxed{7xy}", "7"),
+    "a multiple of pi": ("\\boxed{7 pi}", "7"),
+    "two things": ("#### 7 apples and 3 pears", "7"),
+    "an immense power": ("#### 7e999999999", "7"),
+    "a first try": ("\\boxed{7}, no: \\boxed{8}", "7"),
+}
+
+
+@pytest.mark.parametrize(("response", "truth"), RIGHT.values(), ids=RIGHT.keys())
+def test_a_right_answer_is_found_however_it_is_marked(response: str, truth: str) -> None:
+    assert marked_number(prompt="", response=response, ground_truth=truth, metadata={})["reward"] == 1
+
+
+@pytest.mark.parametrize(("response", "truth"), WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_answer_earns_nothing(response: str, truth: str) -> None:
+    assert marked_number(prompt="", response=response, ground_truth=truth, metadata={})["reward"] == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from megatron_rl.config.sections.rewards import CodeConfig
-from megatron_rl.rewards.code import read_tests
+from megatron_rl.rewards.code import program_of, read_tests
 from megatron_rl.rewards.function import RewardResult, code_reward
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -108,7 +108,7 @@ def test_tests_that_cannot_be_read_are_a_failure_and_not_a_zero() -> None:
         [],
         [{"stdin": "1"}],
         ["assert f() == g()"],
-        ["assert f() > 1"],
+        ["def g(x):\n    return x"],
         [3],
         {"tests": []},
     ]
@@ -119,7 +119,7 @@ def test_tests_that_cannot_be_read_are_a_failure_and_not_a_zero() -> None:
     assert [failure.reason for failure in result.failures] == ["exception"]
     assert "an assertion is" in result.failures[0].message
     given = read_tests("assert not f(1)\nassert g((1, 2)) == {3: [4]}\n")
-    assert [(test.given, test.expected) for test in given] == [("f(1)", False), ("g((1, 2))", {3: [4]})]
+    assert [test.source for test in given] == ["assert not f(1)", "assert g((1, 2)) == {3: [4]}"]
 
 
 def test_values_are_compared_as_json_has_them() -> None:
@@ -131,4 +131,182 @@ def test_values_are_compared_as_json_has_them() -> None:
         {"call": "f('n')", "returns": None},
         "assert f('t') == (1, 2)",
     ]
+    assert judged([program], tests).rewards.tolist() == [1.0]
+
+
+RESPONSES = {
+    "one block": "```python\nprint(7)\n```",
+    "its output behind it": "```python\nprint(7)\n```\nOutput:\n```\n7\n```\nDone.",
+    "its output as text": "```py\nprint(7)\n```\n\n```text\n7\n```",
+    "a terminal behind it": "```python\nprint(7)\n```\n```console\n$ python main.py\n7\n```",
+    "a session behind it": "```python\nprint(7)\n```\n```pycon\n>>> 3 + 4\n7\n```",
+    "a shell before it": "```sh\npip install numpy\n```\nThen:\n```python\nprint(7)\n```",
+    "another language before it": "```rust\nfn main() {}\n```\n```Python3\nprint(7)\n```",
+    "a first try before it": "```python\nprint(6)\n```\nNo:\n```python\nprint(7)\n```",
+    "a title": '```python title="main.py"\nprint(7)\n```',
+    "attributes": "```{.python .numberLines}\nprint(7)\n```",
+    "no language, and output": "```\nprint(7)\n```\nOutput:\n```\nseven\n```",
+    "tildes": "~~~python\nprint(7)\n~~~",
+    "four backticks": "````python\nprint(7)\n````\n",
+    "within a list": "1. Print:\n   ```python\n   print(7)\n   ```\n2. Done.",
+    "a quotation": "> ```python\n> print(7)\n> ```",
+    "carriage returns": "```python\r\nprint(7)\r\n```\r\n",
+    "never closed": "So:\n```python\nprint(7)",
+    "a block before it never closed": "```python\nprint(6)\nor rather\n```python\nprint(7)\n```",
+    "closed on its last line": "```python\nprint(7)```",
+    "opened behind words": "The program: ```python\nprint(7)\n```",
+    "within Markdown": "```markdown\n```python\nprint(7)\n```\n```",
+    "no fence": "print(7)",
+}
+
+
+@pytest.mark.parametrize("response", RESPONSES.values(), ids=RESPONSES.keys())
+def test_the_program_is_found_among_what_models_write_around_it(response: str) -> None:
+    assert program_of(response).strip() == "print(7)"
+
+
+def test_a_fence_in_a_docstring_stays_in_its_program() -> None:
+    program = 'def f():\n    """Use it so:\n\n    ```python\n    f()\n    ```\n    """\n    return 7\n'
+    assert program_of(f"```python\n{program}```\nDone.") == program
+
+
+RIGHT = {
+    "a counter": (
+        "from collections import Counter as C\ndef f(s): return C(s)",
+        "assert f('aab') == {'a': 2, 'b': 1}",
+    ),
+    "a counter of the test": ("def f(s): return {'a': 2}", "assert f('aa') == Counter('aa')"),
+    "an ordered dictionary": (
+        "from collections import *\ndef f(): return OrderedDict(a=1)",
+        "assert f() == {'a': 1}",
+    ),
+    "a default dictionary": (
+        "from collections import *\ndef f(): return defaultdict(int, a=1)",
+        "assert f() == {'a': 1}",
+    ),
+    "a frozen set": ("def f(): return frozenset('ab')", "assert f() == {'a', 'b'}"),
+    "keys": ("def f(): return {'a': 1}.keys()", "assert f() == {'a'}"),
+    "a deque": (
+        "from collections import deque\ndef f(): return deque([1, 2])",
+        "assert f() == deque([1, 2])",
+    ),
+    "a fraction": ("from fractions import Fraction\ndef f(): return Fraction(1, 2)", "assert f() == 0.5"),
+    "a date": (
+        "import datetime\ndef f(): return datetime.date(2024, 2, 29)",
+        "assert f() == datetime.date(2024, 2, 29)",
+    ),
+    "infinity": ("def f(): return -float('inf')", "assert f() == -math.inf"),
+    "a number of NumPy": ("import numpy as np\ndef f(x): return np.sum(x)", "assert f([1, 2]) == 3"),
+    "numbers of NumPy": (
+        "import numpy as np\ndef f(x): return tuple(np.cumsum(x))",
+        "assert f([1, 2]) == (1, 3)",
+    ),
+    "an array": (
+        "import numpy as np\ndef f(x): return np.array(x) * 2",
+        "assert (f([1, 2]) == np.array([2, 4])).all()",
+    ),
+    "a huge integer": ("def f(): return 10**6000", "assert f() == 10**6000"),
+    "a named tuple": (
+        "from typing import NamedTuple\nclass P(NamedTuple):\n    x: int\ndef f(): return P(1)",
+        "assert f() == (1,)",
+    ),
+    "a generator": (
+        "def f():\n    n = 0\n    while True:\n        n += 1\n        yield n",
+        "g = f()\nassert [next(g), next(g)] == [1, 2]",
+    ),
+    "a map": ("def f(x): return map(str, x)", "assert list(f([1])) == ['1']"),
+    "a match": ("import re\ndef f(s): return re.match('a', s)", "assert f('ab') and not f('b')"),
+    "closeness": ("def f(): return 0.1 + 0.2", "assert math.isclose(f(), 0.3) and abs(f() - 0.3) < 1e-9"),
+    "sets of both": (
+        "def f(a, b): return tuple(set(a) & set(b))",
+        "assert set(f((3, 4), (4, 5))) == set((4,))",
+    ),
+    "a method": ("class Solution:\n    def f(self, x): return x", "assert Solution().f(2) == 2"),
+    "an object with state": (
+        "class Jar:\n    def __init__(self): self.n = []\n    def put(self, x): self.n.append(x)",
+        "jar = Jar()\njar.put(3)\nassert jar.n == [3]",
+    ),
+    "an attribute": (
+        "from __future__ import annotations\nfrom dataclasses import *\n@dataclass\nclass P:\n    x: int",
+        "p = P(1)\np.x += 1\nassert p.x == 2",
+    ),
+    "a change in place": ("def f(x): x.sort()", "x = [2, 1]\nf(x)\nassert x == [1, 2]"),
+    "a function of the test": (
+        "def f(g, x): return [g(y) for y in x]",
+        "assert f(lambda y: y + 1, [1]) == [2]",
+    ),
+    "an exception": (
+        "def f(): raise KeyError('x')",
+        "try:\n    f()\n    assert False\nexcept KeyError:\n    pass",
+    ),
+    "a name of Python's": ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
+    "a check of candidates": ("def f(x): return x", "def check(g):\n    assert g(1) == 1\ncheck(f)"),
+    "a helper of the test": (
+        "def f(): return 4",
+        "def near(a, b):\n    return abs(a - b) < 1\nassert near(f(), 4.5)",
+    ),
+}
+
+
+def test_a_program_is_right_where_the_assertion_holds_in_python() -> None:
+    with code_reward(CodeConfig(test_timeout=60.0, timeout=300.0)) as reward:
+        answers = reward.answers([
+            {"prompt": "", "response": program, "ground_truth": [test], "metadata": {}}
+            for program, test in RIGHT.values()
+        ])  # fmt: skip
+    assert {name: answer.message or answer.reward for name, answer in zip(RIGHT, answers, strict=True)} == (
+        dict.fromkeys(RIGHT, 1.0)
+    )
+
+
+DECEIVERS = {
+    "its own isclose": (
+        "class math:\n    isclose = lambda *_, **__: True\ndef f(): return 0",
+        "assert math.isclose(f(), 4)",
+    ),
+    "its own abs": ("abs = lambda _: 0\ndef f(): return 0", "assert abs(f() - 4) < 1e-6"),
+    "its own all": ("all = lambda _: True\ndef f(): return [-1]", "assert all(x > 0 for x in f())"),
+    "its own isinstance": (
+        "isinstance = lambda *_: True\ndef f(): return 'a'",
+        "assert isinstance(f(), int)",
+    ),
+    "its own near": (
+        "near = lambda *_: True\ndef f(): return 0",
+        "def near(a, b):\n    return abs(a - b) < 1\nassert near(f(), 4)",
+    ),
+    "a look at the test": ("def f(g): return g.__globals__", "assert f(lambda: 0) == 4"),
+    "equality": ("class A:\n    __eq__ = lambda *_: True\ndef f(): return A()", "assert f() == 4"),
+    "order": ("class A:\n    __lt__ = lambda *_: True\ndef f(): return A()", "assert f() < 4"),
+    "a stopped builtin": (
+        "import builtins\nbuiltins.abs = lambda _: 0\ndef f(): return 0",
+        "assert abs(f() - 4) < 1",
+    ),
+}
+UNDECIDED = {
+    "a difference": ("class A:\n    __sub__ = lambda *_: 0\ndef f(): return A()", "assert abs(f() - 4) < 1"),
+    "containment": ("class A:\n    __contains__ = lambda *_: True\ndef f(): return A()", "assert 4 in f()"),
+    "two of its objects": (
+        "from dataclasses import *\n@dataclass\nclass P:\n    x: int",
+        "a, b = P(1), P(1)\nassert a == b",
+    ),
+    "a helper that nobody defines": ("near = lambda *_: True\ndef f(): return 0", "assert near(f(), 4)"),
+}
+
+
+def test_no_program_decides_its_test() -> None:
+    cases = {**DECEIVERS, **UNDECIDED}
+    with code_reward(CodeConfig(test_timeout=60.0, timeout=300.0)) as reward:
+        answers = reward.answers([
+            {"prompt": "", "response": program, "ground_truth": [test], "metadata": {}}
+            for program, test in cases.values()
+        ])  # fmt: skip
+    outcomes = dict(zip(cases, answers, strict=True))
+    assert {name: outcomes[name].reward for name in DECEIVERS} == dict.fromkeys(DECEIVERS, 0.0)
+    assert {name: outcomes[name].reason for name in UNDECIDED} == dict.fromkeys(UNDECIDED, "exception")
+    assert all("test" in outcomes[name].message for name in UNDECIDED)
+
+
+def test_lines_of_input_and_output_may_be_lists() -> None:
+    program = "print(int(input()) + int(input()))\nprint('end')"
+    tests = [{"stdin": ["1", "2"], "stdout": ["3", "end"]}]
     assert judged([program], tests).rewards.tolist() == [1.0]

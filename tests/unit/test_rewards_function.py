@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
+from megatron_rl.rewards import calls
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 
 FUNCTIONS = """
@@ -374,3 +376,84 @@ def test_rewards_are_float32_tensors(file: str) -> None:
     with make(file) as reward:
         result = score(reward, ["4", "raise"])
     assert result.rewards.dtype == torch.float32 and result.valid.dtype == torch.bool
+
+
+def test_a_function_is_given_what_it_names_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "short.py"
+    path.write_text(
+        "def score(response, ground_truth):\n    return float(response == ground_truth)\n"
+        "async def later(*, metadata, bonus=1):\n    return bonus + len(metadata)\n"
+        "class Scorer:\n    def __call__(self, response):\n        return 2.0\n"
+        "scorer = Scorer()\n"
+        "def odd(response, completion, answer=3):\n    return 0.0\n"
+        "def fixed(response, /):\n    return 0.0\n"
+    )
+    for name, arguments, rewards in (
+        ("score", {}, [1.0, 0.0]),
+        ("later", {"bonus": 3}, [3.0, 3.0]),
+        ("scorer", {}, [2.0] * 2),
+    ):
+        with make(str(path), name, arguments=arguments) as reward:
+            assert score(reward, ["4", "5"]).rewards.tolist() == rewards
+    for name, arguments, words in (
+        ("odd", {}, "requires completion"),
+        ("score", {"bonus": 3}, "does not take bonus"),
+    ):
+        with pytest.raises(UserError, match="cannot be called") as caught:
+            make(str(path), name, arguments=arguments)
+        assert words in str(caught.value)
+
+
+@pytest.fixture
+def dying(tmp_path: Path) -> tuple[str, Path]:
+    """Return a file whose processes are killed while they load as long as another file is there."""
+    mark, path = tmp_path / "killed", tmp_path / "dying.py"
+    path.write_text(
+        f"import os\nif os.path.exists({str(mark)!r}):\n    os.kill(os.getpid(), 9)\n"
+        "def reward(response):\n    return os._exit(1) if response == 'end' else 1.0\n"
+    )
+    return str(path), mark
+
+
+def test_a_process_killed_while_it_loads_is_started_again(dying: tuple[str, Path]) -> None:
+    file, mark = dying
+    with make(file, "reward", timeout=60.0) as reward:
+        mark.touch()
+        healed = threading.Timer(0.8, mark.unlink)
+        healed.start()
+        result = score(reward, ["a", "end", "b", "c"])
+        healed.join()
+    assert [failure.row for failure in result.failures] == [1]
+    assert result.rewards[result.valid].tolist() == [1.0] * 3
+
+
+def test_samples_are_invalid_while_no_process_can_be_started(
+    dying: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "RESTART_WAITS", (0.1,))
+    file, mark = dying
+    with make(file, "reward", timeout=60.0) as reward:
+        mark.touch()
+        result = score(reward, ["a", "end", "b", "c"])
+        assert [failure.row for failure in result.failures] == [1, 2, 3]
+        assert {failure.reason for failure in result.failures} == {"crashed"}
+        assert "could be started again" in result.failures[-1].message
+        mark.unlink()
+        assert score(reward, ["a", "b"]).rewards.tolist() == [1.0, 1.0]
+
+
+def test_text_that_is_none_makes_its_sample_invalid(tmp_path: Path) -> None:
+    path = tmp_path / "halves.py"
+    path.write_text(
+        "def score(group):\n"
+        "    return [{'reward': 1.0, one: 2.0} for one in ('a', 'b\\ud800', '\\U0001f600')]\n"
+        "def write(response):\n"
+        "    return [{'role': 'user', 'content': chr(0xDFFF) if response == '5' else 'x'}]\n"
+    )
+    with make(str(path), "score") as reward:
+        result = reward.score([{**sample, "group": 0} for sample in samples(["4", "5", "6"])])
+    assert [failure.row for failure in result.failures] == [1]
+    assert "surrogate" in result.failures[0].message
+    assert {"a", "\U0001f600"} == set(result.components)
+    with FunctionReward(RewardConfig(f"{path}:write"), writes=True) as writer:
+        assert [answer.reason for answer in writer.answers(samples(["4", "5"]))] == [None, "wrong_type"]

@@ -17,6 +17,7 @@ from megatron_rl.check.reward_servers import check_servers, silent_servers
 from megatron_rl.config.load import dump, load_text, without_secrets
 from megatron_rl.config.sections.rewards import HttpRewardConfig, JudgeConfig, RewardConfig
 from megatron_rl.errors import UserError
+from megatron_rl.progress import done
 from megatron_rl.rewards.function import RewardResult
 from megatron_rl.rewards.network import HttpReward, JudgeReward
 
@@ -220,6 +221,15 @@ def test_retries_pauses_and_bounds_of_requests(server: Scorer) -> None:
     assert HttpReward(config(server, rate=20.0)).score(samples(*["4"] * 6)).valid.all()
     gaps = [later - sooner for sooner, later in zip(server.times, server.times[1:], strict=False)]
     assert sum(gaps) > 0.2, "6 requests at 20 a second"
+
+
+def test_each_request_to_a_server_shows_that_the_job_makes_progress(server: Scorer) -> None:
+    before = done()
+    assert HttpReward(config(server)).score(samples("4")).valid.all()
+    answered = done()
+    assert answered != before
+    assert not HttpReward(config(server, retries=0)).score(samples("garbage")).valid.any()
+    assert done() != answered, "a server that fails is given up by its own limits, not by the hang detector"
 
 
 def test_samples_travel_together_and_by_group(server: Scorer) -> None:

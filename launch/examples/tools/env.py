@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from megatron_rl import StepEnvironment
 
 
@@ -14,5 +16,7 @@ class Calculator(StepEnvironment):
     def step(self, response):  # -> observation, reward, done
         if not response.endswith("="):
             return None, float(response == self.truth), True
-        left, _, right = response[:-1].partition("*")
-        return f"{int(left) * int(right)},", 0.0, False
+        call = re.fullmatch(r"(\d{1,9})\*(\d{1,9})=", response)
+        if call is None:  # a call that is none is a wrong answer: 0, and not an exception
+            return None, 0.0, True
+        return f"{int(call[1]) * int(call[2])},", 0.0, False

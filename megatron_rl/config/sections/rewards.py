@@ -182,13 +182,14 @@ class JudgeConfig(RewardServerConfig):
 
 @dataclass(frozen=True)
 class CodeConfig:
-    """Judge programs by tests: the response, or its last fenced block, is run against the ground truth.
+    """Judge programs by tests: the last block of Python in a response is run against the ground truth.
 
     The ground truth is a list of tests, or JSON text of one: ``{"stdin": "2 3", "stdout": "5"}`` for what the
-    program prints, ``{"call": "add(2, 3)", "returns": 5}`` or ``"assert add(2, 3) == 5"`` for what a function
-    of it returns. The program is told no expected value, and runs in a process below the contained worker
-    that compares. One that fails, is too slow or goes over a limit has not passed the test; where tests
-    cannot be read, or the worker does not survive the program, the sample is invalid.
+    program prints, ``{"call": "add(2, 3)", "returns": 5}`` for what a function of it returns, or Python with
+    assertions, ``"assert add(2, 3) == 5"``. The program runs in a process below the contained worker, and the
+    test that compares in another one. A program that fails, is too slow or goes over a limit has not passed
+    the test; where tests cannot be read, only the program could compare, or the worker does not survive the
+    program, the sample is invalid.
     """
 
     language: str = setting("python", "Language of the programs.", choices=("python",))
@@ -212,8 +213,9 @@ class CodeConfig:
 class RewardConfig:
     """Say what judges a response: a function, tests, a server, a judge, reward models, or a weighted sum.
 
-    The function is called in worker processes as ``function(prompt=, response=, ground_truth=, metadata=,
-    **arguments)`` and returns a number, or a mapping of named components that holds ``reward``. Where it has
+    The function is called in worker processes with those of ``prompt``, ``response``, ``ground_truth``,
+    ``metadata`` and ``arguments`` that it names among its parameters, or all where it has ``**kwargs``. It
+    returns a number, or a mapping of named components that holds ``reward``. Where it has
     a parameter ``turns`` it is given what was said behind the prompt, as a list of ``{role, content}`` with
     the roles policy and environment, the number of ``tokens``, and ``tool_calls`` where a turn has any; where
     it has ``tokens``, a mapping of ``prompt``, ``response``, ``mask`` and ``log_probs``. One with a parameter
