@@ -147,7 +147,7 @@ class Tokens:
         prompt = [record.values[data.prompt_field]]
         if templated(record, data):
             messages = asked_messages(record, data)
-            rendered = self.template and self.template(messages, tools_of(record, data, described.where))
+            rendered = self.template and self.template(messages, tools_of(record, data))
             prompt = said_texts(messages) if rendered is None else [rendered]
         responses = [said_texts(record.values[name]) for name in described.responses]
         return [prompt + said for said in responses] or [prompt]

@@ -21,12 +21,12 @@ class Refused(Exception):
 
 def has_chat_template(path: Path) -> bool:
     """Return whether a checkpoint directory comes with a chat template."""
-    return bool(_stated(path))
+    return bool(stated_template(path))
 
 
 def template_of(path: Path) -> Render | None:
     """Return what renders a checkpoint's chat template, None where there is none that can be read here."""
-    stated = _stated(path)
+    stated = stated_template(path)
     if isinstance(stated, list):  # several by name
         named = {item.get("name"): item.get("template") for item in stated if isinstance(item, Mapping)}
         stated = named.get("default") if "tool_use" not in named else None
@@ -71,7 +71,8 @@ def _environment() -> Any:
     return environment
 
 
-def _stated(path: Path) -> Any:
+def stated_template(path: Path) -> Any:
+    """Return what a checkpoint directory has as chat template: text, or several by name."""
     if (path / "chat_template.jinja").is_file():
         try:
             return (path / "chat_template.jinja").read_text(encoding="utf-8")

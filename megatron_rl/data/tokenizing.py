@@ -175,7 +175,7 @@ class PromptEncoder:
         try:
             rendered = self.tokenizer.apply_chat_template(
                 template_messages(messages),
-                tools=tools_of(record, self.data, self.setting),
+                tools=tools_of(record, self.data),
                 tokenize=False,
                 add_generation_prompt=True,
             )

@@ -13,14 +13,15 @@ from megatron_rl.config.setting import setting
 class DataConfig:
     """Name the data sets and the fields of a record.
 
-    A data set is a .jsonl or .parquet file or a directory saved by Hugging Face ``datasets``. A field within
-    another is named with a dot: ``reward_model.ground_truth``. What is said of fields here holds for every
-    data set that does not say it itself, as ``evaluation.sets.NAME.prompt_field``.
+    A data set is a .jsonl or .parquet file or a directory saved by Hugging Face ``datasets``; or several
+    files whose records follow one another: a folder of shards, a pattern such as ``data/train-*.parquet``, or
+    a list. A field within another is named with a dot: ``reward_model.ground_truth``. What is said of fields
+    here holds for every data set that does not say it itself, as ``evaluation.sets.NAME.prompt_field``.
     """
 
-    train: str | None = setting(
+    train: str | tuple[str, ...] | None = setting(
         None,
-        "Prompts to learn from.",
+        "Prompts to learn from: a file, a folder of shards, a pattern, or a list of these.",
         jobs=("train",),
         unset="no reinforcement learning",
         example="data/train.jsonl",
@@ -31,8 +32,11 @@ class DataConfig:
         "Field of the prompt: text, or a list of messages.",
         also_called={"verl": "prompt_key", "slime": "input_key"},
     )
-    ground_truth_field: str = setting(
-        "ground_truth", "Field of what the reward compares with.", also_called={"slime": "label_key"}
+    ground_truth_field: str | None = setting(
+        "ground_truth",
+        "Field of what the reward compares with; required of a record where something may read it.",
+        unset="records have none, and whatever reads it gets null",
+        also_called={"slime": "label_key"},
     )
     task_field: str = setting(
         "task",
@@ -41,7 +45,8 @@ class DataConfig:
     )
     tools_field: str | None = setting(
         None,
-        "Field of the tools that the chat template tells the model of: a list, as transformers takes it.",
+        "Field of the tools that the chat template tells the model of: a list, as transformers takes it, or "
+        "JSON text of one.",
         unset="none",
         also_called={"slime": "tool_key"},
     )
@@ -84,11 +89,13 @@ class DataConfig:
     @property
     def of_prompts(self) -> tuple[str | None, ...]:
         """Return the fields that are read of a record beside its responses, None for one that is not."""
-        return *self.judged, self.task_field, self.tools_field
+        return self.prompt_field, self.ground_truth_field, self.task_field, self.tools_field
 
     @property
     def judged(self) -> dict[str, str]:
         """Return the fields that a response is judged by, with the settings that name them."""
+        if self.ground_truth_field is None:
+            return self.asked
         return {**self.asked, self.ground_truth_field: self.setting_of("ground_truth_field")}
 
 
