@@ -1,7 +1,7 @@
 """Files of a data set: one file, a folder of shards, a pattern, or a list of these.
 
-Each form resolves to the same thing, a sequence of files whose records follow one another. Every reader, the
-digest of token files and the rules of `check` use that sequence, so that they cannot differ in what they read.
+Each form resolves to the same thing, a sequence of files whose records follow one another. Every reader,
+the digest of token files and the rules of `check` use that sequence, so that all of them read the same.
 """
 
 from __future__ import annotations

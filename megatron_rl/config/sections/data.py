@@ -34,8 +34,8 @@ class DataConfig:
     )
     ground_truth_field: str | None = setting(
         "ground_truth",
-        "Field of what the reward compares with; required of a record where something may read it.",
-        unset="records have none, and whatever reads it gets null",
+        "Field of what the reward compares with; required of a record where something may read it. With null "
+        "records have none, and the reward is given null.",
         also_called={"slime": "label_key"},
     )
     task_field: str = setting(
