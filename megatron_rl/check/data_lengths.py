@@ -21,6 +21,7 @@ from megatron_rl.check.model_tokens import tokenizer_of
 from megatron_rl.data.messages import (
     asked_messages,
     end_of_thoughts,
+    no_tokens_error,
     said_texts,
     templated,
     tools_of,
@@ -123,6 +124,10 @@ class Tokens:
             self.left -= sizes[row]
             try:
                 parts[row] = self._parts(records[row], described)
+                self._require_tokens(parts[row][0][0], records[row], described)
+            except UserError as error:
+                files.errors.append(error)
+                break
             except Refused as error:
                 files.errors.append(
                     UserError(
@@ -140,6 +145,14 @@ class Tokens:
             row: max([sum(len(next(encoded).ids) for _ in texts) for texts in rows])
             for row, rows in parts.items()
         }
+
+    def _require_tokens(self, prompt: str, record: Record, described: DataSet) -> None:
+        """Raise UserError where a prompt becomes no tokens, which are nothing to sample from."""
+        if prompt.strip():
+            return
+        special = not templated(record, described.data)  # as in training: a template has its own
+        if not self.tokenizer.encode(prompt, add_special_tokens=special).ids:
+            raise no_tokens_error(prompt, f"{record.where} ({described.where})")
 
     def _parts(self, record: Record, described: DataSet) -> list[list[str]]:
         """Return the texts of a record's rows; raises Refused where the template refuses the prompt."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_rl.data.chat_format import template_messages
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str | None]
 """Turn messages and tools into the text of a prompt, None where only transformers can; raises Refused."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+_UNDEFINED_NAME = re.compile(r"'\w+' is undefined")
+"""jinja's message where a template names a variable that it is not given."""
 
 
 class Refused(Exception):
@@ -33,8 +38,8 @@ def template_of(path: Path) -> Render | None:
     if not isinstance(stated, str) or not stated:
         return None
     try:
-        template = _environment().from_string(stated)
-    except Exception:  # a library that is absent, or a tag that only transformers knows
+        environment = _environment()
+    except ImportError:
         return None
     special = _special_tokens(path)
 
@@ -42,18 +47,20 @@ def template_of(path: Path) -> Render | None:
         said = template_messages(messages)
         values = {"messages": said, "tools": tools, "documents": None, "add_generation_prompt": True}
         try:
-            return template.render(**special, **values)
+            return environment.from_string(stated).render(**special, **values)
         except Refused:
             raise
-        except Exception:  # templates fail in ways of many kinds, and may ask for what is not here
-            return None
+        except Exception as error:  # templates fail in ways of many kinds
+            if _UNDEFINED_NAME.fullmatch(str(error)):
+                return None  # transformers hands templates further names, such as an image's token
+            raise Refused(f"{type(error).__name__}: {error}") from None
 
     return render
 
 
 def _environment() -> Any:
     """Return the language of chat templates, as transformers' ``apply_chat_template`` has it."""
-    from jinja2.ext import loopcontrols
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(message: str) -> None:
@@ -62,8 +69,17 @@ def _environment() -> Any:
     def to_json(value: Any, **how: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **how})
 
+    class Generation(Extension):
+        """The tag {% generation %} around what the assistant writes, as transformers has it: its body."""
+
+        tags: ClassVar[set[str]] = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse

@@ -17,7 +17,14 @@ from typing import Any
 
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.messages import require_prompt, require_template_for
-from megatron_rl.data.records import Record, read_responses, require_fields, require_responses, with_inner
+from megatron_rl.data.records import (
+    Record,
+    read_responses,
+    require_characters,
+    require_fields,
+    require_responses,
+    with_inner,
+)
 from megatron_rl.errors import UserError, nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "observation")
@@ -86,9 +93,12 @@ class RecordReader:
     every_turn: bool = False
     consumers: Consumers = REWARDED
     template: str | None = None
+    _first_prompt: tuple[bool, str] | None = field(default=None, init=False)
+    """Whether the first prompt is text, and its record."""
     _unread_fields: dict[str, str] = field(default_factory=dict[str, str], init=False)
     _unread_keys: dict[str, str] = field(default_factory=dict[str, str], init=False)
     """Names that nothing reads, by the first record that has them."""
+    _null_arguments: dict[str, str] = field(default_factory=dict[str, str], init=False)
 
     def read(self, found: Record) -> Record:
         """Return a record in the one form; raises UserError for one that cannot be read into it."""
@@ -108,9 +118,13 @@ class RecordReader:
             record = read_responses(record, data.prompt_field, responses, self.every_turn, self.setting)
         require_fields(record, self._required(), self.setting)
         require_responses(record, responses, self.setting)
+        self._require_one_kind(record)
         require_prompt(record, data, self.setting)
         require_template_for(record, responses, data, self.setting)
         self._require_question(record)
+        if not isinstance(record.values[data.prompt_field], str):
+            # JSON text inside a record may hold escapes that reading the record has not seen.
+            require_characters(record.values, f"{record.where} ({self.setting})")
         return record
 
     def remarks(self) -> Iterator[UserError]:
@@ -127,6 +141,16 @@ class RecordReader:
                 fix="remove the keys if they are not needed, or give the model a chat template that has them",
             )
 
+        if self._null_arguments:
+            names = ", ".join(f"`{name}`" for name in self._null_arguments)
+            yield UserError(
+                f"arguments of calls that are null, which the model reads and learns: {names}",
+                where=self.setting,
+                expected="arguments that the call has",
+                got=", ".join(f"`{name}` first in {where}" for name, where in self._null_arguments.items()),
+                fix="leave them out, if a table was exported to JSON and filled them in",
+            )
+
     def remark_lines(self) -> tuple[str, ...]:
         """Return the warnings of `remarks`, a sentence each, for the console."""
         return tuple(f"warning: {remark.message} ({remark.got}); {remark.fix}" for remark in self.remarks())
@@ -136,6 +160,23 @@ class RecordReader:
         if self.responses:
             return {**self.data.asked, **self.responses}
         return self.data.judged if self.consumers.ground_truth is not None else self.data.asked
+
+    def _require_one_kind(self, record: Record) -> None:
+        """Raise UserError for messages in a data set whose first prompt is text, and so goes in as it is."""
+        prompt = record.values[self.data.prompt_field]
+        if self._first_prompt is None:
+            self._first_prompt = (isinstance(prompt, str), record.where)
+        first_is_text, first = self._first_prompt
+        if not first_is_text or not isinstance(prompt, list) or self.data.chat_template is True:
+            return
+        raise UserError(
+            "a data set has prompts of two kinds: text, and messages for the chat template",
+            where=f"{record.where} ({self.setting})",
+            expected=f"text, as in {first}",
+            got=f"{len(prompt)} messages in `{self.data.prompt_field}`",
+            fix=f"set {self.data.setting_of('chat_template')}=true, by which text is a message of the user, "
+            "or convert the records",
+        )
 
     def _require_question(self, record: Record) -> None:
         """Raise UserError where a prompt's last message is the assistant's: another turn would follow it."""
@@ -186,7 +227,7 @@ class RecordReader:
         sender = message.pop("from", None)
         content = message.pop("content", None)
         content = message.pop("value", None) if content is None else content
-        result = self._role_and_calls(role or sender, content, message, of_sharegpt=role is None)
+        result = self._role_and_calls(role or sender, content, message, record.where, role is None)
 
         _require_content(found, result)
         if self.responses and result["role"] == "assistant":
@@ -197,7 +238,7 @@ class RecordReader:
         return result
 
     def _role_and_calls(
-        self, role: Any, content: Any, message: dict[str, Any], of_sharegpt: bool
+        self, role: Any, content: Any, message: dict[str, Any], where: str, of_sharegpt: bool
     ) -> dict[str, Any]:
         """Return a message whose role is one of templates', and whose calls are a list of objects."""
         if not isinstance(role, str):
@@ -227,7 +268,16 @@ class RecordReader:
         result = {"role": role, "content": joined_text("" if content is None else content), **message}
         if calls:  # an empty list is no call, and templates that count calls refuse it
             result["tool_calls"] = _read_calls(calls)
+            self._note_null_arguments(result["tool_calls"], where)
         return result
+
+    def _note_null_arguments(self, calls: list[dict[str, Any]], where: str) -> None:
+        """Note arguments that are null outside a table: a writer's, or what a table left when it was exported."""
+        for call in calls:
+            arguments = call.get("function", call)["arguments"]
+            if isinstance(arguments, Mapping):
+                nulls = [name for name, value in arguments.items() if value is None]
+                self._null_arguments |= {name: where for name in nulls if name not in self._null_arguments}
 
     @cached_property
     def _template_words(self) -> frozenset[str]:
@@ -322,7 +372,12 @@ def joined_text(content: Any) -> str:
     if not isinstance(parts, list) or not parts:
         if parts == []:
             return ""
-        raise _Unreadable("has content that is no text", "text, or a list of parts of text", _shown(content))
+        raise _Unreadable(
+            "has content that is no text",
+            "text, or a list of parts of text",
+            _shown(content),
+            "write it as text, such as JSON",
+        )
 
     texts = []
     for part in parts:
@@ -452,7 +507,7 @@ def _read_calls(calls: Any) -> list[dict[str, Any]]:
     """Return calls of tools as objects that have a name and arguments; raises _Unreadable."""
     parsed = _parsed(calls)
     result = []
-    for item in [parsed] if isinstance(parsed, Mapping) else parsed:
+    for item in parsed if isinstance(parsed, list) else [parsed]:
         call = _parsed(item)
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -461,11 +516,11 @@ def _read_calls(calls: Any) -> list[dict[str, Any]]:
                 'calls such as {"type": "function", "function": {"name": "...", "arguments": {...}}}',
                 _shown(item),
             )
-        # A call without arguments is a null in tables, and templates print what is not there as an error.
-        complete = {**function}
-        if complete.get("arguments") is None:
-            complete["arguments"] = {}
-        result.append({**call, "function": complete} if "function" in call else complete)
+        # Templates print the arguments of every call, and fail where there are none.
+        complete = {name: value for name, value in function.items() if value is not None}
+        complete["arguments"] = _parsed(complete.get("arguments", {}))
+        outer = {name: value for name, value in call.items() if value is not None}
+        result.append({**outer, "function": complete} if "function" in call else complete)
     return result
 
 

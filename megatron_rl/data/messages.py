@@ -84,6 +84,17 @@ def _is_messages(prompt: Any) -> bool:
     )
 
 
+def no_tokens_error(prompt: str, where: str) -> UserError:
+    """Return the error of a prompt that the tokenizer makes no tokens of."""
+    return UserError(
+        "a prompt has no tokens",
+        where=where,
+        expected="at least one token",
+        got=repr(prompt),
+        fix="correct or remove the record",
+    )
+
+
 def said_texts(value: Any) -> list[str]:
     """Return the texts of a prompt or a response without what a chat template puts around them."""
     return [value] if isinstance(value, str) else [str(message.get("content") or "") for message in value]

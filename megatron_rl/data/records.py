@@ -91,6 +91,8 @@ def require_fields(record: Record, fields: Mapping[str, str], setting: str) -> N
         fix = f"set {named_by}={close}" if close else f"set {named_by} to the field that holds it"
         if not free and not close:
             fix = f"give every record a field `{name}`"
+        if named_by.endswith("ground_truth_field"):
+            fix += f"; or {named_by}=null, if nothing compares responses with anything"
         raise UserError(
             f"`{name}` is null in a record" if name in record.values else f"a record has no `{name}`",
             where=f"{record.where} ({setting})",
@@ -270,7 +272,7 @@ def values_of(line: bytes, where: str) -> dict[str, Any]:
             fix="correct or remove it",
         )
     if b"\\u" in line:
-        _require_characters(values, where)
+        require_characters(values, where)
     return values
 
 
@@ -295,17 +297,17 @@ def _read_jsonl(path: Path, setting: str) -> Iterator[Record]:
                 yield Record(values_of(line, f"{where} ({setting})"), where)
 
 
-def _require_characters(values: Mapping[str, Any], where: str) -> None:
+def require_characters(values: Mapping[str, Any], where: str) -> None:
     """Raise UserError where an escape is half of a character, which no tokenizer and no file takes."""
     try:
-        json.dumps(values, ensure_ascii=False).encode()
+        json.dumps(values, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise UserError(
             "a record holds half of a character",
             where=where,
             expected="text that UTF-8 can hold: \\ud800 to \\udbff are followed by \\udc00 to \\udfff",
             got=repr(error.object[max(0, error.start - 20) : error.end + 20]),
-            fix="correct or remove the line",
+            fix="correct or remove the record",
         ) from None
 
 
@@ -331,7 +333,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
                 values = {name: column[index] for name, column in columns.items()}
                 yield Record(values, f"{path}, row {row}", from_table=True)
                 row += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, KeyError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path} cannot be read as Parquet",
             where=str(path),
@@ -367,7 +369,7 @@ def _python_values(column: Any) -> list[Any]:
 
     ``datasets`` writes columns of mixed types as ``arrow.json``, whose own ``to_pylist`` leaves text.
     """
-    values = column.to_pylist(maps_as_pydicts="lossy")
+    values = column.to_pylist(maps_as_pydicts="strict")
     return [_from_json(value, column.type) for value in values] if _holds_json(column.type) else values
 
 

@@ -14,7 +14,7 @@ from megatron_rl.config.sampling_profiles import profile_errors, profile_fields,
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.chat_format import template_messages
-from megatron_rl.data.messages import asked_messages, require_prompt, templated, tools_of
+from megatron_rl.data.messages import asked_messages, no_tokens_error, require_prompt, templated, tools_of
 from megatron_rl.data.records import Record
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.progress import advance
@@ -199,13 +199,7 @@ class PromptEncoder:
                 rows, encode_texts(self.tokenizer, [texts[r] for r in rows], special, limit), strict=True
             ):
                 if not len(ids):
-                    raise UserError(
-                        "a prompt has no tokens",
-                        where=f"{records[row].where} ({self.setting})",
-                        expected="at least one token",
-                        got=repr(texts[row]),
-                        fix="correct or remove the record",
-                    )
+                    raise no_tokens_error(texts[row], f"{records[row].where} ({self.setting})")
                 tokens[row] = ids
         return texts, tokens
 
