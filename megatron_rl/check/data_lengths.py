@@ -35,6 +35,8 @@ TOKENISED, ENDS = 256, 32
 CHARACTERS = 1 << 20
 """Characters of all data sets together that become tokens; two records of each do in any case."""
 _PIECE = 1 << 16
+_SHORT = 256
+"""Characters of a prompt that may become no token, where a tokenizer has no token for any of them."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class Tokens:
 
     def _require_tokens(self, prompt: str, record: Record, described: DataSet) -> None:
         """Raise UserError where a prompt becomes no tokens, which are nothing to sample from."""
-        if prompt.strip():
+        if len(prompt) > _SHORT and prompt.strip():
             return
         special = not templated(record, described.data)  # as in training: a template has its own
         if not self.tokenizer.encode(prompt, add_special_tokens=special).ids:

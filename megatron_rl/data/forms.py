@@ -272,7 +272,7 @@ class RecordReader:
         return result
 
     def _note_null_arguments(self, calls: list[dict[str, Any]], where: str) -> None:
-        """Note arguments that are null outside a table: a writer's, or what a table left when it was exported."""
+        """Note arguments that are null: written so, or left by a table that was exported to JSON."""
         for call in calls:
             arguments = call.get("function", call)["arguments"]
             if isinstance(arguments, Mapping):
