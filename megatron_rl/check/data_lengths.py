@@ -126,7 +126,9 @@ class Tokens:
             self.left -= sizes[row]
             try:
                 parts[row] = self._parts(records[row], described)
-                self._require_tokens(parts[row][0][0], records[row], described)
+                # A tokenizer that is wrong itself has no tokens for a text that is none the worse for it.
+                if not records[row].values[described.data.prompt_field] or not files.errors:
+                    self._require_tokens(parts[row][0][0], records[row], described)
             except UserError as error:
                 files.errors.append(error)
                 break

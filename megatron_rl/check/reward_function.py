@@ -6,13 +6,12 @@ import ast
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.check.installed_source import find_module
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.redaction import HIDDEN, is_hidden
 from megatron_rl.rewards.judgement import JUDGEMENT, is_function
 from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS
-from megatron_rl.user_code import missing_file
+from megatron_rl.user_code import find_module, missing_file
 
 ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")
 """What every call has, but that a group takes the place of the response."""

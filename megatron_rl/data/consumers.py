@@ -1,19 +1,23 @@
 """What reads the fields of a record behind its prompt: rewards, evaluators, environments.
 
-A ground truth is required where something may read it. The user's own files are not imported for that: one
-that nowhere writes the words ``ground_truth`` does not read it.
+A ground truth is required where something may read it. No code is imported for that: a file that nowhere
+has the word ``ground_truth`` does not read one.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rewards import JudgeConfig
 from megatron_rl.data.forms import Consumers
+from megatron_rl.user_code import find_module
 
 _GROUND_TRUTH, _METADATA = "ground_truth", "metadata"
+_OWN_PARSER = JudgeConfig.__dataclass_fields__["parser"].default
+"""The parser of verdicts without one of the user's, which reads the judge's answer alone."""
 
 
 def prompt_consumers(config: RunConfig, evaluation_set: str | None = None) -> Consumers:
@@ -48,23 +52,25 @@ def _of_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
-    where = "reward.judge.template"
-    if "{ground_truth}" in judge.template:
-        yield _GROUND_TRUTH, where
-    for setting, text in ((where, judge.template), ("reward.judge.parser", judge.parser)):
-        if text.partition(":")[0].endswith(".py"):
-            yield from _of_code(text, setting)
+    setting = "reward.judge.template"
+    if "{" not in judge.template:
+        yield from _of_code(judge.template, setting)
+    elif "{ground_truth}" in judge.template:
+        yield _GROUND_TRUTH, setting
+    if judge.parser != _OWN_PARSER:
+        yield from _of_code(judge.parser, "reward.judge.parser")
 
 
 def _of_code(spec: str, setting: str) -> Iterator[tuple[str, str]]:
     """Yield what a function or class of the user's reads: all, unless its file cannot ask for it."""
     yield _METADATA, setting
-    file = Path(spec.rpartition(":")[0])
-    name = spec.rpartition(":")[2]
+    place, _, name = spec.rpartition(":")
     try:
-        source = file.read_text(encoding="utf-8") if file.suffix == ".py" else None
+        file = Path(place) if place.endswith(".py") else find_module(place)[0]
+        source = "" if file is None else file.read_text(encoding="utf-8")
     except (OSError, ValueError):
-        source = None
-    defines = source is not None and any(f"{word} {name}" in source for word in ("def", "class"))
-    if source is None or not defines or _GROUND_TRUTH in source:
+        source = ""
+    # A name that the file only imports is defined in a file that is not looked at.
+    defined = re.search(rf"\b(def|class)\s+{re.escape(name)}\b", source)
+    if defined is None or _GROUND_TRUTH in source:
         yield _GROUND_TRUTH, setting

@@ -116,7 +116,7 @@ class RecordReader:
 
         if responses:
             record = read_responses(record, data.prompt_field, responses, self.every_turn, self.setting)
-        require_fields(record, self._required(), self.setting)
+        self._require_fields(record)
         require_responses(record, responses, self.setting)
         self._require_one_kind(record)
         require_prompt(record, data, self.setting)
@@ -155,11 +155,17 @@ class RecordReader:
         """Return the warnings of `remarks`, a sentence each, for the console."""
         return tuple(f"warning: {remark.message} ({remark.got}); {remark.fix}" for remark in self.remarks())
 
-    def _required(self) -> dict[str, str]:
-        """Return the fields that a record must have, with the settings that name them."""
-        if self.responses:
-            return {**self.data.asked, **self.responses}
-        return self.data.judged if self.consumers.ground_truth is not None else self.data.asked
+    def _require_fields(self, record: Record) -> None:
+        """Raise UserError where a record lacks its prompt, a response, or a ground truth that is read."""
+        require_fields(record, self.data.asked | dict(self.responses), self.setting)
+        reader = self.consumers.ground_truth
+        if self.responses or reader is None:
+            return
+        try:
+            require_fields(record, self.data.judged, self.setting)
+        except UserError as error:
+            otherwise = f"where there is none, let {reader} not read `ground_truth`"
+            raise replace(error, fix=f"{error.fix}; {otherwise}") from None
 
     def _require_one_kind(self, record: Record) -> None:
         """Raise UserError for messages in a data set whose first prompt is text, and so goes in as it is."""

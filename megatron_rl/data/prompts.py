@@ -123,15 +123,10 @@ class PromptSource:
             prompt_ids=torch.tensor(ids, dtype=torch.long),
             tasks=tasks,
             prompts=tuple(self._texts[row] for row in ids),
-            ground_truths=tuple(self._ground_truth(record) for record in records),
+            ground_truths=tuple(record.values.get(self._data.ground_truth_field) for record in records),
             metadata=tuple(self._metadata(record) for record in records),
             sampling=tuple(self._by_task.get(task, self._default) for task in tasks),
         )
-
-    def _ground_truth(self, record: Record) -> Any:
-        """Return what a response is compared with, None where records have nothing of the kind."""
-        field = self._data.ground_truth_field
-        return None if field is None else record.values.get(field)
 
     def _metadata(self, record: Record) -> Mapping[str, Any]:
         reserved = {self._data.prompt_field, self._data.ground_truth_field}

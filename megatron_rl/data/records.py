@@ -91,8 +91,6 @@ def require_fields(record: Record, fields: Mapping[str, str], setting: str) -> N
         fix = f"set {named_by}={close}" if close else f"set {named_by} to the field that holds it"
         if not free and not close:
             fix = f"give every record a field `{name}`"
-        if named_by.endswith("ground_truth_field"):
-            fix += f"; or {named_by}=null, if nothing compares responses with anything"
         raise UserError(
             f"`{name}` is null in a record" if name in record.values else f"a record has no `{name}`",
             where=f"{record.where} ({setting})",

@@ -401,8 +401,11 @@ def test_a_ground_truth_is_required_where_something_may_read_it() -> None:
     assert not check(*base, "reward={function: 'length.py:score'}").errors
     (error,) = check(*base, "reward={function: 'compare.py:score'}").errors
     assert error.message == "a record has no `ground_truth`"
-    assert "data.ground_truth_field=null" in (error.fix or "")
-    assert not check(*base, "data.ground_truth_field=null", "reward={function: 'compare.py:score'}").errors
+    assert "let reward.function not read `ground_truth`" in (error.fix or "")
+    (sent,) = check(*base, "reward={http: {url: 'http://localhost:1'}}").errors
+    assert "let reward.http.sends not read" in (sent.fix or "")
+    sends = "reward={http: {url: 'http://localhost:1', sends: [prompt, response]}}"
+    assert not check(*base, sends).errors
 
 
 @pytest.mark.usefixtures("workspace")

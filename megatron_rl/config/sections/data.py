@@ -32,10 +32,9 @@ class DataConfig:
         "Field of the prompt: text, or a list of messages.",
         also_called={"verl": "prompt_key", "slime": "input_key"},
     )
-    ground_truth_field: str | None = setting(
+    ground_truth_field: str = setting(
         "ground_truth",
-        "Field of what the reward compares with; required of a record where something may read it. With null "
-        "records have none, and the reward is given null.",
+        "Field of what the reward compares with; required of a record where something may read it.",
         also_called={"slime": "label_key"},
     )
     task_field: str = setting(
@@ -94,8 +93,6 @@ class DataConfig:
     @property
     def judged(self) -> dict[str, str]:
         """Return the fields that a response is judged by, with the settings that name them."""
-        if self.ground_truth_field is None:
-            return self.asked
         return {**self.asked, self.ground_truth_field: self.setting_of("ground_truth_field")}
 
 
