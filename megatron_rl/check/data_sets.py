@@ -107,7 +107,8 @@ def check_data(described: DataSet, files: Files, reading: Reading) -> DataPrevie
     where = described.where
     missing = _missing(described.source)
     if missing is not None:
-        files.miss(missing, missing_error(missing, where).message, where, KINDS)
+        error = missing_error(missing, where)
+        files.miss(missing, error.message, where, KINDS, error.fix or "")
         return None
     try:
         paths = data_files(described.source, where)
@@ -157,7 +158,8 @@ def _check_records(
             broken.setdefault((problem.message, problem.got), problem)  # records of one kind: once
 
     files.errors.extend(broken.values())
-    files.warnings.extend(described.reader.remarks())
+    if not broken:  # records that are not read as they are meant have other fields left over
+        files.warnings.extend(described.reader.remarks())
     files.warnings.extend(_uninstructive(described, records))
     if first is None and not broken:
         files.errors.append(empty_error(described.source, where))

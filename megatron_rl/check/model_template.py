@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from megatron_rl.data.chat_format import template_messages
 
@@ -72,7 +72,7 @@ def _environment() -> Any:
     class Generation(Extension):
         """The tag {% generation %} around what the assistant writes, as transformers has it: its body."""
 
-        tags: ClassVar[set[str]] = {"generation"}
+        tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)

@@ -55,9 +55,13 @@ _PARTLY_LEARNED = ("training_detail", "train_detail")
 """Keys of axolotl that mark spans of a message."""
 _SCHEMA_VALUES = ("default", "const", "example")
 """Keywords of JSON Schema whose value may be null."""
-_OF_THE_PROMPT = ("system", "tools", "functions", "documents", "chat_template_kwargs")
+_OF_THE_PROMPT = (
+    "system", "tools", "functions", "documents", "chat_template_kwargs", "enable_thinking",
+)  # fmt: skip
 """Fields that other projects put into the prompt."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_BEGINS_AS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from)["']\s*:""")
+"""Beginning of messages as text: of JSON, or what Python's ``str`` makes of a list of messages."""
 _LINKS = ("tool_call_id", "id", "index")
 """Keys of a message that link messages, and that most templates leave out."""
 
@@ -157,7 +161,9 @@ class RecordReader:
 
     def _require_fields(self, record: Record) -> None:
         """Raise UserError where a record lacks its prompt, a response, or a ground truth that is read."""
-        require_fields(record, self.data.asked | dict(self.responses), self.setting)
+        data = self.data
+        others = (data.tools_field, data.task_field, None if self.responses else data.ground_truth_field)
+        require_fields(record, data.asked | dict(self.responses), self.setting, others)
         reader = self.consumers.ground_truth
         if self.responses or reader is None:
             return
@@ -201,7 +207,10 @@ class RecordReader:
     def _text_or_messages(self, value: Any, name: str, record: Record) -> Any:
         """Return a prompt or a response as text or messages; a value that is neither is left as it is."""
         if isinstance(value, str) and self.data.chat_template is not False:
-            value = _messages_in(value) or value
+            messages = _messages_in(value)
+            if messages is None and name == self.data.prompt_field:
+                self._require_no_broken_messages(value, record)
+            value = messages or value
         if isinstance(value, Mapping):
             value = _of_columns(value) or ([value] if _is_message(value) else value)
         if not isinstance(value, list) or not value or not any(map(_is_message, value)):
@@ -220,6 +229,18 @@ class RecordReader:
                     fix=problem.fix,
                 ) from None
         return messages
+
+    def _require_no_broken_messages(self, text: str, record: Record) -> None:
+        """Raise UserError for a prompt that begins as messages do, and is not the JSON of messages."""
+        if _BEGINS_AS_MESSAGES.match(text):
+            raise UserError(
+                "a prompt begins as a list of messages does, and is not JSON",
+                where=f"{record.where} ({self.setting})",
+                expected="a list of messages, JSON text of one, or a text that is the prompt itself",
+                got=repr(text[:80]),
+                fix="write the messages as a list, or with json.dumps; where this text is the prompt itself, "
+                f"set {self.data.setting_of('chat_template')}=false",
+            )
 
     def _message(self, found: Any, record: Record) -> dict[str, Any]:
         """Return a message with role and text; raises _Unreadable."""

@@ -50,7 +50,7 @@ def empty_error(source: DataPath, setting: str) -> UserError:
         where=setting,
         expected="at least one record",
         got="0 records",
-        fix="write one JSON object per line, or name another file",
+        fix="write at least one record, or name another file",
     )
 
 
@@ -72,10 +72,13 @@ def with_inner(record: Record, names: Iterable[str | None]) -> Record:
     return replace(record, values={**record.values, **inner}) if inner else record
 
 
-def require_fields(record: Record, fields: Mapping[str, str], setting: str) -> None:
+def require_fields(
+    record: Record, fields: Mapping[str, str], setting: str, others: Collection[str | None] = ()
+) -> None:
     """Raise a UserError that names the first of ``fields`` that ``record`` lacks or holds as null.
 
-    ``fields`` are names with the settings that name them.
+    ``fields`` are names with the settings that name them; ``others`` are names that are read as something
+    else.
     """
     for name, named_by in fields.items():
         if record.values.get(name) is not None:
@@ -83,14 +86,15 @@ def require_fields(record: Record, fields: Mapping[str, str], setting: str) -> N
         present = [key for key, value in record.values.items() if value is not None]
         outer = [(key, value) for key, value in record.values.items() if isinstance(value, Mapping)]
         inner = [f"{key}.{part}" for key, value in outer for part in value]
-        close = next((path for path in inner if path.endswith(f".{name}")), None) or nearest(
-            name, [*present, *inner]
-        )
-        free = [key for key in present if key not in fields]
+        close = next((path for path in inner if path.endswith(f".{name}")), None)
+        close = close or nearest(name, [key for key in (*present, *inner) if key not in others])
+        free = [key for key in present if key not in fields and key not in others]
         close = close or _usual_field(named_by, free) or (free[0] if len(free) == 1 else None)
         fix = f"set {named_by}={close}" if close else f"set {named_by} to the field that holds it"
         if not free and not close:
             fix = f"give every record a field `{name}`"
+        if name in record.values:
+            fix = "fill it in, or remove the record"
         raise UserError(
             f"`{name}` is null in a record" if name in record.values else f"a record has no `{name}`",
             where=f"{record.where} ({setting})",
@@ -167,7 +171,7 @@ def read_responses(
         values[prompt_field], values[field] = messages[:start], messages[start:]
     for field in fields:
         messages = values.get(field)
-        if _are_turns(messages):
+        if isinstance(messages, list) and _are_turns(messages):
             values[field] = messages = _until_learned(messages, field, record, setting)
         if isinstance(messages, list) and len(messages) == 1 and _is_said(messages):
             (message,) = messages
@@ -267,7 +271,9 @@ def values_of(line: bytes, where: str) -> dict[str, Any]:
             where=where,
             expected='an object such as {"prompt": "...", "ground_truth": "..."}',
             got=f"{type(values).__name__}: {shown}",
-            fix="correct or remove it",
+            fix="write each object of the list on a line of its own"
+            if isinstance(values, list)
+            else "correct or remove it",
         )
     if b"\\u" in line:
         require_characters(values, where)
@@ -322,16 +328,8 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         file = pyarrow.parquet.ParquetFile(path)
         _require_single_names(file.schema_arrow, path)
 
-        row = 0
-        for batch in file.iter_batches(_ROWS):
-            columns = {
-                name: _python_values(column) for name, column in zip(batch.schema.names, batch, strict=True)
-            }
-            for index in range(batch.num_rows):
-                values = {name: column[index] for name, column in columns.items()}
-                yield Record(values, f"{path}, row {row}", from_table=True)
-                row += 1
-    except (pyarrow.ArrowException, OSError, KeyError, UnicodeDecodeError) as error:
+        yield from _table_records(file.iter_batches(_ROWS), path)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path} cannot be read as Parquet",
             where=str(path),
@@ -339,6 +337,27 @@ def _read_parquet(path: Path) -> Iterator[Record]:
             got=str(error).splitlines()[0],
             fix="write the file again",
         ) from None
+
+
+def _table_records(batches: Iterable[Any], path: Path) -> Iterator[Record]:
+    """Yield the records of Arrow batches or tables that follow one another."""
+    row = 0
+    for batch in batches:
+        names = batch.schema.names
+        try:
+            columns = {name: _python_values(batch.column(index)) for index, name in enumerate(names)}
+        except KeyError as error:
+            raise UserError(
+                f"a map of {path} has a key twice",
+                where=f"{path}, rows {row} to {row + batch.num_rows - 1}",
+                expected="each key once: of two values, one would be lost",
+                got=str(error.args[0]),
+                fix="remove one of the two, and write the data again",
+            ) from None
+        for index in range(batch.num_rows):
+            values = {name: column[index] for name, column in columns.items()}
+            yield Record(values, f"{path}, row {row}", from_table=True)
+            row += 1
 
 
 def _require_single_names(schema: Any, path: Path) -> None:
@@ -403,15 +422,10 @@ def _read_dataset(path: Path) -> Iterator[Record]:
     from datasets import Dataset
 
     try:
-        # A data set may have been saved with a format that makes arrays or tensors of its values.
-        dataset = Dataset.load_from_disk(str(path)).with_format(None)
-        for name, feature in dataset.features.items():
-            # Images and sounds stay bytes: decoding them takes packages and time, and no prompt holds them.
-            if getattr(feature, "decode", False) and type(feature).__name__ != "Json":
-                dataset = dataset.cast_column(name, replace(feature, decode=False))
-
-        for row, values in enumerate(dataset):
-            yield Record(values, f"{path}, row {row}", from_table=True)  # pyright: ignore[reportArgumentType]
+        # As Arrow's values, whatever format a data set was saved with: images and sounds stay bytes, whose
+        # decoding takes packages and time, and which no prompt holds.
+        dataset: Any = Dataset.load_from_disk(str(path)).with_format("arrow")
+        yield from _table_records(dataset.iter(_ROWS), path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} cannot be read as a saved data set",

@@ -22,6 +22,8 @@ KINDS = (
 )
 _SHARD = re.compile(r"(?P<split>.+)-(?P<index>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?\.(?P<suffix>\w+)")
 """Name of a shard on the Hub: train-00000-of-00002.parquet, in older data sets with a digest behind it."""
+_HUB_NAME = re.compile(r"[\w-]+/[\w.-]+(?<!\.jsonl)(?<!\.parquet)")
+_DOWNLOAD = "; a data set of the Hub is downloaded first: hf download --repo-type dataset {0} --local-dir {0}"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "held_out")
 
 
@@ -37,6 +39,8 @@ def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
 
     files: list[Path] = []
     for item in source:
+        if not str(item).strip():
+            raise missing_error(Path(item), setting)
         files.extend(_expand(Path(item), setting))
 
     if not files:
@@ -142,7 +146,7 @@ def missing_error(path: Path, setting: str) -> UserError:
         where=setting,
         expected=KINDS,
         got=neighbours(path),
-        fix="correct the path",
+        fix="correct the path" + (_DOWNLOAD.format(path) if _HUB_NAME.fullmatch(str(path)) else ""),
     )
 
 

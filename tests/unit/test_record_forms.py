@@ -329,15 +329,20 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def check(*overrides: str) -> CheckReport:
-    return check_config(load_text(CONFIG, ["data.max_prompt_tokens=200", *overrides]), patience=0)
+def check(*overrides: str, training: bool = False) -> CheckReport:
+    loaded = load_text(CONFIG, ["data.max_prompt_tokens=200", *overrides])
+    return check_config(loaded, patience=0, training=training)
 
 
 def write(path: str, records: Sequence[Mapping[str, Any]]) -> None:
     Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def train_refuses(report: CheckReport) -> bool:
+def train_refuses() -> bool:
+    """A job checks its configuration with the first records, and then reads all of them."""
+    report = check(training=True)
+    if report.errors:
+        return True
     tokenizer: Any = AutoTokenizer.from_pretrained("model")
     assert report.config is not None
     try:
@@ -359,6 +364,8 @@ def train_refuses(report: CheckReport) -> bool:
         ([[ASKS, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, ASKS]], True),
         ([json.dumps([ASKS])], True),
         (["[1, 2]"], True),
+        ([str([ASKS])], False),
+        ([json.dumps([ASKS])[:-3]], False),
         ([[{"role": "user", "content": [{"type": "audio"}]}]], False),
         ([5], False),
         ([[]], False),
@@ -370,7 +377,7 @@ def test_check_refuses_the_prompts_that_training_refuses(prompts: list[Any], fit
     report = check()
     of_data = [error for error in report.errors if "train.jsonl" in (error.where or "")]
     assert (not of_data) is fits
-    assert train_refuses(report) is not fits
+    assert train_refuses() is not fits
 
 
 @pytest.mark.usefixtures("workspace")
@@ -389,7 +396,7 @@ def test_check_refuses_a_template_that_fails(template: str) -> None:
     write("train.jsonl", [{"prompt": [ASKS], "ground_truth": "2"}])
     report = check()
     assert any("refuses the messages" in error.message for error in report.errors)
-    assert train_refuses(report)
+    assert train_refuses()
 
 
 @pytest.mark.usefixtures("workspace")
