@@ -92,7 +92,7 @@ def require_fields(
         close = close or _usual_field(named_by, free) or (free[0] if len(free) == 1 else None)
         fix = f"set {named_by}={close}" if close else f"set {named_by} to the field that holds it"
         if not free and not close:
-            fix = f"give every record a field `{name}`"
+            fix = f"give every record a field `{name}`, or set {named_by} to one that every record has"
         if name in record.values:
             fix = "fill it in, or remove the record"
         raise UserError(

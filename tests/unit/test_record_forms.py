@@ -253,7 +253,7 @@ def test_preferences_come_as_texts_messages_or_conversations() -> None:
         values = read(record, PAIR)
         assert (values["prompt"], values["chosen"], values["rejected"]) == ([ASKS], "2", "3")
     error = refused({"chosen": "Human: 1+1 Assistant: 2", "rejected": "Human: 1+1 Assistant: 3"}, PAIR)
-    assert error.fix == "give every record a field `prompt`"
+    assert "give every record a field `prompt`" in (error.fix or "")
 
 
 def test_what_nothing_reads_is_said_once_for_a_data_set() -> None:
