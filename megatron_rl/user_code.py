@@ -13,7 +13,7 @@ import linecache
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -98,6 +98,28 @@ def load_module(place: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def find_module(name: str) -> tuple[Path | None, str | None]:
+    """Return the file of a module without importing it or its parents, or the part that is missing.
+
+    Both are None for a module that is no Python file.
+    """
+    places: list[str] | None = [str(Path.cwd()), *sys.path]
+    spec = None
+    parts = name.split(".")
+    for position, part in enumerate(parts):
+        spec = PathFinder.find_spec(part, places) if part.isidentifier() and places is not None else None
+        if spec is None and position == 0 and part in sys.modules:
+            spec = sys.modules[part].__spec__  # packages that are edited where they lie are not on sys.path
+        if spec is None:
+            builtin = position == 0 and part in sys.builtin_module_names
+            return None, None if builtin else ".".join(parts[: position + 1])
+        places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+    origin = spec.origin if spec is not None else None
+    if origin is None and places is not None:  # a folder without __init__.py: nothing is defined in it
+        return None, f"{name}.__init__"
+    return (Path(origin) if origin else None), None
 
 
 def missing_file(place: str, where: str, what: str = "file") -> UserError:

@@ -22,6 +22,7 @@ from megatron_rl.data.chat_format import ConversationText, TurnEnd, find_turn_en
 from megatron_rl.data.messages import (
     asked_messages,
     end_of_thoughts,
+    no_tokens_error,
     said_texts,
     templated,
     unended_thoughts,
@@ -43,6 +44,8 @@ TOKENISED, ENDS = 256, 32
 CHARACTERS = 1 << 20
 """Characters of all data sets together that become tokens; two records of each do in any case."""
 _PIECE = 1 << 16
+_SHORT = 256
+"""Characters of a prompt that may become no token, where a tokenizer has no token for any of them."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,9 @@ class Tokens:
             self.left -= sizes[row]
             try:
                 parts[row] = self._parts(records[row], described)
+                # A tokenizer that is wrong itself has no tokens for a text that is none the worse for it.
+                if not records[row].values[described.data.prompt_field] or not files.errors:
+                    self._require_tokens(parts[row][0][0], records[row], described)
             except UserError as error:
                 files.errors.append(error)
                 break
@@ -209,6 +215,14 @@ class Tokens:
             for row, rows in parts.items()
         }
 
+    def _require_tokens(self, prompt: str, record: Record, described: DataSet) -> None:
+        """Raise UserError where a prompt becomes no tokens, which are nothing to sample from."""
+        if len(prompt) > _SHORT and prompt.strip():
+            return
+        special = not templated(record, described.data)  # as in training: a template has its own
+        if not self.tokenizer.encode(prompt, add_special_tokens=special).ids:
+            raise no_tokens_error(prompt, f"{record.where} ({described.where})")
+
     def _parts(self, record: Record, described: DataSet) -> list[list[str]]:
         """Return the texts of a record's rows; raises UserError for what the template does not render."""
         data, where = described.data, described.where
@@ -217,7 +231,7 @@ class Tokens:
             responses = [said_texts(record.values[name]) for name in described.responses]
         else:
             prompt = rendered_prompts([record], data, where, self.renderer)
-            otherwise = "set sft.turns=last" if described.every_turn else None
+            otherwise = "set sft.turns=last" if described.reader.every_turn else None
             ends = [*self.ends.values()]
             responses = [
                 response_pieces(record, name, data, where, self.chat, ends, otherwise)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -10,22 +11,22 @@ from typing import Any
 
 from megatron_rl.check.files import Files
 from megatron_rl.config.sections.data import DataConfig
-from megatron_rl.data.messages import require_prompt, require_template_for
+from megatron_rl.data.forms import RecordReader
 from megatron_rl.data.records import (
-    KINDS,
     Record,
     empty_error,
-    missing_error,
     nothing_taught,
-    read_responses,
     read_table,
-    require_fields,
-    require_responses,
-    source_error,
     teaches_nothing,
-    unreadable_error,
     values_of,
-    with_inner,
+)
+from megatron_rl.data.shards import (
+    KINDS,
+    DataPath,
+    data_files,
+    missing_error,
+    partial_warning,
+    unreadable_error,
 )
 from megatron_rl.errors import UserError
 
@@ -42,34 +43,31 @@ MAX_BROKEN = 5
 
 @dataclass(frozen=True)
 class DataSet:
-    """Name a data set: its path, the setting ``where`` that says it, its fields, and what a record may have.
+    """A data set to check: what its setting names, and the reader of its records.
 
-    Its records hold a prompt and what it is judged by, or instead ``responses``: the fields of responses with
-    the settings that name them; `read_responses` says what ``every_turn`` is. A prompt, with its response
-    where there is one, has at most ``limit`` tokens by the setting ``limited_by``, None where that is not
-    known.
+    A prompt, with its response where there is one, has at most ``limit`` tokens by the setting
+    ``limited_by``, None where that is not available.
     """
 
-    path: Path
-    where: str
-    data: DataConfig
+    source: DataPath
+    reader: RecordReader
     limit: int | None = None
     limited_by: str = "data.max_prompt_tokens"
-    responses: Mapping[str, str] = field(default_factory=dict[str, str])
-    every_turn: bool = False
 
-    def read(self, found: Record) -> Record:
-        """Return a record with its fields in place; raises UserError for one that is none of this data."""
-        data, responses = self.data, self.responses
-        record = with_inner(found, (*data.of_prompts, *responses))
-        if responses:
-            record = read_responses(record, data.prompt_field, responses, self.every_turn)
-        required = {**data.asked, **responses} if responses else data.judged
-        require_fields(record, required, self.where)
-        require_prompt(record, data, self.where)
-        require_responses(record, responses, self.where)
-        require_template_for(record, responses, data, self.where)
-        return record
+    @property
+    def where(self) -> str:
+        """Return the setting that names the data set."""
+        return self.reader.setting
+
+    @property
+    def data(self) -> DataConfig:
+        """Return the settings of its fields."""
+        return self.reader.data
+
+    @property
+    def responses(self) -> Mapping[str, str]:
+        """Return the fields of responses with the settings that name them."""
+        return self.reader.responses
 
 
 @dataclass(frozen=True)
@@ -90,35 +88,41 @@ class Reading:
 
     left: int = field(default_factory=lambda: WHOLE_BYTES)
 
-    def takes(self, path: Path) -> int | None:
+    def takes(self, files: Sequence[Path]) -> int | None:
         """Return how many bytes of a data set are read, None for all; they are taken from the rest."""
-        files = path.rglob("*") if path.is_dir() else (path,)
-        size = sum(file.stat().st_size for file in files if file.is_file())
-        if path.suffix != ".jsonl":
-            size *= WHOLE_BYTES // WHOLE_TABLE
-        whole, taken = size <= self.left, min(size, self.left)
+        size = 0
+        for path in files:
+            inside = path.rglob("*") if path.is_dir() else (path,)
+            bytes_of_path = sum(file.stat().st_size for file in inside if file.is_file())
+            size += bytes_of_path if path.suffix == ".jsonl" else bytes_of_path * (WHOLE_BYTES // WHOLE_TABLE)
+
+        complete = size <= self.left
+        taken = min(size, self.left)
         self.left -= taken
-        return None if whole else taken
+        return None if complete else taken
 
 
 def check_data(described: DataSet, files: Files, reading: Reading) -> DataPreview | None:
     """Check a data set; return what was read, None where it cannot be."""
-    path, where = described.path, described.where
-    if not path.exists():
-        files.miss(path, missing_error(path, where).message, where, KINDS)
-        return None
-    error = source_error(path, where)
-    if error is not None:
-        files.errors.append(error)
+    where = described.where
+    missing = _missing(described.source)
+    if missing is not None:
+        error = missing_error(missing, where)
+        files.miss(missing, error.message, where, KINDS, error.fix or "")
         return None
     try:
-        problem = _parquet_error(path, where) if path.is_file() and path.suffix == ".parquet" else None
-        if problem is None:
-            return _check_records(described, files, reading.takes(path))
-        files.errors.append(problem)
+        paths = data_files(described.source, where)
+        for path in paths:
+            problem = _parquet_error(path, where) if path.is_file() and path.suffix == ".parquet" else None
+            if problem is not None:
+                raise problem
+        partial = partial_warning(described.source, paths, where)
+        files.warnings.extend([partial] if partial else [])
+        return _check_records(described, paths, files, reading.takes(paths))
     except OSError as problem:
         fix = "check the rights of the file and of its folders"
-        files.errors.append(unreadable_error(path, where, str(problem), fix))
+        first = described.source if isinstance(described.source, str | Path) else described.source[0]
+        files.errors.append(unreadable_error(Path(first), where, str(problem), fix))
     except ImportError:  # a machine that only checks may lack what reads tables
         return DataPreview(None, None)
     except UserError as problem:
@@ -126,13 +130,22 @@ def check_data(described: DataSet, files: Files, reading: Reading) -> DataPrevie
     return None
 
 
-def _check_records(described: DataSet, files: Files, most: int | None) -> DataPreview | None:
-    path, where = described.path, described.where
+def _missing(source: DataPath) -> Path | None:
+    """Return the first path that a setting names and that does not exist, None where all do."""
+    for item in [source] if isinstance(source, str | Path) else source:
+        path = Path(item)
+        if not path.exists() and not (glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)):
+            return path
+    return None
+
+
+def _check_records(
+    described: DataSet, paths: Sequence[Path], files: Files, most: int | None
+) -> DataPreview | None:
+    where = described.where
     first, total, records = None, 0, list[Record]()
     broken: dict[tuple[str, str | None], UserError] = {}
-    jsonl = path.is_file() and path.suffix == ".jsonl"
-    found, whole = _lines(path, where, most) if jsonl else read_table(path), most is None or jsonl
-    for item in found if whole else islice(found, FEWEST):
+    for item in _found(paths, where, most):
         if len(broken) >= MAX_BROKEN:
             break
         try:
@@ -140,17 +153,35 @@ def _check_records(described: DataSet, files: Files, most: int | None) -> DataPr
             if isinstance(item, UserError):
                 raise item
             first = first or item.values
-            records.append(described.read(item))
+            records.append(described.reader.read(item))
         except UserError as problem:
             broken.setdefault((problem.message, problem.got), problem)  # records of one kind: once
+
     files.errors.extend(broken.values())
+    if not broken:  # records that are not read as they are meant have other fields left over
+        files.warnings.extend(described.reader.remarks())
     files.warnings.extend(_uninstructive(described, records))
     if first is None and not broken:
-        files.errors.append(empty_error(path, where))
+        files.errors.append(empty_error(described.source, where))
         return None
-    counted = _count_lines(path) if jsonl and most is not None else None
+
     first = records[0].values if records else first
-    return DataPreview(first, total if most is None and not broken else counted, records)
+    count = total if most is None and not broken else _count_records(paths) if most is not None else None
+    return DataPreview(first, count, records)
+
+
+def _found(paths: Sequence[Path], where: str, most: int | None) -> Iterator[Record | UserError]:
+    """Yield the records of files, or what is wrong with a line: all, or the first of every file.
+
+    ``most`` is the number of bytes of text that are read, None for all.
+    """
+    each = None if most is None else most // len(paths)
+    fewest = max(1, FEWEST // len(paths))
+    for path in paths:
+        if path.is_file() and path.suffix == ".jsonl":
+            yield from _lines(path, where, each, fewest)
+        else:
+            yield from islice(read_table(path), None if most is None else fewest)
 
 
 def _uninstructive(described: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
@@ -170,16 +201,16 @@ def _uninstructive(described: DataSet, records: Sequence[Record]) -> Iterator[Us
         )
 
 
-def _lines(path: Path, where: str, most: int | None) -> Iterator[Record | UserError]:
+def _lines(path: Path, where: str, most: int | None, fewest: int) -> Iterator[Record | UserError]:
     """Yield each line's record, or what is wrong with the line; raises UserError where there is no end.
 
-    The lines end after ``most`` bytes, and after `FEWEST` lines at the earliest.
+    The lines end after ``most`` bytes, and after ``fewest`` lines at the earliest.
     """
     read = 0
     with path.open("rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), b""), start=1):
             read += len(line)
-            if most is not None and read > most and number > FEWEST:
+            if most is not None and read > most and number > fewest:
                 return
             if len(line) == LONGEST_LINE:
                 problem = f"line {number} has {LONGEST_LINE >> 20} MiB or more"
@@ -210,6 +241,12 @@ def _parquet_error(path: Path, where: str) -> UserError | None:
         got=f"{head!r} ... {tail!r}, {size} bytes",
         fix="write or download the file again",
     )
+
+
+def _count_records(paths: Sequence[Path]) -> int | None:
+    """Return the number of lines of all files, None where one of them is a table or too large to count."""
+    counts = [_count_lines(path) if path.suffix == ".jsonl" else None for path in paths]
+    return None if None in counts else sum(filter(None, counts))
 
 
 def _count_lines(path: Path) -> int | None:

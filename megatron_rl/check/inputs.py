@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from megatron_rl.check.containment import check_enforced, check_limits, contained_sections
@@ -16,7 +17,7 @@ from megatron_rl.check.engine_servers import check_engine_servers
 from megatron_rl.check.evaluation import best_errors, evaluation_set_errors
 from megatron_rl.check.files import Files
 from megatron_rl.check.model_config import check_model_config
-from megatron_rl.check.model_template import has_chat_template
+from megatron_rl.check.model_template import chat_templates, has_chat_template
 from megatron_rl.check.model_tokens import check_tokenizer, stop_errors
 from megatron_rl.check.model_weights import check_weights
 from megatron_rl.check.provider import provider_errors
@@ -34,6 +35,8 @@ from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import SERVER
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
+from megatron_rl.data.consumers import prompt_consumers
+from megatron_rl.data.forms import RecordReader, template_source
 from megatron_rl.environments.hosts import environment_errors
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.code import read_tests
@@ -67,6 +70,12 @@ class Inputs:
     tokens: Tokens | None = None
     reading: Reading = field(default_factory=Reading)
 
+    @cached_property
+    def template(self) -> str | None:
+        """Return the source of the model's chat template, None where there is no model that can be read."""
+        path = Path(self.config.model.path)
+        return template_source(chat_templates(path)) if self.fine("model.path") and path.is_dir() else None
+
     def __post_init__(self) -> None:
         if not self.before:
             self.reading.left = 0
@@ -76,8 +85,14 @@ class Inputs:
 
 def check_paths(config: RunConfig) -> Iterator[UserError]:
     """Return the paths that no file can have, before anything looks for one."""
-    for where, value in flatten(config).items():
-        if where.rpartition(".")[2] not in _PATHS or not isinstance(value, str):
+    stated = [
+        (where, path)
+        for where, value in flatten(config).items()
+        if where.rpartition(".")[2] in _PATHS
+        for path in (value if isinstance(value, tuple) else [value])
+    ]
+    for where, value in stated:
+        if not isinstance(value, str):
             continue
         try:
             os.lstat(value)
@@ -134,6 +149,29 @@ def _check_reward(check: Inputs) -> None:
 def check_inputs(check: Inputs) -> None:
     """Fill in what the inputs say."""
     config = check.config
+
+    _check_models(check)
+    _check_data(check)
+    if check.fine("evaluation", "checkpoint"):
+        check.errors.extend(best_errors(config))
+
+    if config.job == TRAIN and check.fine("reward"):
+        _check_reward(check)
+        if check.before and check.fine("evaluation.sets"):
+            check.errors.extend(function_errors(config))
+    _check_containment(check)
+    _check_environment(check)
+    check.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))
+
+    if check.fine("run_dir"):
+        check.errors.extend(_run_dir(Path(config.run_dir)))
+    if config.job == TRAIN and check.fine("checkpoint.resume", "run_dir", "model.path"):
+        check.errors.extend(resume_errors(config))
+
+
+def _check_models(check: Inputs) -> None:
+    """Check the model of the run, its provider, and the models of roles that name another."""
+    config = check.config
     if check.fine("model.path"):
         check.shape = _model(check, config.model.path, "model.path")
         if config.job == TRAIN and check.fine("rollout.stop", "rollout.sampling_profiles"):
@@ -144,36 +182,33 @@ def check_inputs(check: Inputs) -> None:
     for role, path in stated_models(config).items():
         if check.fine(role if role.startswith("reward.") else f"{role}.path"):  # a name may be wrong itself
             _same_vocabulary(check, path, role)
+
+
+def _check_data(check: Inputs) -> None:
+    """Check the records of training, of evaluation sets and of stages."""
+    config = check.config
     limit = config.data.max_prompt_tokens
     if config.data.train is not None and check.fine(
         "data.prompt_field", "data.ground_truth_field", "data.train"
     ):
-        check.preview = _look(check, DataSet(Path(config.data.train), "data.train", config.data, limit))
+        reader = RecordReader(
+            config.data, "data.train", consumers=prompt_consumers(config), template=check.template
+        )
+        check.preview = _look(check, DataSet(config.data.train, reader, limit))
     for name, described in config.evaluation.sets.items():
         where = f"evaluation.sets.{name}"
         if check.fine("data.prompt_field", "data.ground_truth_field", where):
             data = fields_of(config.data, described, where)
-            _look(check, DataSet(Path(described.data), f"{where}.data", data, limit))
+            consumers = prompt_consumers(config, name)
+            reader = RecordReader(data, f"{where}.data", consumers=consumers, template=check.template)
+            _look(check, DataSet(described.data, reader, limit))
             check.errors.extend(evaluation_set_errors(name, described))
     if config.rollout.environment is not None:
         check.errors.extend(_other_kinds(check))
-    if check.fine("evaluation", "checkpoint"):
-        check.errors.extend(best_errors(config))
     for plan in stage_plans(config):
         _check_stage_data(check, plan)
     if check.tokens is not None:
         check.tokens.close()
-    if config.job == TRAIN and check.fine("reward"):
-        _check_reward(check)
-        if check.before and check.fine("evaluation.sets"):
-            check.errors.extend(function_errors(config))
-    _check_containment(check)
-    _check_environment(check)
-    check.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))
-    if check.fine("run_dir"):
-        check.errors.extend(_run_dir(Path(config.run_dir)))
-    if config.job == TRAIN and check.fine("checkpoint.resume", "run_dir", "model.path"):
-        check.errors.extend(resume_errors(config))
 
 
 def _check_containment(check: Inputs) -> None:
@@ -207,14 +242,13 @@ def _check_stage_data(check: Inputs, plan: StagePlan) -> None:
     for name in ("data", "held_out"):
         path, where = getattr(plan.settings, name), f"{plan.where}.{name}"
         if path is not None and check.fine("data.prompt_field", where, *settings.values()):
+            data = fields_of(check.config.data, plan.settings, plan.where)
+            every_turn = plan.settings.every_turn
             described = DataSet(
-                Path(path),
-                where,
-                fields_of(check.config.data, plan.settings, plan.where),
+                path,
+                RecordReader(data, where, responses, every_turn, template=check.template),
                 plan.settings.max_row_tokens or longest_row(check.config),
                 f"{plan.where}.max_row_tokens",
-                responses,
-                plan.settings.every_turn,
             )
             preview = _look(check, described)
             if name == "data" and preview is not None and preview.count is not None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ast
 import functools
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError, nearest
+from megatron_rl.user_code import find_module
 
 _SIMPLE: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
@@ -48,28 +46,6 @@ class InstalledField:
         if isinstance(self.annotation, ast.Name) and self.annotation.id not in _SIMPLE:
             return ast.unparse(_alias(self.annotation.id, self.module)[0] or self.annotation)
         return ast.unparse(self.annotation)
-
-
-def find_module(name: str) -> tuple[Path | None, str | None]:
-    """Return the file of a module without importing it or its parents, or the part that is missing.
-
-    Both are None for a module that is no Python file.
-    """
-    places: list[str] | None = [str(Path.cwd()), *sys.path]
-    spec = None
-    parts = name.split(".")
-    for position, part in enumerate(parts):
-        spec = PathFinder.find_spec(part, places) if part.isidentifier() and places is not None else None
-        if spec is None and position == 0 and part in sys.modules:
-            spec = sys.modules[part].__spec__  # packages that are edited where they lie are not on sys.path
-        if spec is None:
-            builtin = position == 0 and part in sys.builtin_module_names
-            return None, None if builtin else ".".join(parts[: position + 1])
-        places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
-    origin = spec.origin if spec is not None else None
-    if origin is None and places is not None:  # a folder without __init__.py: nothing is defined in it
-        return None, f"{name}.__init__"
-    return (Path(origin) if origin else None), None
 
 
 def class_fields(*classes: tuple[str, str]) -> dict[str, InstalledField] | None:

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.installed_source import class_fields, field_error, find_module
+from megatron_rl.check.installed_source import class_fields, field_error
 from megatron_rl.check.untried import is_off
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.user_code import find_module
 
 TRANSFORMER_CONFIG = (
     ("megatron.core.model_parallel_config", "ModelParallelConfig"),

@@ -16,18 +16,18 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 def has_chat_template(path: Path) -> bool:
     """Return whether a checkpoint directory comes with a chat template."""
-    return bool(_templates(path))
+    return bool(chat_templates(path))
 
 
 def folder_renderer(path: Path) -> TemplateRenderer | None:
     """Return the renderer of a checkpoint's chat templates, None where none can be read here."""
-    templates = _templates(path)
+    templates = chat_templates(path)
     if not templates or not can_render():
         return None
     return TemplateRenderer(templates, special_texts(path))
 
 
-def _templates(path: Path) -> dict[str, str]:
+def chat_templates(path: Path) -> dict[str, str]:
     """Return a checkpoint's chat templates by name, from the files that transformers takes them from."""
     named: dict[str, str] = {}
     for file in sorted(path.glob("additional_chat_templates/*.jinja")):

@@ -6,13 +6,12 @@ import ast
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.check.installed_source import find_module
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.redaction import HIDDEN, is_hidden
 from megatron_rl.rewards.judgement import JUDGEMENT, is_function
 from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS
-from megatron_rl.user_code import missing_file
+from megatron_rl.user_code import find_module, missing_file
 
 ASKED_FOR = (TURNS, TOKENS, GROUP)
 _EXPECTED = "module:function, or path/to/file.py:function"

@@ -8,6 +8,7 @@ from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
 from megatron_rl.config.stage_plan import SECTIONS, StagePlan, stage_plans
+from megatron_rl.data.shards import source_text
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape
 
@@ -109,7 +110,7 @@ def repeated_records(plan: StagePlan, records: int) -> Iterator[UserError]:
         yield UserError(
             f"a step takes more {settings.UNIT}s than the data has",
             where=where,
-            got=f"{size} {settings.UNIT}s per step, {records} in {settings.data}",
+            got=f"{size} {settings.UNIT}s per step, {records} in {source_text(settings.data)}",
             fix=f"lower {where}, or add data: records would repeat within a step",
         )
 

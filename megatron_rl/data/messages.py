@@ -37,8 +37,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
             got=f"{type(prompt).__name__}: {str(prompt)[:80]}",
             fix=f"correct the record, or {data.setting_of('prompt_field')}",
         )
-    tools = tools_of(record, data, setting)
-    if tools and not templated(record, data):
+    if tools_of(record, data) and not templated(record, data):
         raise UserError(
             "a record has tools, and its prompt does not go through the chat template",
             where=where,
@@ -48,18 +47,9 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
         )
 
 
-def tools_of(record: Record, data: DataConfig, setting: str) -> list[Any] | None:
-    """Return the tools of a record, None where it has none; raises UserError where they are no list."""
-    tools = None if data.tools_field is None else record.values.get(data.tools_field)
-    if tools is None or isinstance(tools, list):
-        return tools
-    raise UserError(
-        "the tools of a record are no list",
-        where=f"{record.where} ({setting})",
-        expected="a list of descriptions of functions, as transformers' apply_chat_template takes it",
-        got=f"{type(tools).__name__}: {str(tools)[:80]}",
-        fix=f"correct the record, or {data.setting_of('tools_field')}",
-    )
+def tools_of(record: Record, data: DataConfig) -> list[Any] | None:
+    """Return the tools of a record that `RecordReader` read, None where it has none."""
+    return None if data.tools_field is None else record.values.get(data.tools_field)
 
 
 def require_template_for(record: Record, responses: Collection[str], data: DataConfig, setting: str) -> None:
@@ -91,6 +81,17 @@ def _is_messages(prompt: Any) -> bool:
             isinstance(item, Mapping) and "role" in item and {"content", "tool_calls"} & item.keys()
             for item in prompt
         )
+    )
+
+
+def no_tokens_error(prompt: str, where: str) -> UserError:
+    """Return the error of a prompt that the tokenizer makes no tokens of."""
+    return UserError(
+        "a prompt has no tokens",
+        where=where,
+        expected="at least one token",
+        got=repr(prompt),
+        fix="correct or remove the record",
     )
 
 

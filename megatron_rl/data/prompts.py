@@ -14,9 +14,12 @@ import torch
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig, fields_of
 from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.data.consumers import prompt_consumers
+from megatron_rl.data.forms import REWARDED, Consumers, RecordReader, template_source
 from megatron_rl.data.order import ShuffledOrder
-from megatron_rl.data.records import Record, require_fields, with_inner
+from megatron_rl.data.records import Record
 from megatron_rl.data.rendered_text import LOOKED_AT, odd_prompts
+from megatron_rl.data.shards import DataPath
 from megatron_rl.data.template_renderer import renderer_of
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import (
@@ -73,6 +76,8 @@ class PromptSource:
             lengths, records, data.max_prompt_tokens, data.over_long, setting, "data.max_prompt_tokens"
         )
         self._records, self._data, self._encoded = records, data, encoded
+        self.remarks = encoded.remarks
+        """Warnings about the records, for the console."""
         kept = fingerprint([lengths[row] for row in self._ids], (self._tokens[row] for row in self._ids))
         self._order = ShuffledOrder(len(self._ids), seed, data.shuffle, kept)
 
@@ -161,7 +166,7 @@ class PromptSource:
             prompt_ids=torch.tensor(ids, dtype=torch.long),
             tasks=tasks,
             prompts=tuple(self._texts[row] for row in ids),
-            ground_truths=tuple(record.values[self._data.ground_truth_field] for record in records),
+            ground_truths=tuple(record.values.get(self._data.ground_truth_field) for record in records),
             metadata=tuple(self._metadata(record) for record in records),
             sampling=tuple(self._by_task.get(task, self._default) for task in tasks),
         )
@@ -172,25 +177,33 @@ class PromptSource:
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, data: DataConfig, setting: str, records: Sequence[Record]
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    setting: str,
+    records: Sequence[Record],
+    consumers: Consumers = REWARDED,
 ) -> Encoded:
-    """Return records with their prompts' tokens; UserError for one that has no prompt or no ground truth."""
-    records = [with_inner(record, data.of_prompts) for record in records]
-    for record in records:
-        require_fields(record, data.judged, setting)
+    """Return records with their prompts' tokens; UserError for one that `RecordReader` cannot read."""
+    template = template_source(getattr(tokenizer, "chat_template", None))
+    reader = RecordReader(data, setting, consumers=consumers, template=template)
+    records = [reader.read(record) for record in records]
     texts, tokens = PromptEncoder(tokenizer, data, setting).encode(records, data.max_prompt_tokens)
-    return Encoded(records, texts, (tokens,))
+    return Encoded(records, texts, (tokens,), remarks=reader.remark_lines())
 
 
 def load_prompts(
-    config: RunConfig, setting: str, path: str, tokenizer: PreTrainedTokenizerBase, files: TokenFiles
+    config: RunConfig, setting: str, path: DataPath, tokenizer: PreTrainedTokenizerBase, files: TokenFiles
 ) -> PromptSource:
     """Return the prompts of the data set at ``path``, which ``setting`` names: data.train, or of a set."""
     data, where = config.data, setting.rpartition(".")[0]
+    evaluation_set = None
     if where != "data":
-        data = fields_of(data, config.evaluation.sets[where.removeprefix("evaluation.sets.")], where)
-    encode = partial(encode_prompts, tokenizer, data, setting)
-    how = ("prompts", *data.of_prompts, data.chat_template, data.max_prompt_tokens)
+        evaluation_set = where.removeprefix("evaluation.sets.")
+        data = fields_of(data, config.evaluation.sets[evaluation_set], where)
+
+    consumers = prompt_consumers(config, evaluation_set)
+    encode = partial(encode_prompts, tokenizer, data, setting, consumers=consumers)
+    how = ("prompts", *data.of_prompts, data.chat_template, data.max_prompt_tokens, consumers)
     return PromptSource(
         files.encoded(path, setting, tokenizer, how, encode),
         tokenizer,

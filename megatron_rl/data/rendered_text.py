@@ -42,9 +42,7 @@ def rendered_prompts(
         )
 
     renderings = [
-        Rendering(
-            template_messages(asked_messages(records[row], data)), tools_of(records[row], data, setting)
-        )
+        Rendering(template_messages(asked_messages(records[row], data)), tools_of(records[row], data))
         for row in rows
     ]
     for row, text in zip(rows, renderer.render_all(renderings), strict=True):
@@ -90,7 +88,7 @@ def response_pieces(
     try:
         if isinstance(response, str):
             return [chat.response(response)]
-        return chat.learned(asked_messages(record, data), response, tools_of(record, data, setting)).pieces
+        return chat.learned(asked_messages(record, data), response, tools_of(record, data)).pieces
     except UserError as error:
         raise UserError(
             error.message,
@@ -203,7 +201,7 @@ def _is_rewritten(
     if not templated(record, data):
         return False
     try:
-        tools = tools_of(record, data, setting)
+        tools = tools_of(record, data)
         asked = asked_messages(record, data)
         return not all(chat.learned(asked, one, tools).as_written for one in answered)
     except UserError:

@@ -13,24 +13,17 @@ import torch
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.chat_format import ConversationText
+from megatron_rl.data.forms import RecordReader, template_source
 from megatron_rl.data.messages import (
     end_of_thoughts,
-    require_template_for,
     templated,
     unended_thoughts,
 )
 from megatron_rl.data.order import ShuffledOrder
 from megatron_rl.data.prompts import fingerprint, ragged
-from megatron_rl.data.records import (
-    Record,
-    nothing_taught,
-    read_responses,
-    require_fields,
-    require_responses,
-    teaches_nothing,
-    with_inner,
-)
+from megatron_rl.data.records import Record, is_learned, nothing_taught, teaches_nothing
 from megatron_rl.data.rendered_text import LOOKED_AT, odd_prompts, odd_responses, response_pieces
+from megatron_rl.data.shards import DataPath
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import (
     PromptEncoder,
@@ -78,6 +71,7 @@ class ResponseSource:
             limited_by,
         )
         self.unit = len(responses)
+        self._remarks = encoded.remarks
         self._uninstructive = [
             encoded.records[index].where
             for index in self._kept
@@ -94,8 +88,9 @@ class ResponseSource:
         return len(self._kept)
 
     def remarks(self) -> Iterator[str]:
-        """Yield sentences for the console: on records that are too long, and on those that teach nothing."""
+        """Yield sentences for the console: on long records, what nothing reads, and what teaches nothing."""
         yield self.length_report.line("records")
+        yield from self._remarks
         if self._uninstructive:
             yield f"warning: {nothing_taught(self._uninstructive, len(self), self.unit > 1)}"
         for problem in self.odd:
@@ -154,19 +149,17 @@ def encode_responses(
     """Return records with the tokens of their prompts and of each field that holds a response.
 
     ``fields`` maps those fields to the settings that name them. A record that lacks one, or holds no response
-    there, raises a UserError; `read_responses` says what is one, and `_Turns` what its tokens are.
+    there, raises a UserError; `RecordReader` says what is one, and `_Turns` what its tokens are.
     """
-    records = [with_inner(record, (*data.of_prompts, *fields)) for record in records]
-    records = [read_responses(record, data.prompt_field, fields, every_turn) for record in records]
-    for record in records:
-        require_fields(record, data.asked | fields, setting)
-        require_responses(record, fields, setting)
-        require_template_for(record, fields, data, setting)
+    template = template_source(getattr(tokenizer, "chat_template", None))
+    reader = RecordReader(data, setting, fields, every_turn, template=template)
+    records = [reader.read(record) for record in records]
+
     prompts = PromptEncoder(tokenizer, data, setting)
     texts, tokens = prompts.encode(records, max_tokens)
     turns = _Turns(prompts, ends, "set sft.turns=last" if every_turn else None)
     columns = [turns.encode(records, texts, tokens, field, max_tokens) for field in fields]
-    return Encoded(records, texts, (tokens, *columns))
+    return Encoded(records, texts, (tokens, *columns), remarks=reader.remark_lines())
 
 
 class _Turns:
@@ -203,7 +196,7 @@ class _Turns:
         field: str,
         limit: int,
     ) -> list[numpy.ndarray]:
-        """Return the tokens (int32) of each record's response; ~token is one that is read between turns."""
+        """Return the tokens (int32) of each record's response; ~token is one that is read, not learned."""
         data, setting = self._prompts.data, self._prompts.setting
         pieces = [
             response_pieces(record, field, data, setting, self._chat, self._texts, self._otherwise)
@@ -223,19 +216,28 @@ class _Turns:
             rows[row] = [numpy.empty(0, numpy.int32), *(next(alone) for _ in pieces[row])]
 
         return [
-            self._row((tokens or [])[1:], self._end[templated(record, self._prompts.data)])
+            self._row(
+                (tokens or [])[1:],
+                self._end[templated(record, self._prompts.data)],
+                _learned(record.values[field]),
+            )
             for record, tokens in zip(records, rows, strict=True)
         ]
 
-    def _row(self, pieces: Sequence[numpy.ndarray], end: int) -> numpy.ndarray:
+    def _row(self, pieces: Sequence[numpy.ndarray], end: int, learned: Sequence[bool]) -> numpy.ndarray:
+        """Return one row of the pieces; ``learned`` holds for each turn whether its tokens are learned."""
         row: list[numpy.ndarray] = []
+        last = None
         for number, tokens in enumerate(pieces):
             if number % 2:
-                row.append(~tokens[1 if len(tokens) and tokens[0] == row[-1][-1] else 0 :])
-            else:
-                row.append(tokens)
-                if not len(tokens) or int(tokens[-1]) not in self._ends:
-                    row.append(numpy.asarray([end], numpy.int32))
+                repeats_end = len(tokens) > 0 and tokens[0] == last
+                row.append(~tokens[1 if repeats_end else 0 :])
+                continue
+
+            if not len(tokens) or int(tokens[-1]) not in self._ends:
+                tokens = numpy.append(tokens, numpy.int32(end))
+            last = tokens[-1]
+            row.append(tokens if learned[number // 2] else ~tokens)
         return numpy.concatenate(row)
 
 
@@ -244,10 +246,17 @@ def _ends_with(tokens: numpy.ndarray, end: numpy.ndarray) -> bool:
     return len(tokens) >= len(end) and numpy.array_equal(tokens[len(tokens) - len(end) :], end)
 
 
+def _learned(response: str | Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Return for each turn of the assistant in a response whether it is learned."""
+    if isinstance(response, str):
+        return [True]
+    return [is_learned(message) for message in response if message["role"] == "assistant"]
+
+
 def load_responses(
     config: RunConfig,
     setting: str,
-    path: str,
+    path: DataPath,
     tokenizer: PreTrainedTokenizerBase,
     files: TokenFiles,
     fields: dict[str, str],

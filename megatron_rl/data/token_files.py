@@ -26,13 +26,16 @@ import psutil
 
 from megatron_rl import durable
 from megatron_rl.data.records import Record, load_records
+from megatron_rl.data.shards import DataPath, data_files
 from megatron_rl.data.template_renderer import renderer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 3
+_FORMAT = 4
 """Changes whenever equal settings give files of other content."""
+_REMARKS = b"remarks"
+"""Key of the file's metadata that holds warnings about the records."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -42,13 +45,14 @@ class Encoded:
 
     ``tokens`` are columns of int32 rows: the prompts, then each field of responses, where ~token is one that
     is read between turns and not said. All are as long as the records, as are ``lines``, the records as JSON
-    where a file has them.
+    where a file has them. ``remarks`` are warnings about the records.
     """
 
     records: Sequence[Record]
     texts: Sequence[str]
     tokens: tuple[Sequence[numpy.ndarray], ...]
     lines: Sequence[str] | None = None
+    remarks: Sequence[str] = ()
 
     def digest(self) -> str:
         """Return 16 hexadecimal digits that differ where the fields of records or their order do."""
@@ -89,7 +93,7 @@ class TokenFiles:
 
     def encoded(
         self,
-        path: str | Path,
+        path: DataPath,
         setting: str,
         tokenizer: PreTrainedTokenizerBase,
         how: Sequence[Any],
@@ -105,13 +109,21 @@ class TokenFiles:
             return encode(load_records(path, setting=setting))
 
         fast = getattr(tokenizer, "backend_tokenizer", None)
-        if self.folder is None or fast is None or not Path(path).exists():
+        if self.folder is None or fast is None:
             return own()
         template = getattr(tokenizer, "chat_template", None)
         versions = [version(name) for name in ("transformers", "tokenizers")]
         renderer = renderer_of(tokenizer)
         clock = renderer.now.isoformat() if renderer is not None and renderer.has_clock else None
-        parts = (_FORMAT, versions, _state(Path(path)), fast.to_str(), repr(tokenizer), template, clock)
+        parts = (
+            _FORMAT,
+            versions,
+            _state(data_files(path, setting)),
+            fast.to_str(),
+            repr(tokenizer),
+            template,
+            clock,
+        )
         digest = hashlib.sha256(json.dumps([*parts, *how], default=str).encode()).hexdigest()
         file = self.folder / f"{digest[:32]}.arrow"
         made, why = None, f"the first that came to {file} has not written it"
@@ -145,9 +157,11 @@ class _Unfit(Exception):
     """Say why a data set cannot be kept in a file."""
 
 
-def _state(path: Path) -> list[Any]:
-    """Return what changes when a data set does: names, sizes and times of its files."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+def _state(paths: Sequence[Path]) -> list[Any]:
+    """Return what changes when a data set does: names, sizes and times of its files, in reading order."""
+    files: list[Path] = []
+    for path in paths:
+        files.extend(sorted(path.rglob("*")) if path.is_dir() else [path])
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
 
 
@@ -184,6 +198,7 @@ def _write(file: Path, encoded: Encoded) -> None:
         values = pyarrow.array(numpy.concatenate([*rows]), pyarrow.int32())
         columns[f"tokens {number}"] = pyarrow.LargeListArray.from_arrays(pyarrow.array(ends), values)
     batch = pyarrow.RecordBatch.from_pydict(columns)
+    batch = batch.replace_schema_metadata({_REMARKS: json.dumps([*encoded.remarks])})
 
     def write(aside: Path) -> None:
         with pyarrow.OSFile(str(aside), "wb") as sink, pyarrow.ipc.new_file(sink, batch.schema) as writer:
@@ -247,11 +262,13 @@ def _read(file: Path) -> Encoded | None:
         tokens = [_rows_of(column) for column in lists]
     except (pyarrow.ArrowException, ValueError):
         return None
+    remarks = json.loads((batch.schema.metadata or {}).get(_REMARKS, b"[]"))
     return Encoded(
         _Rows(count, lambda row: Record(json.loads(record[row].as_py()), where[row].as_py())),
         _Rows(count, lambda row: text[row].as_py()),
         tuple(tokens),
         _Rows(count, lambda row: record[row].as_py()),
+        remarks,
     )
 
 

@@ -22,7 +22,7 @@ from megatron_rl.data.chat_format import (
     turn_end_problem,
     with_prefix,
 )
-from megatron_rl.data.messages import require_prompt, templated
+from megatron_rl.data.messages import no_tokens_error, require_prompt, templated
 from megatron_rl.data.records import Record
 from megatron_rl.data.rendered_text import rendered_prompts
 from megatron_rl.data.template_renderer import (
@@ -235,13 +235,7 @@ class PromptEncoder:
                 tokens[row] = numpy.asarray(with_prefix(prefix, tokens[row].tolist()), numpy.int32)
 
             if not len(tokens[row]):
-                raise UserError(
-                    "a prompt has no tokens",
-                    where=f"{record.where} ({self.setting})",
-                    expected="at least one token",
-                    got=repr(texts[row]),
-                    fix="correct or remove the record",
-                )
+                raise no_tokens_error(texts[row], f"{record.where} ({self.setting})")
         return texts, tokens
 
 

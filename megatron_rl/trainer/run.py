@@ -12,6 +12,7 @@ from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, models_read, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
+from megatron_rl.data.shards import DataPath
 from megatron_rl.data.tokenizing import as_warning, load_tokenizer
 from megatron_rl.errors import first_line
 from megatron_rl.metrics import Metrics
@@ -168,9 +169,11 @@ class Run:
         require_intact(Path(resume))
         return Path(resume)
 
-    def _prompts(self, setting: str, path: str) -> PromptSource:
+    def _prompts(self, setting: str, path: DataPath) -> PromptSource:
         source = load_prompts(self.config, setting, path, self.tokenizer, self.job.token_files)
         self.job.say(f"{setting}: {source.length_report.line()}")
+        for remark in source.remarks:
+            self.job.say(f"{setting}: {remark}")
         for problem in source.odd:
             self.job.say(f"{setting}: {as_warning(problem)}")
         return source

@@ -78,7 +78,7 @@ class Samples:
         columns = {
             "prompt": list(prompts.prompts),
             "response": self.roles.reward.responses(rollouts),
-            "ground_truth": [str(truth) for truth in prompts.ground_truths],
+            "ground_truth": ["" if truth is None else str(truth) for truth in prompts.ground_truths],
             "length": row_counts(rollouts.response_mask, rollouts.lengths).tolist(),
             "finish_reason": rollouts.finish_reason.tolist(),
         }

@@ -23,6 +23,7 @@ from megatron_rl.config.stage_plan import (
     starting_model,
 )
 from megatron_rl.data.responses import ResponseSource, load_responses
+from megatron_rl.data.shards import DataPath
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
@@ -97,7 +98,7 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
     data = fields_of(job.config.data, settings, where)
     assert longest is not None
 
-    def source(path: str, name: str) -> ResponseSource:
+    def source(path: DataPath, name: str) -> ResponseSource:
         fields = {getattr(settings, field): f"{where}.{field}" for field in settings.RESPONSES}
         every_turn = settings.every_turn
         rows = load_responses(

@@ -53,7 +53,7 @@ def test_each_data_set_may_have_fields_of_its_own() -> None:
     write("eval.jsonl", [{"question": "1+1=", "answer": "2", "kind": "sum"}] * 3)
     own = "evaluation.sets.held_out"
     (asked, *_) = (error for error in check().errors if "eval.jsonl" in (error.where or ""))
-    assert "`prompt`" in asked.message and asked.fix == f"set {own}.prompt_field to the field that holds it"
+    assert "`prompt`" in asked.message and asked.fix == f"set {own}.prompt_field=question"
     (judged,) = check(f"{own}.prompt_field=question").errors
     assert judged.where == f"eval.jsonl:1 ({own}.data)" and judged.message == "a record has no `ground_truth`"
     assert f"{own}.ground_truth_field" in (judged.fix or "")

@@ -14,13 +14,13 @@ from config_workspace import SHAPE, TOKENS, write_model, write_safetensors, writ
 from safetensors.torch import save_file
 
 from megatron_rl.check.configuration import CheckReport, check_config
-from megatron_rl.check.installed_source import find_module
 from megatron_rl.config.load import load
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import require_finite
 from megatron_rl.shapes.pretrained import describe
+from megatron_rl.user_code import find_module
 
 CONFIG_VALUES = [
     ({"model_type": "qwen9"}, "model_type", "qwen2, as Qwen2ForCausalLM has"),

@@ -410,3 +410,29 @@ def test_records_that_no_file_gives_back_stay_as_they_are(tokenizer: Any, tmp_pa
     )
     assert [fields["raw"] for fields in prompts.everything().metadata] == values["raw"]
     assert len(told) == 1 and "JSON" in told[0] and not list((tmp_path / "tokens").glob("*.arrow*"))
+
+
+def test_tokens_of_shards_are_made_anew_when_one_is_added(tokenizer: Any, tmp_path: Path) -> None:
+    folder, settings = tmp_path / "shards", DataConfig("train", shuffle=False)
+    folder.mkdir()
+    files = TokenFiles(tmp_path / "tokens", print)
+    encode = partial(encode_prompts, tokenizer, settings, "data.train")
+
+    def prompts() -> PromptSource:
+        encoded = files.encoded(str(folder), "data.train", tokenizer, ("prompts",), encode)
+        return PromptSource(encoded, tokenizer, settings, RolloutConfig(), seed=3)
+
+    for name, prompt in (("b.jsonl", "2+2="), ("a.jsonl", "1+1=")):
+        (folder / name).write_text(
+            json.dumps({"prompt": prompt, "ground_truth": "x", "images": ["a"]}) + "\n"
+        )
+    begun = prompts()
+    assert begun.next(2).prompts == ("1+1=", "2+2=")
+    assert prompts().remarks == begun.remarks and "`images`" in begun.remarks[0]  # read from the file
+
+    state = begun.state_dict()
+    (folder / "c.jsonl").write_text(json.dumps({"prompt": "3+3=", "ground_truth": "x"}) + "\n")
+    longer = prompts()
+    assert longer.next(3).prompts == ("1+1=", "2+2=", "3+3=")
+    with pytest.raises(UserError, match="another data set"):
+        longer.load_state_dict(state)

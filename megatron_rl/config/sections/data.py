@@ -13,16 +13,17 @@ from megatron_rl.config.setting import setting
 class DataConfig:
     """Name the data sets and the fields of a record.
 
-    A data set is a .jsonl or .parquet file or a directory saved by Hugging Face ``datasets``. A field within
-    another is named with a dot: ``reward_model.ground_truth``. What is said of fields here holds for every
-    data set that does not say it itself, as ``evaluation.sets.NAME.prompt_field``.
+    A data set is a .jsonl or .parquet file or a directory saved by Hugging Face ``datasets``; or several
+    files whose records follow one another: a folder of shards, a pattern such as ``data/train-*.parquet``, or
+    a list. A field within another is named with a dot: ``reward_model.ground_truth``. What is said of fields
+    here holds for every data set that does not say it itself, as ``evaluation.sets.NAME.prompt_field``.
     """
 
     VALUE_KEY: ClassVar[str] = "train"
 
-    train: str | None = setting(
+    train: str | tuple[str, ...] | None = setting(
         None,
-        "Prompts to learn from.",
+        "Prompts to learn from: a file, a folder of shards, a pattern, or a list of these.",
         jobs=("train",),
         unset="no reinforcement learning",
         example="data/train.jsonl",
@@ -41,7 +42,7 @@ class DataConfig:
     )
     ground_truth_field: str = setting(
         "ground_truth",
-        "Field of what the reward compares with.",
+        "Field of what the reward compares with; required of a record where something may read it.",
         also_called={"slime": "label_key", "common": "answer_key, ground_truth_key"},
     )
     task_field: str = setting(
@@ -51,7 +52,8 @@ class DataConfig:
     )
     tools_field: str | None = setting(
         None,
-        "Field of the tools that the chat template tells the model of: a list, as transformers takes it.",
+        "Field of the tools that the chat template tells the model of: a list, as transformers takes it, or "
+        "JSON text of one.",
         unset="none",
         also_called={"slime": "tool_key"},
     )
@@ -104,7 +106,7 @@ class DataConfig:
     @property
     def of_prompts(self) -> tuple[str | None, ...]:
         """Return the fields that are read of a record beside its responses, None for one that is not."""
-        return *self.judged, self.task_field, self.tools_field
+        return self.prompt_field, self.ground_truth_field, self.task_field, self.tools_field
 
     @property
     def judged(self) -> dict[str, str]:

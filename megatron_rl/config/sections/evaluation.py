@@ -23,7 +23,7 @@ class EvaluationSetConfig:
     diverse the answers are.
     """
 
-    data: str = required(
+    data: str | tuple[str, ...] = required(
         "Prompts that are answered: a data set with the fields of `data`, or its own.",
         example="data/eval.jsonl",
     )

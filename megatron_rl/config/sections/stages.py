@@ -17,7 +17,7 @@ class StageConfig:
 
     VALUE_KEY: ClassVar[str] = "data"
 
-    data: str = required(
+    data: str | tuple[str, ...] = required(
         "Records to learn from: the prompt field and one for each response.", example="data/responses.jsonl"
     )
     prompt_field: str | None = own_field(
@@ -43,7 +43,7 @@ class StageConfig:
         more_than=0,
         at_most=MOST_STEPS,
     )
-    held_out: str | None = setting(
+    held_out: str | tuple[str, ...] | None = setting(
         None,
         "Records that the loss is only measured on: before the first step and after the last.",
         unset="nothing is measured on other data",
