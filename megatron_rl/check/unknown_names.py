@@ -210,7 +210,7 @@ def _called(unknown: _Unknown, other: OtherName) -> UserError:
         fix = f"write `{other.ours}: {_short(mapped)}` instead of {_short(stated)}, or remove the line"
     elif applied.problems:
         problem = applied.problems[0]
-        fix = f"write `{other.ours}`; {_short(unknown.value)} is not its value: expected {problem.expected}"
+        fix = f"write `{other.ours}`, and correct it: {problem.message}, expected {problem.expected}"
     else:
         fix = f"write `{applied.written}`"
     return unknown.answer(message, expected, fix, other.source)
