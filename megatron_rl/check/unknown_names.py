@@ -81,8 +81,10 @@ class _Unknown:
     @property
     def where(self) -> str:
         """Return the path with the file or override that wrote it."""
-        _, space, origin = (self.error.where or "").partition(" ")
-        return self.path + space + origin
+        node = _node(self.tree, self.names)
+        if node is None or node.origin.kind == "default":
+            return self.path
+        return f"{self.path} ({node.origin})"
 
     def answer(self, message: str, expected: str, fix: str, source: str = "") -> UserError:
         """Return the error that answers this name."""
