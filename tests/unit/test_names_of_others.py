@@ -109,3 +109,13 @@ def test_an_answer_names_the_line_of_each_name_in_a_section(workspace: Path) -> 
     for name in ("nnodes: 1", "save_freq: 20"):
         line = lines.index(f"  {name}") + 1
         assert f"trainer.{name.partition(':')[0]} ({file}:{line})" in places
+
+
+def test_a_name_with_dots_in_a_file_is_to_be_written_below_its_section(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace)
+    file = workspace / "dots.yaml"
+    file.write_text((workspace / "config.yaml").read_text() + "actor.offload: true\n")
+    (error,) = check_config(load(file)).errors
+    assert error.fix == "write `offload: true` below `actor:`"
