@@ -81,8 +81,10 @@ class _Unknown:
     @property
     def where(self) -> str:
         """Return the path with the file or override that wrote it."""
-        _, space, origin = (self.error.where or "").partition(" ")
-        return self.path + space + origin
+        node = _node(self.tree, self.names)
+        if node is None or node.origin.kind == "default":
+            return self.path
+        return f"{self.path} ({node.origin})"
 
     def answer(self, message: str, expected: str, fix: str, source: str = "") -> UserError:
         """Return the error that answers this name."""
@@ -117,6 +119,13 @@ def _answers(error: UnknownName, tree: Section) -> list[UserError]:
 
 def _answer(unknown: _Unknown) -> UserError:
     """Return the answer to a name with a single value."""
+    if "." in unknown.error.key and unknown.path in known_paths(RunConfig):
+        *above, name = unknown.path.split(".")
+        return unknown.answer(
+            f"`{unknown.path}` is written with dots, which join names on the command line alone",
+            "names below one another",
+            f"write `{name}: {_short(unknown.value)}` below `{' '.join(f'{word}:' for word in above)}`",
+        )
     other = _other_name(unknown)
     if other is not None and other.ours is None:
         return _absent(unknown, other.reason)
@@ -210,7 +219,7 @@ def _called(unknown: _Unknown, other: OtherName) -> UserError:
         fix = f"write `{other.ours}: {_short(mapped)}` instead of {_short(stated)}, or remove the line"
     elif applied.problems:
         problem = applied.problems[0]
-        fix = f"write `{other.ours}`; {_short(unknown.value)} is not its value: expected {problem.expected}"
+        fix = f"write `{other.ours}`, and correct it: {problem.message}, expected {problem.expected}"
     else:
         fix = f"write `{applied.written}`"
     return unknown.answer(message, expected, fix, other.source)
@@ -241,13 +250,8 @@ def _suggested(unknown: _Unknown, valid: Mapping[str, _Applied]) -> UserError:
     named = " or ".join(f"`{target}`" for target in valid)
     siblings = unknown.error.expected or ""
     if len(valid) == 1:
-        ((target, applied),) = valid.items()
-        if "." in unknown.error.key and target == unknown.path:  # a dotted name in a file
-            head, _, rest = target.partition(".")
-            nested = {head: _nested(rest, unknown.value)}
-            fix = f"write `{one_line(nested)[1:-1]}`: dots join names on the command line alone"
-        else:
-            fix = f"write `{applied.written}`, or remove the line"
+        (applied,) = valid.values()
+        fix = f"write `{applied.written}`, or remove the line"
     else:
         fix = f"write {named}, whichever is meant"
     return unknown.answer(
@@ -461,11 +465,6 @@ def _tree(value: Any) -> Leaf | Section:
     if isinstance(value, dict):
         return Section({name: _tree(inner) for name, inner in value.items()})
     return Leaf(value, DEFAULT)
-
-
-def _nested(path: str, value: Any) -> Any:
-    head, _, rest = path.partition(".")
-    return {head: _nested(rest, value) if rest else value}
 
 
 def _short(value: Any) -> str:

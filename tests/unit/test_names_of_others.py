@@ -99,3 +99,23 @@ def test_no_name_both_has_a_counterpart_and_has_none() -> None:
 )
 def test_only_a_slip_is_taken_for_another_name(name: str, available: list[str], slip: str | None) -> None:
     assert nearest(name, available) == slip
+
+
+def test_an_answer_names_the_line_of_each_name_in_a_section(workspace: Path) -> None:
+    file = workspace / "sections.yaml"
+    file.write_text((workspace / "config.yaml").read_text() + "trainer:\n  nnodes: 1\n  save_freq: 20\n")
+    lines = file.read_text().splitlines()
+    places = {error.where for error in check_config(load(file)).errors}
+    for name in ("nnodes: 1", "save_freq: 20"):
+        line = lines.index(f"  {name}") + 1
+        assert f"trainer.{name.partition(':')[0]} ({file}:{line})" in places
+
+
+def test_a_name_with_dots_in_a_file_is_to_be_written_below_its_section(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace)
+    file = workspace / "dots.yaml"
+    file.write_text((workspace / "config.yaml").read_text() + "actor.offload: true\n")
+    (error,) = check_config(load(file)).errors
+    assert error.fix == "write `offload: true` below `actor:`"

@@ -85,7 +85,7 @@ def test_errors_are_recorded_and_name_the_scenario() -> None:
     }
     cases = [
         good | {"id": "gpu", "cluster": {"gpu": "H1000", "num_gpus": 8}},
-        good | {"id": "kind", "kind": "weight_sink"},
+        good | {"id": "kind", "kind": "weight_synk"},
         good | {"id": "model", "model": "llama-9"},
         good | {"id": "size", "model": "deepseek-v3", "kind": "rl_step"},
         good,
