@@ -18,11 +18,9 @@ import mmap
 import os
 import re
 import resource
-import shutil
 import signal
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -145,7 +143,7 @@ def isolate(limits: Mapping[str, Any], visible: Visible) -> Isolation:
         isolation.namespaces = True
     except OSError as error:
         isolation.missing.append(f"{CHILDREN_SEARCHED} (namespaces: {error.strerror})")
-        isolation.folder = tempfile.mkdtemp(prefix="megatron_rl_")
+        isolation.folder = _temporary_folder()
         return isolation
     if limits.get("loopback") and not limits["network"]:
         _raise_loopback()
@@ -154,8 +152,15 @@ def isolate(limits: Mapping[str, Any], visible: Visible) -> Isolation:
         kernel.make_mounts_private()
         isolation.scratch = new_scratch(int(limits["memory_gib"] * GIB))
     if isolation.scratch is None:
-        isolation.folder = tempfile.mkdtemp(prefix="megatron_rl_")
+        isolation.folder = _temporary_folder()
     return isolation
+
+
+def _temporary_folder() -> str:
+    """Return a new folder on disk for temporary files."""
+    import tempfile  # a third of the time that this module takes to be imported, and seldom needed
+
+    return tempfile.mkdtemp(prefix="megatron_rl_")
 
 
 def _most_tasks(limits: Mapping[str, Any]) -> int:
@@ -273,7 +278,7 @@ def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
     if os.getuid() == 0:
         isolation.missing.append(SAME_USER.format(name="root"))
 
-    os.environ["TMPDIR"] = "/tmp" if has_root else isolation.folder or tempfile.gettempdir()
+    os.environ["TMPDIR"] = "/tmp" if has_root else isolation.folder or "/tmp"
     scoped = _restrict(limits, isolation, has_root)
     _filter(limits, isolation, has_root, scoped)
     return isolation.missing
@@ -431,6 +436,8 @@ def supervise(worker: int, trainer: int, limits: Mapping[str, Any], isolation: I
                 time.sleep(LOOKS_SECONDS)
     _end(worker)
     if isolation.folder is not None:
+        import shutil
+
         shutil.rmtree(isolation.folder, ignore_errors=True)
     if isolation.group is not None:
         if code and isolation.group.went_over_memory():
