@@ -224,8 +224,9 @@ def read_back(settings: Mapping[str, Any], folder: Path, expected: Any, work: Pa
     """Damage what a restart reads beside checkpoints: it is named, and the numbers stay what they were."""
     run, kind = folder / "run", settings["kind"]
     source = random.Random(settings["draw"])
-    if kind == "stage":  # the stage's model is read anew before there is a checkpoint
-        shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(run / "checkpoints")  # before there is one, what a stage has left is read
+    if kind != "stage":
+        shutil.rmtree(run / "stages")  # tokens of a stage are read where it runs
     candidates = sorted(path for path in run.glob(READ_BACK[kind]) if path.name != "checksums.json")
     file = source.choice(candidates)
     other = source.choice([path for path in candidates if path != file])
