@@ -163,9 +163,11 @@ def test_a_bad_sample_is_invalid_and_says_why(file: str, response: str, words: s
     assert words in one(file, response, timeout=1.0)
 
 
-def test_names_that_no_file_takes_are_made_readable(file: str) -> None:
+def test_names_that_no_file_takes_make_their_sample_invalid(file: str) -> None:
     with FunctionReward(RewardConfig(file)) as reward:
-        assert list(judge(reward, "surrogate name").components) == ["bad?name"]
+        result = judge(reward, "surrogate name", "fine")
+    assert [(failure.row, failure.reason) for failure in result.failures] == [(0, "wrong_type")]
+    assert "surrogate" in result.failures[0].message
 
 
 def test_a_forked_child_that_returns_answers_nothing(file: str) -> None:
