@@ -27,7 +27,7 @@ from megatron_rl.algorithms import (
 )
 from megatron_rl.cli.common import checked
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 from megatron_rl.parallel.schedule import microbatches
 from megatron_rl.roles.build import build_actor
 from megatron_rl.roles.model_role import ModelRole

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 
 
 def available() -> bool:

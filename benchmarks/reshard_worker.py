@@ -20,10 +20,10 @@ from reshard_peers import Gatherer, bucketed, gather_all, per_tensor
 from transformers import Qwen2Config
 
 from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hybrid_engine.offline import actor_layout, read_layout
 from megatron_rl.hybrid_engine.sync import HybridEngine
-from megatron_rl.parallel import device
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import source_boxes
 from megatron_rl.parallel.model import ParallelModel, build_model, live_parameters

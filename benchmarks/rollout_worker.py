@@ -15,8 +15,8 @@ import torch.distributed as dist
 from simulated_replicas import PROMPT, EndedEngine, begun
 
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import ticket
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import ticket
 from megatron_rl.roles.rollout import sample
 from megatron_rl.rollout.engine import Request
 from megatron_rl.rollout.episodes import Sweep

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_rl.check.configuration import check_config as check_config
     from megatron_rl.config.load import load_config as load_config
     from megatron_rl.config.schema import RunConfig as RunConfig
+    from megatron_rl.distributed.groups import ParallelGroups as ParallelGroups
     from megatron_rl.environments.agent import AgentEnvironment as AgentEnvironment
     from megatron_rl.environments.environment import Environment as Environment
     from megatron_rl.environments.environment import Episode as Episode
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from megatron_rl.environments.environment import Truncated as Truncated
     from megatron_rl.hybrid_engine.sync import HybridEngine as HybridEngine
     from megatron_rl.metrics import Metrics as Metrics
-    from megatron_rl.parallel.groups import ParallelGroups as ParallelGroups
     from megatron_rl.parallel.model import ParallelModel as ParallelModel
     from megatron_rl.parallel.model import build_model as build_model
     from megatron_rl.rollout.engine import Sampler as Sampler
@@ -45,7 +45,7 @@ PUBLIC = {
     "Episode": "megatron_rl.environments.environment",
     "HybridEngine": "megatron_rl.hybrid_engine.sync",
     "Metrics": "megatron_rl.metrics",
-    "ParallelGroups": "megatron_rl.parallel.groups",
+    "ParallelGroups": "megatron_rl.distributed.groups",
     "ParallelLayout": "megatron_rl.shapes.layout",
     "ParallelModel": "megatron_rl.parallel.model",
     "PromptBatch": "megatron_rl.types",

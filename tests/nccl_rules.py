@@ -95,7 +95,7 @@ class _Recorder:
     def __init__(self, path: Path) -> None:
         import torch.distributed as dist
 
-        from megatron_rl.parallel import exchange
+        from megatron_rl.distributed import exchange
 
         self.worlds = 0
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

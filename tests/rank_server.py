@@ -62,7 +62,7 @@ def main() -> None:
 
 def preload() -> None:
     """Import what a rank needs, in a process that can be forked: it has one thread."""
-    from megatron_rl.parallel import device
+    from megatron_rl.distributed import device
     from megatron_rl.rollout.vllm.setup import prepare_vllm
 
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow starts one otherwise

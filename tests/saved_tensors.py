@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl.parallel import device, layers
-from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.parallel import layers
 from megatron_rl.parallel.model import ParallelModel, build_model, live_parameters
 from tests.hf_models import config_of
 

@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif speaks:
         _print(sections)
     if together:
-        from megatron_rl.parallel import watch
+        from megatron_rl.distributed import watch
 
         sys.stdout.flush()
         watch.leave()  # the launcher ends rank 0 when another has ended with an error
@@ -148,7 +148,8 @@ def _imports() -> list[Finding]:
         return f"torch {torch.__version__} computes"
 
     def megatron() -> str:
-        from megatron_rl.parallel import device, model
+        from megatron_rl.distributed import device
+        from megatron_rl.parallel import model
 
         return f"{model.__name__} loads; device {device.device()}, communication through {device.backend()}"
 
@@ -188,8 +189,9 @@ def _links(errors: list[Finding]) -> tuple[list[Finding], list[Finding]]:
     What several ranks of a machine say is of the lowest of them. Collective over the world.
     """
     from megatron_rl.cli.proof import link_findings
-    from megatron_rl.parallel import device, probe
-    from megatron_rl.parallel.exchange import gather_objects
+    from megatron_rl.distributed import device
+    from megatron_rl.distributed.exchange import gather_objects
+    from megatron_rl.parallel import probe
 
     device.initialize(60.0)
     links = probe.probe_links(socket.gethostname())

@@ -93,8 +93,9 @@ def settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
 
 def prove(folder: Path, world: int) -> Iterator[Finding]:
     """Yield what each step found; an error is the last. Collective over the world."""
-    from megatron_rl.parallel import device, probe, watch
-    from megatron_rl.parallel.exchange import barrier, gather_objects
+    from megatron_rl.distributed import device, watch
+    from megatron_rl.distributed.exchange import barrier, gather_objects
+    from megatron_rl.parallel import probe
 
     leave_with_launcher()
     device.initialize(60.0)
@@ -141,7 +142,7 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
 
 def link_findings(links: Any) -> list[Finding]:
     """Return what a `LinkProbe` says of the links between ranks and of their clocks."""
-    from megatron_rl.parallel import device
+    from megatron_rl.distributed import device
 
     ranks, machines = len(links.hosts), len(set(links.hosts))
     rate = links.bus_bandwidth

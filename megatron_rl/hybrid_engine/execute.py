@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed.exchange import gather_objects, sum_over_ranks
 from megatron_rl.hybrid_engine.plan import ReshardPlan, Schedule, schedule
 from megatron_rl.parallel.boxes import Region, view_of
-from megatron_rl.parallel.exchange import gather_objects, sum_over_ranks
 from megatron_rl.parallel.transfer import Exchange
 
 SAMPLE = 8

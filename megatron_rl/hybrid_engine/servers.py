@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import gather_objects
+from megatron_rl.distributed.groups import join_span, leave_span
 from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.execute import WeightMismatchError
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import gather_objects
-from megatron_rl.parallel.groups import join_span, leave_span
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.model import Chunked
 from megatron_rl.rollout.engine import Sampler

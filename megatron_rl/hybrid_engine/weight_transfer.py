@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.distributed.groups import join_span, leave_span
 from megatron_rl.hybrid_engine.sync import HybridEngine
-from megatron_rl.parallel.groups import join_span, leave_span
 from megatron_rl.rollout.vllm.setup import keep_weights_writable, prepare_vllm
 
 

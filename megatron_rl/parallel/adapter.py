@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 from megatron_rl.shapes.lora import ADAPTER
 
 

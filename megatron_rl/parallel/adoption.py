@@ -13,8 +13,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import Float16Module
 
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import model_spec
 from megatron_rl.parallel.hf.transformer_settings import role_settings
 from megatron_rl.parallel.model import ParallelModel, finish_chunk, has_fused_layers

@@ -33,8 +33,9 @@ from megatron_rl.config.checkpoint_meta import (
     require_state_format,
     write_meta,
 )
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_files import (
     disk_or,
     everywhere,
@@ -43,7 +44,6 @@ from megatron_rl.parallel.checkpoint_files import (
 from megatron_rl.parallel.checkpoint_origin import refuse_code
 from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors, require_shards
 from megatron_rl.parallel.checkpoint_write import Saving, partial_of
-from megatron_rl.parallel.exchange import gather_objects
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.lora import adapter_parameters
 from megatron_rl.parallel.model import ParallelModel

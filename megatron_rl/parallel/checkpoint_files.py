@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron_rl import durable
 from megatron_rl.config.checkpoint_meta import named_checkpoints, read_meta
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import gather_objects, together
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import gather_objects, together
 
 _FULL_BYTES = 2**20
 """A disk with less room than this is full, whatever a writer that failed on it says."""

@@ -15,12 +15,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megatron_rl import durable
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import together
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_files import disk_or, everywhere
 from megatron_rl.parallel.checkpoint_tensors import initialise_states, sharded_state
 from megatron_rl.parallel.checkpoint_write import partial_of, write
-from megatron_rl.parallel.exchange import together
 from megatron_rl.parallel.hf.importer import vocabulary_names
 from megatron_rl.parallel.hf.megatron_buffers import BufferFiles
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles, read_pointed

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.config.checkpoint_meta import ANY, SAME
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_write import TensorWrite
-from megatron_rl.parallel.exchange import sum_over_ranks
 from megatron_rl.parallel.hf.importer import global_name, vocabulary_names
 from megatron_rl.parallel.host_optimizer import HostOptimizer, set_states
 from megatron_rl.parallel.lora import load_adapters, sharded_adapters

@@ -14,8 +14,8 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_rl.distributed import device
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import device
 
 
 def prepare_experts() -> None:

@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 
 
 class HostOptimizer(HybridDeviceOptimizer):

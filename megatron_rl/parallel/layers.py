@@ -28,8 +28,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import divide
 from torch import Tensor, nn
 
+from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import device
 from megatron_rl.parallel.packing import PackedRows
 
 

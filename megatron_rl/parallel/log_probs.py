@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.distributed import device
 from megatron_rl.errors import first_line
-from megatron_rl.parallel import device
 
 _MASKED = -1e30  # finite, so that probability * logit is 0 and not NaN
 

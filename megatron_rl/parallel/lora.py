@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import device
 from megatron_rl.parallel.adapter import Adapter, add_change
 from megatron_rl.parallel.boxes import view_of
-from megatron_rl.parallel.exchange import sum_over_ranks
 from megatron_rl.parallel.hf.importer import (
     EXPERT,
     by_name,

@@ -15,10 +15,10 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from torch import Tensor
 
 from megatron_rl.config.derive import has_transformer_engine
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import device
 from megatron_rl.parallel.experts import Routing
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import ModelSpec, model_spec, with_scalar_head
 from megatron_rl.parallel.hf.transformer_settings import role_settings
 from megatron_rl.parallel.latent import fit_latent_spec

@@ -15,8 +15,8 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.distributed import device
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.transformer_settings import optimizer_settings
 from megatron_rl.parallel.host_optimizer import on_the_host
 from megatron_rl.parallel.model import ParallelModel, of_experts

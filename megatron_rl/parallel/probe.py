@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import barrier, gather_objects
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import barrier, gather_objects
 from megatron_rl.parallel.log_probs import kernel_errors, kernel_works
 
 REPEATS = 5

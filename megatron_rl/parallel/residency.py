@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed import device
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import device
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer
 

@@ -16,10 +16,10 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func,
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
-from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import sum_over_ranks
 from megatron_rl.parallel.experts import RoutedTokens
 from megatron_rl.parallel.layers import warn_of_unfused_attention
 from megatron_rl.parallel.log_probs import Support

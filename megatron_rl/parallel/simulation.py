@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.budget import Usage
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 from megatron_rl.parallel.experts import host_counts
 
 _aten = torch.ops.aten

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import gather_objects, rank_in
 from megatron_rl.parallel.boxes import BoxGroup
-from megatron_rl.parallel.exchange import gather_objects, rank_in
 from megatron_rl.types import TensorBox
 
 ALIGNMENT = 16

@@ -19,11 +19,11 @@ from megatron_rl.config.sections.models import ActorConfig, CriticConfig
 from megatron_rl.config.sections.rollout import SERVER
 from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans
 from megatron_rl.data.chat_format import ChatFormats
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import communicator
 from megatron_rl.hybrid_engine.servers import ServedWeights, make_sampler
 from megatron_rl.hybrid_engine.sync import HybridEngine
-from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_megatron import load_optimizer
-from megatron_rl.parallel.groups import communicator
 from megatron_rl.parallel.hf.peft import add_adapters, note_base
 from megatron_rl.parallel.lora import share_base
 from megatron_rl.parallel.model import ParallelModel

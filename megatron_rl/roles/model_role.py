@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import RowShard
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import RowShard
 from megatron_rl.parallel.lora import initial_policy, remove_adapters
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.optimizer import Optimizer

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_rl.config.sections.rewards import FUNCTION, RewardConfig
 from megatron_rl.data.visible_text import VisibleText
+from megatron_rl.distributed.exchange import ReplicaGroup, RowShard
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.exchange import ReplicaGroup, RowShard
 from megatron_rl.rewards.function import (
     Failure,
     FunctionReward,

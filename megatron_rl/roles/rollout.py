@@ -14,9 +14,9 @@ from functools import partial
 
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormats
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import ReplicaGroup, drawn, share, ticket
 from megatron_rl.environments.hosts import Hosts
-from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import ReplicaGroup, drawn, share, ticket
 from megatron_rl.rollout.conversations import Conversations
 from megatron_rl.rollout.engine import Engine, Sampler, ToolParser
 from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, extended, is_enough

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed.exchange import RowShard
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.exchange import RowShard
 from megatron_rl.rollout.sampling import log_prob_temperature, row_seeds
 from megatron_rl.rollout.turns import Row
 from megatron_rl.types import (

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from megatron_rl.parallel.exchange import share
+from megatron_rl.distributed.exchange import share
 from megatron_rl.progress import advance
 from megatron_rl.rollout.engine import Completion, Request, Sampler
 from megatron_rl.types import (

@@ -12,10 +12,10 @@ from contextlib import contextmanager, nullcontext
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.rewards import prompts_to_sample
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import ReplicaGroup, gather_objects
+from megatron_rl.distributed.groups import communicator
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import ReplicaGroup, gather_objects
-from megatron_rl.parallel.groups import communicator
 from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.dynamic_sampling import ROUND_CEILING, informative, take_informative
 from megatron_rl.trainer.evaluation import EvaluationSet, ask

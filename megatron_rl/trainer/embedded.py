@@ -14,8 +14,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
+from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.parallel import device
 from megatron_rl.parallel.adoption import adopt_model, layout_of, require_set_up
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.optimizer import Optimizer

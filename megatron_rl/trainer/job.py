@@ -19,11 +19,11 @@ from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.contained.process import readable
 from megatron_rl.data.token_files import TokenFiles
+from megatron_rl.distributed import device, watch
+from megatron_rl.distributed.exchange import barrier, gather_objects
 from megatron_rl.durable import file_error
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, first_line
 from megatron_rl.launcher import report_errors
-from megatron_rl.parallel import device, watch
-from megatron_rl.parallel.exchange import barrier, gather_objects
 from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.run_lock import only_job_in

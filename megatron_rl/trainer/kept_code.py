@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.contained.code_copy import keep_copies, read_code, read_copy, write_copy
+from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import write_text
-from megatron_rl.parallel.exchange import gather_objects
 from megatron_rl.rewards.judgement import is_function
 from megatron_rl.trainer.job import Job
 

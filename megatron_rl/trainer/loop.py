@@ -25,10 +25,10 @@ from megatron_rl.algorithms import (
 )
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import MismatchConfig
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import GatherStats, ReplicaGroup, RowShard, gather_metrics
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import GatherStats, ReplicaGroup, RowShard, gather_metrics
 from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.dynamic_sampling import choose_groups, prompts_wanted
 from megatron_rl.trainer.sample import RolloutSource, ScoredBatch, grade

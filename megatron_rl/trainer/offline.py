@@ -17,9 +17,10 @@ from megatron_rl.config.stage_plan import models_read, present_model
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
+from megatron_rl.distributed import device, watch
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import merge
-from megatron_rl.parallel import checkpoint, device, watch
+from megatron_rl.parallel import checkpoint
 from megatron_rl.parallel.checkpoint_files import first, require_intact_models
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.parallel.hf.export import export, export_adapters

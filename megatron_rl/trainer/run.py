@@ -14,16 +14,17 @@ from megatron_rl.config.stage_plan import StagePlan, models_read, pending_stages
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.shards import DataPath
 from megatron_rl.data.tokenizing import as_warning, load_tokenizer
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import barrier, gather_metrics, gather_objects
 from megatron_rl.errors import first_line
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import checkpoint, device
+from megatron_rl.parallel import checkpoint
 from megatron_rl.parallel.checkpoint_files import (
     first,
     newest_intact,
     require_intact,
     require_intact_models,
 )
-from megatron_rl.parallel.exchange import barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.build import Roles, build_roles

@@ -12,8 +12,8 @@ import torch
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import CLOSED, SERVER
+from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.metrics import Metrics, merge
-from megatron_rl.parallel.exchange import ReplicaGroup
 from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import COMPONENT, EarlyAnswers

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
+from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.metrics import Metrics, merge
-from megatron_rl.parallel.exchange import gather_objects
 from megatron_rl.rewards.function import Failure, ending
 from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.evaluation import EvaluationResult, failure_lines

@@ -18,8 +18,8 @@ from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.roles import role_of, with_role_sections
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig
-from megatron_rl.parallel import device
-from megatron_rl.parallel.groups import ParallelGroups, memberships
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups, memberships
 from megatron_rl.parallel.residency import Use
 from megatron_rl.parallel.simulation import Simulation
 from megatron_rl.roles.build import build_actor, build_critic, build_reference, build_reward_model

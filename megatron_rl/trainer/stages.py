@@ -25,6 +25,7 @@ from megatron_rl.config.stage_plan import (
 from megatron_rl.data.responses import ResponseSource, load_responses
 from megatron_rl.data.shards import DataPath
 from megatron_rl.data.tokenizing import load_tokenizer
+from megatron_rl.distributed.exchange import ReplicaGroup, barrier, gather_metrics, gather_objects
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint
@@ -35,7 +36,6 @@ from megatron_rl.parallel.checkpoint_files import (
     newest_intact,
     require_intact_models,
 )
-from megatron_rl.parallel.exchange import ReplicaGroup, barrier, gather_metrics, gather_objects
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.peft import note_base
 from megatron_rl.parallel.hf.weights import load_weights

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron_rl.distributed.watch import last_calls
 from megatron_rl.launcher import launch
-from megatron_rl.parallel.watch import last_calls
 from megatron_rl.trainer.loop import Phases
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 from megatron_rl.rollout.engine import Storage
 from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.rollout.vllm.engine import VllmEngine

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.cli.main import main
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 
 EXAMPLES = Path("launch/examples")
 SHORT = (

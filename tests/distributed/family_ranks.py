@@ -9,7 +9,7 @@ import torch.distributed as dist
 from test_layout_invariance import sparse
 
 from megatron_rl.cli.main import main
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 
 
 def command(*words: str | Path) -> None:

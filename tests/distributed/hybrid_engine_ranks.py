@@ -15,13 +15,13 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hybrid_engine.execute import WeightMismatchError
 from megatron_rl.hybrid_engine.offline import engine_layout
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import view_of
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.model_spec import pretrained

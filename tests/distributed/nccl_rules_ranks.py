@@ -9,9 +9,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import barrier
-from megatron_rl.parallel.watch import leave
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import barrier
+from megatron_rl.distributed.watch import leave
 
 
 def first_call_of_some() -> None:

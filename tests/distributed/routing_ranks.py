@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from engines import SAMPLED, build, random_rows, write
 
-from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import barrier, gather_objects
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import barrier, gather_objects
 from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.parallel.schedule import score
 from megatron_rl.types import Rollouts, TrainBatch

@@ -17,8 +17,9 @@ from megatron_rl.check.configuration import check_config
 from megatron_rl.cli.check_simulation import Simulated, planned
 from megatron_rl.config.load import load
 from megatron_rl.config.sections.models import OptimizerConfig
-from megatron_rl.parallel import device, layers
-from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.parallel import layers
 from megatron_rl.parallel.model import build_model
 from megatron_rl.parallel.optimizer import Optimizer, wrap
 from megatron_rl.parallel.schedule import learn, score

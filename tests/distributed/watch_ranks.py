@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.parallel import watch
+from megatron_rl.distributed import watch
 from megatron_rl.progress import advance
 
 LIMIT = 4.0

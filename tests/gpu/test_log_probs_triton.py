@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 from megatron_rl.parallel import log_probs as module
 from megatron_rl.parallel.log_probs import VocabularyShard, chunked_statistics, kernel_statistics
 from megatron_rl.parallel.log_probs_triton import DTYPES, FAST, split_statistics

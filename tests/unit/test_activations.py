@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.parallel import device
-from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import kept_bytes
 from megatron_rl.shapes.model import LayerKind

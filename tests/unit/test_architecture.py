@@ -30,7 +30,7 @@ OWNERS = {
 
 DEVICE_NAME = re.compile(r"cuda|nccl|gloo", re.IGNORECASE)
 DEVICE_TEXT = re.compile(r"(cuda|nccl|gloo|cpu)(:\S*)?|cpu:gloo.*|torch\.cuda.*", re.IGNORECASE)
-DEVICE_MODULE = "megatron_rl/parallel/device.py"
+DEVICE_MODULE = "megatron_rl/distributed/device.py"
 
 # Spelled so that this file does not match itself.
 DEVELOPER_PATH = re.compile(r"(?<![\w.$}])/(?:work|root|Users|home/\w+|opt/pypi)\b/?(?!space)")
@@ -114,7 +114,7 @@ def test_device_words_are_in_the_device_module_alone() -> None:
                 word = None
             if word is not None:
                 wrong.append(f"{relative(path)}:{node.lineno} {word!r}")
-    assert not wrong, "these belong in parallel/device.py:\n" + "\n".join(wrong)
+    assert not wrong, "these belong in distributed/device.py:\n" + "\n".join(wrong)
 
 
 def test_no_path_of_a_developers_machine() -> None:

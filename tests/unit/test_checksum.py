@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.distributed import device
 from megatron_rl.hybrid_engine import execute
 from megatron_rl.hybrid_engine.execute import BoxSum, Execution, WeightMismatchError
 from megatron_rl.hybrid_engine.plan import build_plan
-from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.types import TensorBox
 

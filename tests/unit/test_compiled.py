@@ -8,7 +8,7 @@ from megatron.core.transformer import mlp
 from megatron.core.transformer.moe import router
 from torch._dynamo.utils import counters
 
-from megatron_rl.parallel.compiled import compile_for_any_shape
+from megatron_rl.distributed.compiled import compile_for_any_shape
 
 
 def test_one_kernel_takes_every_number_of_tokens() -> None:

@@ -16,9 +16,9 @@ from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import EOS, SPECIAL, build_tokenizer
+from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.exchange import ReplicaGroup
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.roles.rollout import Dealt
 from megatron_rl.rollout.conversations import Conversations

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.parallel import device
-from megatron_rl.parallel.rendezvous import meet, open_store, store_of_one_host
+from megatron_rl.distributed import device
+from megatron_rl.distributed.rendezvous import meet, open_store, store_of_one_host
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
 

@@ -30,12 +30,12 @@ PAGES = sorted([*OUTSIDE, *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 CHECKED = sorted([*EXAMPLES.glob("*/*.yaml"), *(ROOT / "configs/translated").glob("*.yaml")])
 
-# `megatron_rl/parallel/device.py`, `configs/quickstart.yaml`, `launch/test.sh` …
+# `megatron_rl/distributed/device.py`, `configs/quickstart.yaml`, `launch/test.sh` …
 PATH = re.compile(r"(?<![\w/.-])(?:megatron_rl|configs|launch|tests|benchmarks|docs)/[\w./-]*\w/?")
 # `trainer/loop.py`, `roles/{rollout,reward}.py` …: of the package
 SOURCES = "|".join(folder.name for folder in (ROOT / "megatron_rl").iterdir() if folder.is_dir())
 SOURCE = re.compile(rf"(?<![\w/.-])(?:{SOURCES})/[\w./{{}},-]*\.py\b")
-# `megatron_rl.parallel.device` …
+# `megatron_rl.distributed.device` …
 MODULE = re.compile(r"(?<![\w/.])megatron_rl(?:\.[a-z_]\w*)+")
 # `actor.layout.tensor`, `rollout.oversample: 0.5`, `actor.layout.tensor=2`
 KEY = re.compile(rf"((?:{'|'.join(RunConfig.__dataclass_fields__)})(?:\.[A-Za-z_]\w*)+)(?:[:=] ?.*)?")

@@ -35,8 +35,9 @@ from megatron_rl.config.checkpoint_meta import (
 from megatron_rl.data.order import ShuffledOrder
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.responses import ResponseSource
+from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import checkpoint, device
+from megatron_rl.parallel import checkpoint
 from megatron_rl.parallel.checkpoint_files import disk_or, newest_intact
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.trainer.state import TYPES, Best, TrainerState
@@ -188,7 +189,7 @@ WRITES_WITHOUT_MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 from megatron_rl.parallel.checkpoint_write import Saving
 
 class Write:

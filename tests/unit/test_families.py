@@ -12,9 +12,9 @@ from config_workspace import write_workspace
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hybrid_engine.offline import actor_layout, plan_offline
-from megatron_rl.parallel import device
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import load_weights

@@ -10,9 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import device
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.files import CheckpointFiles, shard_files
 from megatron_rl.parallel.hf.model_spec import model_spec, pretrained, rotation
 from megatron_rl.parallel.hf.transformer_settings import role_settings

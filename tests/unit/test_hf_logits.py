@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl import durable
-from megatron_rl.parallel import device
-from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.weights import load_weights

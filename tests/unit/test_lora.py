@@ -14,10 +14,11 @@ from transformers import AutoConfig
 
 from megatron_rl.check.lora import CHECKPOINT_LAYERS, check_adapted_model
 from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import checkpoint, device
+from megatron_rl.parallel import checkpoint
 from megatron_rl.parallel.checkpoint import Part
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export, export_adapters
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.peft import add_adapters, note_base

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megatron_rl.check.megatron_model import with_megatron_models
 from megatron_rl.config.load import load_text
 from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles, checkpoint_shapes
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles

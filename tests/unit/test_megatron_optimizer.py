@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import device
 from megatron_rl.parallel.adoption import adopt_model
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, load_optimizer
 from megatron_rl.parallel.checkpoint_write import write

@@ -19,10 +19,11 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import merge
-from megatron_rl.parallel import device, layers
-from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel import layers
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.model import ParallelModel, build_model
 from megatron_rl.parallel.packing import pack_for_transformer_engine

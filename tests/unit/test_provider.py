@@ -14,13 +14,13 @@ from megatron_rl import EmbeddedTrainer
 from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.data import quickstart
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import device
 from megatron_rl.parallel.adoption import adopt_model
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.importer import global_name
 from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import load_weights

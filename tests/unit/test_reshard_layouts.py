@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hybrid_engine.offline import engine_layout
 from megatron_rl.hybrid_engine.plan import build_plan
-from megatron_rl.parallel import device
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.importer import global_name
 from megatron_rl.parallel.hf.layout_boxes import dense_shapes, expert_shapes, megatron_layout
 from megatron_rl.parallel.hf.model_spec import pretrained

@@ -11,11 +11,11 @@ import torch
 
 from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import device
 from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.peft import add_adapters
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.parallel.lora import adapter_parameters, policy_weights, share_base

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.sync import HybridEngine
-from megatron_rl.parallel import device
 from tests.sampling import engine_of
 
 

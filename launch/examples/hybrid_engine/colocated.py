@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
+from megatron_rl.distributed import device
 from megatron_rl.hybrid_engine import weight_transfer
-from megatron_rl.parallel import device
 from megatron_rl.parallel.hf.weights import load_weights
 
 TINY = Qwen3Config(

@@ -20,7 +20,7 @@ from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
-from megatron_rl.parallel.exchange import ReplicaGroup
+from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.roles.build import build_roles
 from megatron_rl.trainer.job import job
 from megatron_rl.trainer.sample import Pending, gathered, whole

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import together
 from megatron_rl.durable import seal, sync_folder
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import BoxGroup, BoxIndex, Region, regions, view_of
-from megatron_rl.parallel.exchange import together
 from megatron_rl.parallel.hf.files import (
     SafetensorsWriter,
     copy_tensors,

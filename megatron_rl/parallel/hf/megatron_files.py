@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import Span, intersect
 from megatron_rl.parallel.hf.importer import Shard, trace_import
 from megatron_rl.shapes.megatron_checkpoint import MegatronCheckpoint, Place, pointer, read_checkpoint

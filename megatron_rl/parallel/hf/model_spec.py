@@ -17,8 +17,9 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.check.model_settings import DERIVED
+from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.parallel import device, tensor_scope
+from megatron_rl.parallel import tensor_scope
 from megatron_rl.parallel.experts import prepare_experts
 from megatron_rl.parallel.gemma import both_frequencies, prepare_sandwich_layers
 from megatron_rl.parallel.hf.transformer_settings import transformer_settings

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.sections.models import LoraConfig
-from megatron_rl.parallel import device
-from megatron_rl.parallel.exchange import together
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import together
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.weights import fingerprint
 from megatron_rl.parallel.lora import adapter_boxes, attach_adapters

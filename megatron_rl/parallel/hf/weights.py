@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed import device
+from megatron_rl.distributed.exchange import hand_on, together
 from megatron_rl.errors import UserError, some_of
-from megatron_rl.parallel import device
 from megatron_rl.parallel.boxes import view_of
-from megatron_rl.parallel.exchange import hand_on, together
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.importer import global_name, shard_of, trace_import, vocabulary_names
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles

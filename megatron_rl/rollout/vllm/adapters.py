@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import device
 from megatron_rl.parallel.trace import meta_sources, trace_copies
 from megatron_rl.rollout.vllm.live import model_runner
 from megatron_rl.shapes.lora import PEFT_PREFIX, AdaptedModel

@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron_rl.check.engine_arguments import check_engine_arguments
 from megatron_rl.check.engine_servers import host_arguments, host_errors, sampling_arguments
 from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
+from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.parallel import device
 from megatron_rl.rollout.engine import Completion, Request, failed
 from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters
 from megatron_rl.rollout.vllm import routing, setup, truncation, weights

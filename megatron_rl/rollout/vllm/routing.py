@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 from megatron_rl.rollout.engine import Request
 
 _KEY = "megatron_rl_experts"

@@ -15,8 +15,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_rl.parallel import device
-from megatron_rl.parallel.groups import communicator
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import communicator
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 from megatron_rl.rollout.sampling import filtered_logits, filters, is_greedy, truncates
 from megatron_rl.types import SamplingParameters
 

@@ -17,8 +17,9 @@ from megatron.core.dist_checkpointing.dict_utils import merge
 from benchmarks.live_bytes import LiveBytes
 from megatron_rl import durable
 from megatron_rl.config.checkpoint_meta import ANY, SAME
+from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import checkpoint, device
+from megatron_rl.parallel import checkpoint
 from megatron_rl.parallel.checkpoint import Part, load, load_model, save
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, load_optimizer
 from megatron_rl.parallel.checkpoint_tensors import sharded_state

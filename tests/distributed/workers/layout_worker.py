@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 from megatron_rl.parallel.lora import initial_policy
 
 sys.path.insert(0, str(Path(__file__).parent))

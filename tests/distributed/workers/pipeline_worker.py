@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import device, schedule
-from megatron_rl.parallel.groups import ParallelGroups
+from megatron_rl.parallel import schedule
 from megatron_rl.parallel.model import build_model
 from megatron_rl.parallel.optimizer import wrap
 from megatron_rl.parallel.schedule import PipelineExchange

@@ -14,10 +14,10 @@ from megatron_rl.algorithms import get_algorithm
 from megatron_rl.algorithms.aggregation import weighted
 from megatron_rl.algorithms.objectives import policy_objective
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
+from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.parallel.boxes import view_of
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
-from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.peft import add_adapters
 from megatron_rl.parallel.hf.weights import load_weights, source_boxes
 from megatron_rl.parallel.lora import adapter_boxes, adapter_parameters, policy_weights

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 from megatron_rl.progress import done
 
 _LOOKS_SECONDS = 5.0

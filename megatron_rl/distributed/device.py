@@ -20,8 +20,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
+from megatron_rl.distributed.rendezvous import no_meeting, open_store
 from megatron_rl.launcher import launch
-from megatron_rl.parallel.rendezvous import no_meeting, open_store
 
 # Megatron's overlap of tensor parallelism needs it, and an accelerator reads it when it is first asked for.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -216,7 +216,7 @@ def prepare_megatron() -> None:
         _answer_for_the_accelerator()
     from megatron.core import parallel_state
 
-    from megatron_rl.parallel.compiled import compile_for_any_shape
+    from megatron_rl.distributed.compiled import compile_for_any_shape
 
     compile_for_any_shape()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.distributed import device
+from megatron_rl.distributed.groups import communicator
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
-from megatron_rl.parallel import device
-from megatron_rl.parallel.groups import communicator
 from megatron_rl.types import token_index
 
 _SHORT, _LENGTH = 1024, 8

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_rl.parallel import device
+from megatron_rl.distributed import device
 from megatron_rl.shapes.layout import Coordinates, ParallelLayout
 
 _communicators: dict[tuple[int, ...], Any] = {}
