@@ -12,8 +12,6 @@ from transformers import AutoConfig
 
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError
-from megatron_rl.hybrid_engine.plan import ReshardPlan, build_plan, schedule
-from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.parallel.hf.layout_boxes import megatron_layout
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.planner.constants import Constants, Machine
@@ -26,6 +24,8 @@ from megatron_rl.shapes.published import named_config
 from megatron_rl.shapes.rank_order import best_rank_order
 from megatron_rl.shapes.traffic import Slice, engine_experts, engine_slice, shared_bytes
 from megatron_rl.types import TensorBox
+from megatron_rl.weights.boxes import BoxGroup
+from megatron_rl.weights.plan import ReshardPlan, build_plan, schedule
 
 _SIZES = {short: name for name, short in SHORT_NAMES.items()}
 

@@ -23,7 +23,6 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.distributed.groups import join_span, leave_span
 from megatron_rl.errors import UserError
-from megatron_rl.hybrid_engine.execute import WeightMismatchError
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.hf.model_spec import read_hf_config
@@ -33,6 +32,7 @@ from megatron_rl.rollout.lease import Lease
 from megatron_rl.rollout.server import Expected, Server, ServerError, ServerSampler, alongside
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import read_pretrained
+from megatron_rl.weights.execute import WeightMismatchError
 
 CURRENT, OLD, STRANGE, GONE = "current", "old", "strange", "gone"
 _POLL_SECONDS = 2.0

@@ -24,7 +24,6 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.adapter import Adapter, add_change
-from megatron_rl.parallel.boxes import view_of
 from megatron_rl.parallel.hf.importer import (
     EXPERT,
     by_name,
@@ -38,6 +37,7 @@ from megatron_rl.parallel.model import Chunked, ParallelModel, live_parameters, 
 from megatron_rl.shapes.lora import ADAPTER, ATTENTION, MLP, PEFT_PREFIX, adapted
 from megatron_rl.shapes.pretrained import LAYER
 from megatron_rl.types import TensorBox
+from megatron_rl.weights.boxes import view_of
 
 _HEAD = "output_layer.weight"
 

@@ -17,11 +17,9 @@ from transformers import AutoConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
-from megatron_rl.hybrid_engine.execute import WeightMismatchError
 from megatron_rl.hybrid_engine.offline import engine_layout
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.boxes import view_of
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.model_spec import pretrained
@@ -34,6 +32,8 @@ from megatron_rl.rollout.vllm.weights import model_parameters
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import shared_bytes
 from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
+from megatron_rl.weights.boxes import view_of
+from megatron_rl.weights.execute import WeightMismatchError
 from tests.hf_models import make_model
 from tests.sampling import generate, make_prompts
 

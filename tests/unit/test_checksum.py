@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.distributed import device
-from megatron_rl.hybrid_engine import execute
-from megatron_rl.hybrid_engine.execute import BoxSum, Execution, WeightMismatchError
-from megatron_rl.hybrid_engine.plan import build_plan
-from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.types import TensorBox
+from megatron_rl.weights import execute
+from megatron_rl.weights.boxes import BoxGroup
+from megatron_rl.weights.execute import BoxSum, Execution, WeightMismatchError
+from megatron_rl.weights.plan import build_plan
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

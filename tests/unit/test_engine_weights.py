@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.parallel.boxes import CoverageError, check_coverage
 from megatron_rl.rollout.vllm.weights import clear_padding
 from megatron_rl.types import TensorBox
+from megatron_rl.weights.boxes import CoverageError, check_coverage
 
 PARAMETERS = {"w": torch.zeros(4, 6)}
 

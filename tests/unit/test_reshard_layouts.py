@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hybrid_engine.offline import engine_layout
-from megatron_rl.hybrid_engine.plan import build_plan
 from megatron_rl.parallel.hf.importer import global_name
 from megatron_rl.parallel.hf.layout_boxes import dense_shapes, expert_shapes, megatron_layout
 from megatron_rl.parallel.hf.model_spec import pretrained
@@ -19,6 +18,7 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora, adapted, default_targets
 from megatron_rl.shapes.pipeline_stages import FIRST, stage_layers
 from megatron_rl.shapes.traffic import shared_bytes
+from megatron_rl.weights.plan import build_plan
 from tests.hf_models import FAMILIES, config_of
 
 

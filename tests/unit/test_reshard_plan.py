@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.hybrid_engine.plan import PlanError, build_plan, check_plan, schedule
-from megatron_rl.parallel.boxes import BoxGroup, UncoveredError, disjoint, intersect
-from megatron_rl.parallel.transfer import _Stream, slot_bytes
 from megatron_rl.types import TensorBox
+from megatron_rl.weights.boxes import BoxGroup, UncoveredError, disjoint, intersect
+from megatron_rl.weights.plan import PlanError, build_plan, check_plan, schedule
+from megatron_rl.weights.transfer import _Stream, slot_bytes
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=4)
 

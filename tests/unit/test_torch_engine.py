@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.boxes import view_of
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.rollout.engine import make_engine
 from megatron_rl.rollout.episodes import begin
@@ -24,6 +23,7 @@ from megatron_rl.types import (
     Rollouts,
     SamplingParameters,
 )
+from megatron_rl.weights.boxes import view_of
 from tests.hf_models import FAMILIES, save_model
 from tests.sampling import continued, engine_of, generate, make_prompts
 

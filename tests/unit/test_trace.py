@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.parallel.trace import TraceError, meta_sources, trace_copies
+from megatron_rl.weights.trace import TraceError, meta_sources, trace_copies
 
 
 def replay(boxes, sources, destinations):

@@ -19,7 +19,6 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import together
 from megatron_rl.durable import seal, sync_folder
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.boxes import BoxGroup, BoxIndex, Region, regions, view_of
 from megatron_rl.parallel.hf.files import (
     SafetensorsWriter,
     copy_tensors,
@@ -31,10 +30,11 @@ from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.peft import peft_boxes
 from megatron_rl.parallel.hf.weights import open_checkpoint, source_boxes
 from megatron_rl.parallel.lora import adapter_parameters, policy_weights
-from megatron_rl.parallel.transfer import Exchange, connect, gather_layout
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.types import TensorBox
+from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Region, regions, view_of
+from megatron_rl.weights.transfer import Exchange, connect, gather_layout
 
 FILE_BYTES = 5 * 2**30
 PIECE_BYTES = 64 * 2**20

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.boxes import check_coverage
 from megatron_rl.parallel.model import Chunked
-from megatron_rl.parallel.trace import CopyRecorder, merge_boxes
 from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import LAYER, PretrainedModel
 from megatron_rl.types import TensorBox
+from megatron_rl.weights.boxes import check_coverage
+from megatron_rl.weights.trace import CopyRecorder, merge_boxes
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.parallel.hf.importer import Shard, trace_import
 from megatron_rl.parallel.hf.model_spec import model_spec
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora, adapted
 from megatron_rl.shapes.pipeline_stages import stage_layers
 from megatron_rl.shapes.pretrained import PretrainedModel
+from megatron_rl.weights.boxes import BoxGroup
 
 Shapes = dict[str, tuple[int, ...]]
 

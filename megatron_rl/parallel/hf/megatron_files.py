@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.parallel.boxes import Span, intersect
 from megatron_rl.parallel.hf.importer import Shard, trace_import
 from megatron_rl.shapes.megatron_checkpoint import MegatronCheckpoint, Place, pointer, read_checkpoint
 from megatron_rl.shapes.megatron_pickles import Chunk
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import TensorBox
+from megatron_rl.weights.boxes import Span, intersect
 
 _KEPT = 16
 """Pieces of the checkpoint that stay in memory: the next slice is mostly of one of them."""

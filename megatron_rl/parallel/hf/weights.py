@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import hand_on, together
 from megatron_rl.errors import UserError, some_of
-from megatron_rl.parallel.boxes import view_of
 from megatron_rl.parallel.hf.files import CheckpointFiles
 from megatron_rl.parallel.hf.importer import global_name, shard_of, trace_import, vocabulary_names
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles
@@ -24,6 +23,7 @@ from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
 from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.shapes.pretrained import separate_head_error
 from megatron_rl.types import TensorBox
+from megatron_rl.weights.boxes import view_of
 
 SAMPLED = 64
 _COMPARED_ROWS = 8192

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.trace import meta_sources, trace_copies
 from megatron_rl.rollout.vllm.live import model_runner
 from megatron_rl.shapes.lora import PEFT_PREFIX, AdaptedModel
 from megatron_rl.types import TensorBox
+from megatron_rl.weights.trace import meta_sources, trace_copies
 
 _NUMBER = 1
 """vLLM's number of the only adapter."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.parallel.boxes import check_coverage
-from megatron_rl.parallel.trace import merge_boxes, meta_sources, trace_copies
 from megatron_rl.types import TensorBox
+from megatron_rl.weights.boxes import check_coverage
+from megatron_rl.weights.trace import merge_boxes, meta_sources, trace_copies
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.exchange import gather_objects, sum_over_ranks
-from megatron_rl.hybrid_engine.plan import ReshardPlan, Schedule, schedule
-from megatron_rl.parallel.boxes import Region, view_of
-from megatron_rl.parallel.transfer import Exchange
+from megatron_rl.weights.boxes import Region, view_of
+from megatron_rl.weights.plan import ReshardPlan, Schedule, schedule
+from megatron_rl.weights.transfer import Exchange
 
 SAMPLE = 8
 """``sampled`` verification checks every region once in this many syncs."""

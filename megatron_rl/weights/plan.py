@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.parallel.boxes import BoxGroup, BoxIndex, Region, needed_bytes, regions
-from megatron_rl.parallel.transfer import slot_bytes
+from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Region, needed_bytes, regions
+from megatron_rl.weights.transfer import slot_bytes
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects, rank_in
-from megatron_rl.parallel.boxes import BoxGroup
 from megatron_rl.types import TensorBox
+from megatron_rl.weights.boxes import BoxGroup
 
 ALIGNMENT = 16
 ALONE = 2**20
