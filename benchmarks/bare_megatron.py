@@ -30,8 +30,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.distributed import device
-from megatron_rl.parallel.layers import PackedRotaryEmbedding, block_spec
-from megatron_rl.parallel.model import ParallelModel
+from megatron_rl.megatron.layers import PackedRotaryEmbedding, block_spec
+from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.shapes.layout import ParallelLayout
 
 _RUNTIME_HOOKS = (

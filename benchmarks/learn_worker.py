@@ -28,7 +28,7 @@ from megatron_rl.algorithms import (
 from megatron_rl.cli.common import checked
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.distributed import device
-from megatron_rl.parallel.schedule import microbatches
+from megatron_rl.megatron.schedule import microbatches
 from megatron_rl.roles.build import build_actor
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.types import Rollouts, Scores, TrainBatch

@@ -31,8 +31,8 @@ from common import Report, arguments, paired_ratio, say, warn_if_busy
 from live_bytes import LiveBytes
 
 from megatron_rl.distributed import device
-from megatron_rl.parallel import log_probs as ours
-from megatron_rl.parallel.log_probs import VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.megatron import log_probs as ours
+from megatron_rl.megatron.log_probs import VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.parallel.hf.importer import global_name
-from megatron_rl.parallel.model import live_parameters
+from megatron_rl.megatron.model import live_parameters
+from megatron_rl.megatron.parameter_mapping import global_name
 
 Named = tuple[str, Tensor]
 Load = Callable[[Iterable[Named]], Any]

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from megatron_rl.environments.environment import StepEnvironment as StepEnvironment
     from megatron_rl.environments.environment import Truncated as Truncated
     from megatron_rl.hybrid_engine.sync import HybridEngine as HybridEngine
+    from megatron_rl.megatron.model import ParallelModel as ParallelModel
+    from megatron_rl.megatron.model import build_model as build_model
     from megatron_rl.metrics import Metrics as Metrics
-    from megatron_rl.parallel.model import ParallelModel as ParallelModel
-    from megatron_rl.parallel.model import build_model as build_model
     from megatron_rl.rollout.engine import Sampler as Sampler
     from megatron_rl.rollout.engine import WeightStore as WeightStore
     from megatron_rl.shapes.layout import ParallelLayout as ParallelLayout
@@ -47,7 +47,7 @@ PUBLIC = {
     "Metrics": "megatron_rl.metrics",
     "ParallelGroups": "megatron_rl.distributed.groups",
     "ParallelLayout": "megatron_rl.shapes.layout",
-    "ParallelModel": "megatron_rl.parallel.model",
+    "ParallelModel": "megatron_rl.megatron.model",
     "PromptBatch": "megatron_rl.types",
     "Rollouts": "megatron_rl.types",
     "RunConfig": "megatron_rl.config.schema",
@@ -57,7 +57,7 @@ PUBLIC = {
     "TrainBatch": "megatron_rl.types",
     "Truncated": "megatron_rl.environments.environment",
     "WeightStore": "megatron_rl.rollout.engine",
-    "build_model": "megatron_rl.parallel.model",
+    "build_model": "megatron_rl.megatron.model",
     "check_config": "megatron_rl.check.configuration",
     "get_algorithm": "megatron_rl.algorithms",
     "load_config": "megatron_rl.config.load",

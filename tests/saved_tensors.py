@@ -8,8 +8,8 @@ import torch
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
-from megatron_rl.parallel import layers
-from megatron_rl.parallel.model import ParallelModel, build_model, live_parameters
+from megatron_rl.megatron import layers
+from megatron_rl.megatron.model import ParallelModel, build_model, live_parameters
 from tests.hf_models import config_of
 
 TOKENS = 256

@@ -1,7 +1,7 @@
 """Which fields of Megatron's TransformerConfig the roles' ``megatron`` may set, and what it refuses.
 
 Names and types are compared with the installed sources. Then a process of its own makes the TransformerConfig
-of every role, while the other rules run: see `parallel.trial`.
+of every role, while the other rules run: see `megatron.trial`.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ class Trial:
         self.missing = next((name for name in ("torch", "megatron.core") if find_module(name)[1]), None)
         if paths and self.missing is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.parallel.trial"],
+                [sys.executable, "-m", "megatron_rl.megatron.trial"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

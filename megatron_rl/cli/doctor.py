@@ -149,7 +149,7 @@ def _imports() -> list[Finding]:
 
     def megatron() -> str:
         from megatron_rl.distributed import device
-        from megatron_rl.parallel import model
+        from megatron_rl.megatron import model
 
         return f"{model.__name__} loads; device {device.device()}, communication through {device.backend()}"
 

@@ -25,7 +25,7 @@ from megatron_rl.hybrid_engine.offline import (
     require_ranks,
     summarise,
 )
-from megatron_rl.parallel.hf.model_spec import pretrained
+from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.planner.constants import load_constants
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.traffic import byte_words, received_by_peers

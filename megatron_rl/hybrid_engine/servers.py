@@ -24,9 +24,9 @@ from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.distributed.groups import join_span, leave_span
 from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.sync import HybridEngine
+from megatron_rl.megatron.model import Chunked
+from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.hf.model_spec import read_hf_config
-from megatron_rl.parallel.model import Chunked
 from megatron_rl.rollout.engine import Sampler
 from megatron_rl.rollout.lease import Lease
 from megatron_rl.rollout.server import Expected, Server, ServerError, ServerSampler, alongside

@@ -36,6 +36,10 @@ from megatron_rl.config.checkpoint_meta import (
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.errors import UserError
+from megatron_rl.megatron.lora import adapter_parameters
+from megatron_rl.megatron.model import ParallelModel
+from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.parallel.checkpoint_files import (
     disk_or,
     everywhere,
@@ -44,10 +48,6 @@ from megatron_rl.parallel.checkpoint_files import (
 from megatron_rl.parallel.checkpoint_origin import refuse_code
 from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors, require_shards
 from megatron_rl.parallel.checkpoint_write import Saving, partial_of
-from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.lora import adapter_parameters
-from megatron_rl.parallel.model import ParallelModel
-from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.shapes.lora import adapters_in_words
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 

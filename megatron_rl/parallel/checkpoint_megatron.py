@@ -18,17 +18,17 @@ from megatron_rl import durable
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import together
 from megatron_rl.errors import UserError
+from megatron_rl.megatron.host_optimizer import HostOptimizer, set_states
+from megatron_rl.megatron.lora import without_adapters
+from megatron_rl.megatron.model import ParallelModel, live_parameters
+from megatron_rl.megatron.optimizer import Optimizer
+from megatron_rl.megatron.parameter_mapping import vocabulary_names
 from megatron_rl.parallel.checkpoint_files import disk_or, everywhere
 from megatron_rl.parallel.checkpoint_tensors import initialise_states, sharded_state
 from megatron_rl.parallel.checkpoint_write import partial_of, write
-from megatron_rl.parallel.hf.importer import vocabulary_names
 from megatron_rl.parallel.hf.megatron_buffers import BufferFiles
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles, read_pointed
 from megatron_rl.parallel.hf.weights import fill, own_share, source_boxes
-from megatron_rl.parallel.host_optimizer import HostOptimizer, set_states
-from megatron_rl.parallel.lora import without_adapters
-from megatron_rl.parallel.model import ParallelModel, live_parameters
-from megatron_rl.parallel.optimizer import Optimizer
 from megatron_rl.shapes.megatron_arguments import arguments_of
 from megatron_rl.shapes.megatron_checkpoint import TRACKER, MegatronCheckpoint, pointer
 from megatron_rl.shapes.megatron_pickles import MASTERS

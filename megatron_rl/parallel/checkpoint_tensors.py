@@ -28,12 +28,12 @@ from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
+from megatron_rl.megatron.host_optimizer import HostOptimizer, set_states
+from megatron_rl.megatron.lora import load_adapters, sharded_adapters
+from megatron_rl.megatron.model import ParallelModel, live_parameters
+from megatron_rl.megatron.optimizer import Optimizer
+from megatron_rl.megatron.parameter_mapping import global_name, vocabulary_names
 from megatron_rl.parallel.checkpoint_write import TensorWrite
-from megatron_rl.parallel.hf.importer import global_name, vocabulary_names
-from megatron_rl.parallel.host_optimizer import HostOptimizer, set_states
-from megatron_rl.parallel.lora import load_adapters, sharded_adapters
-from megatron_rl.parallel.model import ParallelModel, live_parameters
-from megatron_rl.parallel.optimizer import Optimizer
 
 _SHARDING = {ANY: "fully_reshardable", SAME: "dp_reshardable"}
 """Megatron's name for each way to lay out the distributed optimizer in a checkpoint."""

@@ -26,8 +26,8 @@ from megatron.core.dist_checkpointing.validation import determine_global_metadat
 from megatron_rl import durable
 from megatron_rl.config.checkpoint_meta import prune
 from megatron_rl.distributed import device
+from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.parallel.checkpoint_files import digests_of_all, disk_or, everywhere
-from megatron_rl.parallel.model import ParallelModel
 from megatron_rl.progress import advance
 
 WRITERS = 2

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import barrier, gather_objects
-from megatron_rl.parallel.log_probs import kernel_errors, kernel_works
+from megatron_rl.megatron.log_probs import kernel_errors, kernel_works
 
 REPEATS = 5
 WITHIN, ACROSS = "within a machine", "across machines"

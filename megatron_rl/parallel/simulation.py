@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.budget import Usage
 from megatron_rl.distributed import device
-from megatron_rl.parallel.experts import host_counts
+from megatron_rl.megatron.experts import host_counts
 
 _aten = torch.ops.aten
 _NO_KERNEL = frozenset(

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import RowShard
+from megatron_rl.megatron.lora import initial_policy, remove_adapters
+from megatron_rl.megatron.model import ParallelModel
+from megatron_rl.megatron.optimizer import Optimizer
+from megatron_rl.megatron.residency import Residency, Use
+from megatron_rl.megatron.schedule import TokenScores, learn, measure, score
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.lora import initial_policy, remove_adapters
-from megatron_rl.parallel.model import ParallelModel
-from megatron_rl.parallel.optimizer import Optimizer
-from megatron_rl.parallel.residency import Residency, Use
-from megatron_rl.parallel.schedule import TokenScores, learn, measure, score
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 
@@ -106,7 +106,7 @@ class ModelRole:
     def score(self, batch: Any, select: Tensor, **how: bool) -> list[TokenScores]:
         """Return what the head says of the ``select``-ed tokens of the rows that this rank answers for.
 
-        ``how`` are the ``before`` and ``record`` of `parallel.schedule.score`. Collective over the role's
+        ``how`` are the ``before`` and ``record`` of `megatron.schedule.score`. Collective over the role's
         ranks.
         """
         if self.model is None:

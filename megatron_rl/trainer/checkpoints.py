@@ -9,6 +9,7 @@ from megatron_rl.config.checkpoint_meta import ANY, checkpoint_path, read_meta, 
 from megatron_rl.config.schema import CheckpointConfig, RunConfig
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import recover_replaced
+from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.checkpoint import Saving
 from megatron_rl.parallel.checkpoint_files import first
@@ -17,7 +18,6 @@ from megatron_rl.parallel.checkpoint_megatron import (
     iteration_folder,
     save_megatron,
 )
-from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.trainer.job import Job
 

@@ -16,9 +16,9 @@ from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.parallel.adoption import adopt_model, layout_of, require_set_up
-from megatron_rl.parallel.hf.model_spec import read_hf_config
-from megatron_rl.parallel.optimizer import Optimizer
+from megatron_rl.megatron.adoption import adopt_model, layout_of, require_set_up
+from megatron_rl.megatron.model_spec import read_hf_config
+from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.roles.build import adopted_actor, build_roles
 from megatron_rl.trainer.loop import Phases, SameStepBatches, gather_step, train_step
 from megatron_rl.trainer.sample import RolloutSource

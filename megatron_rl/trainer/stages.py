@@ -27,6 +27,9 @@ from megatron_rl.data.shards import DataPath
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed.exchange import ReplicaGroup, barrier, gather_metrics, gather_objects
 from megatron_rl.errors import UserError
+from megatron_rl.megatron.lora import merge_adapters
+from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint
 from megatron_rl.parallel.checkpoint_files import (
@@ -39,9 +42,6 @@ from megatron_rl.parallel.checkpoint_files import (
 from megatron_rl.parallel.hf.export import export
 from megatron_rl.parallel.hf.peft import note_base
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.lora import merge_adapters
-from megatron_rl.parallel.optimizer import Optimizer, wrap
-from megatron_rl.parallel.residency import Use
 from megatron_rl.roles.build import Roles, build_learner
 from megatron_rl.roles.model_role import ModelRole, Objective
 from megatron_rl.trainer.checkpoints import Checkpoints, save_for_megatron

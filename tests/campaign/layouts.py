@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.parallel.hf.model_spec import pretrained
+from megatron_rl.megatron.model_spec import pretrained
 from tests.campaign.campaign import HELD, Case, Result
 from tests.conftest import ROOT, STANDIN, launch_environment
 from tests.distributed import test_layout_invariance as layouts

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.distributed import device, exchange
 from megatron_rl.errors import UserErrors
-from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
+from megatron_rl.megatron.model_spec import pretrained, read_hf_config
 from megatron_rl.rollout.episodes import Episodes, begin
 from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.rollout.turns import Commands

@@ -12,8 +12,8 @@ from engines import SAMPLED, build, random_rows, write
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import barrier, gather_objects
-from megatron_rl.parallel.model import ParallelModel
-from megatron_rl.parallel.schedule import score
+from megatron_rl.megatron.model import ParallelModel
+from megatron_rl.megatron.schedule import score
 from megatron_rl.types import Rollouts, TrainBatch
 from tests.sampling import generate, make_prompts
 

@@ -19,10 +19,10 @@ from megatron_rl.config.load import load
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
-from megatron_rl.parallel import layers
-from megatron_rl.parallel.model import build_model
-from megatron_rl.parallel.optimizer import Optimizer, wrap
-from megatron_rl.parallel.schedule import learn, score
+from megatron_rl.megatron import layers
+from megatron_rl.megatron.model import build_model
+from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.schedule import learn, score
 from megatron_rl.parallel.simulation import Simulation
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.trainer.simulation import simulate

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_layout_invariance import FULL, NARROW, SELECTIVE, SP, VPP, WIDE, WORKER, differences
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
+from megatron_rl.megatron.model_spec import pretrained, read_hf_config
 from megatron_rl.shapes.lora import MLP, PEFT_PREFIX, TARGETS, AdaptedModel, adapted
 from tests.hf_models import save_model
 

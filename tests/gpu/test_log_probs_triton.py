@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_rl.distributed import device
-from megatron_rl.parallel import log_probs as module
-from megatron_rl.parallel.log_probs import VocabularyShard, chunked_statistics, kernel_statistics
-from megatron_rl.parallel.log_probs_triton import DTYPES, FAST, split_statistics
+from megatron_rl.megatron import log_probs as module
+from megatron_rl.megatron.log_probs import VocabularyShard, chunked_statistics, kernel_statistics
+from megatron_rl.megatron.log_probs_triton import DTYPES, FAST, split_statistics
 
 pytestmark = pytest.mark.gpu
 # The interpreter (3.9.0) multiplies the bits of bfloat16 as if they were whole numbers.

@@ -13,7 +13,7 @@ from whole_steps import algorithm_of, policy, step
 
 from megatron_rl.algorithms import estimate, minibatches, policy_objective
 from megatron_rl.algorithms.algorithm import AGGREGATIONS
-from megatron_rl.parallel.packing import partition
+from megatron_rl.megatron.packing import partition
 
 LONGEST = 6
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
+from megatron_rl.megatron.model_spec import model_spec, pretrained, rotation
+from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.parallel.hf.files import CheckpointFiles, shard_files
-from megatron_rl.parallel.hf.model_spec import model_spec, pretrained, rotation
-from megatron_rl.parallel.hf.transformer_settings import role_settings
 from megatron_rl.parallel.hf.weights import check_tensors
 from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import FAMILIES, RESCALING_ROPE, config_of, make_model, save_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.parallel.hf.importer import Shard, import_parameters, trace_import
-from megatron_rl.parallel.hf.model_spec import pretrained
+from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.parameter_mapping import Shard, import_parameters, trace_import
 from megatron_rl.weights.boxes import view_of
 from tests.hf_models import config_of
 

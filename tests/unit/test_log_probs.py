@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.parallel import log_probs as module
-from megatron_rl.parallel.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.megatron import log_probs as module
+from megatron_rl.megatron.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
 
 ALONE = SimpleNamespace(size=lambda: 1)
 

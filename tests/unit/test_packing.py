@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.parallel.packing import balance, bin_packing, fewest_bins, pack_rows, partition, row_work
+from megatron_rl.megatron.packing import balance, bin_packing, fewest_bins, pack_rows, partition, row_work
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -124,7 +124,7 @@ def test_buckets_hold_every_token_once_and_pad_by_less_than_a_quarter(lengths):
 def test_packed_attention_equals_attention_row_by_row(window, grouped, monkeypatch):
     from types import SimpleNamespace
 
-    from megatron_rl.parallel import layers
+    from megatron_rl.megatron import layers
 
     monkeypatch.setattr(layers, "_takes_grouped_keys", lambda query: grouped)
     generator = torch.Generator().manual_seed(3)

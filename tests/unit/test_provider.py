@@ -17,17 +17,17 @@ from megatron_rl.data import quickstart
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.megatron.adoption import adopt_model
+from megatron_rl.megatron.model import build_model, live_parameters
+from megatron_rl.megatron.model_spec import read_hf_config
+from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.parameter_mapping import global_name
+from megatron_rl.megatron.provider import global_groups, load_provider
+from megatron_rl.megatron.schedule import learn
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.adoption import adopt_model
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors
-from megatron_rl.parallel.hf.importer import global_name
-from megatron_rl.parallel.hf.model_spec import read_hf_config
 from megatron_rl.parallel.hf.weights import load_weights
-from megatron_rl.parallel.model import build_model, live_parameters
-from megatron_rl.parallel.optimizer import Optimizer, wrap
-from megatron_rl.parallel.provider import global_groups, load_provider
-from megatron_rl.parallel.schedule import learn
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 from tests.hf_models import save_model

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.parallel.hf.importer import Shard, trace_import
-from megatron_rl.parallel.hf.model_spec import model_spec
+from megatron_rl.megatron.model_spec import model_spec
+from megatron_rl.megatron.parameter_mapping import Shard, trace_import
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora, adapted
 from megatron_rl.shapes.pipeline_stages import stage_layers

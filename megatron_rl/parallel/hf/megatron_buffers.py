@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_rl.parallel.hf.importer import Shard, trace_import
+from megatron_rl.megatron.parameter_mapping import Shard, trace_import
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles, strides
 from megatron_rl.shapes.megatron_buffers import FlatParameter, writer_layout
 from megatron_rl.shapes.megatron_checkpoint import MegatronCheckpoint

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed import device
-from megatron_rl.parallel.lora import initial_policy
+from megatron_rl.megatron.lora import initial_policy
 
 sys.path.insert(0, str(Path(__file__).parent))
 import training

@@ -11,11 +11,11 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.megatron import schedule
+from megatron_rl.megatron.model import build_model
+from megatron_rl.megatron.optimizer import wrap
+from megatron_rl.megatron.schedule import PipelineExchange
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import schedule
-from megatron_rl.parallel.model import build_model
-from megatron_rl.parallel.optimizer import wrap
-from megatron_rl.parallel.schedule import PipelineExchange
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 from tests.hf_models import config_of

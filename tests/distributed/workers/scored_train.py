@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.cli.main import main
+from megatron_rl.megatron.model import live_parameters
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.model import live_parameters
 from megatron_rl.trainer import run
 from megatron_rl.trainer.loop import MismatchError
 

@@ -18,19 +18,19 @@ from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.experts import Routing
-from megatron_rl.parallel.hf.model_spec import ModelSpec, model_spec, with_scalar_head
-from megatron_rl.parallel.hf.transformer_settings import role_settings
-from megatron_rl.parallel.latent import fit_latent_spec
-from megatron_rl.parallel.layers import (
+from megatron_rl.megatron.experts import Routing
+from megatron_rl.megatron.latent import fit_latent_spec
+from megatron_rl.megatron.layers import (
     PackedRotaryEmbedding,
     RowAttention,
     block_spec,
     require_transformer_engine,
 )
-from megatron_rl.parallel.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
-from megatron_rl.parallel.packing import pack_for_transformer_engine, pack_rows, pack_whole_rows
-from megatron_rl.parallel.provider import Provider
+from megatron_rl.megatron.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.megatron.model_spec import ModelSpec, model_spec, with_scalar_head
+from megatron_rl.megatron.packing import pack_for_transformer_engine, pack_rows, pack_whole_rows
+from megatron_rl.megatron.provider import Provider
+from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.lora import ADAPTER, AdaptedModel
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 

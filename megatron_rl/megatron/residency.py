@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed import device
+from megatron_rl.megatron.model import ParallelModel
+from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.model import ParallelModel
-from megatron_rl.parallel.optimizer import Optimizer
 
 
 class Use(IntEnum):

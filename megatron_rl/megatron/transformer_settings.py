@@ -1,6 +1,6 @@
 """From a pretrained model and a layout to the fields of Megatron's TransformerConfig.
 
-This module imports torch, and nothing of Megatron: `parallel.trial` shares it, which has little time.
+This module imports torch, and nothing of Megatron: `megatron.trial` shares it, which has little time.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_rl.check.model_settings import DERIVED
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.parallel import tensor_scope
-from megatron_rl.parallel.experts import prepare_experts
-from megatron_rl.parallel.gemma import both_frequencies, prepare_sandwich_layers
-from megatron_rl.parallel.hf.transformer_settings import transformer_settings
-from megatron_rl.parallel.latent import allow_without_transformer_engine, prepare_latent_attention
+from megatron_rl.megatron import tensor_scope
+from megatron_rl.megatron.experts import prepare_experts
+from megatron_rl.megatron.gemma import both_frequencies, prepare_sandwich_layers
+from megatron_rl.megatron.latent import allow_without_transformer_engine, prepare_latent_attention
+from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
 from megatron_rl.shapes.fit import trainer_problems
 from megatron_rl.shapes.layout import ParallelLayout

@@ -23,8 +23,10 @@ from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.adapter import Adapter, add_change
-from megatron_rl.parallel.hf.importer import (
+from megatron_rl.megatron.adapter import Adapter, add_change
+from megatron_rl.megatron.model import Chunked, ParallelModel, live_parameters, of_experts
+from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.parameter_mapping import (
     EXPERT,
     by_name,
     global_name,
@@ -32,8 +34,6 @@ from megatron_rl.parallel.hf.importer import (
     shard_of,
     trace_import,
 )
-from megatron_rl.parallel.hf.model_spec import pretrained
-from megatron_rl.parallel.model import Chunked, ParallelModel, live_parameters, of_experts
 from megatron_rl.shapes.lora import ADAPTER, ATTENTION, MLP, PEFT_PREFIX, adapted
 from megatron_rl.shapes.pretrained import LAYER
 from megatron_rl.types import TensorBox

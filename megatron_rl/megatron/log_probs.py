@@ -171,7 +171,7 @@ def kernel_statistics(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: VocabularyShard
 ) -> Tensor:
     """Return what `chunked_statistics` returns, from the Triton kernel; needs an accelerator."""
-    from megatron_rl.parallel.log_probs_triton import split_statistics
+    from megatron_rl.megatron.log_probs_triton import split_statistics
 
     real = min(max(shard.size - shard.start, 0), len(weight))
     return _merge(split_statistics(hidden, weight, targets - shard.start, temperature, real))
@@ -181,7 +181,7 @@ def kernel_applies(hidden: Tensor, weight: Tensor) -> bool:
     """Say whether the Triton kernel serves these tensors: half precision on an accelerator where it works."""
     if device.on_host() or device.simulated() or importlib.util.find_spec("triton") is None:
         return False
-    from megatron_rl.parallel.log_probs_triton import FAST
+    from megatron_rl.megatron.log_probs_triton import FAST
 
     rows = hidden.stride(-1) == weight.stride(-1) == 1
     return hidden.dtype == weight.dtype and hidden.dtype in FAST and rows and kernel_works(hidden.dtype)

@@ -16,10 +16,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
+from megatron_rl.megatron.host_optimizer import on_the_host
+from megatron_rl.megatron.model import ParallelModel, of_experts
+from megatron_rl.megatron.transformer_settings import optimizer_settings
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.hf.transformer_settings import optimizer_settings
-from megatron_rl.parallel.host_optimizer import on_the_host
-from megatron_rl.parallel.model import ParallelModel, of_experts
 
 
 def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None = None) -> None:

@@ -20,13 +20,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.check.provider import ARGUMENTS
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.hf.model_spec import ModelSpec
-from megatron_rl.parallel.layers import (
+from megatron_rl.megatron.layers import (
     PackedAttention,
     PackedRotaryEmbedding,
     RmsNorm,
     transformer_engine_attention,
 )
+from megatron_rl.megatron.model_spec import ModelSpec
 from megatron_rl.shapes.megatron_arguments import ABSENT
 from megatron_rl.user_code import load_path
 

@@ -11,7 +11,7 @@ from megatron.core.transformer import multi_latent_attention
 from torch import Tensor
 
 from megatron_rl.config.derive import has_transformer_engine
-from megatron_rl.parallel.layers import PackedRotaryEmbedding, RowAttention
+from megatron_rl.megatron.layers import PackedRotaryEmbedding, RowAttention
 
 
 def allow_without_transformer_engine() -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.packing import PackedRows
+from megatron_rl.megatron.packing import PackedRows
 
 
 def require_transformer_engine() -> None:

@@ -15,10 +15,10 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.parallel.hf.model_spec import model_spec
-from megatron_rl.parallel.hf.transformer_settings import role_settings
-from megatron_rl.parallel.model import ParallelModel, finish_chunk, has_fused_layers
-from megatron_rl.parallel.provider import GROUPS, check_chunk, fit_packed_rows
+from megatron_rl.megatron.model import ParallelModel, finish_chunk, has_fused_layers
+from megatron_rl.megatron.model_spec import model_spec
+from megatron_rl.megatron.provider import GROUPS, check_chunk, fit_packed_rows
+from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.layout import ParallelLayout
 
 SCRIPT = "the training script's model"

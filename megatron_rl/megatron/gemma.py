@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.parallel.layers import RmsNorm
+from megatron_rl.megatron.layers import RmsNorm
 
 
 def prepare_sandwich_layers(chunk: Any, local: tuple[int, ...] | None, cap: float | None) -> None:

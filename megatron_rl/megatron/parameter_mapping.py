@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.model import Chunked
+from megatron_rl.megatron.model import Chunked
 from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import LAYER, PretrainedModel

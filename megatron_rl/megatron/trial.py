@@ -1,4 +1,4 @@
-"""Try Megatron's settings of every role without building a model: ``python -m megatron_rl.parallel.trial``.
+"""Try Megatron's settings of every role without building a model: ``python -m megatron_rl.megatron.trial``.
 
 Reads a JSON list of roles from standard input, each with ``role``, ``model`` (a config.json), ``layout``,
 ``scalar_head``, ``dtype``, ``recompute``, ``fused``, ``overrides`` and ``optimizer`` (a section or null), and
@@ -20,7 +20,7 @@ import torch
 
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.hf.transformer_settings import (
+from megatron_rl.megatron.transformer_settings import (
     optimizer_settings,
     role_settings,
     transformer_settings,

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
+from megatron_rl.megatron.experts import RoutedTokens
+from megatron_rl.megatron.layers import warn_of_unfused_attention
+from megatron_rl.megatron.log_probs import Support
+from megatron_rl.megatron.lora import sum_partial_gradients
+from megatron_rl.megatron.model import ParallelModel
+from megatron_rl.megatron.packing import PackedRows, partition
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
-from megatron_rl.parallel.experts import RoutedTokens
-from megatron_rl.parallel.layers import warn_of_unfused_attention
-from megatron_rl.parallel.log_probs import Support
-from megatron_rl.parallel.lora import sum_partial_gradients
-from megatron_rl.parallel.model import ParallelModel
-from megatron_rl.parallel.packing import PackedRows, partition
 from megatron_rl.progress import advance
 from megatron_rl.types import token_index
 
