@@ -19,8 +19,8 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.source import Origin
 from megatron_rl.errors import UserError, UserErrors, each
-from megatron_rl.shapes.megatron_arguments import arguments_of, contradictions, derived
-from megatron_rl.shapes.megatron_checkpoint import (
+from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derived
+from megatron_rl.interop.megatron_lm.checkpoint import (
     POINTER,
     MegatronCheckpoint,
     is_megatron,

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_rl.check.files import Files
 from megatron_rl.errors import UserError, some_of
+from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
-from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.shapes.pretrained import INDEX, PretrainedModel, separate_head_error, weight_files
 
 _FLOATS = ("F64", "F32", "F16", "BF16")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_rl.check.reward_function import Called, check_function
 from megatron_rl.config.sections.starting_model import ModelConfig
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.megatron_arguments import arguments_of
+from megatron_rl.interop.megatron_lm.arguments import arguments_of
 from megatron_rl.shapes.pretrained import PretrainedModel
 
 ARGUMENTS = ("pre_process", "post_process", "vp_stage", "config", "pg_collection", "args")

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.check.provider import ARGUMENTS
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
+from megatron_rl.interop.megatron_lm.arguments import ABSENT
 from megatron_rl.megatron.layers import (
     PackedAttention,
     PackedRotaryEmbedding,
@@ -27,7 +28,6 @@ from megatron_rl.megatron.layers import (
     transformer_engine_attention,
 )
 from megatron_rl.megatron.model_spec import ModelSpec
-from megatron_rl.shapes.megatron_arguments import ABSENT
 from megatron_rl.user_code import load_path
 
 GROUPS = {

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.interop.megatron_lm.arguments import latent_sizes
 from megatron_rl.shapes.family import ACTIVATIONS
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.megatron_arguments import latent_sizes
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
 

@@ -18,6 +18,9 @@ from megatron_rl import durable
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import together
 from megatron_rl.errors import UserError
+from megatron_rl.interop.megatron_lm.arguments import arguments_of
+from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, pointer
+from megatron_rl.interop.megatron_lm.pickles import MASTERS
 from megatron_rl.megatron.host_optimizer import HostOptimizer, set_states
 from megatron_rl.megatron.lora import without_adapters
 from megatron_rl.megatron.model import ParallelModel, live_parameters
@@ -29,9 +32,6 @@ from megatron_rl.parallel.checkpoint_write import partial_of, write
 from megatron_rl.parallel.hf.megatron_buffers import BufferFiles
 from megatron_rl.parallel.hf.megatron_files import MegatronFiles, read_pointed
 from megatron_rl.parallel.hf.weights import fill, own_share, source_boxes
-from megatron_rl.shapes.megatron_arguments import arguments_of
-from megatron_rl.shapes.megatron_checkpoint import TRACKER, MegatronCheckpoint, pointer
-from megatron_rl.shapes.megatron_pickles import MASTERS
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import TensorBox
 

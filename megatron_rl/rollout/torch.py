@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.rollout.engine import Completion, Request, failed
 from megatron_rl.rollout.sampling import (
     draw,
@@ -19,7 +20,6 @@ from megatron_rl.rollout.sampling import (
     log_prob_temperature,
     truncates,
 )
-from megatron_rl.shapes.megatron_checkpoint import POINTER
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, TensorBox
 

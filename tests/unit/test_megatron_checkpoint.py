@@ -22,6 +22,7 @@ from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
+from megatron_rl.interop.megatron_lm.pickles import read_common
 from megatron_rl.megatron.lora import adapter_parameters
 from megatron_rl.megatron.model import build_model, live_parameters
 from megatron_rl.megatron.model_spec import read_hf_config
@@ -32,7 +33,6 @@ from megatron_rl.parallel.hf.megatron_files import MegatronFiles
 from megatron_rl.parallel.hf.peft import add_adapters
 from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.megatron_pickles import read_common
 from tests.hf_models import save_model
 
 FIXTURE = Path(__file__).parents[1] / "megatron_lm"

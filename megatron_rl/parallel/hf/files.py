@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.durable import RunningDigest, require_file
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.megatron_checkpoint import POINTER
+from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.pretrained import INDEX, SINGLE, read_pretrained, tokenizer_files, weight_files
 
 _DTYPE_NAMES = {

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.interop.megatron_lm.checkpoint import MegatronCheckpoint, Place, pointer, read_checkpoint
+from megatron_rl.interop.megatron_lm.pickles import Chunk
 from megatron_rl.megatron.parameter_mapping import Shard, trace_import
-from megatron_rl.shapes.megatron_checkpoint import MegatronCheckpoint, Place, pointer, read_checkpoint
-from megatron_rl.shapes.megatron_pickles import Chunk
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import Span, intersect

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import UserError
+from megatron_rl.interop.megatron_lm.pickles import Bucket
 from megatron_rl.shapes.layer_weights import Weight, outer_weights
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.megatron_pickles import Bucket
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pipeline_stages import EMBEDDING, FIRST, LAST, LOSS, stage_chunks
 

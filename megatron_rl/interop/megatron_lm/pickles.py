@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.inert_pickle import Inert, read_pickle
+from megatron_rl.interop.megatron_lm.inert_pickle import Inert, read_pickle
 
 COMMON, DIRECTORY = "common.pt", ".metadata"
 _COMMON_VALUE = "common_state/shard_0_1"

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError, some_of
-from megatron_rl.shapes.layer_weights import Weight, outer_weights
-from megatron_rl.shapes.megatron_buffers import (
+from megatron_rl.interop.megatron_lm.optimizer_buffers import (
     FlatParameter,
     flat_parameters,
     orders,
     other_buffers,
     writer_layout,
 )
-from megatron_rl.shapes.megatron_pickles import (
+from megatron_rl.interop.megatron_lm.pickles import (
     DIRECTORY,
     MASTERS,
     MOMENTS,
@@ -32,6 +31,7 @@ from megatron_rl.shapes.megatron_pickles import (
     read_common,
     read_tensors,
 )
+from megatron_rl.shapes.layer_weights import Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_json
 
