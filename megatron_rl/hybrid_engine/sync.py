@@ -17,11 +17,11 @@ from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects, rank_in, sum_over_ranks
 from megatron_rl.errors import UserError
+from megatron_rl.hf.peft import peft_boxes
+from megatron_rl.hf.weights import source_boxes
 from megatron_rl.megatron.lora import engine_adapters, policy_weights
 from megatron_rl.megatron.model import Chunked, live_parameters
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.hf.peft import peft_boxes
-from megatron_rl.parallel.hf.weights import source_boxes
 from megatron_rl.rollout.engine import Storage, WeightStore
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.execute import VERIFY, Execution, storage_key

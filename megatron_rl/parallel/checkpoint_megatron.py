@@ -18,6 +18,9 @@ from megatron_rl import durable
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import together
 from megatron_rl.errors import UserError
+from megatron_rl.hf.megatron_optimizer_source import BufferFiles
+from megatron_rl.hf.megatron_source import MegatronFiles, read_pointed
+from megatron_rl.hf.weights import fill, own_share, source_boxes
 from megatron_rl.interop.megatron_lm.arguments import arguments_of
 from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, pointer
 from megatron_rl.interop.megatron_lm.pickles import MASTERS
@@ -29,9 +32,6 @@ from megatron_rl.megatron.parameter_mapping import vocabulary_names
 from megatron_rl.parallel.checkpoint_files import disk_or, everywhere
 from megatron_rl.parallel.checkpoint_tensors import initialise_states, sharded_state
 from megatron_rl.parallel.checkpoint_write import partial_of, write
-from megatron_rl.parallel.hf.megatron_buffers import BufferFiles
-from megatron_rl.parallel.hf.megatron_files import MegatronFiles, read_pointed
-from megatron_rl.parallel.hf.weights import fill, own_share, source_boxes
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import TensorBox
 

@@ -21,6 +21,7 @@ from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import communicator
+from megatron_rl.hf.peft import add_adapters, note_base
 from megatron_rl.hybrid_engine.servers import ServedWeights, make_sampler
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.lora import share_base
@@ -28,7 +29,6 @@ from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.optimizer import Optimizer, wrap
 from megatron_rl.megatron.residency import Use
 from megatron_rl.parallel.checkpoint_megatron import load_optimizer
-from megatron_rl.parallel.hf.peft import add_adapters, note_base
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.policy import add_lora, build_policy, stored_at
 from megatron_rl.roles.reward import RewardModel, RewardRole

@@ -19,12 +19,12 @@ from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed import device, watch
 from megatron_rl.errors import UserError
+from megatron_rl.hf.export import export, export_adapters
+from megatron_rl.hf.weights import load_weights
 from megatron_rl.metrics import merge
 from megatron_rl.parallel import checkpoint
 from megatron_rl.parallel.checkpoint_files import first, require_intact_models
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
-from megatron_rl.parallel.hf.export import export, export_adapters
-from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.roles.build import build_frozen_roles
 from megatron_rl.roles.policy import add_lora, build_policy
 from megatron_rl.shapes.pretrained import read_pretrained

@@ -17,6 +17,7 @@ from megatron_rl.data.tokenizing import as_warning, load_tokenizer
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import barrier, gather_metrics, gather_objects
 from megatron_rl.errors import first_line
+from megatron_rl.hf.export import export
 from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel import checkpoint
@@ -26,7 +27,6 @@ from megatron_rl.parallel.checkpoint_files import (
     require_intact,
     require_intact_models,
 )
-from megatron_rl.parallel.hf.export import export
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadBatches
 from megatron_rl.trainer.checkpoints import Checkpoints, complete_for_megatron, save_for_megatron

@@ -27,6 +27,9 @@ from megatron_rl.data.shards import DataPath
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed.exchange import ReplicaGroup, barrier, gather_metrics, gather_objects
 from megatron_rl.errors import UserError
+from megatron_rl.hf.export import export
+from megatron_rl.hf.peft import note_base
+from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.lora import merge_adapters
 from megatron_rl.megatron.optimizer import Optimizer, wrap
 from megatron_rl.megatron.residency import Use
@@ -39,9 +42,6 @@ from megatron_rl.parallel.checkpoint_files import (
     newest_intact,
     require_intact_models,
 )
-from megatron_rl.parallel.hf.export import export
-from megatron_rl.parallel.hf.peft import note_base
-from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.roles.build import Roles, build_learner
 from megatron_rl.roles.model_role import ModelRole, Objective
 from megatron_rl.trainer.checkpoints import Checkpoints, save_for_megatron

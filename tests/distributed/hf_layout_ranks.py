@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
+from megatron_rl.hf.export import export
+from megatron_rl.hf.files import CheckpointFiles
+from megatron_rl.hf.weights import load_weights, source_boxes
 from megatron_rl.megatron.model import build_model, live_parameters
 from megatron_rl.megatron.schedule import score
-from megatron_rl.parallel.hf.export import export
-from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.parallel.hf.weights import load_weights, source_boxes
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import split_rows
 from megatron_rl.weights.boxes import view_of

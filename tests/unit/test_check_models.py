@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.config.load import load
 from megatron_rl.errors import UserError
+from megatron_rl.hf.files import CheckpointFiles
+from megatron_rl.hf.weights import require_finite
 from megatron_rl.megatron.model_spec import read_hf_config
-from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.parallel.hf.weights import require_finite
 from megatron_rl.shapes.pretrained import describe
 from megatron_rl.user_code import find_module
 

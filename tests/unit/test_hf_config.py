@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
+from megatron_rl.hf.files import CheckpointFiles, shard_files
+from megatron_rl.hf.weights import check_tensors
 from megatron_rl.megatron.model_spec import model_spec, pretrained, rotation
 from megatron_rl.megatron.transformer_settings import role_settings
-from megatron_rl.parallel.hf.files import CheckpointFiles, shard_files
-from megatron_rl.parallel.hf.weights import check_tensors
 from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import FAMILIES, RESCALING_ROPE, config_of, make_model, save_model
 
@@ -208,7 +208,7 @@ def test_files_are_filled_in_order():
 
 def test_padded_and_duplicated_parts_fill_every_parameter():
     """The importer covers each parameter exactly, for every rank of a layout with padding and experts."""
-    from megatron_rl.parallel.hf.layout_boxes import megatron_layout
+    from megatron_rl.hf.layout_boxes import megatron_layout
 
     device.initialize()
     assert ParallelGroups(ParallelLayout((0,))).member

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from megatron_rl import durable
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.hf.export import export
+from megatron_rl.hf.files import CheckpointFiles
+from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model import build_model
-from megatron_rl.parallel.hf.export import export
-from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import FAMILIES, make_model, save_model
 

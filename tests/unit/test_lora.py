@@ -17,14 +17,14 @@ from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
+from megatron_rl.hf.export import export, export_adapters
+from megatron_rl.hf.peft import add_adapters, note_base
+from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.lora import adapter_parameters, merge_adapters, remove_adapters, without_adapters
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.parallel import checkpoint
 from megatron_rl.parallel.checkpoint import Part
-from megatron_rl.parallel.hf.export import export, export_adapters
-from megatron_rl.parallel.hf.peft import add_adapters, note_base
-from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import MLP, PEFT_PREFIX, TARGETS, Lora, adapter_parameter_count
 from tests.hf_models import config_of, save_model

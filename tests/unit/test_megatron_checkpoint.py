@@ -22,16 +22,16 @@ from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
+from megatron_rl.hf.export import export
+from megatron_rl.hf.files import CheckpointFiles, checkpoint_shapes
+from megatron_rl.hf.megatron_source import MegatronFiles
+from megatron_rl.hf.peft import add_adapters
+from megatron_rl.hf.weights import load_weights
 from megatron_rl.interop.megatron_lm.pickles import read_common
 from megatron_rl.megatron.lora import adapter_parameters
 from megatron_rl.megatron.model import build_model, live_parameters
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
-from megatron_rl.parallel.hf.export import export
-from megatron_rl.parallel.hf.files import CheckpointFiles, checkpoint_shapes
-from megatron_rl.parallel.hf.megatron_files import MegatronFiles
-from megatron_rl.parallel.hf.peft import add_adapters
-from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import save_model
 

@@ -13,6 +13,7 @@ import torch
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
+from megatron_rl.hf.megatron_source import read_pointed
 from megatron_rl.interop.megatron_lm.optimizer_buffers import Order, flat_parameters
 from megatron_rl.interop.megatron_lm.pickles import Bucket
 from megatron_rl.megatron.adoption import adopt_model
@@ -21,7 +22,6 @@ from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.megatron.optimizer import Optimizer, wrap
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, load_optimizer
 from megatron_rl.parallel.checkpoint_write import write
-from megatron_rl.parallel.hf.megatron_files import read_pointed
 from megatron_rl.shapes.pretrained import read_pretrained
 from tests.hf_models import save_model
 from tests.model_providers import own_groups, set_up

@@ -22,12 +22,12 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
+from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron import layers
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.packing import pack_for_transformer_engine
 from megatron_rl.megatron.schedule import microbatches, score
 from megatron_rl.metrics import merge
-from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch, token_index
 from tests.hf_models import save_model

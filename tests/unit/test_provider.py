@@ -17,6 +17,7 @@ from megatron_rl.data import quickstart
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.adoption import adopt_model
 from megatron_rl.megatron.model import build_model, live_parameters
 from megatron_rl.megatron.model_spec import read_hf_config
@@ -27,7 +28,6 @@ from megatron_rl.megatron.schedule import learn
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors
-from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 from tests.hf_models import save_model

@@ -22,7 +22,7 @@ from megatron_rl.data.records import Record
 from megatron_rl.data.tokenizing import end_token_ids, load_tokenizer
 from megatron_rl.data.visible_text import VisibleText
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.hf.files import copy_tokenizer
+from megatron_rl.hf.files import copy_tokenizer
 from tests.unit.chat_templates import FORMS, LLAMA_2, QWEN_2, ChatForm, tokenizer_of
 
 ASKED = [{"role": "user", "content": "1+1="}]

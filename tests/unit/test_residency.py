@@ -13,6 +13,8 @@ from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
+from megatron_rl.hf.peft import add_adapters
+from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.lora import adapter_parameters, policy_weights, share_base
 from megatron_rl.megatron.model import ParallelModel, build_model, live_parameters
@@ -20,8 +22,6 @@ from megatron_rl.megatron.optimizer import Optimizer, wrap
 from megatron_rl.megatron.residency import Residency, Use
 from megatron_rl.metrics import Metrics
 from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors
-from megatron_rl.parallel.hf.peft import add_adapters
-from megatron_rl.parallel.hf.weights import load_weights
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.shapes.layout import ParallelLayout

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.hf.files import CheckpointFiles
+from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.rollout.engine import make_engine
 from megatron_rl.rollout.episodes import begin
 from megatron_rl.rollout.torch import TorchEngine

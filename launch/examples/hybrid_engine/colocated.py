@@ -19,8 +19,8 @@ import torch.distributed as dist
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.distributed import device
+from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine import weight_transfer
-from megatron_rl.parallel.hf.weights import load_weights
 
 TINY = Qwen3Config(
     hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,

@@ -71,8 +71,8 @@ def train(rank: int, checkpoint: Path, pipe: str) -> None:
     from colocated import megatron_model
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
+    from megatron_rl.hf.weights import load_weights
     from megatron_rl.hybrid_engine import weight_transfer
-    from megatron_rl.parallel.hf.weights import load_weights
     from megatron_rl.rollout.vllm.backend import TrainerMeeting
 
     weight_transfer.register()

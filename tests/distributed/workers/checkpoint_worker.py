@@ -19,12 +19,12 @@ from megatron_rl import durable
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
+from megatron_rl.hf.weights import load_weights
 from megatron_rl.parallel import checkpoint
 from megatron_rl.parallel.checkpoint import Part, load, load_model, save
 from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, load_optimizer
 from megatron_rl.parallel.checkpoint_tensors import sharded_state
 from megatron_rl.parallel.checkpoint_write import write
-from megatron_rl.parallel.hf.weights import load_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 import training

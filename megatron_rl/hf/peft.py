@@ -8,10 +8,10 @@ from pathlib import Path
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import together
+from megatron_rl.hf.files import CheckpointFiles
+from megatron_rl.hf.weights import fingerprint
 from megatron_rl.megatron.lora import adapter_boxes, attach_adapters
 from megatron_rl.megatron.model import ParallelModel
-from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.parallel.hf.weights import fingerprint
 from megatron_rl.shapes.lora import PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.types import TensorBox
 

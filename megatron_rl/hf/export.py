@@ -19,17 +19,17 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import together
 from megatron_rl.durable import seal, sync_folder
 from megatron_rl.errors import UserError
-from megatron_rl.megatron.lora import adapter_parameters, policy_weights
-from megatron_rl.megatron.model_spec import pretrained
-from megatron_rl.parallel.hf.files import (
+from megatron_rl.hf.files import (
     SafetensorsWriter,
     copy_tensors,
     copy_tokenizer,
     shard_files,
     write_index,
 )
-from megatron_rl.parallel.hf.peft import peft_boxes
-from megatron_rl.parallel.hf.weights import open_checkpoint, source_boxes
+from megatron_rl.hf.peft import peft_boxes
+from megatron_rl.hf.weights import open_checkpoint, source_boxes
+from megatron_rl.megatron.lora import adapter_parameters, policy_weights
+from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.types import TensorBox

@@ -13,12 +13,12 @@ from torch import Tensor
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import hand_on, together
 from megatron_rl.errors import UserError, some_of
+from megatron_rl.hf.files import CheckpointFiles
+from megatron_rl.hf.megatron_source import MegatronFiles
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.megatron.model import Chunked, ParallelModel, live_parameters, of_experts
 from megatron_rl.megatron.model_spec import pretrained, read_hf_config
 from megatron_rl.megatron.parameter_mapping import global_name, shard_of, trace_import, vocabulary_names
-from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.parallel.hf.megatron_files import MegatronFiles
 from megatron_rl.progress import advance
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
 from megatron_rl.shapes.pretrained import separate_head_error

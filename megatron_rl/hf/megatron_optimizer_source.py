@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_rl.hf.megatron_source import MegatronFiles, strides
 from megatron_rl.interop.megatron_lm.checkpoint import MegatronCheckpoint
 from megatron_rl.interop.megatron_lm.optimizer_buffers import FlatParameter, writer_layout
 from megatron_rl.interop.megatron_lm.pickles import MASTERS, Bucket
 from megatron_rl.megatron.parameter_mapping import Shard, trace_import
-from megatron_rl.parallel.hf.megatron_files import MegatronFiles, strides
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import TensorBox
 
