@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn.functional import silu
 
+from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.distributed import device
-from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 
 NAMES = {"mlp.down.weight": "mlp.linear_fc2.weight"}
 TWICE = {"mlp.down.weight": "mlp.linear_fc1.weight"}

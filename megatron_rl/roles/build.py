@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
+from megatron_rl.checkpoint.megatron_lm import load_optimizer
 from megatron_rl.config.adapters import own_base_reason, reference_is_base, separate_adapters
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.placement import role_layout, role_layouts, sleeping_ranks
@@ -28,7 +29,6 @@ from megatron_rl.megatron.lora import share_base
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.optimizer import Optimizer, wrap
 from megatron_rl.megatron.residency import Use
-from megatron_rl.parallel.checkpoint_megatron import load_optimizer
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.policy import add_lora, build_policy, stored_at
 from megatron_rl.roles.reward import RewardModel, RewardRole

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments
 from megatron_rl.config.placement import megatron_settings
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.stage_plan import present_model, starting_model
@@ -16,7 +17,6 @@ from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.megatron.provider import Provider, load_provider
-from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import read_pretrained
 

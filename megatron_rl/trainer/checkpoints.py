@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_rl.checkpoint.folders import first
+from megatron_rl.checkpoint.megatron_lm import (
+    checkpoint_arguments,
+    iteration_folder,
+    save_megatron,
+)
+from megatron_rl.checkpoint.roles import Saving
 from megatron_rl.config.checkpoint_meta import ANY, checkpoint_path, read_meta, reads_anywhere
 from megatron_rl.config.schema import CheckpointConfig, RunConfig
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import recover_replaced
 from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.checkpoint import Saving
-from megatron_rl.parallel.checkpoint_files import first
-from megatron_rl.parallel.checkpoint_megatron import (
-    checkpoint_arguments,
-    iteration_folder,
-    save_megatron,
-)
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.trainer.job import Job
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_rl.checkpoint import roles as checkpoint
+from megatron_rl.checkpoint.folders import first, require_intact_models
+from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, save_megatron
 from megatron_rl.config.checkpoint_meta import check_same_model, is_checkpoint, model_identity
 from megatron_rl.config.derive import resolve
 from megatron_rl.config.load import load_config
@@ -22,9 +25,6 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.export import export, export_adapters
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.metrics import merge
-from megatron_rl.parallel import checkpoint
-from megatron_rl.parallel.checkpoint_files import first, require_intact_models
-from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.roles.build import build_frozen_roles
 from megatron_rl.roles.policy import add_lora, build_policy
 from megatron_rl.shapes.pretrained import read_pretrained

@@ -9,6 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
+from megatron_rl.checkpoint import roles as checkpoint
+from megatron_rl.checkpoint.folders import (
+    first,
+    newest_intact,
+    require_intact,
+    require_intact_models,
+)
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import StagePlan, models_read, pending_stages, stage_plans
 from megatron_rl.data.prompts import PromptSource, load_prompts
@@ -20,13 +27,6 @@ from megatron_rl.errors import first_line
 from megatron_rl.hf.export import export
 from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import checkpoint
-from megatron_rl.parallel.checkpoint_files import (
-    first,
-    newest_intact,
-    require_intact,
-    require_intact_models,
-)
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadBatches
 from megatron_rl.trainer.checkpoints import Checkpoints, complete_for_megatron, save_for_megatron

@@ -10,6 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_model_objective, sft_objective
+from megatron_rl.checkpoint import roles as checkpoint
+from megatron_rl.checkpoint.folders import (
+    first,
+    in_short,
+    model_damages,
+    newest_intact,
+    require_intact_models,
+)
 from megatron_rl.config.roles import stated_models
 from megatron_rl.config.run_folder import set_aside
 from megatron_rl.config.schema import TRAIN, RunConfig
@@ -34,14 +42,6 @@ from megatron_rl.megatron.lora import merge_adapters
 from megatron_rl.megatron.optimizer import Optimizer, wrap
 from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import checkpoint
-from megatron_rl.parallel.checkpoint_files import (
-    first,
-    in_short,
-    model_damages,
-    newest_intact,
-    require_intact_models,
-)
 from megatron_rl.roles.build import Roles, build_learner
 from megatron_rl.roles.model_role import ModelRole, Objective
 from megatron_rl.trainer.checkpoints import Checkpoints, save_for_megatron

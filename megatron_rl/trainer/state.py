@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import AlgorithmState
+from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.config.schema import CheckpointConfig
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel import checkpoint
 from megatron_rl.rewards.worker import Answer
 from megatron_rl.roles.build import Roles
 from megatron_rl.rollout.episodes import Episodes

@@ -173,10 +173,10 @@ def _drop_capabilities() -> None:
 
 
 def _choose(run: Path) -> dict[str, Any]:
+    from megatron_rl.checkpoint import roles as checkpoint
+    from megatron_rl.checkpoint.folders import newest_intact
     from megatron_rl.distributed import device
     from megatron_rl.errors import UserError
-    from megatron_rl.parallel import checkpoint
-    from megatron_rl.parallel.checkpoint_files import newest_intact
 
     words: list[str] = []
     for name in runs.LAUNCHER_NAMES:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from test_roles import grpo, metrics
 
-from megatron_rl.parallel.checkpoint import _read
+from megatron_rl.checkpoint.roles import _read
 from megatron_rl.trainer.state import TYPES
 from tests.readme_metrics import unwritten
 

@@ -11,8 +11,8 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification
 
+from megatron_rl.checkpoint.roles import _read
 from megatron_rl.config.checkpoint_meta import read_meta, reads_anywhere
-from megatron_rl.parallel.checkpoint import _read
 from megatron_rl.trainer.state import TYPES
 from tests.readme_metrics import unwritten
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from megatron_rl.checkpoint.untrusted import refuse_code
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.checkpoint_origin import refuse_code
 
 
 class Runs:

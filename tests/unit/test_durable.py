@@ -23,6 +23,8 @@ from hypothesis import strategies as st
 
 from megatron_rl import durable
 from megatron_rl.algorithms import AlgorithmState
+from megatron_rl.checkpoint import roles as checkpoint
+from megatron_rl.checkpoint.folders import disk_or, newest_intact
 from megatron_rl.config.checkpoint_meta import (
     META,
     STATE_FORMAT,
@@ -37,8 +39,6 @@ from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.responses import ResponseSource
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.parallel import checkpoint
-from megatron_rl.parallel.checkpoint_files import disk_or, newest_intact
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.trainer.state import TYPES, Best, TrainerState
 
@@ -190,7 +190,7 @@ import sys
 from pathlib import Path
 import torch
 from megatron_rl.distributed import device
-from megatron_rl.parallel.checkpoint_write import Saving
+from megatron_rl.checkpoint.writing import Saving
 
 class Write:
     def run(self):

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from megatron_rl.check.lora import CHECKPOINT_LAYERS, check_adapted_model
+from megatron_rl.checkpoint import roles as checkpoint
+from megatron_rl.checkpoint.roles import Part
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
@@ -23,8 +25,6 @@ from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.lora import adapter_parameters, merge_adapters, remove_adapters, without_adapters
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.model_spec import pretrained
-from megatron_rl.parallel import checkpoint
-from megatron_rl.parallel.checkpoint import Part
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import MLP, PEFT_PREFIX, TARGETS, Lora, adapter_parameter_count
 from tests.hf_models import config_of, save_model

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_rl.check.megatron_model import with_megatron_models
+from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, save_megatron
 from megatron_rl.config.load import load_text
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
@@ -31,7 +32,6 @@ from megatron_rl.interop.megatron_lm.pickles import read_common
 from megatron_rl.megatron.lora import adapter_parameters
 from megatron_rl.megatron.model import build_model, live_parameters
 from megatron_rl.megatron.model_spec import read_hf_config
-from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, save_megatron
 from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import save_model
 

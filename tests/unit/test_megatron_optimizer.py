@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, load_optimizer
+from megatron_rl.checkpoint.writing import write
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
@@ -20,8 +22,6 @@ from megatron_rl.megatron.adoption import adopt_model
 from megatron_rl.megatron.model import live_parameters
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.megatron.optimizer import Optimizer, wrap
-from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, load_optimizer
-from megatron_rl.parallel.checkpoint_write import write
 from megatron_rl.shapes.pretrained import read_pretrained
 from tests.hf_models import save_model
 from tests.model_providers import own_groups, set_up

@@ -11,6 +11,8 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 
 from megatron_rl import EmbeddedTrainer
+from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments
+from megatron_rl.checkpoint.tensors import begin_tensors, load_tensors
 from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.data import quickstart
@@ -26,8 +28,6 @@ from megatron_rl.megatron.parameter_mapping import global_name
 from megatron_rl.megatron.provider import global_groups, load_provider
 from megatron_rl.megatron.schedule import learn
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
-from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 from tests.hf_models import save_model

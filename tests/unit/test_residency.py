@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.checkpoint.tensors import begin_tensors, load_tensors
 from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.distributed import device
@@ -21,7 +22,6 @@ from megatron_rl.megatron.model import ParallelModel, build_model, live_paramete
 from megatron_rl.megatron.optimizer import Optimizer, wrap
 from megatron_rl.megatron.residency import Residency, Use
 from megatron_rl.metrics import Metrics
-from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.shapes.layout import ParallelLayout

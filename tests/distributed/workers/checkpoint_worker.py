@@ -16,15 +16,15 @@ from megatron.core.dist_checkpointing.dict_utils import merge
 
 from benchmarks.live_bytes import LiveBytes
 from megatron_rl import durable
+from megatron_rl.checkpoint import roles as checkpoint
+from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, load_optimizer
+from megatron_rl.checkpoint.roles import Part, load, load_model, save
+from megatron_rl.checkpoint.tensors import sharded_state
+from megatron_rl.checkpoint.writing import write
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
 from megatron_rl.hf.weights import load_weights
-from megatron_rl.parallel import checkpoint
-from megatron_rl.parallel.checkpoint import Part, load, load_model, save
-from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments, load_optimizer
-from megatron_rl.parallel.checkpoint_tensors import sharded_state
-from megatron_rl.parallel.checkpoint_write import write
 
 sys.path.insert(0, str(Path(__file__).parent))
 import training

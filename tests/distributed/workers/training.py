@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from megatron_rl.algorithms import get_algorithm
 from megatron_rl.algorithms.aggregation import weighted
 from megatron_rl.algorithms.objectives import policy_objective
+from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hf.peft import add_adapters
@@ -23,7 +24,6 @@ from megatron_rl.megatron.optimizer import Optimizer, wrap
 from megatron_rl.megatron.provider import Provider, load_provider
 from megatron_rl.megatron.schedule import learn, score
 from megatron_rl.metrics import Metrics, merge
-from megatron_rl.parallel.checkpoint_megatron import checkpoint_arguments
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 from megatron_rl.weights.boxes import view_of

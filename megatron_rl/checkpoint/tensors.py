@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rl.checkpoint.writing import TensorWrite
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
@@ -33,7 +34,6 @@ from megatron_rl.megatron.lora import load_adapters, sharded_adapters
 from megatron_rl.megatron.model import ParallelModel, live_parameters
 from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.megatron.parameter_mapping import global_name, vocabulary_names
-from megatron_rl.parallel.checkpoint_write import TensorWrite
 
 _SHARDING = {ANY: "fully_reshardable", SAME: "dp_reshardable"}
 """Megatron's name for each way to lay out the distributed optimizer in a checkpoint."""

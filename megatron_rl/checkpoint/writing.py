@@ -24,10 +24,10 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.dist_checkpointing.validation import determine_global_metadata
 
 from megatron_rl import durable
+from megatron_rl.checkpoint.folders import digests_of_all, disk_or, everywhere
 from megatron_rl.config.checkpoint_meta import prune
 from megatron_rl.distributed import device
 from megatron_rl.megatron.model import ParallelModel
-from megatron_rl.parallel.checkpoint_files import digests_of_all, disk_or, everywhere
 from megatron_rl.progress import advance
 
 WRITERS = 2

@@ -19,6 +19,14 @@ import numpy as np
 import torch
 
 from megatron_rl import durable
+from megatron_rl.checkpoint.folders import (
+    disk_or,
+    everywhere,
+    require_intact,
+)
+from megatron_rl.checkpoint.tensors import begin_tensors, load_tensors, require_shards
+from megatron_rl.checkpoint.untrusted import refuse_code
+from megatron_rl.checkpoint.writing import Saving, partial_of
 from megatron_rl.config.checkpoint_meta import (
     ANY,
     SAME,
@@ -40,14 +48,6 @@ from megatron_rl.megatron.lora import adapter_parameters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.megatron.optimizer import Optimizer
-from megatron_rl.parallel.checkpoint_files import (
-    disk_or,
-    everywhere,
-    require_intact,
-)
-from megatron_rl.parallel.checkpoint_origin import refuse_code
-from megatron_rl.parallel.checkpoint_tensors import begin_tensors, load_tensors, require_shards
-from megatron_rl.parallel.checkpoint_write import Saving, partial_of
 from megatron_rl.shapes.lora import adapters_in_words
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 

@@ -15,6 +15,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megatron_rl import durable
+from megatron_rl.checkpoint.folders import disk_or, everywhere
+from megatron_rl.checkpoint.tensors import initialise_states, sharded_state
+from megatron_rl.checkpoint.writing import partial_of, write
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import together
 from megatron_rl.errors import UserError
@@ -29,9 +32,6 @@ from megatron_rl.megatron.lora import without_adapters
 from megatron_rl.megatron.model import ParallelModel, live_parameters
 from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.megatron.parameter_mapping import vocabulary_names
-from megatron_rl.parallel.checkpoint_files import disk_or, everywhere
-from megatron_rl.parallel.checkpoint_tensors import initialise_states, sharded_state
-from megatron_rl.parallel.checkpoint_write import partial_of, write
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import TensorBox
 
