@@ -28,9 +28,9 @@ from megatron_rl.config.budget import PHASES as MEMORY_PHASES
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.planner.calibrate import observed, read_steps, without_sync
-from megatron_rl.planner.constants import Constants, load_constants
-from megatron_rl.planner.step import PHASES, Observed, RunStep, predict_run, role_shapes
+from megatron_rl.planning.predict.calibrate import observed, read_steps, without_sync
+from megatron_rl.planning.predict.step import PHASES, Observed, RunStep, predict_run, role_shapes
+from megatron_rl.shapes.hardware import Constants, load_constants
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 

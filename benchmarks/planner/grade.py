@@ -22,7 +22,7 @@ from scenario import Scenario, without_answers
 from tolerance import compared, inside, ratio
 
 from megatron_rl.errors import UserError
-from megatron_rl.planner.constants import Constants, load_constants
+from megatron_rl.shapes.hardware import Constants, load_constants
 
 
 @dataclass

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.planner.batch import Lengths
-from megatron_rl.planner.constants import GB, Machine
-from megatron_rl.planner.generate import (
+from megatron_rl.planning.predict.batch import Lengths
+from megatron_rl.planning.predict.generate import (
     POINTS,
     RolloutLayout,
     cache_tokens,
@@ -20,10 +19,11 @@ from megatron_rl.planner.generate import (
     prefill_seconds,
     rollout_weight_bytes,
 )
-from megatron_rl.planner.groups import Sync
-from megatron_rl.planner.layer import gather_seconds
-from megatron_rl.planner.learn import TrainChoice, Work
-from megatron_rl.planner.step import copy_seconds
+from megatron_rl.planning.predict.groups import Sync
+from megatron_rl.planning.predict.layer import gather_seconds
+from megatron_rl.planning.predict.learn import TrainChoice, Work
+from megatron_rl.planning.predict.step import copy_seconds
+from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import fullest_parameters
 from megatron_rl.shapes.model import ModelShape

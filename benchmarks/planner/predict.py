@@ -19,16 +19,15 @@ from peers import (
 from scenario import Scenario
 
 from megatron_rl.errors import UserError
-from megatron_rl.planner.batch import StepBatch, response_lengths
-from megatron_rl.planner.constants import GB
-from megatron_rl.planner.generate import (
+from megatron_rl.planning.predict.batch import StepBatch, response_lengths
+from megatron_rl.planning.predict.generate import (
     RolloutLayout,
     generate_seconds,
     prefill_workspace_bytes,
     rollout_weight_bytes,
 )
-from megatron_rl.planner.groups import Planner, Problem
-from megatron_rl.planner.learn import (
+from megatron_rl.planning.predict.groups import Planner, Problem
+from megatron_rl.planning.predict.learn import (
     TrainChoice,
     fullest_training,
     learn_memory,
@@ -38,9 +37,10 @@ from megatron_rl.planner.learn import (
     score_memory,
     score_seconds,
 )
-from megatron_rl.planner.placement import best_grouping
-from megatron_rl.planner.search import RECOMPUTE, rollout_plans, training_front
-from megatron_rl.planner.step import TRAINED, RoleSeconds, add_up
+from megatron_rl.planning.predict.placement import best_grouping
+from megatron_rl.planning.predict.search import RECOMPUTE, rollout_plans, training_front
+from megatron_rl.planning.predict.step import TRAINED, RoleSeconds, add_up
+from megatron_rl.shapes.hardware import GB
 from megatron_rl.shapes.layout import ParallelLayout
 
 Prediction = dict[str, Any]

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.planner.batch import StepBatch, response_lengths
-from megatron_rl.planner.constants import Constants, Machine
-from megatron_rl.planner.generate import RolloutLayout
-from megatron_rl.planner.placement import ROLES
+from megatron_rl.planning.predict.batch import StepBatch, response_lengths
+from megatron_rl.planning.predict.generate import RolloutLayout
+from megatron_rl.planning.predict.placement import ROLES
+from megatron_rl.shapes.hardware import Constants, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape

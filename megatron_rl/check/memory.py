@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_rl.config.budget import PHASES, RankMemory
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.errors import UserError
-from megatron_rl.planner.constants import load_constants
+from megatron_rl.shapes.hardware import load_constants
 
 TRUST = 0.2
 """Share of a GPU's memory by which an estimate may be too high: beyond it a run cannot fit.

@@ -17,7 +17,7 @@ from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import sections_of
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
-from megatron_rl.planner.constants import load_constants
+from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from megatron_rl.cli.check_json import report_json
 from megatron_rl.cli.check_picture import picture
-from megatron_rl.cli.check_simulation import simulation, simulation_json
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.cli.common import add_config_arguments, checked
 from megatron_rl.config.schema import JOBS
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors
 from megatron_rl.launcher import launch, process_rank
+from megatron_rl.planning.simulation.ranks import simulation, simulation_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

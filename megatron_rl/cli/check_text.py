@@ -9,7 +9,6 @@ from pathlib import Path
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.check.engine_servers import server_commands
-from megatron_rl.cli.check_simulation import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.config.adapters import lora_apart
 from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight, saved_bytes
 from megatron_rl.config.checkpoint_meta import SAME
@@ -20,6 +19,7 @@ from megatron_rl.config.sections.rollout import KEEP, OPEN, SERVER
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, has_use, stage_plans
 from megatron_rl.errors import numbered
+from megatron_rl.planning.simulation.ranks import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import DTYPE_BYTES
 from megatron_rl.shapes.traffic import byte_words, gathered_bytes

@@ -10,7 +10,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.cli.environment import (
+from megatron_rl.launcher import launch, process_rank
+from megatron_rl.planning.machine import (
     Finding,
     accelerators,
     disk,
@@ -21,7 +22,6 @@ from megatron_rl.cli.environment import (
     shared_memory,
     unfit,
 )
-from megatron_rl.launcher import launch, process_rank
 
 _MARKS = {"ok": "ok  ", "note": "note", "warning": "WARN", "error": "FAIL"}
 
@@ -98,7 +98,7 @@ def _failed(sections: dict[str, list[Finding]]) -> bool:
 
 def _proof(folder: Path, world: int, *, shown: bool) -> list[Finding]:
     """Prove the machines, with a line as each step ends. Collective over the world."""
-    from megatron_rl.cli.proof import prove  # what a machine lacks is said before anything is installed
+    from megatron_rl.planning.proof import prove  # what a machine lacks is said before anything is installed
 
     findings = []
     for finding in prove(folder, world):
@@ -188,10 +188,10 @@ def _links(errors: list[Finding]) -> tuple[list[Finding], list[Finding]]:
 
     What several ranks of a machine say is of the lowest of them. Collective over the world.
     """
-    from megatron_rl.cli.proof import link_findings
     from megatron_rl.distributed import device
     from megatron_rl.distributed.exchange import gather_objects
-    from megatron_rl.parallel import probe
+    from megatron_rl.planning import probe
+    from megatron_rl.planning.proof import link_findings
 
     device.initialize(60.0)
     links = probe.probe_links(socket.gethostname())

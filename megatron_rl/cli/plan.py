@@ -10,13 +10,13 @@ from pathlib import Path
 from megatron_rl.cli.common import require_at_most, require_counts
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError
-from megatron_rl.planner.batch import StepBatch, response_lengths
-from megatron_rl.planner.calibrate import calibrate
-from megatron_rl.planner.constants import Machine, load_constants
-from megatron_rl.planner.groups import Problem
-from megatron_rl.planner.placement import ALWAYS, BEFORE, BESIDE, ROLES, search
-from megatron_rl.planner.run import Paths, config_text, plan_record, planned_run, plans_text
-from megatron_rl.planner.step import TYPICAL_SHARE
+from megatron_rl.planning.predict.batch import StepBatch, response_lengths
+from megatron_rl.planning.predict.calibrate import calibrate
+from megatron_rl.planning.predict.groups import Problem
+from megatron_rl.planning.predict.placement import ALWAYS, BEFORE, BESIDE, ROLES, search
+from megatron_rl.planning.predict.plan_file import Paths, config_text, plan_record, planned_run, plans_text
+from megatron_rl.planning.predict.step import TYPICAL_SHARE
+from megatron_rl.shapes.hardware import Machine, load_constants
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.published import load_shape
 

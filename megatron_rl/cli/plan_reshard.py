@@ -16,7 +16,8 @@ from megatron_rl.cli.common import require_counts
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.hybrid_engine.offline import (
+from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.planning.reshard import (
     Summary,
     actor_layout,
     find_config,
@@ -25,8 +26,7 @@ from megatron_rl.hybrid_engine.offline import (
     require_ranks,
     summarise,
 )
-from megatron_rl.megatron.model_spec import pretrained
-from megatron_rl.planner.constants import load_constants
+from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.traffic import byte_words, received_by_peers
 

@@ -20,11 +20,11 @@ from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hf.export import export
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import load_weights
-from megatron_rl.hybrid_engine.offline import engine_layout
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.model import build_model, live_parameters
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.metrics import Metrics
+from megatron_rl.planning.reshard import engine_layout
 from megatron_rl.rollout.vllm.engine import VllmEngine
 from megatron_rl.rollout.vllm.live import LiveWeights
 from megatron_rl.rollout.vllm.setup import join_groups

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron_rl.algorithms import policy_objective
 from megatron_rl.algorithms.lookup import get_algorithm
 from megatron_rl.check.configuration import check_config
-from megatron_rl.cli.check_simulation import Simulated, planned
 from megatron_rl.config.load import load
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
@@ -23,9 +22,10 @@ from megatron_rl.megatron import layers
 from megatron_rl.megatron.model import build_model
 from megatron_rl.megatron.optimizer import Optimizer, wrap
 from megatron_rl.megatron.schedule import learn, score
-from megatron_rl.parallel.simulation import Simulation
+from megatron_rl.planning.simulation.device import Simulation
+from megatron_rl.planning.simulation.ranks import Simulated, planned
+from megatron_rl.planning.simulation.step import simulate
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.trainer.simulation import simulate
 from megatron_rl.types import TrainBatch
 from tests.hf_models import config_of
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_rl.cli import environment
+from megatron_rl.planning import machine as environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,7 +84,7 @@ def test_a_container_keeps_its_builds_or_is_refused(tmp_path: Path) -> None:
     hidden = next((other / "lib").glob("python*/site-packages")) / "torch-2.13.0.dist-info"
     hidden.mkdir()
     (hidden / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
-    words = "from megatron_rl.cli.environment import packages; print([vars(item) for item in packages()])"
+    words = "from megatron_rl.planning.machine import packages; print([vars(item) for item in packages()])"
     python = str(other / "bin/python")
     told = subprocess.run([python, "-c", words], cwd=ROOT, capture_output=True, text=True).stdout
     assert f"2.13.0 of {other} hides 2.9.0" in told

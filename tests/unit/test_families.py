@@ -16,9 +16,9 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hf.export import export
 from megatron_rl.hf.weights import load_weights
-from megatron_rl.hybrid_engine.offline import actor_layout, plan_offline
 from megatron_rl.megatron.model import build_model
 from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.planning.reshard import actor_layout, plan_offline
 from megatron_rl.shapes.families import FAMILIES as TABLE
 from megatron_rl.shapes.family import DEFAULTS
 from megatron_rl.shapes.layout import ParallelLayout

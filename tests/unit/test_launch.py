@@ -12,7 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_rl.cli.environment import TRIED
+from megatron_rl.planning.machine import TRIED
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"

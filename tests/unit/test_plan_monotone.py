@@ -9,10 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from peers import METHODS, decode_milliseconds
 
-from megatron_rl.planner.batch import StepBatch, response_lengths
-from megatron_rl.planner.constants import Cluster, Machine, load_constants
-from megatron_rl.planner.generate import RolloutLayout, cache_tokens, replica_seconds
-from megatron_rl.planner.learn import TrainChoice, fullest_training, learn_seconds, score_seconds
+from megatron_rl.planning.predict.batch import StepBatch, response_lengths
+from megatron_rl.planning.predict.generate import RolloutLayout, cache_tokens, replica_seconds
+from megatron_rl.planning.predict.learn import TrainChoice, fullest_training, learn_seconds, score_seconds
+from megatron_rl.shapes.hardware import Cluster, Machine, load_constants
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape

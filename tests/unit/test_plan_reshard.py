@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.cli.main import main
-from megatron_rl.hybrid_engine.offline import (
+from megatron_rl.planning.reshard import (
     actor_layout,
     find_config,
     plan_offline,

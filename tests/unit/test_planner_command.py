@@ -18,11 +18,11 @@ from megatron_rl.config import budget
 from megatron_rl.config.adapters import reference_is_base
 from megatron_rl.config.load import load, load_text
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.planner.calibrate import calibrate
-from megatron_rl.planner.constants import load_constants
-from megatron_rl.planner.placement import search
-from megatron_rl.planner.run import Paths, config_text, plan_record, planned_run, preset_of
-from megatron_rl.planner.step import PHASES, Observed, predict_run, role_shapes
+from megatron_rl.planning.predict.calibrate import calibrate
+from megatron_rl.planning.predict.placement import search
+from megatron_rl.planning.predict.plan_file import Paths, config_text, plan_record, planned_run, preset_of
+from megatron_rl.planning.predict.step import PHASES, Observed, predict_run, role_shapes
+from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.published import load_shape, presets
 
 
@@ -363,7 +363,7 @@ def test_constants_override_and_its_errors(tmp_path) -> None:
 
 
 def _gpu(name: str) -> dict:
-    from megatron_rl.planner.constants import packaged
+    from megatron_rl.shapes.hardware import packaged
 
     return packaged()["gpus"][name]
 

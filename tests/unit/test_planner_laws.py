@@ -5,13 +5,18 @@ from dataclasses import replace
 import pytest
 from peers import model_flops_per_token, volume
 
-from megatron_rl.planner.batch import StepBatch, attended_context, response_lengths
-from megatron_rl.planner.constants import Cluster, Machine, load_constants
-from megatron_rl.planner.generate import RolloutLayout, experts_read, generate_seconds, replica_seconds
-from megatron_rl.planner.groups import Problem
-from megatron_rl.planner.learn import TrainChoice, fullest_training
-from megatron_rl.planner.placement import ROLES, SPLITS, compositions, search
-from megatron_rl.planner.search import training_layouts
+from megatron_rl.planning.predict.batch import StepBatch, attended_context, response_lengths
+from megatron_rl.planning.predict.generate import (
+    RolloutLayout,
+    experts_read,
+    generate_seconds,
+    replica_seconds,
+)
+from megatron_rl.planning.predict.groups import Problem
+from megatron_rl.planning.predict.learn import TrainChoice, fullest_training
+from megatron_rl.planning.predict.placement import ROLES, SPLITS, compositions, search
+from megatron_rl.planning.predict.search import training_layouts
+from megatron_rl.shapes.hardware import Cluster, Machine, load_constants
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import Layers, activation_bytes, in_flight, kept_bytes
 from megatron_rl.shapes.model import LayerKind

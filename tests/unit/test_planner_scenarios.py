@@ -13,8 +13,8 @@ from scenario import KINDS, Scenario, without_answers
 from tolerance import compared, inside, ratio
 
 from megatron_rl.errors import UserError
-from megatron_rl.planner.constants import load_constants
-from megatron_rl.planner.learn import routing_imbalance
+from megatron_rl.planning.predict.learn import routing_imbalance
+from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.published import load_shape
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.cli import proof
-from megatron_rl.cli.environment import Finding
 from megatron_rl.cli.main import main
 from megatron_rl.errors import UserError
-from megatron_rl.parallel.probe import ACROSS, WITHIN, DeviceProbe, neighbours
-from megatron_rl.planner.constants import load_constants
+from megatron_rl.planning import proof
+from megatron_rl.planning.machine import Finding
+from megatron_rl.planning.probe import ACROSS, WITHIN, DeviceProbe, neighbours
+from megatron_rl.shapes.hardware import load_constants
 
 H100 = DeviceProbe("NVIDIA H100 80GB HBM3", 650e12, 2.9e12, 22e9)
 

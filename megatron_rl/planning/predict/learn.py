@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, log, sqrt
 
-from megatron_rl.planner.batch import StepBatch
-from megatron_rl.planner.constants import Constants, Machine
-from megatron_rl.planner.layer import LayerSeconds, gather_seconds, layer_seconds
+from megatron_rl.planning.predict.batch import StepBatch
+from megatron_rl.planning.predict.layer import LayerSeconds, gather_seconds, layer_seconds
+from megatron_rl.shapes.hardware import Constants, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (

@@ -15,11 +15,11 @@ from megatron_rl.config.load import load_text
 from megatron_rl.config.placement import APART, role_layouts, shared_weights
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import OPEN
-from megatron_rl.planner.constants import GB
-from megatron_rl.planner.groups import Problem
-from megatron_rl.planner.placement import ALWAYS, OVERSAMPLE, PlacementPlan
-from megatron_rl.planner.search import TrainPlan
-from megatron_rl.planner.step import TRAINED, Observed, RunStep, predict_run
+from megatron_rl.planning.predict.groups import Problem
+from megatron_rl.planning.predict.placement import ALWAYS, OVERSAMPLE, PlacementPlan
+from megatron_rl.planning.predict.search import TrainPlan
+from megatron_rl.planning.predict.step import TRAINED, Observed, RunStep, predict_run
+from megatron_rl.shapes.hardware import GB
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pipeline_stages import end_settings
 from megatron_rl.shapes.pretrained import download_command

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, inf, isinf, log2
 
-from megatron_rl.planner.batch import Lengths, StepBatch
-from megatron_rl.planner.constants import GB, Machine
-from megatron_rl.planner.layer import elementwise_bytes, local_members
+from megatron_rl.planning.predict.batch import Lengths, StepBatch
+from megatron_rl.planning.predict.layer import elementwise_bytes, local_members
+from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.model import ModelShape
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.errors import UserError
-from megatron_rl.planner.constants import GB
-from megatron_rl.planner.groups import GroupPlan, Planner, Problem
-from megatron_rl.planner.search import RolloutPlan, TrainPlan, contexts
-from megatron_rl.planner.step import Step, add_up
+from megatron_rl.planning.predict.groups import GroupPlan, Planner, Problem
+from megatron_rl.planning.predict.search import RolloutPlan, TrainPlan, contexts
+from megatron_rl.planning.predict.step import Step, add_up
+from megatron_rl.shapes.hardware import GB
 
 BEFORE, BESIDE, ALWAYS = SPLITS = ("split", "split, one step off", "split, open order")
 """When GPUs for generation alone sample: before a step learns, while it does, and always."""

@@ -80,7 +80,7 @@ def _simulate(*arguments: Any) -> SimulatedRank:
     # Kernels of these take tensors that hold something; what is simulated are Megatron's own layers.
     modules: Any = sys.modules
     modules.update(dict.fromkeys(("transformer_engine", "transformer_engine_torch", "apex", "amp_C")))
-    from megatron_rl.trainer.simulation import simulate
+    from megatron_rl.planning.simulation.step import simulate
 
     warnings.simplefilter("ignore")  # of libraries about each other
     return simulate(*arguments)

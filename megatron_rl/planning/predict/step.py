@@ -18,16 +18,16 @@ from megatron_rl.config.roles import role_of, stated_models
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import CriticConfig
 from megatron_rl.config.sections.rollout import OPEN
-from megatron_rl.planner.batch import StepBatch, response_lengths
-from megatron_rl.planner.constants import Constants, Machine
-from megatron_rl.planner.generate import RolloutLayout, generate_seconds
-from megatron_rl.planner.learn import (
+from megatron_rl.planning.predict.batch import StepBatch, response_lengths
+from megatron_rl.planning.predict.generate import RolloutLayout, generate_seconds
+from megatron_rl.planning.predict.learn import (
     TrainChoice,
     learn_memory,
     learn_seconds,
     score_memory,
     score_seconds,
 )
+from megatron_rl.shapes.hardware import Constants, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.memory import OptimizerChoice

@@ -14,8 +14,8 @@ from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError
 from megatron_rl.hf.layout_boxes import megatron_layout
 from megatron_rl.megatron.model_spec import pretrained
-from megatron_rl.planner.constants import Constants, Machine
-from megatron_rl.planner.step import copy_seconds
+from megatron_rl.planning.predict.step import copy_seconds
+from megatron_rl.shapes.hardware import Constants, Machine
 from megatron_rl.shapes.layout import SHORT_NAMES, ParallelLayout
 from megatron_rl.shapes.lora import Lora, adapted
 from megatron_rl.shapes.pipeline_stages import end_settings

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.planner.constants import Cluster, Machine
+from megatron_rl.shapes.hardware import Cluster, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import Layers
 from megatron_rl.shapes.model import LayerKind, ModelShape

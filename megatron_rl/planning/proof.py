@@ -17,12 +17,12 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.cli.environment import Finding
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import leave_with_launcher, process_rank
 from megatron_rl.metrics import read_metrics
-from megatron_rl.planner.constants import GB, Constants, load_constants
+from megatron_rl.planning.machine import Finding
+from megatron_rl.shapes.hardware import GB, Constants, load_constants
 
 STRAGGLER = 0.8
 """Below this share of the median's rate a rank is reported: it sets the pace of all."""
@@ -95,7 +95,7 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
     """Yield what each step found; an error is the last. Collective over the world."""
     from megatron_rl.distributed import device, watch
     from megatron_rl.distributed.exchange import barrier, gather_objects
-    from megatron_rl.parallel import probe
+    from megatron_rl.planning import probe
 
     leave_with_launcher()
     device.initialize(60.0)
@@ -282,7 +282,7 @@ def measured_constants(
     The planner multiplies a link's nominal rate by the share that is achieved, so the rate that is written is
     the measured one over that share. The slowest rank counts.
     """
-    from megatron_rl.parallel.probe import ACROSS, WITHIN
+    from megatron_rl.planning.probe import ACROSS, WITHIN
 
     known = [name for name in constants.gpus if name.split("-")[0].lower() in devices[0].name.lower().split()]
     if not known:

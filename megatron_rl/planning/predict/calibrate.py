@@ -19,8 +19,8 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.metrics import read_metrics
-from megatron_rl.planner.constants import Constants
-from megatron_rl.planner.step import PHASES, Observed, RunStep, predict_run, role_shapes
+from megatron_rl.planning.predict.step import PHASES, Observed, RunStep, predict_run, role_shapes
+from megatron_rl.shapes.hardware import Constants
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 

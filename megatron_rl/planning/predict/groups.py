@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from megatron_rl.planner.batch import StepBatch
-from megatron_rl.planner.constants import GB, Machine
-from megatron_rl.planner.generate import RolloutLayout
-from megatron_rl.planner.learn import (
+from megatron_rl.planning.predict.batch import StepBatch
+from megatron_rl.planning.predict.generate import RolloutLayout
+from megatron_rl.planning.predict.learn import (
     RoleMemory,
     TrainChoice,
     learn_memory,
@@ -18,8 +17,15 @@ from megatron_rl.planner.learn import (
     score_memory,
     score_seconds,
 )
-from megatron_rl.planner.search import RolloutPlan, SearchCount, TrainPlan, rollout_plans, training_front
-from megatron_rl.planner.step import TRAINED, RoleSeconds, planned_seconds
+from megatron_rl.planning.predict.search import (
+    RolloutPlan,
+    SearchCount,
+    TrainPlan,
+    rollout_plans,
+    training_front,
+)
+from megatron_rl.planning.predict.step import TRAINED, RoleSeconds, planned_seconds
+from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.memory import RUNTIME_BYTES, OptimizerChoice

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, isfinite
 
-from megatron_rl.planner.batch import StepBatch
-from megatron_rl.planner.constants import Machine
-from megatron_rl.planner.generate import RolloutLayout, generate_seconds
-from megatron_rl.planner.learn import (
+from megatron_rl.planning.predict.batch import StepBatch
+from megatron_rl.planning.predict.generate import RolloutLayout, generate_seconds
+from megatron_rl.planning.predict.learn import (
     RoleMemory,
     TrainChoice,
     learn_memory,
@@ -23,6 +22,7 @@ from megatron_rl.planner.learn import (
     score_seconds,
 )
 from megatron_rl.shapes.fit import trainer_problems
+from megatron_rl.shapes.hardware import Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.memory import OptimizerChoice, fullest_parameters

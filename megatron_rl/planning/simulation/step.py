@@ -21,7 +21,7 @@ from megatron_rl.config.sections.models import ActorConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups, memberships
 from megatron_rl.megatron.residency import Use
-from megatron_rl.parallel.simulation import Simulation
+from megatron_rl.planning.simulation.device import Simulation
 from megatron_rl.roles.build import build_actor, build_critic, build_reference, build_reward_model
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.shapes.layout import ParallelLayout
