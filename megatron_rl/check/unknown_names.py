@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron_rl.algorithms.algorithm import KINDS
 from megatron_rl.check.algorithm import check_algorithm
-from megatron_rl.check.engine_arguments import ENGINE_ARGUMENTS, check_engine_arguments
+from megatron_rl.check.engine.arguments import ENGINE_ARGUMENTS, check_engine_arguments
 from megatron_rl.check.installed_source import class_fields
-from megatron_rl.check.model_settings import (
+from megatron_rl.check.model.megatron_settings import (
     DDP_CONFIG,
     OPTIMIZER_CONFIG,
     TRANSFORMER_CONFIG,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.algorithms.returns import Vapo
+from megatron_rl.check.model.untried import untried_settings
 from megatron_rl.check.stages import unused_settings
-from megatron_rl.check.untried import untried_settings
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
-from megatron_rl.check.engine_servers import server_commands
+from megatron_rl.check.engine.servers import server_commands
 from megatron_rl.config.adapters import lora_apart
 from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight, saved_bytes
 from megatron_rl.config.checkpoint_meta import SAME

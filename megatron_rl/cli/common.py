@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.check.configuration import CheckReport, check_config
-from megatron_rl.check.model_settings import LONG_PATIENCE, PATIENCE
+from megatron_rl.check.model.megatron_settings import LONG_PATIENCE, PATIENCE
 from megatron_rl.config.load import load
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import process_rank

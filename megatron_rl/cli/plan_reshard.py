@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.check.lora import check_adapted_model, check_lora
+from megatron_rl.check.model.adapters import check_adapted_model, check_lora
 from megatron_rl.cli.common import require_counts
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.config.sections.rollout import HybridEngineConfig

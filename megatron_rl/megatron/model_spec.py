@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_rl.check.model_settings import DERIVED
+from megatron_rl.check.model.megatron_settings import DERIVED
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.megatron import tensor_scope

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_rl.check.engine_servers import BACKEND, EXTENSION, plain_settings
+from megatron_rl.check.engine.servers import BACKEND, EXTENSION, plain_settings
 from megatron_rl.config.sections.rollout import ServerConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engine import Completion, Request, failed

@@ -33,7 +33,7 @@ import psutil
 from vllm.entrypoints.launchers.api_server.entry import main as serve
 
 import megatron_rl.hybrid_engine.worker_extension  # noqa: F401 - what each worker imports
-from megatron_rl.check.engine_servers import server_commands
+from megatron_rl.check.engine.servers import server_commands
 from megatron_rl.cli.common import checked
 from megatron_rl.cli.main import main, parse
 from megatron_rl.config.schema import RunConfig

@@ -12,9 +12,10 @@ import pytest
 from config_workspace import CONFIG, write_workspace
 from transformers import AutoTokenizer
 
-from megatron_rl.check import data_lengths, data_sets
 from megatron_rl.check.configuration import CheckReport, check_config
-from megatron_rl.check.model_template import folder_renderer
+from megatron_rl.check.data import lengths as data_lengths
+from megatron_rl.check.data import sets as data_sets
+from megatron_rl.check.model.template import folder_renderer
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.load import load_text
 from megatron_rl.config.sections.data import fields_of

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from config_workspace import write_model, write_workspace
 
-from megatron_rl.check import host
 from megatron_rl.check.configuration import CheckReport, check_config
+from megatron_rl.check.engine import host
 from megatron_rl.check.memory import TRUST, check_memory
-from megatron_rl.check.model_settings import DROPPED, TRANSFORMER_CONFIG, check_model_settings
-from megatron_rl.check.untried import TRIED
+from megatron_rl.check.model.megatron_settings import DROPPED, TRANSFORMER_CONFIG, check_model_settings
+from megatron_rl.check.model.untried import TRIED
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.budget import MemoryItem, RankMemory
 from megatron_rl.config.load import load
@@ -142,9 +142,9 @@ def test_settings_that_are_handed_on_untried_are_said() -> None:
 
 
 def test_settings_that_are_refused_or_tried_exist() -> None:
-    from megatron_rl.check.engine_arguments import ENGINE_ARGUMENTS
+    from megatron_rl.check.engine.arguments import ENGINE_ARGUMENTS
     from megatron_rl.check.installed_source import class_fields
-    from megatron_rl.check.model_settings import DDP_CONFIG, OPTIMIZER_CONFIG
+    from megatron_rl.check.model.megatron_settings import DDP_CONFIG, OPTIMIZER_CONFIG
 
     megatron = set(class_fields(*TRANSFORMER_CONFIG) or ())
     assert set(DROPPED) <= megatron and not set(DROPPED) & TRIED["megatron"]

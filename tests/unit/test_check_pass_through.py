@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from config_workspace import write_model, write_workspace
 
-from megatron_rl.check import model_settings
 from megatron_rl.check.configuration import CheckReport, check_config
-from megatron_rl.check.engine_arguments import (
+from megatron_rl.check.engine.arguments import (
     ENGINE_ARGUMENTS,
     OURS,
     REFUSED,
@@ -18,7 +17,8 @@ from megatron_rl.check.engine_arguments import (
     check_engine_arguments,
 )
 from megatron_rl.check.installed_source import class_fields, table_names
-from megatron_rl.check.model_settings import (
+from megatron_rl.check.model import megatron_settings as model_settings
+from megatron_rl.check.model.megatron_settings import (
     DERIVED,
     SET_BY_RUN,
     TRANSFORMER_CONFIG,

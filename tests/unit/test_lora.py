@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from megatron_rl.check.lora import CHECKPOINT_LAYERS, check_adapted_model
+from megatron_rl.check.model.adapters import CHECKPOINT_LAYERS, check_adapted_model
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.roles import Part
 from megatron_rl.config.sections.models import LoraConfig

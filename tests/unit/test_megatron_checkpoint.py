@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron_rl.check.megatron_model import with_megatron_models
+from megatron_rl.check.model.megatron_lm import with_megatron_models
 from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, save_megatron
 from megatron_rl.config.load import load_text
 from megatron_rl.config.sections.models import LoraConfig

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.check.reward_servers import check_servers, silent_servers
+from megatron_rl.check.rewards.servers import check_servers, silent_servers
 from megatron_rl.config.load import dump, load_text, without_secrets
 from megatron_rl.config.sections.rewards import HttpRewardConfig, JudgeConfig, RewardConfig
 from megatron_rl.errors import UserError

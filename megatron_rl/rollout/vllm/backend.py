@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from megatron_rl.check.engine_servers import BACKEND
+from megatron_rl.check.engine.servers import BACKEND
 from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.rollout.server import alongside
 from megatron_rl.rollout.vllm.live import LiveWeights, check_writable

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_rl.check.reward_function import Called, check_function
+from megatron_rl.check.rewards.function import Called, check_function
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError

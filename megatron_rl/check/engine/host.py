@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from megatron_rl.check.engine_servers import host_errors
+from megatron_rl.check.engine.servers import host_errors
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, some_of
 from megatron_rl.shapes.model import ModelShape

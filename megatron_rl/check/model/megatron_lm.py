@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.model_tokens import vocabulary_of
+from megatron_rl.check.model.tokenizer import vocabulary_of
 from megatron_rl.config.roles import role_of, stated_models, with_role_sections
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.model_weights import read_header
+from megatron_rl.check.model.weights import read_header
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.errors import UserError, nearest

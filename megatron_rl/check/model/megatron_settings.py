@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.installed_source import class_fields, field_error
-from megatron_rl.check.untried import is_off
+from megatron_rl.check.model.untried import is_off
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.errors import UserError

@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.data_sets import DataPreview, DataSet
+from megatron_rl.check.data.sets import DataPreview, DataSet
 from megatron_rl.check.files import Files
-from megatron_rl.check.model_template import added_token_ids, folder_ends, folder_renderer
-from megatron_rl.check.model_tokens import tokenizer_of
+from megatron_rl.check.model.template import added_token_ids, folder_ends, folder_renderer
+from megatron_rl.check.model.tokenizer import tokenizer_of
 from megatron_rl.data.chat_format import ConversationText, TurnEnd, find_turn_end, turn_end_problem
 from megatron_rl.data.messages import (
     asked_messages,

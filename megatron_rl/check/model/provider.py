@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_rl.check.reward_function import Called, check_function
+from megatron_rl.check.rewards.function import Called, check_function
 from megatron_rl.config.sections.starting_model import ModelConfig
 from megatron_rl.errors import UserError
 from megatron_rl.interop.megatron_lm.arguments import arguments_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from megatron_rl.algorithms.algorithm import Algorithm
-from megatron_rl.check.engine_servers import check_engine_servers
+from megatron_rl.check.engine.servers import check_engine_servers
 from megatron_rl.config.derive import ROUNDS_PER_RESPONSE
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
