@@ -1,0 +1,6 @@
+"""The ranks of a job: devices, process groups, and what crosses between ranks."""
+
+import warnings
+
+# Megatron-Core announces each optional package that is absent, once per module and rank, on import.
+warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|absl).*")

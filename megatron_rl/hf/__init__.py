@@ -1,0 +1,1 @@
+"""Hugging Face names and shapes: model settings, import and export of checkpoints."""

@@ -158,7 +158,7 @@ def _gpu(name: str, data: Mapping[str, Any]) -> Gpu:
 
 def packaged() -> dict[str, Any]:
     """Return the packaged constants.json as a plain mapping."""
-    return json.loads(resources.files("megatron_rl.planner").joinpath("constants.json").read_text())
+    return json.loads(resources.files("megatron_rl.shapes").joinpath("constants.json").read_text())
 
 
 def merged(base: Mapping[str, Any], override: Mapping[str, Any], where: str = "") -> dict[str, Any]:
@@ -186,7 +186,7 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any], where: str = ""
                 where=path,
                 expected="a name from constants.json",
                 got=key,
-                fix=f"did you mean {guess}?" if guess else "see megatron_rl/planner/constants.json",
+                fix=f"did you mean {guess}?" if guess else "see megatron_rl/shapes/constants.json",
             )
         old = base[key]
         nested = isinstance(old, Mapping)
@@ -196,7 +196,7 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any], where: str = ""
 
 def _object(value: Any, path: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise _value_error(path, "an object, as in megatron_rl/planner/constants.json", value)
+        raise _value_error(path, "an object, as in megatron_rl/shapes/constants.json", value)
     return value
 
 

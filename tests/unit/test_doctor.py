@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_rl.planning import machine as environment
+from megatron_rl.planning import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_what_does_not_fit_is_said(versions: dict[str, str], words: list[str]) -> None:
-    found = environment.unfit(versions)
+    found = machine.unfit(versions)
     assert len(found) == len(words)
     for finding, text in zip(found, words, strict=True):
         assert text in finding.text and finding.level == "error" and finding.fix
@@ -48,7 +48,7 @@ def test_extras_name_the_versions_that_are_tried() -> None:
     extras = names["EXTRAS"]
     for extra in ("cpu", "gpu"):
         wanted = {need.name: need.specifier for need in map(Requirement, extras[extra])}
-        for name, version in environment.TRIED.items():
+        for name, version in machine.TRIED.items():
             specifier = wanted.get(name, wanted.get(f"{name}-cpu"))
             assert specifier is not None and specifier.contains(version), (extra, name)
     assert not Requirement(next(need for need in extras["gpu"] if "vllm" in need)).specifier.contains("0.33")
@@ -88,4 +88,4 @@ def test_a_container_keeps_its_builds_or_is_refused(tmp_path: Path) -> None:
     python = str(other / "bin/python")
     told = subprocess.run([python, "-c", words], cwd=ROOT, capture_output=True, text=True).stdout
     assert f"2.13.0 of {other} hides 2.9.0" in told
-    assert importlib.metadata.version("torch").startswith(environment.TRIED["torch"])
+    assert importlib.metadata.version("torch").startswith(machine.TRIED["torch"])

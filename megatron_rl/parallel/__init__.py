@@ -1,6 +1,0 @@
-"""Everything that touches torch.distributed and Megatron-Core."""
-
-import warnings
-
-# Megatron-Core announces each optional package that is absent, once per module and rank, on import.
-warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|absl).*")

@@ -1,1 +1,0 @@
-"""Hugging Face names and shapes: model settings, import and export of checkpoints."""
