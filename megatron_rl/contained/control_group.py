@@ -31,7 +31,10 @@ class ControlGroup:
         self._folders: dict[str, Path] = {}
         for controller, limits in wanted.items():
             parent = _own_group(controller)
-            if parent is not None and _make(parent / name, limits):
+            if parent is None:
+                continue
+            _remove_left_over(parent)
+            if _make(parent / name, limits):
                 self._folders[controller] = parent / name
 
     def enter(self) -> None:
@@ -65,6 +68,14 @@ class ControlGroup:
                     if time.monotonic() > ends:
                         break
                     time.sleep(0.01)
+
+
+def _remove_left_over(parent: Path) -> None:
+    """Remove groups whose supervisors were killed before they could."""
+    for folder in parent.glob("megatron_rl_*"):
+        if not os.path.exists(f"/proc/{folder.name.split('_')[2]}"):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _make(folder: Path, limits: Mapping[str, int]) -> bool:
