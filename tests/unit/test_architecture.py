@@ -46,6 +46,9 @@ DEVICE_MODULE = "megatron_rl/distributed/device.py"
 # Spelled so that this file does not match itself.
 DEVELOPER_PATH = re.compile(r"(?<![\w.$}])/(?:work|root|Users|home/\w+|opt/pypi)\b/?(?!space)")
 
+# Containment, and the attacks on it, name the home of every machine's superuser.
+NAMES_HOMES = {"megatron_rl/contained/visible.py", "tests/campaign/attacks.py"}
+
 
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
@@ -131,6 +134,8 @@ def test_device_words_are_in_the_device_module_alone() -> None:
 def test_no_path_of_a_developers_machine() -> None:
     wrong = []
     for path in tracked_files():
+        if relative(path) in NAMES_HOMES:
+            continue
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
