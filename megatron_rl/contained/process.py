@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -213,10 +214,18 @@ class ContainedProcess:
 
 
 def not_enforced(limits: Mapping[str, Any]) -> list[str]:
-    """Return what of ``limits``, and of containment, this kernel does not enforce; raises LoadFailed."""
-    process = ContainedProcess("megatron_rl.contained.process:serve_nothing", limits)
+    """Return what of ``limits``, and of containment, this kernel does not enforce; raises LoadFailed.
+
+    A process is started to find it out, once for equal limits: a kernel does not change.
+    """
+    return list(_not_enforced(json.dumps(limits, sort_keys=True)))
+
+
+@cache
+def _not_enforced(limits_text: str) -> tuple[str, ...]:
+    process = ContainedProcess("megatron_rl.contained.process:serve_nothing", json.loads(limits_text))
     try:
-        return [str(words) for words in process.load("").get("missing", ())]
+        return tuple(str(words) for words in process.load("").get("missing", ()))
     finally:
         process.kill()
 

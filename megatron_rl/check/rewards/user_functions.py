@@ -36,7 +36,12 @@ class _Function(NamedTuple):
 
 def function_errors(config: RunConfig) -> list[UserError]:
     """Return why the functions that judge cannot be loaded, of those without an error already."""
-    functions = [function for function in _functions(config) if not _has_errors(function)]
+    functions = [
+        function
+        for function in _functions(config)
+        # The package's own functions can be imported: a process for each would only take time.
+        if not (function.config.function or "").startswith("megatron_rl.") and not _has_errors(function)
+    ]
     if not functions:
         return []
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
