@@ -27,7 +27,7 @@ from megatron_rl.parallel.groups import ParallelGroups
 from megatron_rl.parallel.hf.model_spec import pretrained
 from megatron_rl.parallel.hf.weights import source_boxes
 from megatron_rl.parallel.model import ParallelModel, build_model, live_parameters
-from megatron_rl.rollout.vllm.engine import VllmEngine
+from megatron_rl.rollout.engines.vllm.engine import VllmEngine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.rank_order import best_rank_order
 from megatron_rl.shapes.traffic import shared_bytes

@@ -18,10 +18,10 @@ from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import ticket
 from megatron_rl.roles.rollout import sample
-from megatron_rl.rollout.engine import Request
+from megatron_rl.rollout.engines.vllm.engine import VllmEngine
 from megatron_rl.rollout.episodes import Sweep
 from megatron_rl.rollout.turns import SingleTurns
-from megatron_rl.rollout.vllm.engine import VllmEngine
+from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import SamplingParameters
 
@@ -34,7 +34,7 @@ def step_seconds(engine: VllmEngine, rows: int) -> float:
     sampling, seconds = SamplingParameters(max_response_tokens=STEPS), []
     with engine.sampling():
         for number in range(rows):
-            engine.submit(Request(number, PROMPT, sampling, STEPS, seed=number))
+            engine.submit(GenerationRequest(number, PROMPT, sampling, STEPS, seed=number))
         engine.step()
         for _ in range(STEPS - 2):
             begun = time.perf_counter()

@@ -15,9 +15,9 @@ import numpy
 import torch
 
 from megatron_rl.roles.rollout import Dealt
-from megatron_rl.rollout.engine import Completion, Request
 from megatron_rl.rollout.episodes import Episodes, begin
 from megatron_rl.rollout.turns import Commands, SingleTurns
+from megatron_rl.rollout.types import Completion, GenerationRequest
 from megatron_rl.types import FINISH_STOP, PromptBatch, SamplingParameters
 
 Cost = Callable[[int], float]
@@ -66,12 +66,12 @@ class EndedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def submit(self, request: Request) -> None:
-        """See `Sampler.submit`."""
+    def submit(self, request: GenerationRequest) -> None:
+        """See `Generator.submit`."""
         self._engine.submit(replace(request, limit=self._lengths[request.seed]))
 
     def step(self) -> list[Completion]:
-        """See `Sampler.step`."""
+        """See `Generator.step`."""
         self.steps += 1
         return [replace(answer, finish_reason=FINISH_STOP) for answer in self._engine.step()]
 
@@ -89,12 +89,12 @@ class TimedEngine:
         self._limits: dict[int, int] = {}
         self.ended: list[tuple[float, int]] = []
 
-    def submit(self, request: Request) -> None:
-        """See `Sampler.submit`."""
+    def submit(self, request: GenerationRequest) -> None:
+        """See `Generator.submit`."""
         self._left[request.number] = self._limits[request.number] = request.limit
 
     def step(self) -> list[Completion]:
-        """See `Sampler.step`."""
+        """See `Generator.step`."""
         running = list(self._left)[: self.most_rows]
         steps = min((self._left[number] for number in running), default=0)
         self.clock += steps * self._cost(len(running))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.roles.rollout import Dealt
-from megatron_rl.rollout.engine import Sampler
+from megatron_rl.rollout.engines.base import Generator
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, begin, extended, settle
 from megatron_rl.rollout.sampling import row_seeds
-from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.rollout.turns import SingleTurns, drive
 from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
 
@@ -66,7 +66,7 @@ def make_prompts(rows: list[list[int]], *sampling: SamplingParameters) -> Prompt
 
 
 def generate(
-    engine: Sampler,
+    engine: Generator,
     prompts: PromptBatch,
     *,
     seed: int,
@@ -87,13 +87,13 @@ def generate(
     return settle(sweep, added).flight.rollouts
 
 
-def continued(engine: Sampler, flight: Episodes, tokens: int, version: int) -> Episodes:
+def continued(engine: Generator, flight: Episodes, tokens: int, version: int) -> Episodes:
     """Add up to ``tokens`` tokens to every row that goes on."""
     return extended(flight, advanced(engine, flight, tokens), version)
 
 
 def advanced(
-    engine: Sampler, flight: Episodes, tokens: int | None, records: tuple[int, int] | None = None
+    engine: Generator, flight: Episodes, tokens: int | None, records: tuple[int, int] | None = None
 ) -> Added:
     """Return up to ``tokens`` tokens for every row that goes on."""
     dealt = Dealt(flight, len(flight.rollouts), engine.max_model_len)

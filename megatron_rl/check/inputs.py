@@ -30,7 +30,6 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.rewards import RewardModelConfig
-from megatron_rl.config.sections.rollout import SERVER
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.environments.hosts import environment_errors
 from megatron_rl.errors import UserError
@@ -125,7 +124,7 @@ def _check_reward(check: Inputs) -> None:
     check.errors.extend(errors)
     if check.before and not check.files.absent and not errors:
         rollout = check.config.rollout
-        samples = rollout.engine == SERVER and not list(check_engine_servers(rollout))
+        samples = not rollout.capabilities.in_process and not list(check_engine_servers(rollout))
         check.warnings.extend(silent_servers(reward, rollout.server.urls if samples else ()))
 
 

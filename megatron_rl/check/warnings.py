@@ -98,9 +98,10 @@ def _sampling(
                 f"{described.samples} samples at temperature 0",
                 f"set {where}.samples=1, or a temperature above 0",
             )
-    if shape is not None and shape.head_dim < 32 and rollout.engine == "vllm":
+    smallest = rollout.capabilities.smallest_host_head
+    if shape is not None and shape.head_dim < smallest:
         warnings.add(
-            "vLLM's attention on machines without an accelerator needs a head size of 32 or more",
+            f"the engine needs a head size of {smallest} or more on machines without an accelerator",
             "rollout.engine",
             f"head size {shape.head_dim}",
             "use a model with larger heads, or rollout.engine=torch",

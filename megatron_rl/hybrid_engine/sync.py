@@ -25,7 +25,7 @@ from megatron_rl.parallel.hf.weights import source_boxes
 from megatron_rl.parallel.lora import engine_adapters, policy_weights
 from megatron_rl.parallel.model import Chunked, live_parameters
 from megatron_rl.parallel.transfer import connect, gather_layout
-from megatron_rl.rollout.engine import Storage, WeightStore
+from megatron_rl.rollout.engines.base import Storage, WeightStore
 from megatron_rl.types import TensorBox
 
 

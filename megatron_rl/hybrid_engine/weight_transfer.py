@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.parallel.groups import join_span, leave_span
-from megatron_rl.rollout.vllm.setup import keep_weights_writable, prepare_vllm
+from megatron_rl.rollout.engines.vllm.setup import keep_weights_writable, prepare_vllm
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def register() -> None:
 def register_in_worker() -> None:
     """Make backend ``megatron_rl`` known in a process of vLLM's own."""
     keep_weights_writable()
-    from megatron_rl.rollout.vllm import backend
+    from megatron_rl.rollout.engines.vllm import backend
 
     backend.register(_connect)
 

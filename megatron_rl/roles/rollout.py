@@ -18,9 +18,9 @@ from megatron_rl.environments.hosts import Hosts
 from megatron_rl.parallel import device
 from megatron_rl.parallel.exchange import Members, drawn, share, ticket
 from megatron_rl.rollout.conversations import Conversations
-from megatron_rl.rollout.engine import Engine, Sampler, ToolParser
+from megatron_rl.rollout.engines.base import Engine, Generator, ToolParser
+from megatron_rl.rollout.engines.servers.generator import ServerGenerator
 from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, extended, is_enough
-from megatron_rl.rollout.server import ServerSampler
 from megatron_rl.rollout.turns import Groups, Led, Row, SingleTurns, Turns, Until, drive
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import FINISH_FAILED, UNFINISHED, split_rows
@@ -43,19 +43,19 @@ class RolloutRole:
     def __init__(
         self,
         layout: ParallelLayout,
-        engine: Engine | ServerSampler | None,
+        engine: Engine | ServerGenerator | None,
         rank: int,
         environment: EnvironmentConfig | None = None,
         chat: ChatFormats | None = None,
         records: tuple[int, int] | None = None,
         most: int | None = None,
         parse: ToolParser | None = None,
-        served: bool = False,
+        in_process: bool = True,
     ) -> None:
         self.layout, self.engine, self.rank = layout, engine, rank
         self.environment, self._chat, self._parse = environment, chat, parse
         self._records, self._most, self._queue = records, most, 0
-        self._served = served
+        self._in_process = in_process
         self._hosts: Hosts | None = None
         if environment is not None and engine is not None and layout.coordinates(rank).tensor == 0:
             self._hosts = Hosts(environment)
@@ -91,8 +91,9 @@ class RolloutRole:
             self._most,
             None if on_complete is None and rendezvous is None else ended,
         )
-        if isinstance(self.engine, ServerSampler):
-            added = added._replace(sampled_again=self.engine.sampled_again())
+        if not self._in_process:
+            again = self.engine.sampled_again()  # pyright: ignore[reportAttributeAccessIssue]
+            added = added._replace(sampled_again=again)
         return added
 
     def _take(self, led: bool) -> int:
@@ -110,7 +111,7 @@ class RolloutRole:
             await_rendezvous(rendezvous)
         shard, outcomes, prompts = members.gather_rows(added.shard), {}, {}
         again = 0
-        if self.environment is not None or self._served:
+        if self.environment is not None or not self._in_process:
             told = members.gather_objects((added.outcomes, added.prompts, added.sampled_again))
             for ended, opened, count in told:
                 outcomes |= ended
@@ -297,7 +298,7 @@ def rows_of(flight: Episodes, numbers: Sequence[int], max_model_len: int | None)
 
 
 def sample(
-    engine: Sampler,
+    engine: Generator,
     layout: ParallelLayout,
     rank: int,
     sweep: Sweep,

@@ -11,8 +11,9 @@ from megatron_rl.environments.environment import Opening
 from megatron_rl.environments.hosts import Asks, Ended, Hosts, Restarted
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.worker import WRONG_TYPE
-from megatron_rl.rollout.engine import Completion, Request, ToolParser
+from megatron_rl.rollout.engines.base import ToolParser
 from megatron_rl.rollout.turns import Commands, Groups, Row, take_unfinished
+from megatron_rl.rollout.types import Completion, GenerationRequest
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, UNFINISHED, Outcome
 
 DIVERGED, ENGINE, PROMPT = "diverged", "engine", "prompt"
@@ -121,7 +122,7 @@ class Conversations:
                 self._hosts.forget(talk.number)
 
     def _commands(self) -> Commands | None:
-        requests: list[Request] = []
+        requests: list[GenerationRequest] = []
         for place, talk in enumerate(self._all):
             if (
                 talk.row.finish_reason == UNFINISHED

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron_rl.parallel.exchange import share
 from megatron_rl.progress import advance
-from megatron_rl.rollout.engine import Completion, Request, Sampler
+from megatron_rl.rollout.engines.base import Generator
+from megatron_rl.rollout.types import Completion, GenerationRequest
 from megatron_rl.types import (
     FINISH_LENGTH,
     UNFINISHED,
@@ -56,11 +57,11 @@ class Row:
         """Say whether there is no room left."""
         return len(self.tokens) >= self.room
 
-    def request(self, number: int, limit: int | None) -> Request:
+    def request(self, number: int, limit: int | None) -> GenerationRequest:
         """Ask for what comes next, at most ``limit`` tokens."""
         done = len(self.tokens)
         left = self.room - done if limit is None else min(self.room - done, limit)
-        return Request(number, [*self.prompt, *self.tokens], self.sampling, left, self.seed, done)
+        return GenerationRequest(number, [*self.prompt, *self.tokens], self.sampling, left, self.seed, done)
 
     def sampled(self, completion: Completion) -> None:
         """Append what the policy said."""
@@ -83,7 +84,7 @@ class Row:
 class Commands(NamedTuple):
     """Say what to ask of the engine next."""
 
-    requests: tuple[Request, ...] = ()
+    requests: tuple[GenerationRequest, ...] = ()
     aborts: tuple[int, ...] = ()
 
 
@@ -113,7 +114,7 @@ class Turns(Protocol):
         ...
 
     def interrupted(self, completions: Sequence[Completion]) -> None:
-        """Take what was sampled of answers that were open when the round ended; see `Sampler.interrupt`."""
+        """Take what was sampled of answers that were open when the round ended; see `Generator.interrupt`."""
         ...
 
     def close(self) -> None:
@@ -163,7 +164,9 @@ class SingleTurns:
         """See `Turns.close`."""
 
 
-def drive(engine: Sampler, turns: Turns, limit: int | None, then: Callable[[], None] = lambda: None) -> None:
+def drive(
+    engine: Generator, turns: Turns, limit: int | None, then: Callable[[], None] = lambda: None
+) -> None:
     """Run one round, and call ``then`` behind each engine step; collective as `Turns` are."""
     with engine.sampling():
         commands = turns.begin(limit)

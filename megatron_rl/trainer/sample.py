@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.rollout import CLOSED, SERVER
+from megatron_rl.config.sections.rollout import CLOSED
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.parallel.exchange import Members
 from megatron_rl.rewards.function import Failure
@@ -129,7 +129,7 @@ class RolloutSource:
         settled = episodes.settle(sweep, added)
         taken, left = settled.flight.groups(settled.taken), settled.flight.groups(settled.left)
         metrics = episodes.conversation_metrics(taken.rollouts)
-        if self.config.rollout.engine == SERVER:
+        if not self.config.rollout.capabilities.in_process:
             metrics += Metrics.of({"rollout/sampled_again": float(added.sampled_again)})
         early = self._early(settled, members) if sweep.tokens is None else {}
         if not self.config.rollout.oversample:

@@ -28,11 +28,11 @@ from safetensors.torch import load_file
 from megatron_rl.errors import UserErrors
 from megatron_rl.parallel import device, exchange
 from megatron_rl.parallel.hf.model_spec import pretrained, read_hf_config
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
+from megatron_rl.rollout.engines.vllm.engine import VllmEngine
+from megatron_rl.rollout.engines.vllm.setup import join_groups
 from megatron_rl.rollout.episodes import Episodes, begin
-from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.rollout.turns import Commands
-from megatron_rl.rollout.vllm.engine import VllmEngine
-from megatron_rl.rollout.vllm.setup import join_groups
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import PEFT_PREFIX, adapted
 from megatron_rl.types import (

@@ -24,9 +24,9 @@ from megatron_rl.environments.hosts import Hosts, environment_errors
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.roles.rollout import Dealt
 from megatron_rl.rollout.conversations import Conversations
+from megatron_rl.rollout.engines.vllm.tools import make_tool_parser
 from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended
 from megatron_rl.rollout.turns import drive
-from megatron_rl.rollout.vllm.tools import make_tool_parser
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, split_rows
 from tests.sampling import engine_of
 

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "megatron_rl"
 OWNERS = {
     "torch.distributed": ["megatron_rl/parallel/*"],
     "megatron": ["megatron_rl/parallel/*"],
-    "vllm": ["megatron_rl/rollout/vllm/*"],
+    "vllm": ["megatron_rl/rollout/engines/vllm/*"],
     "transformer_engine": ["megatron_rl/parallel/*"],
     "apex": ["megatron_rl/parallel/*"],
 }

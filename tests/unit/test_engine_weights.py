@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.parallel.boxes import CoverageError, check_coverage
-from megatron_rl.rollout.vllm.weights import clear_padding
+from megatron_rl.rollout.engines.vllm.weights import clear_padding
 from megatron_rl.types import TensorBox
 
 PARAMETERS = {"w": torch.zeros(4, 6)}

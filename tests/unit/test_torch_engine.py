@@ -12,9 +12,9 @@ from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.boxes import view_of
 from megatron_rl.parallel.hf.files import CheckpointFiles
-from megatron_rl.rollout.engine import make_engine
+from megatron_rl.rollout.engines.base import make_engine
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.rollout.episodes import begin
-from megatron_rl.rollout.torch import TorchEngine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import (
     FINISH_FAILED,
@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OWN = """
-from megatron_rl.rollout.torch import TorchEngine
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
 
 def engine(model_path, config, *, layout, rank, dtype, seed, max_model_len):
     return TorchEngine.from_hf(model_path, rank=rank, max_model_len=max_model_len)

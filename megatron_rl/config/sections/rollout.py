@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.config.engines import ENGINES, EngineCapabilities, engine_capabilities
 from megatron_rl.config.sections.bounds import (
     ENDLESS,
     MOST_STEPS,
@@ -23,7 +24,6 @@ from megatron_rl.config.sections.models import RANKS_LISTED
 from megatron_rl.config.setting import required, setting
 
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
-SERVER = "server"
 CLOSED, OPEN = "closed", "open"
 RECOMPUTE, KEEP = "recompute", "keep"
 
@@ -94,7 +94,7 @@ class RolloutConfig:
         "What generates: vLLM in the ranks, a plain torch model for small tests, vLLM's API servers, or an "
         "engine of your own, by path: what is called as `make_engine` calls it, and gives a `Sampler` and "
         "`WeightStore` in one.",
-        choices=("vllm", "torch", SERVER),
+        choices=tuple(ENGINES),
         or_path=True,
         also_called={"verl": "rollout.name, rollout.mode", "NeMo-RL": "generation.backend"},
     )
@@ -252,6 +252,11 @@ class RolloutConfig:
             11
         """
         return wanted + math.ceil(wanted * self.oversample - 1e-9)
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Return what the engine can do."""
+        return engine_capabilities(self.engine)
 
     @property
     def most_in_flight(self) -> int | None:
