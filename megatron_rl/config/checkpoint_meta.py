@@ -31,7 +31,7 @@ _BUILD = {
     "dtype": "set model.dtype as it was",
 }
 """What the state of a role depends on beside its model, and how to have each again."""
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 """Form of the state that a run resumes from: raised where a change of it would misread what is on disks.
 
 Models are read from checkpoints of every number; one that names none is of 0.

@@ -50,7 +50,7 @@ class ServerGenerator:
         """Sample at these servers, from weights of this name."""
         self._servers, self._weights = list(servers), weights
 
-    def sampled_again(self) -> int:
+    def resubmitted(self) -> int:
         """Return how many requests went to another server since the last call."""
         count, self._resubmitted = self._resubmitted, 0
         return count
