@@ -33,6 +33,7 @@ from megatron_rl.roles.policy import add_lora, build_policy, stored_at
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.engines.base import make_engine
+from megatron_rl.rollout.engines.servers.generator import ServerGenerator
 from megatron_rl.rollout.engines.vllm.tools import make_tool_parser
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.shapes.pretrained import read_pretrained
@@ -167,7 +168,9 @@ def _hybrid_engine(
 ) -> HybridEngine | ServedWeights:
     settings, engine, resident = config.hybrid_engine, rollout.engine, partial(actor.resident, Use.READ)
     if not config.rollout.capabilities.in_process:
+        assert engine is None or isinstance(engine, ServerGenerator)
         return ServedWeights(actor.model, actor.layout.ranks, engine, config, resident, say)
+    assert not isinstance(engine, ServerGenerator)
     return HybridEngine(
         actor.model,
         engine,

@@ -78,6 +78,7 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     lengths = torch.tensor([len(one.prompt) + len(one.tokens) for one in sequences], dtype=torch.int64)
     group_of = [index for index, group in enumerate(groups) for _ in group.sequences]
     token_versions = _tensor(versions, torch.int32)
+    routing = _routing_shape(sequences)
     temperatures = [log_prob_temperature(sequence.sampling) for sequence in sequences]
     outcomes = tuple(sequence.outcome for sequence in sequences)
     return Rollouts(
@@ -92,7 +93,7 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
         token_versions=token_versions,
         support_sizes=_tensor(sizes, torch.int32),
         support=_tensor(support, torch.int32),
-        experts=_experts(sequences, lengths, None),
+        experts=None if routing is None else _experts(sequences, lengths, routing),
         outcomes=outcomes if any(outcome is not None for outcome in outcomes) else None,
     )
 
@@ -264,15 +265,18 @@ def append_new_tokens(sequences: abc.Sequence[Sequence], new: NewTokens, version
             sequence.experts = experts
 
 
-def _experts(
-    sequences: abc.Sequence[Sequence], lengths: Tensor, routing: RoutingShape | None
-) -> Tensor | None:
-    """Return the experts of all tokens [N, layers, k] int16, -1 where unknown; None without a shape."""
-    known = [one.experts for one in sequences if one.experts is not None]
-    shape = tuple(known[0].shape[1:]) if known and routing is None else routing
-    if shape is None:
-        return None
-    experts = torch.full((int(lengths.sum()), *shape), -1, dtype=torch.int16)
+def _routing_shape(sequences: abc.Sequence[Sequence]) -> RoutingShape | None:
+    """Return layers and experts per token of the sequences' experts, None where no engine reported any."""
+    for sequence in sequences:
+        if sequence.experts is not None:
+            _, layers, experts_per_token = sequence.experts.shape
+            return layers, experts_per_token
+    return None
+
+
+def _experts(sequences: abc.Sequence[Sequence], lengths: Tensor, routing: RoutingShape) -> Tensor:
+    """Return the experts of all tokens [N, layers, k] int16, -1 where unknown."""
+    experts = torch.full((int(lengths.sum()), *routing), -1, dtype=torch.int16)
     for row, sequence in zip(split_rows(experts, lengths), sequences, strict=True):
         if sequence.experts is not None:
             row[: len(sequence.experts)] = sequence.experts
@@ -287,7 +291,8 @@ def _sums(sizes: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _tensor(values: array, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(numpy.array(values)).to(dtype)
+    # A copy: torch cannot view an empty array of numpy's as bytes, as a gather does.
+    return torch.tensor(numpy.asarray(values), dtype=dtype)
 
 
 def _array(kind: str, values: Tensor) -> array:

@@ -205,6 +205,8 @@ def test_groups_from_a_queue_are_the_same_whichever_replica_has_them(hosts: Host
         assert len(scheduler.admitted) == (2 * (6 - len(order)) if replica == order[0] else 2)
     assert sorted(one.position for one in admitted) == list(range(10))
 
+    scheduler = scheduler_of(hosts, ReplicaQueue(round_of(groups, 3), 0, 200))
+    scheduler.queue.pop = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     scheduler.admitted = admitted
     take_in(scheduler)
     same(to_rollouts(groups), expected)

@@ -90,6 +90,8 @@ def test_an_admitted_sequence_is_a_copy_whose_request_goes_on_behind_its_tokens(
     scheduler.admitted[0].sequence.append_observed([5])
     assert unfinished(groups)[0].tokens.tolist() == [10, 11, 12]
     assert scheduler.new_tokens(None).shard.lengths.tolist() == [1, 0]
+    (nothing,) = scheduler.new_tokens(None).shard.items.values()
+    assert len(nothing.view(torch.uint8)) == 0, "ranks exchange bytes, also where there are none"
 
 
 def test_required_groups_come_first_and_the_rest_by_token_round():
