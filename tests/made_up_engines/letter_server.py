@@ -94,7 +94,7 @@ def serve(office: LetterOffice, port: int) -> None:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             """Be silent."""
 
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()

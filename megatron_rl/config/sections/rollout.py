@@ -92,7 +92,7 @@ class RolloutConfig:
     engine: str = setting(
         "vllm",
         "What generates: vLLM in the ranks, a plain torch model for small tests, vLLM's API servers, or an "
-        "engine of your own, by path: what is called as `make_engine` calls it, and gives a `Sampler` and "
+        "engine of your own, by path: what is called as `make_engine` calls it, and gives a `Generator` and "
         "`WeightStore` in one.",
         choices=tuple(ENGINES),
         or_path=True,
