@@ -58,8 +58,7 @@ class RolloutRole:
             self._hosts = Hosts(environment)
 
     def infer(self, generation_round: GenerationRound, on_finished: OnFinished | None = None) -> NewTokens:
-        """Sample a round and return this rank's new tokens; see `sample_round`. Collective over the role's
-        ranks.
+        """Sample a round; return this rank's new tokens. Collective over the role's ranks.
 
         A round of the open order goes on until every rank without an engine waits in `gather`.
         """
@@ -92,7 +91,8 @@ class RolloutRole:
             max_in_flight=self._max_in_flight,
             on_finished=None if on_finished is None and rendezvous is None else report,
         )
-        if isinstance(self.engine, ServerGenerator):
+        if not self._in_process:
+            assert isinstance(self.engine, ServerGenerator)
             new_tokens = new_tokens._replace(resubmitted=self.engine.resubmitted())
         return new_tokens
 

@@ -176,6 +176,7 @@ class ReplicaQueue:
         self._first = [*remembered, *queued[:dealt][replica::replicas]]
         self._queue = queued[dealt:]
         self._admitting: list[Admitted] = []
+        self._in_progress: dict[int, list[Admitted]] = {}
 
     def pop(self) -> Admitted | None:
         """Return the next sequence of the replica's current group, or of the next one; None at the end.
@@ -187,11 +188,24 @@ class ReplicaQueue:
             if group is None:
                 return None
             self._admitting = [self._admitted(position) for position in self._positions[group]]
+            self._in_progress[group] = list(self._admitting)
         return self._admitting.pop(0)
 
-    def group_of(self, admitted: Admitted) -> list[Admitted]:
-        """Return the sequences of the same group that are still to be popped."""
-        return [other for other in self._admitting if other.group == admitted.group]
+    def pop_finished(self) -> list[tuple[int, SequenceGroup]]:
+        """Remove and return the groups that are finished here, with their index in the round."""
+        done = [
+            index
+            for index, members in self._in_progress.items()
+            if all(one.sequence.is_finished for one in members)
+        ]
+        return [(index, self._with_copies(index, self._in_progress.pop(index))) for index in done]
+
+    def _with_copies(self, index: int, members: abc.Sequence[Admitted]) -> SequenceGroup:
+        """Return a group of the round with the replica's copies in the place of its own sequences."""
+        copies = {id(self.round.unfinished[one.position][1]): one.sequence for one in members}
+        group = self.round.groups[index]
+        sequences = [copies.get(id(sequence), sequence) for sequence in group.sequences]
+        return SequenceGroup(group.prompt, sequences)
 
     def _next_group(self) -> int | None:
         if self._first:
@@ -252,7 +266,6 @@ class ReplicaScheduler:
         self._stop_when = stop_when
         self._ranks, self._is_led, self._schedules = ranks, is_led, is_leader or not is_led
         self._version = queue.round.version
-        self._unfinished: dict[int, list[Admitted]] = {}
         self._token_round: int | None = None
         self._pending: list[int] = []
         self._running = 0
@@ -337,8 +350,6 @@ class ReplicaScheduler:
         if admitted is None:
             return None
         self.admitted.append(admitted)
-        if admitted.group not in self._unfinished:
-            self._unfinished[admitted.group] = [admitted, *self.queue.group_of(admitted)]
         return len(self.admitted) - 1
 
     def room(self, sequence: Sequence) -> int:
@@ -359,25 +370,8 @@ class ReplicaScheduler:
         )
 
     def finished(self) -> list[tuple[int, SequenceGroup]]:
-        """Return the groups that have finished since the last call, by their index in the round."""
-        done = [
-            group
-            for group, members in self._unfinished.items()
-            if all(one.sequence.is_finished for one in members)
-        ]
-        result = []
-        for index in done:
-            copies = {one.position: one.sequence for one in self._unfinished.pop(index)}
-            result.append((index, self._with_copies(index, copies)))
-        return result
-
-    def _with_copies(self, index: int, copies: Mapping[int, Sequence]) -> SequenceGroup:
-        """Return a group of the round with the replica's copies in the place of its own sequences."""
-        unfinished = self.queue.round.unfinished
-        by_sequence = {id(unfinished[position][1]): copy for position, copy in copies.items()}
-        group = self.queue.round.groups[index]
-        sequences = [by_sequence.get(id(sequence), sequence) for sequence in group.sequences]
-        return SequenceGroup(group.prompt, sequences)
+        """Return the groups that have finished since the last call, with their index in the round."""
+        return self.queue.pop_finished()
 
     def new_prompts(self) -> dict[int, list[int]]:
         """Return the prompts that differ from the record's, by the sequence's position in the round."""

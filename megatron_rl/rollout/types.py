@@ -92,6 +92,7 @@ class Sequence:
     every rank.
 
     Example:
+        >>> from megatron_rl.types import FINISH_LENGTH
         >>> sequence = Sequence(array("q", [5, 6]), SamplingParameters(), seed=1234, policy_version=3)
         >>> sequence.append_sampled(Completion(0, [7, 8], [-0.5, -1.5], FINISH_LENGTH), version=3)
         >>> sequence.append_observed([9])
