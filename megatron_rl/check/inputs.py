@@ -24,6 +24,7 @@ from megatron_rl.check.reward_function import check_not_hidden, check_reward
 from megatron_rl.check.reward_servers import check_servers, silent_servers
 from megatron_rl.check.stages import repeated_records
 from megatron_rl.config.derive import has_transformer_engine, longest_row
+from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten
 from megatron_rl.config.roles import role_of, role_sections, stated_models
 from megatron_rl.config.run_folder import RunFolder
@@ -124,8 +125,10 @@ def _check_reward(check: Inputs) -> None:
     check.errors.extend(errors)
     if check.before and not check.files.absent and not errors:
         rollout = check.config.rollout
-        samples = not rollout.capabilities.in_process and not list(check_engine_servers(rollout))
-        check.warnings.extend(silent_servers(reward, rollout.server.urls if samples else ()))
+        urls, health_path = (), None
+        if not rollout.capabilities.in_process and not list(check_engine_servers(rollout)):
+            urls, health_path = rollout.server.urls, ENGINES[rollout.engine].health_path
+        check.warnings.extend(silent_servers(reward, urls, health_path))
 
 
 def check_inputs(check: Inputs) -> None:

@@ -64,6 +64,9 @@ class EngineSpec:
     """Path, as ``module:function``, of what returns the lines of the command that starts a server for a
     configuration; None where `check` shows none."""
 
+    health_path: str | None = None
+    """Path that every server of this kind answers with status 200; None where any answer will do."""
+
 
 ENGINES: dict[str, EngineSpec] = {
     "vllm": EngineSpec(
@@ -88,6 +91,7 @@ ENGINES: dict[str, EngineSpec] = {
         "megatron_rl.rollout.engines.vllm_server",
         EngineCapabilities(),
         start_command="megatron_rl.check.engine_servers:server_commands",
+        health_path="/weight_info",  # with VLLM_SERVER_DEV_MODE=1 alone, which weights need
     ),
 }
 """Engines by their name in `rollout.engine`."""

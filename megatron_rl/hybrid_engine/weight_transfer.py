@@ -11,7 +11,7 @@
     llm.reset_prefix_cache(reset_running_requests=True)
 
 In one job this runs on every rank; ranks without an engine call `HybridEngine.sync` instead. Trainers and
-engines of two jobs meet at an address: see `rollout.vllm.backend.Meeting` and launch/examples.
+engines of two jobs meet at an address: see `rollout.engines.vllm.backend.Meeting` and launch/examples.
 """
 
 from __future__ import annotations

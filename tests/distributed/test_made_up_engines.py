@@ -129,6 +129,7 @@ def test_a_server_of_another_kind_is_a_folder_and_a_line(
     file = write_config(tmp_path, material, {"engine": "letters", "server": {"urls": [letters]}})
     report = check(tree, file)
     assert "READY: no errors" in report and "SERVERS" in report and "WEIGHT SYNC" not in report
+    assert "do not answer now" not in report
     refused = check(tree, file, "rollout.order=open", "rollout.server.urls=[]")
     assert "the open order cuts them, with rollout.engine=letters" in refused
     assert "none is named" in refused
