@@ -108,7 +108,8 @@ def generate(
 
     ``routing`` as in `ReplicaScheduler.new_tokens`.
     """
-    version = engine.weights_version  # pyright: ignore[reportAttributeAccessIssue]
+    # The weights that an engine was built with have no version: here they are the first.
+    version = max(0, engine.weights_version)  # pyright: ignore[reportAttributeAccessIssue]
     groups = started(prompts, 1, seed, version)
     if rows is not None:
         for group, own in zip(groups, row_seeds(seed, rows), strict=True):

@@ -55,7 +55,7 @@ class GenerationRound:
     """How many groups the learner takes."""
 
     version: int
-    """Version of the weights that sample."""
+    """Version of the weights that sample, 0 or more: `OBSERVED` marks tokens that no weights sampled."""
 
     token_round: int | None = None
     """Tokens per sequence after which the closed order looks at which groups are finished; None for a single
@@ -63,6 +63,10 @@ class GenerationRound:
 
     rendezvous: int | None = None
     """Number of the `Rendezvous` that ends the round, of the open order alone."""
+
+    def __post_init__(self) -> None:
+        if self.version < 0:
+            raise ValueError(f"a round by weights of version {self.version}: there are none yet")
 
     @cached_property
     def unfinished(self) -> list[tuple[int, Sequence]]:

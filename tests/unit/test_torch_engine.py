@@ -205,10 +205,10 @@ def test_every_tensor_of_a_checkpoint_lies_in_its_box(family: str, tmp_path: Pat
 
 
 def in_parts(engine: TorchEngine, batch: PromptBatch, seed: int, tokens: int) -> Rollouts:
-    groups = started(batch, 1, seed, -1)
+    groups = started(batch, 1, seed, 0)
     while unfinished(groups):
         before = to_rollouts(groups).lengths
-        continue_all(engine, groups, tokens, -1)
+        continue_all(engine, groups, tokens, 0)
         assert int((to_rollouts(groups).lengths - before).max()) <= tokens
     return to_rollouts(groups)
 
