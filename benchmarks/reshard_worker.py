@@ -27,7 +27,7 @@ from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.model import ParallelModel, build_model, live_parameters
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.planning.reshard import actor_layout, read_layout
-from megatron_rl.rollout.vllm.engine import VllmEngine
+from megatron_rl.rollout.engines.vllm.engine import VllmEngine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.rank_order import best_rank_order
 from megatron_rl.shapes.traffic import shared_bytes

@@ -17,11 +17,9 @@ from simulated_replicas import PROMPT, EndedEngine, begun
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import ticket
-from megatron_rl.roles.rollout import sample
-from megatron_rl.rollout.engine import Request
-from megatron_rl.rollout.episodes import Sweep
-from megatron_rl.rollout.turns import SingleTurns
-from megatron_rl.rollout.vllm.engine import VllmEngine
+from megatron_rl.rollout.engines.vllm.engine import VllmEngine
+from megatron_rl.rollout.scheduler import sample_round
+from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import SamplingParameters
 
@@ -34,7 +32,7 @@ def step_seconds(engine: VllmEngine, rows: int) -> float:
     sampling, seconds = SamplingParameters(max_response_tokens=STEPS), []
     with engine.sampling():
         for number in range(rows):
-            engine.submit(Request(number, PROMPT, sampling, STEPS, seed=number))
+            engine.submit(GenerationRequest(number, PROMPT, sampling, STEPS, seed=number))
         engine.step()
         for _ in range(STEPS - 2):
             begun = time.perf_counter()
@@ -94,12 +92,18 @@ def main() -> None:
     )
 
     def order(lengths: Lengths, most: int | None) -> Callable[[], int]:
-        flight, ends = begun(lengths)
-        sweep = Sweep(flight, (True,) * len(lengths), len(lengths), 0)
+        generation_round, ends = begun(lengths)
         name, ended = f"of turn {next(numbers)}", EndedEngine(engine, ends)
 
         def run() -> int:
-            sample(ended, layout, rank, sweep, lambda: ticket(name), SingleTurns, most=most)
+            sample_round(
+                ended,
+                layout,
+                rank,
+                generation_round,
+                next_ticket=lambda: ticket(name),
+                max_in_flight=most,
+            )
             return ended.steps
 
         return run

@@ -1,6 +1,6 @@
 """Engines that end each response at a given length: real ones, and ones that only take the time of steps.
 
-Both are led by the package's own dealing and turns.
+Both are driven by the package's own scheduler.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_rl.roles.rollout import Dealt
-from megatron_rl.rollout.engine import Completion, Request
-from megatron_rl.rollout.episodes import Episodes, begin
-from megatron_rl.rollout.turns import Commands, SingleTurns
+from megatron_rl.rollout.collate import start_groups, waiting_groups
+from megatron_rl.rollout.scheduler import GenerationRound, ReplicaQueue, ReplicaScheduler
+from megatron_rl.rollout.types import Completion, GenerationRequest
 from megatron_rl.types import FINISH_STOP, PromptBatch, SamplingParameters
 
 Cost = Callable[[int], float]
@@ -35,8 +34,8 @@ def interpolated(costs: Mapping[int, float]) -> Cost:
     return lambda busy: float(numpy.interp(busy, rows, seconds))
 
 
-def begun(lengths: Sequence[Sequence[int]]) -> tuple[Episodes, dict[int, int]]:
-    """Return a group of rows for each of ``lengths``, and by a row's seed the length of its response."""
+def begun(lengths: Sequence[Sequence[int]]) -> tuple[GenerationRound, dict[int, int]]:
+    """Return a round with a group for each of ``lengths``, and by a sequence's seed its response's length."""
     many, samples = len(lengths), len(lengths[0])
     longest = max(map(max, lengths))
     prompts = PromptBatch(
@@ -49,9 +48,11 @@ def begun(lengths: Sequence[Sequence[int]]) -> tuple[Episodes, dict[int, int]]:
         metadata=({},) * many,
         sampling=(SamplingParameters(max_response_tokens=longest + 1),) * many,
     )
-    flight = begin(prompts, samples, seed=1, version=0)
+    groups = tuple(start_groups(waiting_groups(prompts), samples, seed=1, version=0))
+    generation_round = GenerationRound(groups, (True,) * many, many, version=0)
     rows = (length for group in lengths for length in group)
-    return flight, dict(zip(flight.seeds.tolist(), rows, strict=True))
+    seeds = (sequence.seed for _, sequence in generation_round.unfinished)
+    return generation_round, dict(zip(seeds, rows, strict=True))
 
 
 class EndedEngine:
@@ -66,12 +67,12 @@ class EndedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def submit(self, request: Request) -> None:
-        """See `Sampler.submit`."""
+    def submit(self, request: GenerationRequest) -> None:
+        """See `Generator.submit`."""
         self._engine.submit(replace(request, limit=self._lengths[request.seed]))
 
     def step(self) -> list[Completion]:
-        """See `Sampler.step`."""
+        """See `Generator.step`."""
         self.steps += 1
         return [replace(answer, finish_reason=FINISH_STOP) for answer in self._engine.step()]
 
@@ -85,16 +86,17 @@ class TimedEngine:
 
     def __init__(self, most_rows: int, cost: Cost) -> None:
         self.most_rows, self._cost, self.clock = most_rows, cost, 0.0
+        self.max_model_len = None
         self._left: dict[int, int] = {}
         self._limits: dict[int, int] = {}
         self.ended: list[tuple[float, int]] = []
 
-    def submit(self, request: Request) -> None:
-        """See `Sampler.submit`."""
+    def submit(self, request: GenerationRequest) -> None:
+        """See `Generator.submit`."""
         self._left[request.number] = self._limits[request.number] = request.limit
 
     def step(self) -> list[Completion]:
-        """See `Sampler.step`."""
+        """See `Generator.step`."""
         running = list(self._left)[: self.most_rows]
         steps = min((self._left[number] for number in running), default=0)
         self.clock += steps * self._cost(len(running))
@@ -111,25 +113,6 @@ class TimedEngine:
         return Completion(number, (20,) * tokens, (0.0,) * tokens, FINISH_STOP)
 
 
-class _Replica:
-    """Lead one engine as `drive` does, a step at a time."""
-
-    def __init__(self, engine: TimedEngine, groups: Dealt, lengths: Mapping[int, int]) -> None:
-        self.engine, self._turns = engine, SingleTurns(groups)
-        self._ended = EndedEngine(engine, lengths)
-        self._answers: list[Completion] = []
-
-    def go_on(self, first: bool) -> bool:
-        """Take the last step's answers and make another step; say whether there was anything to do."""
-        commands: Commands | None = self._turns.begin(None) if first else self._turns.next(self._answers)
-        if commands is None:
-            return False
-        for request in commands.requests:
-            self._ended.submit(request)
-        self._answers = self._ended.step()
-        return True
-
-
 def simulate(
     lengths: Sequence[Sequence[int]], replicas: int, rows: int, most: int, cost: Cost
 ) -> list[tuple[float, int]]:
@@ -139,24 +122,26 @@ def simulate(
     to ``most`` in flight: ``rows`` in the continuous order, all that there are in lockstep, where nothing is
     left to draw. Groups are drawn in order of time.
     """
-    flight, ends = begun(lengths)
+    generation_round, ends = begun(lengths)
     tickets = count()
-    members = [
-        _Replica(
-            TimedEngine(rows, cost),
-            Dealt(flight, most, None, lambda: next(tickets), place, replicas),
-            ends,
+    engines = [TimedEngine(rows, cost) for _ in range(replicas)]
+    schedulers = [
+        ReplicaScheduler(
+            EndedEngine(engine, ends),
+            ReplicaQueue(generation_round, most, None, lambda: next(tickets), replica, replicas),
         )
-        for place in range(replicas)
+        for replica, engine in enumerate(engines)
     ]
-    first = [place for place, member in enumerate(members) if member.go_on(first=True)]
-    waiting = [(members[place].engine.clock, place) for place in first]
+    for scheduler in schedulers:
+        scheduler.start_token_round(None)
+    first = [replica for replica, scheduler in enumerate(schedulers) if scheduler.step()]
+    waiting = [(engines[replica].clock, replica) for replica in first]
     heapq.heapify(waiting)
     while waiting:
-        _, place = heapq.heappop(waiting)
-        if members[place].go_on(first=False):
-            heapq.heappush(waiting, (members[place].engine.clock, place))
-    return sorted(answer for member in members for answer in member.engine.ended)
+        _, replica = heapq.heappop(waiting)
+        if schedulers[replica].step():
+            heapq.heappush(waiting, (engines[replica].clock, replica))
+    return sorted(answer for engine in engines for answer in engine.ended)
 
 
 def step_in_the_middle(ended: Sequence[tuple[float, int]], steps: int) -> float:

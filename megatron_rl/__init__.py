@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from megatron_rl.megatron.model import ParallelModel as ParallelModel
     from megatron_rl.megatron.model import build_model as build_model
     from megatron_rl.metrics import Metrics as Metrics
-    from megatron_rl.rollout.engine import Sampler as Sampler
-    from megatron_rl.rollout.engine import WeightStore as WeightStore
+    from megatron_rl.rollout.engines.base import Generator as Generator
+    from megatron_rl.rollout.engines.base import Sampler as Sampler
+    from megatron_rl.rollout.engines.base import WeightStore as WeightStore
     from megatron_rl.shapes.layout import ParallelLayout as ParallelLayout
     from megatron_rl.trainer.embedded import EmbeddedTrainer as EmbeddedTrainer
     from megatron_rl.types import PromptBatch as PromptBatch
@@ -43,6 +44,7 @@ PUBLIC = {
     "EmbeddedTrainer": "megatron_rl.trainer.embedded",
     "Environment": "megatron_rl.environments.environment",
     "Episode": "megatron_rl.environments.environment",
+    "Generator": "megatron_rl.rollout.engines.base",
     "HybridEngine": "megatron_rl.hybrid_engine.sync",
     "Metrics": "megatron_rl.metrics",
     "ParallelGroups": "megatron_rl.distributed.groups",
@@ -51,12 +53,12 @@ PUBLIC = {
     "PromptBatch": "megatron_rl.types",
     "Rollouts": "megatron_rl.types",
     "RunConfig": "megatron_rl.config.schema",
-    "Sampler": "megatron_rl.rollout.engine",
+    "Sampler": "megatron_rl.rollout.engines.base",
     "Scores": "megatron_rl.types",
     "StepEnvironment": "megatron_rl.environments.environment",
     "TrainBatch": "megatron_rl.types",
     "Truncated": "megatron_rl.environments.environment",
-    "WeightStore": "megatron_rl.rollout.engine",
+    "WeightStore": "megatron_rl.rollout.engines.base",
     "build_model": "megatron_rl.megatron.model",
     "check_config": "megatron_rl.check.configuration",
     "get_algorithm": "megatron_rl.algorithms",

@@ -24,7 +24,7 @@ from typing import NoReturn
 IMPORTED = (
     "megatron_rl.trainer.run",
     "megatron_rl.cli.train",
-    "megatron_rl.rollout.vllm.engine",
+    "megatron_rl.rollout.engines.vllm.engine",
     "transformers.models.auto.modeling_auto",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.executor.uniproc_executor",
@@ -63,7 +63,7 @@ def main() -> None:
 def preload() -> None:
     """Import what a rank needs, in a process that can be forked: it has one thread."""
     from megatron_rl.distributed import device
-    from megatron_rl.rollout.vllm.setup import prepare_vllm
+    from megatron_rl.rollout.engines.vllm.setup import prepare_vllm
 
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow starts one otherwise
     device.prepare_megatron()

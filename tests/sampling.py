@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.roles.rollout import Dealt
-from megatron_rl.rollout.engine import Sampler
-from megatron_rl.rollout.episodes import Added, Episodes, Sweep, added_rows, begin, extended, settle
+from megatron_rl.rollout.collate import append_new_tokens, start_groups, to_rollouts, waiting_groups
+from megatron_rl.rollout.engines.base import Generator
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.rollout.sampling import row_seeds
-from megatron_rl.rollout.torch import TorchEngine
-from megatron_rl.rollout.turns import SingleTurns, drive
+from megatron_rl.rollout.scheduler import GenerationRound, ReplicaQueue, ReplicaScheduler
+from megatron_rl.rollout.types import Sequence, SequenceGroup
 from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
 
 LastLogits = Callable[[Tensor, Tensor], Tensor]
@@ -28,7 +29,7 @@ class RecomputingDecoder:
         self._logits = logits
         self._rows: list[list[int]] = []
 
-    def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
+    def start(self, rows: abc.Sequence[abc.Sequence[int]]) -> Tensor:
         self._rows = [list(row) for row in rows]
         return self._last()
 
@@ -65,37 +66,67 @@ def make_prompts(rows: list[list[int]], *sampling: SamplingParameters) -> Prompt
     )
 
 
+def started(prompts: PromptBatch, samples: int, seed: int, version: int) -> list[SequenceGroup]:
+    """Return groups of so many sequences without a token."""
+    return start_groups(waiting_groups(prompts), samples, seed, version)
+
+
+def copied(groups: abc.Sequence[SequenceGroup]) -> list[SequenceGroup]:
+    """Return groups that can be extended without a change of these."""
+    return [replace(group, sequences=[one.copy() for one in group.sequences]) for group in groups]
+
+
+def round_of(groups: abc.Sequence[SequenceGroup], version: int = 0) -> GenerationRound:
+    """Return the round that waits for all of these groups."""
+    return GenerationRound(tuple(groups), (True,) * len(groups), len(groups), version)
+
+
+def unfinished(groups: abc.Sequence[SequenceGroup]) -> list[Sequence]:
+    """Return the sequences that are not finished, group after group."""
+    return [sequence for _, sequence in round_of(groups).unfinished]
+
+
+def take_in(scheduler: ReplicaScheduler, routing: tuple[int, int] | None = None) -> None:
+    """Append what a replica, which is the only one, has sampled to the sequences of its round."""
+    scheduler.admit_rest()
+    order = sorted(range(len(scheduler.admitted)), key=lambda number: scheduler.admitted[number].position)
+    scheduler.admitted = [scheduler.admitted[number] for number in order]
+    generation_round = scheduler.queue.round
+    sequences = [sequence for _, sequence in generation_round.unfinished]
+    append_new_tokens(sequences, scheduler.new_tokens(routing), generation_round.version)
+
+
 def generate(
-    engine: Sampler,
+    engine: Generator,
     prompts: PromptBatch,
     *,
     seed: int,
-    rows: Sequence[int] | None = None,
-    records: tuple[int, int] | None = None,
+    rows: abc.Sequence[int] | None = None,
+    routing: tuple[int, int] | None = None,
 ) -> Rollouts:
     """Sample one response per prompt; ``rows`` are their positions in the global batch.
 
-    ``records`` as in `added_rows`.
+    ``routing`` as in `ReplicaScheduler.new_tokens`.
     """
-    version = engine.weights_version  # pyright: ignore[reportAttributeAccessIssue]
-    flight = begin(prompts, 1, seed, version)
+    # The weights that an engine was built with have no version: here they are the first.
+    version = max(0, engine.weights_version)  # pyright: ignore[reportAttributeAccessIssue]
+    groups = started(prompts, 1, seed, version)
     if rows is not None:
-        flight = replace(flight, seeds=torch.tensor(row_seeds(seed, rows)))
-    count = len(prompts)
-    sweep = Sweep(flight, (True,) * count, count, version)
-    added = advanced(engine, flight, None, records)
-    return settle(sweep, added).flight.rollouts
+        for group, own in zip(groups, row_seeds(seed, rows), strict=True):
+            group.sequences[0].seed = own
+    continue_all(engine, groups, None, version, routing)
+    return to_rollouts(groups)
 
 
-def continued(engine: Sampler, flight: Episodes, tokens: int, version: int) -> Episodes:
-    """Add up to ``tokens`` tokens to every row that goes on."""
-    return extended(flight, advanced(engine, flight, tokens), version)
-
-
-def advanced(
-    engine: Sampler, flight: Episodes, tokens: int | None, records: tuple[int, int] | None = None
-) -> Added:
-    """Return up to ``tokens`` tokens for every row that goes on."""
-    dealt = Dealt(flight, len(flight.rollouts), engine.max_model_len)
-    drive(engine, SingleTurns(dealt), tokens)
-    return added_rows(dealt.numbers, dealt.rows, [1] * len(dealt.rows), records)
+def continue_all(
+    engine: Generator,
+    groups: abc.Sequence[SequenceGroup],
+    tokens: int | None,
+    version: int,
+    routing: tuple[int, int] | None = None,
+) -> None:
+    """Add up to ``tokens`` tokens to every sequence that is not finished."""
+    queue = ReplicaQueue(round_of(groups, version), len(unfinished(groups)), engine.max_model_len)
+    scheduler = ReplicaScheduler(engine, queue)
+    scheduler.run_token_round(tokens)
+    take_in(scheduler, routing)

@@ -271,7 +271,7 @@ def _report(
         if inputs.shape is not None:
             plans |= {"shapes": {"actor": inputs.shape, **inputs.shapes}, "models": inputs.models}
             memory = memory_plan(config, layouts, plans["shapes"], batch)
-        if batch is not None and inputs.shape is not None and not config.rollout.server.urls:
+        if batch is not None and inputs.shape is not None and config.rollout.capabilities.in_process:
             sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
         records = inputs.preview.count if inputs.preview else None
         stated = replace(check.config, gpu_memory_gib=config.gpu_memory_gib)

@@ -27,13 +27,13 @@ from megatron_rl.check.rewards.servers import check_servers, silent_servers
 from megatron_rl.check.rewards.user_functions import function_errors
 from megatron_rl.check.stages import repeated_records
 from megatron_rl.config.derive import has_transformer_engine, longest_row
+from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten
 from megatron_rl.config.roles import role_of, role_sections, stated_models
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.rewards import RewardModelConfig
-from megatron_rl.config.sections.rollout import SERVER
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.data.consumers import prompt_consumers
 from megatron_rl.data.forms import RecordReader, template_source
@@ -142,8 +142,10 @@ def _check_reward(check: Inputs) -> None:
     check.errors.extend(errors)
     if check.before and not check.files.absent and not errors:
         rollout = check.config.rollout
-        samples = rollout.engine == SERVER and not list(check_engine_servers(rollout))
-        check.warnings.extend(silent_servers(reward, rollout.server.urls if samples else ()))
+        urls, health_path = (), None
+        if not rollout.capabilities.in_process and not list(check_engine_servers(rollout)):
+            urls, health_path = rollout.server.urls, ENGINES[rollout.engine].health_path
+        check.warnings.extend(silent_servers(reward, urls, health_path))
 
 
 def check_inputs(check: Inputs) -> None:

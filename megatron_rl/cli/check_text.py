@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
-from megatron_rl.check.engine.servers import server_commands
 from megatron_rl.config.adapters import lora_apart
 from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight, saved_bytes
 from megatron_rl.config.checkpoint_meta import SAME
 from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.rollout import KEEP, OPEN, SERVER
+from megatron_rl.config.sections.rollout import KEEP, OPEN
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, has_use, stage_plans
 from megatron_rl.errors import numbered
@@ -49,7 +50,7 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
         blocks.append(_section("SIMULATION", SIMULATED_LAYERS, simulation_lines(simulated)))
     if report.sync is not None:
         blocks.append(_section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync(report)))
-    if report.config.rollout.engine == SERVER and report.shape is not None:
+    if not report.config.rollout.capabilities.in_process and report.shape is not None:
         note = "one at each address of rollout.server.urls"
         blocks.append(_section("SERVERS", note, _servers(report.config)))
     if report.layouts is not None and report.shape is None:
@@ -366,7 +367,11 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
 def _servers(config: RunConfig) -> list[str]:
     if not (Path(config.model.path) / "config.json").is_file():
         return ["the command that starts one stands here once the model does in model.path"]
-    return server_commands(config)
+    command = ENGINES[config.rollout.engine].start_command
+    if command is None:
+        return ["start them as the engine's own documentation says"]
+    module, _, function = command.partition(":")
+    return getattr(import_module(module), function)(config)
 
 
 def _sync(report: CheckReport) -> list[str]:

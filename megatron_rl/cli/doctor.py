@@ -159,7 +159,7 @@ def _imports() -> list[Finding]:
         return f"transformers {transformers.__version__} loads"
 
     def engine() -> str:
-        from megatron_rl.rollout.vllm.setup import prepare_vllm
+        from megatron_rl.rollout.engines.vllm.setup import prepare_vllm
 
         prepare_vllm()
         return "vLLM loads and is prepared for running inside training processes"

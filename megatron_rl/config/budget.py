@@ -12,7 +12,6 @@ from megatron_rl.config.placement import megatron_settings, sleeping_ranks
 from megatron_rl.config.roles import role_of, section_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
-from megatron_rl.config.sections.rollout import SERVER
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
@@ -151,7 +150,7 @@ def rank_memory(
             items += _trained(config, role, learners[role], layout, rank, shape)
             continue
         assert batch is not None
-        if role == "rollout" and config.rollout.engine == SERVER:
+        if role == "rollout" and not config.rollout.capabilities.in_process:
             continue  # the servers' memory is not the job's
         if role == "rollout":
             awake = ("generate",) if rank in asleep else PHASES

@@ -1,4 +1,4 @@
-"""Keep the weights of vLLM's API servers equal to a Megatron model's: one meeting per server.
+"""Keep the weights of servers equal to a Megatron model's: one meeting per server.
 
 At a meeting all ranks of the actor and all workers of one server form a process group of their own, in which
 a `HybridEngine` moves the weights. So a server that dies breaks its own meeting and no other.
@@ -12,9 +12,8 @@ import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.config.derive import longest_row
@@ -25,42 +24,32 @@ from megatron_rl.distributed.groups import join_span, leave_span
 from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.model import Chunked
-from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.metrics import Metrics
-from megatron_rl.rollout.engine import Sampler
-from megatron_rl.rollout.lease import Lease
-from megatron_rl.rollout.server import Expected, Server, ServerError, ServerSampler, alongside
+from megatron_rl.rollout.engines.servers.base import Server, ServerError, alongside, make_servers
+from megatron_rl.rollout.engines.servers.generator import ServerGenerator
+from megatron_rl.rollout.engines.servers.lease import Lease
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.weights.execute import WeightMismatchError
 
 CURRENT, OLD, STRANGE, GONE = "current", "old", "strange", "gone"
 _POLL_SECONDS = 2.0
 
 
-def refuse_other(config: RunConfig, server: Server) -> int:
-    """Return how many requests a server works on at once; raise UserError unless it fits the run."""
-    rollout, path = config.rollout, Path(config.model.path) / "config.json"
-    expected = Expected(config.model.dtype, rollout.float32_head, longest_row(config), device.host().type)
-    settings, keys = read_hf_config(config.model.path).to_dict(), read_pretrained(path).family.engine_keys
-    return server.refuse_other(settings | dict(keys), expected)
-
-
-def make_sampler(config: RunConfig, layout: ParallelLayout) -> ServerSampler | None:
-    """Return what samples at the run's servers, None on ranks outside ``layout``.
+def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator | None:
+    """Return the generator that samples at the run's servers, None on ranks outside ``layout``.
 
     Raises UserError on all ranks unless every server is there, fits the run and is no other's.
     Collective over the world.
     """
     settings, rank, answer = config.rollout.server, device.rank(), None
-    servers = [Server(url) for url in settings.urls]
+    servers = make_servers(config)
     lease = Lease(servers, config.run_dir)
     if rank == 0:
         try:
-            answer = sum(refuse_other(config, server) for server in servers)
+            answer = sum(server.require_fit(config) for server in servers)
             lease.take()
             for server in servers:
-                server.refuse_closed()
+                server.require_open()
         except UserError as error:
             answer = error
     answer = gather_objects(answer)[0]
@@ -70,7 +59,7 @@ def make_sampler(config: RunConfig, layout: ParallelLayout) -> ServerSampler | N
         return None
     place = layout.ranks.index(rank)
     rows = max(1, answer // len(layout.ranks))
-    return ServerSampler(settings, longest_row(config), rows, place, lease.close)
+    return ServerGenerator(settings, longest_row(config), rows, place, lease.close)
 
 
 class _Link(NamedTuple):
@@ -81,28 +70,27 @@ class _Link(NamedTuple):
 
 
 class ServedWeights:
-    """Bring servers the weights of a model, and tell the samplers which servers have them.
+    """Bring servers the weights of a model, and tell the generators which servers have them.
 
     It stands where a `HybridEngine` stands for an engine in the ranks. ``model`` is None on ranks without the
-    actor, whose ranks are ``actor``; ``sampler`` on those that sample. ``resident`` is as in `HybridEngine`.
-    ``say`` prints a line where the user reads it.
+    actor, whose ranks are ``actor``; ``generator`` on ranks that do not sample. ``resident`` is as in
+    `HybridEngine`. ``say`` prints a line where the user reads it.
     """
 
     def __init__(
         self,
         model: Chunked | None,
         actor: tuple[int, ...],
-        sampler: Sampler | None,
+        generator: ServerGenerator | None,
         config: RunConfig,
         resident: Callable[[], AbstractContextManager[None]] = nullcontext,
         say: Callable[[str], None] = print,
     ) -> None:
         self.version = 0
-        assert sampler is None or isinstance(sampler, ServerSampler)
-        self._model, self._actor, self._sampler = model, actor, sampler
+        self._model, self._actor, self._generator = model, actor, generator
         self._run, self._config, self._resident = config, config.rollout.server, resident
         self._say = say
-        self._servers = [Server(url) for url in self._config.urls]
+        self._servers = make_servers(config)
         self._links: dict[Server, _Link] = {}
         self._away: dict[Server, str] = {}
         self._leads = device.rank() == actor[0]
@@ -124,7 +112,7 @@ class ServedWeights:
 
     @contextmanager
     def generation_mode(self) -> Iterator[Metrics]:
-        """Bring every server that is there up to ``version``, and have the samplers use these alone.
+        """Bring every server that is there up to ``version``, and have the generators use these alone.
 
         Waits for the first where none is there. Yields what moving weights measured, and how many servers
         have them. Raises UserError where none comes, and at first where one does not take the weights.
@@ -151,8 +139,8 @@ class ServedWeights:
         self._refuse_lost(away)
         self._started = True
         ready = [server for server in self._servers if server not in away]
-        if self._sampler is not None:
-            self._sampler.use(ready, self._weights)
+        if self._generator is not None:
+            self._generator.use(ready, self._weights)
         yield metrics + Metrics.of({"rollout/servers": float(len(ready))})
 
     def _tell(self, away: dict[Server, str], anew: list[Server]) -> None:
@@ -240,14 +228,12 @@ class ServedWeights:
         seconds, place = self._config.update_timeout, {}
         try:
             if server not in self._links:
-                refuse_other(self._run, server)
-                server.refuse_closed()
+                server.require_fit(self._run)
+                server.require_open()
                 # A job that was killed may have left an update, and its meeting.
-                for method in ("finish_weight_update", "shutdown_weight_transfer_engine"):
-                    with suppress(ServerError):
-                        server.attempt(method, seconds=seconds)
+                server.reset_updates(seconds)
                 place = _meeting_place(server) | {"workers": server.workers()}
-            server.call("pause?mode=keep", {}, seconds)
+            server.pause(seconds)
         except (ServerError, UserError, OSError) as error:
             return {}, str(error)
         return place, None
@@ -261,7 +247,7 @@ class ServedWeights:
         count = len(self._actor)
         if self._leads:
             info = place | settings | {"trainers": count}
-            waits = alongside(server.attempt, "init_weight_transfer_engine", info, seconds=seconds)
+            waits = alongside(server.join_transfer, info, seconds)
         rank = self._actor.index(device.rank())
         with _explained(waits):
             group = join_span(place["address"], place["port"], rank, count + place["workers"], seconds)
@@ -270,24 +256,19 @@ class ServedWeights:
 
     def _begin(self, server: Server) -> None:
         if self._leads:
-            server.attempt("start_weight_update", seconds=self._config.update_timeout)
+            server.start_update(self._config.update_timeout)
 
     def _move(self, server: Server) -> Metrics:
         """Move the weights, and let the server go on with them."""
         seconds, waits = self._config.update_timeout, None
         if self._leads:
-            update = {"version": self.version}
-            waits = alongside(server.attempt, "update_weights", update, seconds=seconds)
+            waits = alongside(server.receive_weights, self.version, seconds)
         with _explained(waits):
             transfer = self._links[server].transfer
             transfer.version = self.version
             moved = transfer.sync()
         if self._leads:
-            server.call("finish_weight_update", {"weight_version": self._weights}, seconds)
-            reset = server.call("reset_prefix_cache?reset_running_requests=true", {}, seconds)
-            if not reset["success"]:
-                raise ServerError(f"{server.url} does not forget what older weights computed")
-            server.call("resume", {}, seconds)
+            server.finish_update(self._weights, seconds)
         return moved
 
     def _leave(self, server: Server) -> None:

@@ -22,7 +22,7 @@ from megatron_rl.hf.weights import source_boxes
 from megatron_rl.megatron.lora import engine_adapters, policy_weights
 from megatron_rl.megatron.model import Chunked, live_parameters
 from megatron_rl.metrics import Metrics
-from megatron_rl.rollout.engine import Storage, WeightStore
+from megatron_rl.rollout.engines.base import Storage, WeightStore
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.execute import VERIFY, Execution, storage_key
 from megatron_rl.weights.plan import ReshardPlan, build_plan

@@ -11,7 +11,7 @@
     llm.reset_prefix_cache(reset_running_requests=True)
 
 In one job this runs on every rank; ranks without an engine call `HybridEngine.sync` instead. Trainers and
-engines of two jobs meet at an address: see `rollout.vllm.backend.Meeting` and launch/examples.
+engines of two jobs meet at an address: see `rollout.engines.vllm.backend.Meeting` and launch/examples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_rl.distributed.groups import join_span, leave_span
 from megatron_rl.hybrid_engine.sync import HybridEngine
-from megatron_rl.rollout.vllm.setup import keep_weights_writable, prepare_vllm
+from megatron_rl.rollout.engines.vllm.setup import keep_weights_writable, prepare_vllm
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def register() -> None:
 def register_in_worker() -> None:
     """Make backend ``megatron_rl`` known in a process of vLLM's own."""
     keep_weights_writable()
-    from megatron_rl.rollout.vllm import backend
+    from megatron_rl.rollout.engines.vllm import backend
 
     backend.register(_connect)
 

@@ -17,13 +17,12 @@ from megatron_rl.config.derive import longest_row
 from megatron_rl.config.placement import role_layout, role_layouts, sleeping_ranks
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig, CriticConfig
-from megatron_rl.config.sections.rollout import SERVER
 from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import communicator
 from megatron_rl.hf.peft import add_adapters, note_base
-from megatron_rl.hybrid_engine.servers import ServedWeights, make_sampler
+from megatron_rl.hybrid_engine.servers import ServedWeights, make_generator
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.lora import share_base
 from megatron_rl.megatron.model import ParallelModel
@@ -33,9 +32,9 @@ from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.policy import add_lora, build_policy, stored_at
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
-from megatron_rl.rollout.engine import make_engine
-from megatron_rl.rollout.server import ServerSampler
-from megatron_rl.rollout.vllm.tools import make_tool_parser
+from megatron_rl.rollout.engines.base import make_engine
+from megatron_rl.rollout.engines.servers.generator import ServerGenerator
+from megatron_rl.rollout.engines.vllm.tools import make_tool_parser
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.shapes.pretrained import read_pretrained
 
@@ -168,8 +167,10 @@ def _hybrid_engine(
     say: Callable[[str], None] = print,
 ) -> HybridEngine | ServedWeights:
     settings, engine, resident = config.hybrid_engine, rollout.engine, partial(actor.resident, Use.READ)
-    if isinstance(engine, ServerSampler) or config.rollout.engine == SERVER:
+    if not config.rollout.capabilities.in_process:
+        assert engine is None or isinstance(engine, ServerGenerator)
         return ServedWeights(actor.model, actor.layout.ranks, engine, config, resident, say)
+    assert not isinstance(engine, ServerGenerator)
     return HybridEngine(
         actor.model,
         engine,
@@ -205,9 +206,9 @@ def _build_rollout(
     if environment is not None:
         chat = ChatFormats(tokenizer, templated)
         parse = make_tool_parser(environment.tool_parser, tokenizer)
-    served = config.rollout.engine == SERVER
-    if served:
-        engine = make_sampler(config, layout)
+    in_process = config.rollout.capabilities.in_process
+    if not in_process:
+        engine = make_generator(config, layout)
     else:
         engine = make_engine(
             config.model.path,
@@ -223,7 +224,7 @@ def _build_rollout(
         if engine is not None and device.rank() in sleeping_ranks(layouts):
             engine.sleep()
     most = config.rollout.max_in_flight
-    return RolloutRole(layout, engine, device.rank(), environment, chat, records, most, parse, served)
+    return RolloutRole(layout, engine, device.rank(), environment, chat, records, most, parse, in_process)
 
 
 def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:

@@ -29,7 +29,8 @@ from megatron_rl.rewards.function import (
 from megatron_rl.rewards.network import HttpReward, JudgeReward
 from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS, Answer
 from megatron_rl.roles.model_role import ModelRole
-from megatron_rl.rollout.episodes import Episodes
+from megatron_rl.rollout.collate import to_rollouts
+from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts, split_rows
 
 COMPONENT = "component/"
@@ -149,13 +150,16 @@ class RewardRole:
             self._scorers[FUNCTION] = config.weight, Silent(otherwise)
         self.leading, self.scorers = next(iter(self._scorers)), len(self._scorers)
 
-    def begin(self, group: int, complete: Episodes) -> None:
-        """Have functions and tests judge a group that is complete, while others are sampled; see `early`."""
-        rollouts = complete.rollouts
-        prompts, known = complete.prompts.repeat(len(rollouts)), environments_answers(rollouts)
+    def begin(self, index: int, group: SequenceGroup) -> None:
+        """Compute a finished group's rewards while others are sampled; see `early`.
+
+        ``index`` is that of the group in its round.
+        """
+        rollouts = to_rollouts([group])
+        prompts, known = group.prompt.repeat(len(rollouts)), environments_answers(rollouts)
         failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
         rows = [row for row in range(len(rollouts)) if row not in known and not failed[row]]
-        numbers = [group * len(rollouts) + row for row in rows]
+        numbers = [index * len(rollouts) + row for row in rows]
         for name, scorer in self._functions.items() if rows else ():
             samples = self._samples(prompts, rollouts, rows, scorer.takes)
             self._beside.do(partial(_answers, name, scorer, numbers, samples))

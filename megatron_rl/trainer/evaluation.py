@@ -111,8 +111,8 @@ def ask(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> list[Pending]
 
     Collective over the rollout's ranks.
     """
-    sweeps = [whole(one.prompts, one.settings.samples, seed, roles.hybrid_engine.version) for one in sets]
-    return [Pending(sweep, roles.rollout.infer(sweep)) for sweep in sweeps]
+    rounds = [whole(one.prompts, one.settings.samples, seed, roles.hybrid_engine.version) for one in sets]
+    return [Pending(one, roles.rollout.infer(one)) for one in rounds]
 
 
 def graded(

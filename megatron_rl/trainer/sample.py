@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -11,20 +12,38 @@ import torch
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.rollout import CLOSED, SERVER
+from megatron_rl.config.sections.rollout import CLOSED
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import COMPONENT, EarlyAnswers
 from megatron_rl.roles.rollout import RolloutRole
-from megatron_rl.rollout import episodes
-from megatron_rl.rollout.episodes import Added, Episodes, Settled, Sweep
+from megatron_rl.rollout.buffer import RolloutBuffer, early_rewards, note_early_rewards
+from megatron_rl.rollout.collate import (
+    NewTokens,
+    append_new_tokens,
+    start_groups,
+    to_prompts,
+    to_rollouts,
+    waiting_groups,
+)
+from megatron_rl.rollout.scheduler import GenerationRound
+from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.trainer.reward_failures import NO_RESPONSE
-from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, Scores, limited_counts
+from megatron_rl.types import (
+    FINISH_FAILED,
+    PromptBatch,
+    Rollouts,
+    Scores,
+    limited_counts,
+    observed_counts,
+    row_index,
+    turn_starts,
+)
 
 _RENDEZVOUS = itertools.count(1)
-"""Numbers of open sweeps, equal on all ranks, of all sources that use the job's store."""
+"""Numbers of the rounds of the open order, equal on all ranks, of all sources that use the job's store."""
 
 
 class StalenessError(RuntimeError):
@@ -33,10 +52,10 @@ class StalenessError(RuntimeError):
 
 @dataclass(frozen=True)
 class Pending:
-    """Hold what this rank's engine has added to the episodes of ``sweep``, before it is gathered."""
+    """A round that was sampled on this rank and is not gathered yet: ``new_tokens`` are this rank's alone."""
 
-    sweep: Sweep
-    added: Added
+    generation_round: GenerationRound
+    new_tokens: NewTokens
     greedy: Pending | None = None
 
 
@@ -86,160 +105,143 @@ class ScoredBatch:
 
 
 class RolloutSource:
-    """Give the responses to a wanted number of prompts, and hold what was begun beyond them.
+    """The responses to a wanted number of prompts, and the buffer of what was begun beyond them.
 
     With ``rollout.oversample`` that fraction of further prompts is sampled beside the wanted ones, and the
-    step takes the groups that are complete first, counted in rounds of ``rollout.round_tokens`` tokens per
-    response. With ``rollout.partial`` the others are continued in the next step by its newer weights; a group
+    step takes the groups that finish first, counted in token rounds of ``rollout.round_tokens`` tokens per
+    sequence. With ``rollout.partial`` the others are continued in the next step by its newer weights; a group
     whose oldest token would otherwise get older than ``asynchrony.max_staleness`` is waited for instead.
-    Without, the others are discarded and their prompts come first in the next step; prompts with short
+    Without, the others are dropped and their prompts come first in the next step; prompts with short
     responses are then learned from more often.
 
-    In the open order nobody counts rounds: the rollout samples until the ranks that learn wait for it and the
-    wanted groups are complete. All others go on in the next step, those that nobody began as prompts.
+    In the open order there are no token rounds: the replicas sample until the ranks that learn wait for them
+    and the wanted groups are finished. All others go on in the next step, those that no replica began as
+    prompts.
 
-    ``draw(n)`` gives the next n prompts. ``carried``, what is ``judged`` of it, ``waiting`` and
-    ``informative`` (groups that taught something, groups sampled) are state of the run.
+    ``draw(n)`` gives the next n prompts. The ``buffer`` and ``informative`` (groups that taught something,
+    groups sampled) are state of the run.
     """
 
     def __init__(
         self, config: RunConfig, roles: Roles, algorithm: Algorithm, draw: Callable[[int], PromptBatch]
     ) -> None:
         self.config, self.roles, self.algorithm, self.draw = config, roles, algorithm, draw
-        self.carried: Episodes | None = None
-        self.waiting: PromptBatch | None = None
-        self.judged: EarlyAnswers = {}
+        self.buffer = RolloutBuffer()
         self.informative = (0, 0)
 
     def start(self, wanted: int, seed: int) -> Pending:
         """Sample on the ranks of the rollout; others return at once. Collective over the rollout's ranks."""
-        sweep = self._sweep(wanted, seed)
+        generation_round = self._next_round(wanted, seed)
         rollout, reward = self.roles.rollout, self.roles.reward
-        on_complete = reward.begin if reward.judges_early and sweep.tokens is None else None
-        pending = Pending(sweep, rollout.infer(sweep, on_complete))
+        on_finished = None
+        if reward.judges_early and generation_round.token_round is None:
+            on_finished = reward.begin
+        pending = Pending(generation_round, rollout.infer(generation_round, on_finished))
         if not self.algorithm.needs_greedy_baseline:
             return pending
-        greedy = whole(_greedy(sweep.flight.prompts), 1, seed, sweep.version)
+        greedy = whole(_greedy(to_prompts(generation_round.groups)), 1, seed, generation_round.version)
         return replace(pending, greedy=Pending(greedy, rollout.infer(greedy)))
 
     def finish(self, pending: Pending, members: ReplicaGroup) -> SampledBatch:
-        """Gather what was sampled and keep what is not given away. Collective over the members."""
-        rollout, sweep = self.roles.rollout, pending.sweep
-        added = rollout.gather(pending.added, members, sweep.rendezvous)
-        settled = episodes.settle(sweep, added)
-        taken, left = settled.flight.groups(settled.taken), settled.flight.groups(settled.left)
-        metrics = episodes.conversation_metrics(taken.rollouts)
-        if self.config.rollout.engine == SERVER:
-            metrics += Metrics.of({"rollout/sampled_again": float(added.sampled_again)})
-        early = self._early(settled, members) if sweep.tokens is None else {}
+        """Gather what was sampled, and return the groups that the step takes. Collective over the members."""
+        rollout, generation_round = self.roles.rollout, pending.generation_round
+        new_tokens = _append(rollout, pending, members)
+        if generation_round.token_round is None:
+            note_early_rewards(generation_round.groups, self.roles.reward.early(members))
+
+        selected = self.buffer.select(generation_round.required, generation_round.wanted)
+        prompts, rollouts, early = to_prompts(selected), to_rollouts(selected), early_rewards(selected)
+        metrics = conversation_metrics(rollouts)
+        if not self.config.rollout.capabilities.in_process:
+            metrics += Metrics.of({"rollout/sampled_again": float(new_tokens.resubmitted)})
         if not self.config.rollout.oversample:
             greedy = None if pending.greedy is None else gathered(rollout, pending.greedy, members)
-            return SampledBatch(taken.prompts, of_one_version(taken.rollouts), greedy, metrics, early)
-        if sweep.rendezvous is None:
-            rounds = added.shard.values["round"]
-            metrics += Metrics.of({"rollout/rounds": float(rounds.max()) if len(rounds) else 0.0})
-        else:
-            open_groups = {row // left.samples for row in left.open_rows()}
-            metrics += Metrics.of({
-                "rollout/due": float(sum(sweep.must)),
-                "rollout/complete": float(len(left.prompts) - len(open_groups)),
-            })  # fmt: skip
-        metrics += Metrics.of({"rollout/partial_fraction": partial_fraction(taken.rollouts)})
-        self._give_back(settled.flight.prompts.rows(settled.untouched))
-        if self.config.rollout.partial:
-            self.carried = left
-            metrics += Metrics.of({
-                "rollout/carried": float(len(left.prompts)),
-                "rollout/carried_tokens": float(left.response_tokens()),
-                "rollout/not_begun": float(len(settled.untouched)),
-            })  # fmt: skip
-        else:
-            self._give_back(left.prompts)
-            metrics += Metrics.of({
-                "rollout/discarded_prompts": float(len(left.prompts)),
-                "rollout/discarded_tokens": float(left.response_tokens()),
-            })  # fmt: skip
+            return SampledBatch(prompts, of_one_version(rollouts), greedy, metrics, early)
+
+        metrics += self._round_metrics(generation_round, new_tokens)
+        metrics += Metrics.of({"rollout/partial_fraction": partial_fraction(rollouts)})
+        metrics += self._keep_or_restart()
         if self.config.rollout.partial and not self.config.asynchrony.steps_ahead:
             # Rows that are sampled ahead get older still: they are measured when they are learned from.
             assert self.config.asynchrony.max_staleness is not None
             version = self.roles.hybrid_engine.version
-            metrics += staleness(version, taken.rollouts, self.config.asynchrony.max_staleness)
-        return SampledBatch(taken.prompts, taken.rollouts, None, metrics, early)
+            metrics += staleness(version, rollouts, self.config.asynchrony.max_staleness)
+        return SampledBatch(prompts, rollouts, None, metrics, early)
 
-    def _early(self, settled: Settled, members: ReplicaGroup) -> EarlyAnswers:
-        """Return what is known of the rows that are taken, and keep what is of those that are left.
+    def _round_metrics(self, generation_round: GenerationRound, new_tokens: NewTokens) -> Metrics:
+        """Return the number of token rounds, or in the open order what was finished and not selected."""
+        if generation_round.rendezvous is None:
+            token_rounds = new_tokens.shard.values["round"]
+            return Metrics.of({"rollout/rounds": float(token_rounds.max()) if len(token_rounds) else 0.0})
+        return Metrics.of({
+            "rollout/due": float(sum(generation_round.required)),
+            "rollout/complete": float(len(self.buffer.finished)),
+        })  # fmt: skip
 
-        Collective over the members.
-        """
-        known = {name: dict(answers) for name, answers in self.judged.items()}
-        for name, answers in self.roles.reward.early(members).items():
-            known.setdefault(name, {}).update(answers)
-        self.judged = of_groups(known, settled.left, settled.flight.samples)
-        return of_groups(known, settled.taken, settled.flight.samples)
-
-    def _sweep(self, wanted: int, seed: int) -> Sweep:
-        """Return what was carried with as many new prompts as are to be in flight beside it."""
-        version, asynchrony = self.roles.hybrid_engine.version, self.config.asynchrony
-        samples = self.config.batch.samples_per_prompt
-        if not self.config.rollout.oversample:
-            return whole(self._prompts(wanted), samples, seed, version)
-        carried, self.carried = self.carried, None
-        flights = [carried] if carried is not None and len(carried.prompts) else []
-        count = self.config.rollout.prompts_in_flight(wanted) - sum(len(f.prompts) for f in flights)
-        if count > 0:
-            flights.append(episodes.begin(self._prompts(count), samples, seed, version))
-        flight = episodes.join(flights)
-        must = (False,) * len(flight.prompts)
+    def _keep_or_restart(self) -> Metrics:
+        """Keep the groups that were not selected, or have their prompts wait; return how many these are."""
+        unstarted = self.buffer.restart_unstarted()
+        groups = float(len(self.buffer.started))
+        tokens = float(sum(group.sampled_tokens for group in self.buffer.started))
         if self.config.rollout.partial:
+            return Metrics.of({
+                "rollout/carried": groups,
+                "rollout/carried_tokens": tokens,
+                "rollout/not_begun": float(unstarted),
+            })  # fmt: skip
+        self.buffer.restart_all()
+        return Metrics.of({"rollout/discarded_prompts": groups, "rollout/discarded_tokens": tokens})
+
+    def _next_round(self, wanted: int, seed: int) -> GenerationRound:
+        """Top up the started groups with new prompts to the in-flight limit; return them as a round."""
+        version, asynchrony = self.roles.hybrid_engine.version, self.config.asynchrony
+        rollout, samples = self.config.rollout, self.config.batch.samples_per_prompt
+        in_flight = rollout.prompts_in_flight(wanted) if rollout.oversample else wanted
+        count = in_flight - len(self.buffer.started)
+        if count > 0:
+            self.buffer.add(start_groups(self._take_prompts(count), samples, seed, version))
+
+        groups = tuple(self.buffer.started)
+        if not rollout.oversample:
+            return GenerationRound(groups, (True,) * len(groups), len(groups), version)
+        required = (False,) * len(groups)
+        if rollout.partial:
             assert asynchrony.max_staleness is not None
-            bound = asynchrony.max_staleness
-            must = episodes.must_end(flight, version, ahead=asynchrony.steps_ahead, bound=bound)
-        if self.config.rollout.order == CLOSED:
-            return Sweep(flight, must, wanted, version, self.config.rollout.round_tokens)
-        return Sweep(flight, must, wanted, version, rendezvous=next(_RENDEZVOUS))
+            required = self.buffer.required(
+                version, ahead=asynchrony.steps_ahead, bound=asynchrony.max_staleness
+            )
+        if rollout.order == CLOSED:
+            return GenerationRound(groups, required, wanted, version, rollout.round_tokens)
+        return GenerationRound(groups, required, wanted, version, rendezvous=next(_RENDEZVOUS))
 
-    def _prompts(self, count: int) -> PromptBatch:
-        """Return ``count`` prompts: those that came back first, then new ones."""
-        back, self.waiting = self.waiting, None
-        if back is None or not len(back):
-            return self.draw(count)
-        if len(back) > count:
-            self.waiting = back.rows(range(count, len(back)))
-        first = back.rows(range(min(count, len(back))))
-        if len(first) == count:
-            return first
-        return PromptBatch.concatenate([first, self.draw(count - len(first))])
-
-    def _give_back(self, prompts: PromptBatch) -> None:
-        if not len(prompts):
-            return
-        self.waiting = prompts if self.waiting is None else PromptBatch.concatenate([prompts, self.waiting])
+    def _take_prompts(self, count: int) -> list[SequenceGroup]:
+        """Return ``count`` waiting groups: those of the buffer first, then new ones."""
+        groups = self.buffer.take_waiting(count)
+        if len(groups) < count:
+            groups += waiting_groups(self.draw(count - len(groups)))
+        return groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is begun and what is known of it, what waits, and the number of informative groups."""
-        names = ("carried", "judged", "waiting", "informative")
-        return {name: getattr(self, name) for name in names}
+        """Return the buffer's state, and the number of informative groups."""
+        return {**self.buffer.state_dict(), "informative": self.informative}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; under settings that cannot continue a response its prompt starts anew.
+        """Restore the state; where the settings cannot continue a group, its prompt starts anew.
 
-        They cannot where a smaller bound makes its group too old. The engine's version is there already.
+        They cannot where a smaller bound makes the group too old. The engine's version is restored before.
         """
-        self.carried, self.judged, self.waiting = state["carried"], state["judged"], state["waiting"]
         self.informative = tuple(state["informative"])
-        if self.carried is None:
+        self.buffer.load_state_dict(state)
+        if not self.buffer.started:
             return
-        same = self.carried.samples in (0, self.config.batch.samples_per_prompt)
-        if not (self.config.rollout.partial and same):
-            self._give_back(self.carried.prompts)
-            self.carried, self.judged = None, {}
-        elif len(self.carried.prompts):
-            ages = episodes.group_ages(self.carried, self.roles.hybrid_engine.version)
-            late = [group for group, age in enumerate(ages) if self._too_old(age, self._ahead)]
-            kept = sorted(set(range(len(ages))) - set(late))
-            self._give_back(self.carried.prompts.rows(late))
-            self.judged = of_groups(self.judged, kept, self.carried.samples)
-            self.carried = self.carried.groups(kept)
+        samples = self.config.batch.samples_per_prompt
+        is_same = all(len(group.sequences) == samples for group in self.buffer.started)
+        if self.config.rollout.partial and is_same:
+            assert self.config.asynchrony.max_staleness is not None
+            most_updates = self.config.asynchrony.max_staleness - self._ahead
+            self.buffer.restart_late(self.roles.hybrid_engine.version, most_updates)
+        else:
+            self.buffer.restart_all()
 
     def still_wanted(self, queue: Sequence[SampledBatch]) -> list[SampledBatch]:
         """Return the batches that can be learned from, each in its turn; the prompts of others start anew."""
@@ -249,7 +251,7 @@ class RolloutSource:
             fits = len(kept) < self._ahead and not self._too_old(age, len(kept))
             (kept if fits else left).append(batch)
         for batch in reversed(left):
-            self._give_back(batch.prompts)
+            self.buffer.restart(waiting_groups(batch.prompts))
         return kept
 
     @property
@@ -257,34 +259,44 @@ class RolloutSource:
         return self.config.asynchrony.steps_ahead
 
     def _too_old(self, age: int, later: int) -> bool:
-        """Say whether tokens of this age may not be learned from ``later`` updates from now."""
+        """Return whether tokens of this age may not be learned from ``later`` updates from now."""
         assert self.config.asynchrony.max_staleness is not None
         return age + later > self.config.asynchrony.max_staleness
 
 
-def whole(prompts: PromptBatch, samples: int, seed: int, version: int) -> Sweep:
-    """Return the sweep that begins and ends ``samples`` episodes of every prompt."""
-    flight = episodes.begin(prompts, samples, seed, version)
-    return Sweep(flight, (True,) * len(prompts), len(prompts), version)
+def whole(prompts: PromptBatch, samples: int, seed: int, version: int) -> GenerationRound:
+    """Return a round of ``samples`` sequences of every prompt, all of which are waited for."""
+    groups = tuple(start_groups(waiting_groups(prompts), samples, seed, version))
+    return GenerationRound(groups, (True,) * len(groups), len(groups), version)
 
 
 def gathered(rollout: RolloutRole, pending: Pending, members: ReplicaGroup) -> Rollouts:
-    """Return the rows of a sweep that has ended, grouped by prompt. Collective over the members."""
-    flight, taken, *_ = episodes.settle(pending.sweep, rollout.gather(pending.added, members))
-    return of_one_version(flight.groups(taken).rollouts)
+    """Return the rows of a round of `whole`, grouped by prompt. Collective over the members."""
+    _append(rollout, pending, members)
+    return of_one_version(to_rollouts(pending.generation_round.groups))
 
 
-def of_groups(answers: EarlyAnswers, groups: Sequence[int], samples: int) -> EarlyAnswers:
-    """Return what is known of the rows of ``groups``, by their rows where only these groups are."""
-    places = {
-        group * samples + sample: place * samples + sample
-        for place, group in enumerate(groups)
-        for sample in range(samples)
-    }
-    return {
-        name: {places[row]: answer for row, answer in known.items() if row in places}
-        for name, known in answers.items()
-    }
+def _append(rollout: RolloutRole, pending: Pending, members: ReplicaGroup) -> NewTokens:
+    """Append the new tokens of all replicas to a round; return them. Collective over the members."""
+    generation_round = pending.generation_round
+    new_tokens = rollout.gather(pending.new_tokens, members, generation_round)
+    sequences = [sequence for _, sequence in generation_round.unfinished]
+    append_new_tokens(sequences, new_tokens, generation_round.version)
+    return new_tokens
+
+
+def conversation_metrics(rollouts: Rollouts) -> Metrics:
+    """Return the turns of rows that are conversations, what was observed in them, and how they failed."""
+    if rollouts.outcomes is None:
+        return Metrics()
+    rows = float(len(rollouts))
+    metrics = Metrics.mean("environment/turns", float(turn_starts(rollouts).sum()), rows)
+    metrics += Metrics.mean("environment/observed_tokens", float(observed_counts(rollouts).sum()), rows)
+    failures = Counter(outcome.failure for outcome in rollouts.outcomes if outcome and outcome.failure)
+    metrics += Metrics.mean("environment/failed", float(failures.total()), rows)
+    for reason, count in failures.items():
+        metrics += Metrics.mean(f"environment/failed_{reason}", float(count), rows)
+    return metrics
 
 
 def of_one_version(rollouts: Rollouts) -> Rollouts:
@@ -297,7 +309,9 @@ def partial_fraction(rollouts: Rollouts) -> float:
     if rollouts.token_versions is None or not len(rollouts):
         return 0.0
     mask = rollouts.response_mask
-    newest = -episodes.oldest_versions(-rollouts.token_versions, mask, rollouts.lengths, 0)
+    rows = row_index(rollouts.lengths)[mask]
+    newest = torch.zeros(len(rollouts), dtype=torch.int64)
+    newest = newest.scatter_reduce(0, rows, rollouts.token_versions[mask].long(), "amax")
     return float((newest > rollouts.policy_version).float().mean())
 
 

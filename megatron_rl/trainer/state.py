@@ -14,11 +14,10 @@ from megatron_rl.data.prompts import PromptSource
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.worker import Answer
 from megatron_rl.roles.build import Roles
-from megatron_rl.rollout.episodes import Episodes
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.types import Outcome, PromptBatch, Rollouts, SamplingParameters
 
-TYPES = (PromptBatch, Rollouts, SamplingParameters, Episodes, Outcome, Metrics, Answer)
+TYPES = (PromptBatch, Rollouts, SamplingParameters, Outcome, Metrics, Answer)
 """Classes of the values in a state; a checkpoint that holds others is not read."""
 
 

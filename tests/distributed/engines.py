@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
-from megatron_rl.rollout.engine import Storage
-from megatron_rl.rollout.torch import TorchEngine
-from megatron_rl.rollout.vllm.engine import VllmEngine
-from megatron_rl.rollout.vllm.weights import model_parameters
+from megatron_rl.rollout.engines.base import Storage
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
+from megatron_rl.rollout.engines.vllm.engine import VllmEngine
+from megatron_rl.rollout.engines.vllm.weights import model_parameters
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.types import (

@@ -19,9 +19,9 @@ from engines import (
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.sections.rollout import KEEP, RECOMPUTE
-from megatron_rl.rollout.engine import Request
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.rollout.sampling import row_seeds
-from megatron_rl.rollout.torch import TorchEngine
+from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import FINISH_LENGTH
 from tests.sampling import generate, make_prompts
 
@@ -49,7 +49,8 @@ def check_requests(path: Path) -> None:
     whole = generate(engine, make_prompts(rows, SAMPLED), seed=5)
     seeds = row_seeds(5, range(3))
     requests = [
-        Request(n, row, SAMPLED, 20, seed) for n, (row, seed) in enumerate(zip(rows, seeds, strict=True))
+        GenerationRequest(n, row, SAMPLED, 20, seed)
+        for n, (row, seed) in enumerate(zip(rows, seeds, strict=True))
     ]
     answers: dict[int, list[int]] = {}
     with engine.sampling():
@@ -87,7 +88,8 @@ def check_updates_in_flight(path: Path) -> None:
         parameter.data.mul_(1.05)
     rows, seeds = random_rows(3, seed=4), row_seeds(5, range(3))
     requests = [
-        Request(n, row, SAMPLED, 20, seed) for n, (row, seed) in enumerate(zip(rows, seeds, strict=True))
+        GenerationRequest(n, row, SAMPLED, 20, seed)
+        for n, (row, seed) in enumerate(zip(rows, seeds, strict=True))
     ]
     for on_update in (RECOMPUTE, KEEP):
         engine = build(path, 2, on_update=on_update)

@@ -28,19 +28,21 @@ from safetensors.torch import load_file
 from megatron_rl.distributed import device, exchange
 from megatron_rl.errors import UserErrors
 from megatron_rl.megatron.model_spec import pretrained, read_hf_config
-from megatron_rl.rollout.episodes import Episodes, begin
-from megatron_rl.rollout.torch import TorchEngine
-from megatron_rl.rollout.turns import Commands
-from megatron_rl.rollout.vllm.engine import VllmEngine
-from megatron_rl.rollout.vllm.setup import join_groups
+from megatron_rl.rollout.collate import to_rollouts
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
+from megatron_rl.rollout.engines.vllm.engine import VllmEngine
+from megatron_rl.rollout.engines.vllm.setup import join_groups
+from megatron_rl.rollout.scheduler import SchedulerOutput
+from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import PEFT_PREFIX, adapted
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_STOP,
+    Rollouts,
     split_rows,
 )
-from tests.sampling import continued, generate, make_prompts
+from tests.sampling import continue_all, generate, make_prompts, started
 
 
 def check_family(path: Path, tensor: int) -> None:
@@ -108,9 +110,7 @@ def check_sampling(path: Path) -> None:
     truncated = generate(engine, make_prompts(rows, *mixed), seed=5)
     transformers_agree(reference, truncated)
     assert torch.equal(truncated.rows([0, 4]).tokens, whole.rows([0, 4]).tokens)
-    first = in_parts(
-        engine, begin(make_prompts(rows, *mixed), 1, seed=5, version=0), (6, 20), (0, 0)
-    ).rollouts
+    first = in_parts(engine, started(make_prompts(rows, *mixed), 1, seed=5, version=0), (6, 20), (0, 0))
     transformers_agree(reference, first)
     assert truncated.support_sizes is not None
     sizes = [row[row > 0].float() for row in split_rows(truncated.support_sizes, truncated.lengths)]
@@ -180,40 +180,40 @@ def check_parts(path: Path) -> None:
     stop = int(generate(engine, make_prompts(rows[:1], GREEDY), seed=1).tokens[-3])
     prompts = make_prompts(rows, GREEDY._replace(stop_token_ids=(stop,)))
     whole = generate(engine, prompts, seed=1)
-    flight = in_parts(engine, begin(prompts, 1, seed=1, version=1), (7, 7, 7), (1, 1, 1))
-    close_to(whole, flight.rollouts)
+    flight = in_parts(engine, started(prompts, 1, seed=1, version=1), (7, 7, 7), (1, 1, 1))
+    close_to(whole, flight)
     assert whole.finish_reason.tolist()[0] == FINISH_STOP
 
     def write_two() -> None:
         write(engine, path, scale=1.5)
         engine.finish_update(2)
 
-    mixed = in_parts(engine, begin(prompts, 1, seed=1, version=1), (7, 20), (1, 2), write_two)
+    mixed = in_parts(engine, started(prompts, 1, seed=1, version=1), (7, 20), (1, 2), write_two)
     second = generate(engine, prompts, seed=1)
-    assert mixed.rollouts.token_versions is not None
-    for row, (old, new) in enumerate(zip(responses(whole), responses(mixed.rollouts), strict=True)):
+    assert mixed.token_versions is not None
+    for row, (old, new) in enumerate(zip(responses(whole), responses(mixed), strict=True)):
         assert old[:7] == new[:7]
-        versions = split_rows(mixed.rollouts.token_versions, mixed.rollouts.lengths)[row]
+        versions = split_rows(mixed.token_versions, mixed.lengths)[row]
         assert versions[versions > 0].tolist() == ([1] * 7 + [2] * 20)[: len(new)]
-    assert not torch.equal(mixed.rollouts.tokens, whole.tokens)
-    assert not torch.equal(mixed.rollouts.tokens, second.tokens)
-    assert mixed.rollouts.policy_version.tolist() == [1] * 5
+    assert not torch.equal(mixed.tokens, whole.tokens)
+    assert not torch.equal(mixed.tokens, second.tokens)
+    assert mixed.policy_version.tolist() == [1] * 5
 
     sampled = make_prompts(rows, SAMPLED)
-    first = in_parts(engine, begin(sampled, 1, seed=4, version=2), (6, 6, 6, 6), (2,) * 4)
-    again = in_parts(engine, begin(sampled, 1, seed=4, version=2), (6, 6, 6, 6), (2,) * 4)
-    assert torch.equal(first.rollouts.tokens, again.rollouts.tokens)
+    first = in_parts(engine, started(sampled, 1, seed=4, version=2), (6, 6, 6, 6), (2,) * 4)
+    again = in_parts(engine, started(sampled, 1, seed=4, version=2), (6, 6, 6, 6), (2,) * 4)
+    assert torch.equal(first.tokens, again.tokens)
     engine.close()
 
 
-def in_parts(engine: VllmEngine, flight: Episodes, parts, versions, between=None) -> Episodes:
-    """Advance a flight by parts of so many tokens; ``between`` is called after the first."""
+def in_parts(engine: VllmEngine, groups: list[SequenceGroup], parts, versions, between=None) -> Rollouts:
+    """Continue groups by parts of so many tokens; ``between`` is called after the first."""
     for count, version in zip(parts, versions, strict=True):
-        flight = continued(engine, flight, count, version)
+        continue_all(engine, groups, count, version)
         if between is not None:
             between()
             between = None
-    return flight
+    return to_rollouts(groups)
 
 
 def check_sharing() -> None:
@@ -226,7 +226,7 @@ def check_sharing() -> None:
 
     dist.broadcast = counting
     try:
-        for value in (None, Commands(()), "x" * 990, "x" * 1016, "x" * 1024, list(range(5000))):
+        for value in (None, SchedulerOutput(), "x" * 990, "x" * 1016, "x" * 1024, list(range(5000))):
             assert exchange.share(value if first else "other", (0, 1)) == value
             assert len(sent) == 1 + (len(pickle.dumps(value)) > 1016), (value, sent)
             sent.clear()

@@ -40,7 +40,7 @@ def rollouts_of(path: Path) -> Rollouts:
             parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape, generator=generator))
     engine.finish_update(1)
     rows = [*random_rows(6, seed=3), list(range(60))]
-    rollouts = generate(engine, make_prompts(rows, SAMPLED), seed=5, records=RECORDS)
+    rollouts = generate(engine, make_prompts(rows, SAMPLED), seed=5, routing=RECORDS)
     engine.close()
     return rollouts
 

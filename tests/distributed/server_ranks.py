@@ -38,7 +38,8 @@ from megatron_rl.cli.common import checked
 from megatron_rl.cli.main import main, parse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import read_metrics
-from megatron_rl.rollout.server import Server, ServerError
+from megatron_rl.rollout.engines.servers.base import ServerError
+from megatron_rl.rollout.engines.vllm_server.server import VllmServer
 from tests.conftest import free_port
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -87,7 +88,7 @@ def nurse(pipe: Connection, urls: list[str], folder: Path) -> NoReturn:
             pipe.send(processes[-1])
     with suppress(ServerError, OSError):
         note = folder / "holders_after.part"
-        note.write_text(str([Server(url).claim("another run", 1.0) for url in urls]))
+        note.write_text(str([VllmServer(url).claim("another run", 1.0) for url in urls]))
         note.rename(folder / "holders_after")
     for process in processes:
         with suppress(ProcessLookupError):
@@ -140,7 +141,7 @@ def accident(servers: Servers, processes: list[int], urls: list[str], metrics: P
 
     try:
         wait_for(lambda: servers_of_last_step() == 2, "step with two servers")
-        (metrics.parent / "holder").write_text(str(Server(urls[0]).claim("another run", 1.0)))
+        (metrics.parent / "holder").write_text(str(VllmServer(urls[0]).claim("another run", 1.0)))
         while not any(line["rollout/sampled_again"] for line in read_metrics(metrics)):
             started = psutil.Process(processes[1]).children(recursive=True)
             assert started, "a server without an engine process"

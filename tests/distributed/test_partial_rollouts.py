@@ -147,8 +147,10 @@ def test_the_open_order_loses_no_prompt_and_learns_from_none_twice(fork, materia
         assert any(line["rollout/carried"] + line["rollout/not_begun"] > 0 for line in lines)
         for step in (3, 5):
             state = _read(folder / f"run/checkpoints/step_{step}/state.pt", TYPES)["state"]
-            begun, waiting = state["rollouts"]["carried"].prompts, state["rollouts"]["waiting"]
-            kept = [begun, *([] if waiting is None else [waiting]), *(b["prompts"] for b in state["queue"])]
+            started, waiting = state["rollouts"]["started"], state["rollouts"]["waiting"]
+            kept = [batch["prompts"] for batch in state["queue"]]
+            kept += [] if started is None else [started["prompts"]]
+            kept += [] if waiting is None else [waiting]
             tables = [
                 pandas.read_parquet(folder / f"run/rollouts/step_{n}.parquet") for n in range(1, step + 1)
             ]

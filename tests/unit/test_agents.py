@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_conversations import STOP, TOKENIZER, logits, prompts, turns_of
+from test_multi_turn import STOP, TOKENIZER, logits, prompts, turns_of
 
 from megatron_rl.config.sections.limits import LimitsConfig
 from megatron_rl.config.sections.rewards import RewardConfig
@@ -23,13 +23,12 @@ from megatron_rl.environments.agent import _run
 from megatron_rl.environments.hosts import Hosts, environment_errors
 from megatron_rl.launcher import without_proxy
 from megatron_rl.roles.reward import RewardRole
-from megatron_rl.roles.rollout import Dealt
-from megatron_rl.rollout.conversations import Conversations
-from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended
-from megatron_rl.rollout.turns import drive
-from megatron_rl.rollout.vllm.tools import make_tool_parser
-from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, split_rows
-from tests.sampling import engine_of
+from megatron_rl.rollout.collate import to_rollouts
+from megatron_rl.rollout.engines.vllm.tools import make_tool_parser
+from megatron_rl.rollout.multi_turn import MultiTurnScheduler
+from megatron_rl.rollout.scheduler import ReplicaQueue
+from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Rollouts, split_rows
+from tests.sampling import engine_of, round_of, started, take_in
 
 OPENAI = """
 import json, sys
@@ -107,7 +106,7 @@ def play(tmp_path: Path):
 
     def run(
         source: str, texts: list[str], samples: int = 1, seconds: float = 100.0, **limits: Any
-    ) -> Episodes:
+    ) -> Rollouts:
         (tmp_path / "agent.py").write_text(source)
         settings = {"command": [sys.executable, str(tmp_path / "agent.py")]}
         config = EnvironmentConfig(
@@ -118,11 +117,13 @@ def play(tmp_path: Path):
             settings=settings,
         )
         made.append(Hosts(config))
-        flight = begin(prompts(texts, [0] * len(texts)), samples, seed=4, version=3)
-        dealt = Dealt(flight, 99, 200)
-        talks = Conversations(made[-1], ChatFormats(TOKENIZER), dealt, None, 200)
-        drive(engine_of(logits, max_model_len=200), talks, None)
-        return extended(flight, added_rows(dealt.numbers, dealt.rows, [1] * len(dealt.rows)), version=3)
+        groups = started(prompts(texts, [0] * len(texts)), samples, seed=4, version=3)
+        queue = ReplicaQueue(round_of(groups, 3), 99, 200)
+        engine = engine_of(logits, max_model_len=200)
+        scheduler = MultiTurnScheduler(engine, queue, made[-1], ChatFormats(TOKENIZER))
+        scheduler.run_token_round(None)
+        take_in(scheduler)
+        return to_rollouts(groups)
 
     yield run
     for hosts in made:
@@ -130,7 +131,7 @@ def play(tmp_path: Path):
 
 
 def test_two_agents_at_once_with_the_plain_client_of_openai(play):
-    rollouts = play(OPENAI, ["1+2="], samples=2).rollouts
+    rollouts = play(OPENAI, ["1+2="], samples=2)
     assert rollouts.finish_reason.tolist() == [FINISH_STOP] * 2
     assert [outcome.reward for outcome in rollouts.outcomes] == [3, 3]
     columns = (rollouts.tokens, rollouts.response_mask, rollouts.rollout_log_probs)
@@ -147,7 +148,7 @@ def test_two_agents_at_once_with_the_plain_client_of_openai(play):
 
 
 def test_what_agents_do_wrong_is_their_own_failure_and_never_a_reward(play):
-    rollouts = play(PLAIN, ["crash", "hang", "odd", "long", "silent", "child"], seconds=20.0).rollouts
+    rollouts = play(PLAIN, ["crash", "hang", "odd", "long", "silent", "child"], seconds=20.0)
     crash, hang, odd, long, silent, child = rollouts.outcomes
     assert (crash.failure, hang.failure) == ("exception", "timeout")
     assert "status 1" in crash.message and "no more" in crash.message
@@ -165,7 +166,7 @@ def test_more_agents_work_at_once_than_a_process_may_open_files_and_start_proces
     kill = ContainedProcess.kill
     monkeypatch.setattr(ContainedProcess, "kill", lambda process: lost.append(process) or kill(process))
     source = PLAIN.replace("said =", "time.sleep(0.5)\nsaid =")
-    rollouts = play(source, ["good"], samples=12, files=16, processes=1).rollouts
+    rollouts = play(source, ["good"], samples=12, files=16, processes=1)
     assert [outcome.failure for outcome in rollouts.outcomes] == [None] * 12, rollouts.outcomes
     assert not lost, "the process of all agents ended, and each was tried alone"
 
@@ -250,8 +251,8 @@ def test_conversations_tell_their_turns_and_the_calls_in_them(tmp_path: Path):
     (tmp_path / "calling.py").write_text(CALLING)
     tokenizer = build_tokenizer()
     tokenizer.chat_template = TOOLS
-    flight = begin(prompts(["1+2="], [0]), 1, seed=4, version=3)
-    dealt = Dealt(flight, 99, 200)
+    groups = started(prompts(["1+2="], [0]), 1, seed=4, version=3)
+    queue = ReplicaQueue(round_of(groups, 3), 99, 200)
     said = iter(["first", ""])
 
     def parse(text: str, tools: object) -> tuple[str, list]:
@@ -259,10 +260,12 @@ def test_conversations_tell_their_turns_and_the_calls_in_them(tmp_path: Path):
         return text, [{"name": name, "arguments": "{}"}] if name else []
 
     hosts = Hosts(EnvironmentConfig(f"{tmp_path / 'calling.py'}:Calling", max_turns=5, turn_timeout=100.0))
-    talks = Conversations(hosts, ChatFormats(tokenizer), dealt, parse, 200)
-    drive(engine_of(logits, max_model_len=200), talks, None)
+    engine = engine_of(logits, max_model_len=200)
+    scheduler = MultiTurnScheduler(engine, queue, hosts, ChatFormats(tokenizer), parse)
+    scheduler.run_token_round(None)
     hosts.close()
-    rollouts = extended(flight, added_rows(dealt.numbers, dealt.rows, [1]), version=3).rollouts
+    take_in(scheduler)
+    rollouts = to_rollouts(groups)
     reward = RewardRole(RewardConfig(), tokenizer)
     [[prompt, first, heard, last]] = reward.conversations(rollouts)
     reward.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.engines import ENGINES
 from tests.readme_metrics import WRITTEN_BY, documented
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ OWNERS = {
         "megatron_rl/checkpoint/*",
         "megatron_rl/planning/simulation/*",
     ],
-    "vllm": ["megatron_rl/rollout/*vllm/*"],
+    "vllm": ["megatron_rl/rollout/engines/vllm/*"],
     "transformer_engine": ["megatron_rl/distributed/*", "megatron_rl/megatron/*"],
     "apex": ["megatron_rl/distributed/*", "megatron_rl/megatron/*"],
 }
@@ -129,6 +130,17 @@ def test_device_words_are_in_the_device_module_alone() -> None:
             if word is not None:
                 wrong.append(f"{relative(path)}:{node.lineno} {word!r}")
     assert not wrong, "these belong in distributed/device.py:\n" + "\n".join(wrong)
+
+
+def test_nothing_compares_the_name_of_an_engine() -> None:
+    """What an engine can do is in the table of `config.engines`, so that a new one is a line there."""
+    wrong = []
+    for path in python_files("megatron_rl"):
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, ast.Compare) and "engine" in ast.unparse(node):
+                names = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+                wrong += [f"{relative(path)}:{node.lineno} {name!r}" for name in names & set(ENGINES)]
+    assert not wrong, "ask rollout.capabilities instead:\n" + "\n".join(wrong)
 
 
 def test_no_path_of_a_developers_machine() -> None:

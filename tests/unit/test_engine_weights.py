@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.rollout.vllm.weights import clear_padding
+from megatron_rl.rollout.engines.vllm.weights import clear_padding
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import CoverageError, check_coverage
 

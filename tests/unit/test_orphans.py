@@ -10,7 +10,7 @@ import pytest
 
 PROCESSES = """
 import multiprocessing, os, sys, time
-from megatron_rl.rollout.vllm.orphans import end_with_server
+from megatron_rl.rollout.engines.vllm.orphans import end_with_server
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -75,7 +75,7 @@ def test_all_that_a_server_started_ends_when_it_is_killed(tmp_path, engines, wor
 
 def test_a_process_that_is_no_engine_stays(tmp_path):
     (tmp_path / "rank.py").write_text(
-        "import threading\nfrom megatron_rl.rollout.vllm.orphans import end_with_server\n"
+        "import threading\nfrom megatron_rl.rollout.engines.vllm.orphans import end_with_server\n"
         "end_with_server()\nprint(threading.active_count())\n"
     )
     command = [sys.executable, str(tmp_path / "rank.py")]

@@ -23,7 +23,7 @@ from megatron_rl.megatron.optimizer import Optimizer, wrap
 from megatron_rl.megatron.residency import Residency, Use
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.model_role import ModelRole
-from megatron_rl.rollout.torch import TorchEngine
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 from tests.hf_models import save_model

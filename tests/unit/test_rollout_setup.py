@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.lease import Lease
-from megatron_rl.rollout.server import Expected, Server
-from megatron_rl.rollout.vllm.setup import linear, local_rank, shared_memory_name
+from megatron_rl.rollout.engines.servers.lease import Lease
+from megatron_rl.rollout.engines.vllm.setup import linear, local_rank, shared_memory_name
+from megatron_rl.rollout.engines.vllm_server.server import Expected, VllmServer
 
 # As vLLM names a group of two ranks that a launcher started.
 GROUP = "//-tp:0-[0-1]-cpushm"
@@ -70,7 +70,7 @@ def test_a_server_that_does_not_say_how_it_is_set_up_is_told_from_one_of_another
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
-        server = Server(f"http://127.0.0.1:{other.server_address[1]}")
+        server = VllmServer(f"http://127.0.0.1:{other.server_address[1]}")
         with pytest.raises(UserError) as refused:
             server.refuse_other({}, Expected("float32", True, 16, "cpu"))
         other.shutdown()
@@ -94,7 +94,7 @@ def test_a_server_of_a_model_with_other_positions_is_refused(served: dict, other
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
         "task": {"size": 1},
     }
-    server = Server("http://127.0.0.1:1")
+    server = VllmServer("http://127.0.0.1:1")
     if other is None:
         server._refuse_model(settings, served, "here")
         return
@@ -123,7 +123,7 @@ def test_two_addresses_of_one_server_are_told_apart_from_a_server_of_another_run
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as one:
         threading.Thread(target=one.serve_forever, daemon=True).start()
         port = one.server_address[1]
-        lease = Lease([Server(f"http://{name}:{port}") for name in ("127.0.0.1", "localhost")], "run")
+        lease = Lease([VllmServer(f"http://{name}:{port}") for name in ("127.0.0.1", "localhost")], "run")
         with pytest.raises(UserError, match="two addresses are of one server") as refused:
             lease.take()
         one.shutdown()

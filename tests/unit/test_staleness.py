@@ -18,7 +18,10 @@ from megatron_rl.config.load import load_text
 from megatron_rl.config.sections.rollout import AsynchronyConfig, MismatchConfig, RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
-from megatron_rl.rollout.episodes import Episodes, begin
+from megatron_rl.rewards.worker import Answer
+from megatron_rl.rollout.buffer import RolloutBuffer
+from megatron_rl.rollout.collate import to_prompts, to_rollouts
+from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.trainer.loop import MismatchError, check_mismatch, fresh_difference, require_tokens
 from megatron_rl.trainer.sample import (
     RolloutSource,
@@ -28,7 +31,7 @@ from megatron_rl.trainer.sample import (
     staleness,
 )
 from megatron_rl.types import FINISH_LENGTH, Rollouts, SamplingParameters, Scores
-from tests.sampling import make_prompts
+from tests.sampling import make_prompts, started
 
 MIXED = Rollouts(
     tokens=torch.arange(7),
@@ -104,12 +107,13 @@ def test_prompts_in_flight():
 
 
 def test_what_a_smaller_bound_makes_too_old_is_sampled_anew():
-    def flight(first: int, versions: list[int]) -> Episodes:
-        count = len(versions)
-        prompts = make_prompts([[1, 2]] * count, SamplingParameters())
-        prompts = replace(prompts, prompt_ids=torch.arange(first, first + count))
-        begun = begin(prompts, 1, seed=1, version=0)
-        return replace(begun, rollouts=replace(begun.rollouts, policy_version=torch.tensor(versions)))
+    def begun(first: int, versions: list[int]) -> list[SequenceGroup]:
+        prompts = make_prompts([[1, 2]] * len(versions), SamplingParameters())
+        prompts = replace(prompts, prompt_ids=torch.arange(first, first + len(versions)))
+        groups = started(prompts, 1, seed=1, version=0)
+        for group, version in zip(groups, versions, strict=True):
+            group.sequences[0].policy_version = version
+        return groups
 
     def resumed(ahead: int, bound: int) -> tuple[list[list[int]], ...]:
         """Return the prompts that go on, those of the queue and those that come again, at version 5."""
@@ -124,16 +128,19 @@ def test_what_a_smaller_bound_makes_too_old_is_sampled_anew():
         algorithm: Any = None
         draw: Any = None  # nothing new is drawn
         source = RolloutSource(config, roles, algorithm, draw)
-        judged = {"tests": {0: "old", 2: "young"}}
-        state = {"carried": flight(0, [2, 3, 4]), "judged": judged, "waiting": None, "informative": (0, 0)}
-        source.load_state_dict(state)
+        groups = begun(0, [2, 3, 4])
+        groups[0].early_rewards = {"tests": {0: Answer("old", "")}}
+        groups[2].early_rewards = {"tests": {0: Answer("young", "")}}
+        saved = RolloutBuffer()
+        saved.add(groups)
+        source.load_state_dict({**saved.state_dict(), "informative": (0, 0)})
         queue = [
-            SampledBatch(f.prompts, f.rollouts, None, Metrics()) for f in (flight(3, [3]), flight(4, [4]))
+            SampledBatch(to_prompts(batch), to_rollouts(batch), None, Metrics())
+            for batch in (begun(3, [3]), begun(4, [4]))
         ]
         queued = [batch.prompts for batch in source.still_wanted(queue)]
-        assert source.carried is not None
-        parts = ([source.carried.prompts], queued, [source.waiting] if source.waiting else [])
-        assert source.judged["tests"].get(len(source.carried.prompts) - 1) == "young"
+        parts = ([to_prompts(source.buffer.started)], queued, [to_prompts(source.buffer.waiting)])
+        assert source.buffer.started[-1].early_rewards["tests"][0].reason == "young"
         return tuple([number for part in each for number in part.prompt_ids.tolist()] for each in parts)
 
     assert resumed(2, 5) == ([0, 1, 2], [3, 4], [])

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import CheckpointFiles
-from megatron_rl.rollout.engine import make_engine
-from megatron_rl.rollout.episodes import begin
-from megatron_rl.rollout.torch import TorchEngine
+from megatron_rl.rollout.collate import to_rollouts
+from megatron_rl.rollout.engines.base import make_engine
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import (
     FINISH_FAILED,
@@ -25,7 +25,7 @@ from megatron_rl.types import (
 )
 from megatron_rl.weights.boxes import view_of
 from tests.hf_models import FAMILIES, save_model
-from tests.sampling import continued, engine_of, generate, make_prompts
+from tests.sampling import continue_all, engine_of, generate, make_prompts, started, unfinished
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
 
@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OWN = """
-from megatron_rl.rollout.torch import TorchEngine
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
 
 def engine(model_path, config, *, layout, rank, dtype, seed, max_model_len):
     return TorchEngine.from_hf(model_path, rank=rank, max_model_len=max_model_len)
@@ -205,12 +205,12 @@ def test_every_tensor_of_a_checkpoint_lies_in_its_box(family: str, tmp_path: Pat
 
 
 def in_parts(engine: TorchEngine, batch: PromptBatch, seed: int, tokens: int) -> Rollouts:
-    flight = begin(batch, 1, seed, -1)
-    while flight.open_rows():
-        before = flight.rollouts.lengths
-        flight = continued(engine, flight, tokens, -1)
-        assert int((flight.rollouts.lengths - before).max()) <= tokens
-    return flight.rollouts
+    groups = started(batch, 1, seed, 0)
+    while unfinished(groups):
+        before = to_rollouts(groups).lengths
+        continue_all(engine, groups, tokens, 0)
+        assert int((to_rollouts(groups).lengths - before).max()) <= tokens
+    return to_rollouts(groups)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 12])

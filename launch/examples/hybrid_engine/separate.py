@@ -73,7 +73,7 @@ def train(rank: int, checkpoint: Path, pipe: str) -> None:
 
     from megatron_rl.hf.weights import load_weights
     from megatron_rl.hybrid_engine import weight_transfer
-    from megatron_rl.rollout.vllm.backend import TrainerMeeting
+    from megatron_rl.rollout.engines.vllm.backend import TrainerMeeting
 
     weight_transfer.register()
     config = AutoConfig.from_pretrained(checkpoint)

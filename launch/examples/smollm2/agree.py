@@ -50,8 +50,12 @@ def main(path: str, overrides: list[str]) -> None:
         current.join()
         roles = build_roles(config, algorithm_of(config), tokenizer)
         with roles.hybrid_engine.generation_mode():
-            sweep = whole(prompts, 1, config.seed, roles.hybrid_engine.version)
-            rollouts = gathered(roles.rollout, Pending(sweep, roles.rollout.infer(sweep)), ReplicaGroup())
+            generation_round = whole(prompts, 1, config.seed, roles.hybrid_engine.version)
+            rollouts = gathered(
+                roles.rollout,
+                Pending(generation_round, roles.rollout.infer(generation_round)),
+                ReplicaGroup(),
+            )
         trainer = ReplicaGroup().gather_rows(roles.actor.infer(rollouts)).tokens["old_log_probs"]
         sampled = rollouts.response_mask
         log_probs = {"trainer": trainer, "vllm": rollouts.rollout_log_probs}

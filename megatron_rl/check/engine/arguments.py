@@ -159,7 +159,7 @@ def check_own_engine(spec: str) -> list[UserError]:
         UserError(
             f"{spec} cannot be called",
             where="rollout.engine",
-            expected="a class of megatron_rl.Sampler and megatron_rl.WeightStore, or what makes one",
+            expected="a class of megatron_rl.Generator and megatron_rl.WeightStore, or what makes one",
             got=type(engine).__name__,
             fix="name the class",
         )

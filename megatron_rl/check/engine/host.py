@@ -10,11 +10,6 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, some_of
 from megatron_rl.shapes.model import ModelShape
 
-HOST_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of a head that vLLM's attention on hosts has kernels for."""
-HOST_LATENT_SIZE = 576
-"""Size of the latent cache of a token, DeepSeek's 512 and 64, that its latent attention has a kernel for."""
-
 
 def has_host_build() -> bool:
     """Say whether this machine has the builds for hosts of torch or vLLM, which use no accelerator."""
@@ -36,7 +31,9 @@ def host_engine_errors(config: RunConfig, shape: ModelShape | None, *, here: boo
     A configuration that names a ``gpu`` is for other machines, unless it is to run ``here``.
     """
     elsewhere = config.gpu is not None and not here
-    if config.rollout.engine != "vllm" or elsewhere or not has_host_build():
+    head_sizes = config.rollout.capabilities.host_head_sizes
+    latent_size = config.rollout.capabilities.host_latent_size
+    if not head_sizes or elsewhere or not has_host_build():
         return
     yield from host_errors(config.rollout.vllm)
     if shape is None:
@@ -45,19 +42,19 @@ def host_engine_errors(config: RunConfig, shape: ModelShape | None, *, here: boo
     fix = "use a model with another head size, or rollout.engine=torch; where the run will have GPUs, set gpu"
     if shape.mla:
         size = shape.kv_lora + shape.qk_rope
-        if size != HOST_LATENT_SIZE:
+        if size != latent_size:
             yield UserError(
                 "vLLM's latent attention has no kernel for this model on a machine without an accelerator",
                 where="rollout.engine",
-                expected=f"kv_lora_rank + qk_rope_head_dim = {HOST_LATENT_SIZE}",
+                expected=f"kv_lora_rank + qk_rope_head_dim = {latent_size}",
                 got=str(size),
                 fix=fix,
             )
-    elif shape.head_dim not in HOST_HEAD_SIZES:
+    elif shape.head_dim not in head_sizes:
         yield UserError(
             "vLLM's attention has no kernel for this model on a machine without an accelerator",
             where="rollout.engine",
-            expected=f"a head size of {some_of(list(map(str, HOST_HEAD_SIZES)), len(HOST_HEAD_SIZES))}",
+            expected=f"a head size of {some_of(list(map(str, head_sizes)), len(head_sizes))}",
             got=f"head size {shape.head_dim}",
             fix=fix,
         )

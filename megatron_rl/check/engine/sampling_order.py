@@ -8,6 +8,7 @@ from dataclasses import replace
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.engine.servers import check_engine_servers
 from megatron_rl.config.derive import ROUNDS_PER_RESPONSE
+from megatron_rl.config.engines import engines_with
 from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import CLOSED, KEEP, OPEN
@@ -56,7 +57,7 @@ def _check_kept(config: RunConfig) -> Iterator[UserError]:
         return
     needs = {
         "rollout.order=open": rollout.order == OPEN,
-        "rollout.engine=vllm": rollout.engine == "vllm",
+        engines_with(keeps_cache=True): rollout.capabilities.keeps_cache,
         "rollout.environment=null": rollout.environment is None,
         "rollout.vllm.async_scheduling=false": not rollout.vllm.get("async_scheduling"),
     }

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.derive import longest_row
+from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.rollout import CLOSED, OPEN, SERVER, RolloutConfig
+from megatron_rl.config.sections.rollout import CLOSED, OPEN, RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.pretrained import PretrainedModel, read_pretrained
 
@@ -120,18 +121,58 @@ def _flag(name: str, value: Any) -> str:
 
 
 def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield what is wrong with servers as engine, without asking them."""
+    """Yield the errors of servers, and of settings that need a capability that the engine lacks.
+
+    No server is asked.
+    """
+    capabilities = rollout.capabilities
+    yield from _check_addresses(rollout)
+
+    lacking = {
+        "rollout.vllm": (
+            bool(rollout.vllm) and not capabilities.in_process,
+            "a server's settings stand in its own command",
+            "{}",
+            engines_with(in_process=True, tensor_parallel=True),
+        ),
+        "rollout.top_p, top_k or min_p": (
+            rollout.truncates and not capabilities.sampling_masks,
+            "the engine does not say which tokens a filter left, which the trainer must know,",
+            "1, 0 and 0, in sampling profiles too",
+            engines_with(sampling_masks=True),
+        ),
+        "rollout.order": (
+            rollout.order == OPEN and not capabilities.partial,
+            "the engine answers whole requests, and the open order cuts them,",
+            CLOSED,
+            engines_with(partial=True),
+        ),
+    }
+    for where, (wrong, reason, expected, engines) in lacking.items():
+        if wrong:
+            yield UserError(
+                f"{reason} with rollout.engine={rollout.engine}",
+                where=where.partition(",")[0],
+                expected=expected,
+                got=f"{where} is set",
+                fix=f"remove {where}, or set {engines}",
+            )
+
+
+def _check_addresses(rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield the errors of `rollout.server.urls`: a server engine needs them, and no other takes them."""
     urls = rollout.server.urls
-    if rollout.engine != SERVER:
+    if rollout.capabilities.in_process:
         if urls:
             yield UserError(
                 "servers are named, and another engine is to generate",
                 where="rollout.server.urls",
-                expected=f"rollout.engine={SERVER}, or no servers",
+                expected=f"{engines_with(in_process=False)}, or no servers",
                 got=f"rollout.engine={rollout.engine}",
-                fix=f"set rollout.engine={SERVER}, or remove rollout.server",
+                fix=f"set {engines_with(in_process=False)}, or remove rollout.server",
             )
         return
+
     yield from (_bad_address(url) for url in urls if not _is_address(url))
     if not urls or len({url.rstrip("/").lower() for url in urls}) < len(urls):
         yield UserError(
@@ -139,30 +180,8 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
             where="rollout.server.urls",
             expected="the address of each server once",
             got=f"[{', '.join(urls)}]",
-            fix="set rollout.server.urls=[http://host:8000]; `check` shows the command that starts one",
+            fix="set rollout.server.urls=[http://host:8000]",
         )
-    impossible = {
-        "rollout.vllm": (bool(rollout.vllm), "a server's settings stand in its own command", "{}"),
-        "rollout.top_p, top_k or min_p": (
-            rollout.truncates,
-            "a server does not say which tokens a filter left, which the trainer must know",
-            "1, 0 and 0, in sampling profiles too",
-        ),
-        "rollout.order": (
-            rollout.order == OPEN,
-            "a server answers whole requests, and the open order cuts them",
-            CLOSED,
-        ),
-    }
-    for where, (wrong, why, expected) in impossible.items():
-        if wrong:
-            yield UserError(
-                f"{why} with rollout.engine={SERVER}",
-                where=where.partition(",")[0],
-                expected=expected,
-                got=f"{where} is set",
-                fix=f"remove {where}, or set rollout.engine=vllm",
-            )
 
 
 def _is_address(url: str) -> bool:
@@ -176,7 +195,7 @@ def _is_address(url: str) -> bool:
 
 def _bad_address(url: str) -> UserError:
     return UserError(
-        "the address of a server is none",
+        "invalid server URL",
         where="rollout.server.urls",
         expected="http://HOST:PORT",
         got=repr(url) if "@" not in url else "an address with a user or a password",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.model.weights import read_header
+from megatron_rl.config.engines import engine_capabilities, engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.errors import UserError, nearest
@@ -61,11 +62,12 @@ def check_lora(lora: LoraConfig, engine: str | None, where: str = "actor.lora") 
             got=f"[{', '.join(lora.targets)}]",
             fix=f"remove {where}.targets to have all",
         )
-    if lora.sync == "adapter" and (engine != "vllm" or lora.rank > ENGINE_RANKS[-1]):
+    separate = engine is not None and engine_capabilities(engine).adapter_sync
+    if lora.sync == "adapter" and (not separate or lora.rank > ENGINE_RANKS[-1]):
         yield UserError(
             "the rollout engine cannot keep these adapters apart from its weights",
             where=f"{where}.sync",
-            expected=f"merged, or rollout.engine=vllm and a rank of at most {ENGINE_RANKS[-1]}",
+            expected=f"merged, or {engines_with(adapter_sync=True)} and a rank of at most {ENGINE_RANKS[-1]}",
             got=f"{lora.sync} with rollout.engine={engine} and rank {lora.rank}"
             if engine
             else f"{lora.sync}, for a role that no engine samples with",

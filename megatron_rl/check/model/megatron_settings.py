@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_rl.check.installed_source import class_fields, field_error
 from megatron_rl.check.model.untried import is_off
+from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.errors import UserError
@@ -228,13 +229,13 @@ def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
             got=f"{actor.megatron[name]} with {where}: {replay}",
             fix=f"remove one of the two, or set {where}=none",
         )
-    elif replay == "rollout" and config.rollout.engine != "vllm":
+    elif replay == "rollout" and not config.rollout.capabilities.routing_replay:
         yield UserError(
             "this rollout engine does not say which experts its tokens went to",
             where=where,
-            expected="rollout.engine=vllm, or another replay",
+            expected=f"{engines_with(routing_replay=True)}, or another replay",
             got=f"rollout with rollout.engine={config.rollout.engine}",
-            fix="set rollout.engine=vllm, or actor.routing_replay=update",
+            fix=f"set {engines_with(routing_replay=True)}, or actor.routing_replay=update",
         )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.derive import longest_row, smallest_world
+from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
-from megatron_rl.config.sections.rollout import SERVER
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout, problems
 from megatron_rl.shapes.model import ModelShape
@@ -34,16 +34,17 @@ def check_layout(
     fitting = smallest_world(config)
     yield from problems(layout, world_size, fitting if fitting <= MAX_WORLD else None)
     engine = config.rollout.engine
-    if role == "rollout" and engine in ("torch", SERVER) and layout.tensor > 1:
-        why = "the torch engine does not cut the model"
-        if engine == SERVER:
+    capabilities = config.rollout.capabilities
+    if role == "rollout" and not capabilities.tensor_parallel and layout.tensor > 1:
+        why = f"the {engine} engine does not cut the model"
+        if not capabilities.in_process:
             why = "ranks only ask the servers, each of which cuts the model as its own command says"
         yield UserError(
             why,
             where="rollout.tensor",
             expected=f"1 with rollout.engine={engine}",
             got=str(layout.tensor),
-            fix="set rollout.tensor=1, or rollout.engine=vllm",
+            fix=f"set rollout.tensor=1, or {engines_with(tensor_parallel=True)}",
         )
 
 

@@ -18,8 +18,6 @@ from megatron_rl.rewards.judgement import is_function
 
 PATIENCE = 2.0
 """Seconds that all servers together have to answer."""
-_OF_VLLM = "/weight_info"
-"""What a server of vLLM answers at once, and only with VLLM_SERVER_DEV_MODE=1, which weights need."""
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -144,13 +142,15 @@ def _check_judge(judge: JudgeConfig) -> Iterator[UserError]:
         )
 
 
-def silent_servers(reward: RewardConfig, samplers: Sequence[str] = ()) -> Iterator[UserError]:
+def silent_servers(
+    reward: RewardConfig, samplers: Sequence[str] = (), health_path: str | None = None
+) -> Iterator[UserError]:
     """Yield warnings of servers that do not answer now; they may be there when the run starts.
 
-    ``samplers`` are the addresses of vLLM's API servers: each must answer as one does.
+    ``samplers`` are the addresses of a run's engine: each must answer at ``health_path``, if there is one.
     """
     judges = {where: config.url for where, config in servers(reward)}
-    problems = _problems([*judges.values(), *samplers], of_vllm=len(samplers))
+    problems = _problems([*judges.values(), *samplers], [None] * len(judges) + [health_path] * len(samplers))
     for (where, _), problem in zip(judges.items(), problems, strict=False):
         if problem is not None:
             yield UserError(
@@ -169,21 +169,21 @@ def silent_servers(reward: RewardConfig, samplers: Sequence[str] = ()) -> Iterat
         yield UserError(
             f"of {len(samplers)} servers that are to sample, {len(silent)} do not answer now",
             where="rollout.server.urls",
-            expected="vLLM's API server at each address, started with the command under SERVERS",
+            expected="a server of rollout.engine at each address, started as SERVERS shows",
             got="\n".join(silent),
             fix="start them before the run, or correct the addresses",
         )
 
 
-def _problems(urls: Sequence[str], of_vllm: int) -> list[str | None]:
+def _problems(urls: Sequence[str], health_paths: Sequence[str | None]) -> list[str | None]:
     """Ask at all addresses at once; return why nobody answers there, None where someone does.
 
-    The last ``of_vllm`` are to answer as vLLM's API servers.
+    See `_problem` for ``health_paths``, one for each address.
     """
     problems: list[str | None] = [f"no answer within {PATIENCE:g} s"] * len(urls)
 
     def ask(place: int) -> None:
-        problems[place] = _problem(urls[place], place >= len(urls) - of_vllm)
+        problems[place] = _problem(urls[place], health_paths[place])
 
     threads = [threading.Thread(target=ask, args=(place,), daemon=True) for place in range(len(urls))]
     until = time.monotonic() + PATIENCE
@@ -194,8 +194,8 @@ def _problems(urls: Sequence[str], of_vllm: int) -> list[str | None]:
     return list(problems)
 
 
-def _problem(url: str, of_vllm: bool) -> str | None:
-    """Return why nobody answers at ``url``; any status is an answer, but of one that is to be vLLM's."""
+def _problem(url: str, health_path: str | None) -> str | None:
+    """Return why nobody answers at ``url``; with a ``health_path`` only status 200 there is an answer."""
     parts = urllib.parse.urlsplit(url)
     try:
         if parts.scheme == "https":
@@ -204,12 +204,14 @@ def _problem(url: str, of_vllm: bool) -> str | None:
             )
         else:
             connection = http.client.HTTPConnection(parts.netloc, timeout=PATIENCE)
-        if of_vllm:
-            connection.request("GET", _OF_VLLM)
+        if health_path is not None:
+            connection.request("GET", health_path)
         else:
             connection.request("HEAD", parts.path or "/")
         status = connection.getresponse().status
         connection.close()
     except (OSError, http.client.HTTPException) as error:
         return f"{type(error).__name__}: {error}"
-    return f"HTTP status {status} at {_OF_VLLM}" if of_vllm and status != 200 else None
+    if health_path is not None and status != 200:
+        return f"HTTP status {status} at {health_path}"
+    return None

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megatron_rl.config.engines import ENGINES, EngineCapabilities, engine_capabilities
 from megatron_rl.config.sections.bounds import (
     ENDLESS,
     MOST_STEPS,
@@ -24,7 +25,6 @@ from megatron_rl.config.setting import required, setting
 
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
 _FURTHER = "ours is the fraction of further prompts"
-SERVER = "server"
 CLOSED, OPEN = "closed", "open"
 RECOMPUTE, KEEP = "recompute", "keep"
 
@@ -107,9 +107,9 @@ class RolloutConfig:
     engine: str = setting(
         "vllm",
         "What generates: vLLM in the ranks, a plain torch model for small tests, vLLM's API servers, or an "
-        "engine of your own, by path: what is called as `make_engine` calls it, and gives a `Sampler` and "
+        "engine of your own, by path: what is called as `make_engine` calls it, and gives a `Generator` and "
         "`WeightStore` in one.",
-        choices=("vllm", "torch", SERVER),
+        choices=tuple(ENGINES),
         or_path=True,
         also_called={
             "verl": "rollout.name",
@@ -331,6 +331,11 @@ class RolloutConfig:
             11
         """
         return wanted + math.ceil(wanted * self.oversample - 1e-9)
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Return what the engine can do."""
+        return engine_capabilities(self.engine)
 
     @property
     def most_in_flight(self) -> int | None:

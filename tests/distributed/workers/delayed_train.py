@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from megatron_rl.cli.main import main
-from megatron_rl.rollout.torch import TorchEngine
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
 
 LONGEST = 0.05
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,10 +20,10 @@ from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.errors import UserError
 from megatron_rl.roles.reward import RewardRole
-from megatron_rl.roles.rollout import Dealt
-from megatron_rl.rollout.conversations import Conversations
-from megatron_rl.rollout.episodes import Episodes, added_rows, begin, extended
-from megatron_rl.rollout.turns import Row, Until, drive
+from megatron_rl.rollout.collate import to_rollouts
+from megatron_rl.rollout.multi_turn import MultiTurnScheduler
+from megatron_rl.rollout.scheduler import Admitted, ReplicaQueue, ReplicaScheduler
+from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_LENGTH,
@@ -36,7 +36,7 @@ from megatron_rl.types import (
     split_rows,
     turn_starts,
 )
-from tests.sampling import engine_of, make_prompts
+from tests.sampling import copied, engine_of, make_prompts, round_of, started, take_in, unfinished
 
 SOURCE = '''
 import asyncio, random
@@ -85,18 +85,26 @@ def prompts(texts: list[str], turns: list[int], most: int = 60) -> PromptBatch:
     return replace(make_prompts(rows, sampling), prompts=tuple(texts), ground_truths=tuple(turns))
 
 
-def sweep(
-    hosts: Hosts, flight: Episodes, *limits: int | None, over: Callable[[], bool] = lambda: False
-) -> Episodes:
-    """Continue open rows in rounds of so many tokens, with environments made for this sweep alone."""
+def scheduler_of(hosts: Hosts, queue: ReplicaQueue, stop_when: Callable[[], bool] | None = None) -> Any:
     engine = engine_of(logits, max_model_len=200)
-    dealt = Dealt(flight, len(flight.rollouts), 200)
-    talks = Conversations(hosts, ChatFormats(TOKENIZER), dealt)
+    return MultiTurnScheduler(engine, queue, hosts, ChatFormats(TOKENIZER), stop_when=stop_when)
+
+
+def sample(
+    hosts: Hosts,
+    groups: list[SequenceGroup],
+    *limits: int | None,
+    stop_when: Callable[[], bool] | None = None,
+) -> list[SequenceGroup]:
+    """Return the groups after token rounds of so many tokens, with environments made for this call alone."""
+    groups = copied(groups)
+    queue = ReplicaQueue(round_of(groups, 3), sum(len(group.sequences) for group in groups), 200)
+    scheduler = scheduler_of(hosts, queue, stop_when)
     for limit in limits:
-        drive(engine, Until(talks, over), limit)
-    talks.close()
-    dealt.rest()
-    return extended(flight, added_rows(dealt.numbers, dealt.rows, [1] * len(dealt.rows)), version=3)
+        scheduler.run_token_round(limit)
+    scheduler.close()
+    take_in(scheduler)
+    return groups
 
 
 def same(left: Rollouts, right: Rollouts) -> None:
@@ -107,7 +115,7 @@ def same(left: Rollouts, right: Rollouts) -> None:
 
 
 def test_tokens_are_the_policys_and_the_environments_each_with_its_own(hosts: Hosts):
-    rollouts = sweep(hosts, begin(prompts(["go"] * 6, [3] * 6), 2, seed=5, version=3), None).rollouts
+    rollouts = to_rollouts(sample(hosts, started(prompts(["go"] * 6, [3] * 6), 2, seed=5, version=3), None))
     assert rollouts.finish_reason.tolist() == [FINISH_STOP] * 12
     assert rollouts.token_versions is not None and rollouts.outcomes is not None
     assert torch.equal(rollouts.token_versions == 3, rollouts.response_mask)
@@ -147,28 +155,33 @@ def turns_of(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
 
 
 def test_interruptions_and_environments_made_anew_change_nothing(hosts: Hosts):
-    flight = begin(prompts(["go", "fail", "go"], [4, 3, 1]), 2, seed=9, version=3)
-    whole = sweep(hosts, flight, None)
-    same(sweep(hosts, flight, *[3] * 20).rollouts, whole.rollouts)
-    parted = flight
+    groups = started(prompts(["go", "fail", "go"], [4, 3, 1]), 2, seed=9, version=3)
+    whole = to_rollouts(sample(hosts, groups, None))
+    same(to_rollouts(sample(hosts, groups, *[3] * 20)), whole)
+
+    parted = groups
     for _ in range(20):
-        if parted.open_rows():
-            parted = sweep(hosts, parted, 3)
-    same(parted.rollouts, whole.rollouts)
-    parted, sweeps = flight, 0
-    while parted.open_rows():
-        sweeps += 1
+        if unfinished(parted):
+            parted = sample(hosts, parted, 3)
+    same(to_rollouts(parted), whole)
+
+    parted, rounds = groups, 0
+    while unfinished(parted):
+        rounds += 1
         asked = itertools.count()
-        parted = sweep(hosts, parted, None, over=lambda asked=asked, most=sweeps: next(asked) >= most)
-    assert sweeps > 2  # the first ends before it begins
-    same(parted.rollouts, whole.rollouts)
-    other = replace(flight, seeds=flight.seeds + 1)
-    assert not torch.equal(sweep(hosts, other, None).rollouts.tokens, whole.rollouts.tokens)
-    outcomes = whole.rollouts.outcomes
+        parted = sample(hosts, parted, None, stop_when=lambda asked=asked, most=rounds: next(asked) >= most)
+    assert rounds > 2  # the first ends soon after it began
+    same(to_rollouts(parted), whole)
+
+    other = copied(groups)
+    for sequence in unfinished(other):
+        sequence.seed += 1
+    assert not torch.equal(to_rollouts(sample(hosts, other, None)).tokens, whole.tokens)
+    outcomes = whole.outcomes
     assert outcomes is not None and [outcome.failure for outcome in outcomes if outcome] == [
         None, None, "exception", "exception", None, None
     ]  # fmt: skip
-    assert (whole.rollouts.finish_reason == FINISH_FAILED).tolist() == [
+    assert (whole.finish_reason == FINISH_FAILED).tolist() == [
         False,
         False,
         True,
@@ -181,38 +194,43 @@ def test_interruptions_and_environments_made_anew_change_nothing(hosts: Hosts):
 @pytest.mark.parametrize("order", [(0,), (1, 0), (2, 0, 3, 1)])
 def test_groups_from_a_queue_are_the_same_whichever_replica_has_them(hosts: Hosts, order: tuple[int, ...]):
     """Replicas that come one after the other: the first takes all that no other begins with."""
-    flight = begin(prompts(["go"] * 5, [1, 2, 3, 2, 1]), 2, seed=9, version=3)
+    groups = started(prompts(["go"] * 5, [1, 2, 3, 2, 1]), 2, seed=9, version=3)
+    expected = to_rollouts(sample(hosts, groups, None))
     tickets = itertools.count()
-    numbers: list[int] = []
-    rows: list[Row] = []
-    for place in order:
-        dealt = Dealt(flight, 2, 200, lambda: next(tickets), place, len(order))
-        drive(engine_of(logits, max_model_len=200),
-              Conversations(hosts, ChatFormats(TOKENIZER), dealt), None)  # fmt: skip
-        numbers += dealt.numbers
-        rows += dealt.rows
-        assert len(dealt.rows) == (2 * (6 - len(order)) if place == order[0] else 2)
-    assert sorted(numbers) == list(range(10))
-    by_number = dict(zip(numbers, rows, strict=True))
-    added = added_rows(list(range(10)), [by_number[number] for number in range(10)], [1] * 10)
-    same(extended(flight, added, version=3).rollouts, sweep(hosts, flight, None).rollouts)
+    admitted: list[Admitted] = []
+    for replica in order:
+        queue = ReplicaQueue(round_of(groups, 3), 2, 200, lambda: next(tickets), replica, len(order))
+        scheduler = scheduler_of(hosts, queue)
+        scheduler.run_token_round(None)
+        admitted += scheduler.admitted
+        assert len(scheduler.admitted) == (2 * (6 - len(order)) if replica == order[0] else 2)
+    assert sorted(one.position for one in admitted) == list(range(10))
+
+    scheduler = scheduler_of(hosts, ReplicaQueue(round_of(groups, 3), 0, 200))
+    scheduler.queue.pop = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    scheduler.admitted = admitted
+    take_in(scheduler)
+    same(to_rollouts(groups), expected)
 
 
 def test_groups_go_on_where_an_engine_has_their_cache():
-    flight = begin(prompts(["go"] * 5, [1] * 5), 2, seed=9, version=3)
-    homes = {int(flight.seeds[row]): 1 for row in (3, 6, 7)}
+    groups = started(prompts(["go"] * 5, [1] * 5), 2, seed=9, version=3)
+    cached_on = {unfinished(groups)[row].seed: 1 for row in (3, 6, 7)}
     tickets = itertools.count()
-    for place, expected in ((1, [2, 3, 6, 7]), (0, [0, 1, 4, 5])):
-        dealt = Dealt(flight, 4, 200, lambda: next(tickets), place, 2, homes)
-        dealt.more(0)
-        assert dealt.numbers == expected
+    for replica, expected in ((1, [2, 3, 6, 7]), (0, [0, 1, 4, 5])):
+        queue = ReplicaQueue(round_of(groups, 3), 4, 200, lambda: next(tickets), replica, 2, cached_on)
+        scheduler = ReplicaScheduler(engine_of(logits, max_model_len=200), queue)
+        scheduler.admit(0)
+        assert [one.position for one in scheduler.admitted] == expected
 
 
 def test_a_group_begins_where_one_row_has_room_and_no_more_rows_are_in_flight_than_may_be():
-    flight, tickets = begin(prompts(["go"] * 3, [1] * 3), 2, seed=9, version=3), itertools.count()
-    dealt = Dealt(flight, 3, 200, lambda: next(tickets))
-    assert [dealt.more(busy) for busy in (0, 3, 2, 1, 0)] == [[0, 1, 2], [], [3], [4, 5], []]
-    assert dealt.numbers == list(range(6))
+    groups = started(prompts(["go"] * 3, [1] * 3), 2, seed=9, version=3)
+    tickets = itertools.count()
+    queue = ReplicaQueue(round_of(groups, 3), 3, 200, lambda: next(tickets))
+    scheduler = ReplicaScheduler(engine_of(logits, max_model_len=200), queue)
+    assert [scheduler.admit(busy) for busy in (0, 3, 2, 1, 0)] == [[0, 1, 2], [], [3], [4, 5], []]
+    assert [one.position for one in scheduler.admitted] == list(range(6))
 
 
 PATIENT = """
@@ -240,21 +258,22 @@ def test_a_group_is_judged_when_it_is_complete_while_others_go_on(tmp_path: Path
     patient = Hosts(EnvironmentConfig(f"{tmp_path / 'env.py'}:Patient", turn_timeout=60))
     settings = RewardConfig(f"{tmp_path / 'reward.py'}:judge", limits=RewardLimitsConfig(write=True))
     reward = RewardRole(settings, TOKENIZER)
-    flight = begin(batch, 2, seed=1, version=3)
-    dealt = Dealt(flight, 4, 200)
+    groups = started(batch, 2, seed=1, version=3)
+    scheduler = scheduler_of(patient, ReplicaQueue(round_of(groups, 3), 4, 200))
 
     def judge() -> None:
-        for group, episodes in dealt.complete(3):
-            reward.begin(group, episodes)
+        for index, group in scheduler.finished():
+            reward.begin(index, group)
 
-    engine = engine_of(logits, max_model_len=200)
-    drive(engine, Conversations(patient, ChatFormats(TOKENIZER), dealt), None, judge)
-    assert [row.outcome.failure for row in dealt.rows if row.outcome] == [None] * 4
+    scheduler.run_token_round(None, judge)
+    outcomes = [one.sequence.outcome for one in scheduler.admitted]
+    assert [outcome.failure for outcome in outcomes if outcome] == [None] * 4
     alone = cast(ReplicaGroup, SimpleNamespace(ranks=(0,), rank=0, gather_objects=lambda value: [value]))
     early = reward.early(alone)["function"]
     assert {row: answer.reward for row, answer in early.items()} == {0: 5.0, 1: 5.0, 2: 1.0, 3: 1.0}
     some = {"function": {row: early[row]._replace(reward=9.0) for row in (0, 3)}}
-    rollouts = extended(flight, added_rows(dealt.numbers, dealt.rows, [1] * 4), version=3).rollouts
+    take_in(scheduler)
+    rollouts = to_rollouts(groups)
     (judgement,) = reward.infer(batch.repeat(2), rollouts, alone, some)
     assert judgement.shard.values["rewards"].tolist() == [9.0, 5.0, 1.0, 9.0]  # two rows are known
     patient.close()
@@ -265,7 +284,7 @@ def test_a_function_that_is_not_the_runs_judges_what_an_environment_rewarded(hos
     """Evaluators, and a set's own reward: the run's function is asked about nothing here."""
     (tmp_path / "reward.py").write_text("def judge(*, prompt, **_): return 100.0 + len(prompt)\n")
     batch = prompts(["go", "fail"], [1, 3])
-    rollouts = sweep(hosts, begin(batch, 2, seed=9, version=3), None).rollouts
+    rollouts = to_rollouts(sample(hosts, started(batch, 2, seed=9, version=3), None))
     alone = cast(ReplicaGroup, SimpleNamespace(ranks=(0,), rank=0, gather_objects=lambda value: [value]))
     said = {}
     for key in ("", "evaluation.sets.held_out.evaluators.style"):
@@ -279,7 +298,8 @@ def test_a_function_that_is_not_the_runs_judges_what_an_environment_rewarded(hos
 
 
 def test_no_room_and_no_turn_left_truncate_and_are_no_failure(hosts: Hosts):
-    rollouts = sweep(hosts, begin(prompts(["go"] * 3, [9] * 3, most=12), 1, seed=2, version=3), None).rollouts
+    groups = started(prompts(["go"] * 3, [9] * 3, most=12), 1, seed=2, version=3)
+    rollouts = to_rollouts(sample(hosts, groups, None))
     assert rollouts.finish_reason.tolist() == [FINISH_LENGTH] * 3
     assert rollouts.outcomes is not None
     assert all(
@@ -289,7 +309,8 @@ def test_no_room_and_no_turn_left_truncate_and_are_no_failure(hosts: Hosts):
     # An observation that found no room counts, too: else such a conversation would seem short enough.
     assert rollouts.max_response_tokens is not None and rollouts.max_response_tokens.tolist() == [12] * 3
     assert (limited_counts(rollouts) >= 12).all()
-    turns = sweep(hosts, begin(prompts(["go"], [9], most=150), 1, seed=2, version=3), None).rollouts
+    groups = started(prompts(["go"], [9], most=150), 1, seed=2, version=3)
+    turns = to_rollouts(sample(hosts, groups, None))
     assert turns.finish_reason.tolist() == [FINISH_LENGTH] and int(turn_starts(turns).sum()) == 6
 
 

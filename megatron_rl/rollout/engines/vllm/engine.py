@@ -16,11 +16,11 @@ from megatron_rl.check.engine.servers import host_arguments, host_errors, sampli
 from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.rollout.engine import Completion, Request, failed
+from megatron_rl.rollout.engines.vllm import routing, setup, truncation, weights
+from megatron_rl.rollout.engines.vllm.adapters import AdapterSlots, engine_arguments
+from megatron_rl.rollout.engines.vllm.live import LiveWeights, live_model, model_runner
 from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters
-from megatron_rl.rollout.vllm import routing, setup, truncation, weights
-from megatron_rl.rollout.vllm.adapters import AdapterSlots, engine_arguments
-from megatron_rl.rollout.vllm.live import LiveWeights, live_model, model_runner
+from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.shapes.pretrained import read_pretrained
@@ -34,10 +34,10 @@ class _Asked:
     ``rest`` is what is still asked, after what was answered when the request was interrupted.
     """
 
-    request: Request
+    request: GenerationRequest
     parameters: Any
     support: truncation.Support | None
-    rest: Request
+    rest: GenerationRequest
 
 
 class VllmEngine:
@@ -156,7 +156,7 @@ class VllmEngine:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Wake the engine for requests; see `Sampler.sampling`."""
+        """Wake the engine for requests; see `Generator.sampling`."""
         if self.needs_weights:
             raise RuntimeError("the engine has no weights yet: write parameters() and call finish_update")
         self._wake("weights", "kv_cache")
@@ -167,7 +167,7 @@ class VllmEngine:
                 for name in list(self._open):
                     self._end(name)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: GenerationRequest) -> None:
         """Take a request; one that is empty or has a token outside the vocabulary fails.
 
         Its log-probs are those of the distribution that is sampled: at the temperature, after the filters.
@@ -182,7 +182,7 @@ class VllmEngine:
                 asked.rest, self._open[name] = request, asked
                 return
         if not request.tokens or request.limit < 1 or max(request.tokens) >= self._vocabulary:
-            self._failed.append(failed(request.number))
+            self._failed.append(failed_completion(request.number))
             return
         self._requests += 1
         name = str(self._requests)
@@ -241,7 +241,7 @@ class VllmEngine:
         self._llm.llm_engine.abort_request([name])
 
     def interrupt(self) -> list[Completion]:
-        """End every open request where it is, or keep it in the engine; see `Sampler.interrupt`."""
+        """End every open request where it is, or keep it in the engine; see `Generator.interrupt`."""
         answers, self._failed = self._failed, []
         for name, asked in list(self._open.items()):
             output, tokens = _unfinished(self._llm.llm_engine.output_processor, name), []
@@ -263,7 +263,7 @@ class VllmEngine:
 
     @property
     def kept(self) -> Collection[int]:
-        """Return the seeds of interrupted requests that are still in vLLM; see `Sampler.kept`."""
+        """Return the seeds of interrupted requests that are still in vLLM; see `Generator.kept`."""
         return self._kept.keys()
 
     @property
@@ -320,7 +320,7 @@ class VllmEngine:
         device.empty_cache()
 
 
-def _sampling_parameters(request: Request) -> Any:
+def _sampling_parameters(request: GenerationRequest) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -348,7 +348,9 @@ def _completion(number: int, output: Any) -> Completion:
         # A position holds the sampled token first, and after it whatever else vLLM reports there.
         values = [output.logprobs.logprobs[first] for first in output.logprobs.start_indices]
     finish = vllm_finish(output.token_ids, values, output.finish_reason)
-    return failed(number) if finish == FINISH_FAILED else Completion(number, output.token_ids, values, finish)
+    if finish == FINISH_FAILED:
+        return failed_completion(number)
+    return Completion(number, output.token_ids, values, finish)
 
 
 def _refusal(path: Path, config: RolloutConfig, error: Exception) -> UserError:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
-from megatron_rl.rollout.engine import Completion, Request, failed
 from megatron_rl.rollout.sampling import (
     draw,
     filtered_logits,
@@ -20,6 +19,7 @@ from megatron_rl.rollout.sampling import (
     log_prob_temperature,
     truncates,
 )
+from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, TensorBox
 
@@ -106,7 +106,7 @@ class TorchEngine:
         self._model = model
         self._tensor_name = tensor_name
         self.max_model_len = max_model_len
-        self._open: dict[int, Request] = {}
+        self._open: dict[int, GenerationRequest] = {}
         self.most_rows = batch_rows
         self._rank = rank
 
@@ -136,27 +136,27 @@ class TorchEngine:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """See `Sampler.sampling`."""
+        """See `Generator.sampling`."""
         try:
             yield
         finally:
             self._open.clear()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: GenerationRequest) -> None:
         """Take a request. With unchanged weights an interrupted row goes on as if it had not been."""
         self._open[request.number] = request
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
         """Answer up to ``batch_rows`` requests, in the order they came."""
-        possible: list[Request] = []
+        possible: list[GenerationRequest] = []
         answers: list[Completion] = []
         for request in list(self._open.values())[: self.most_rows]:
             del self._open[request.number]
             if request.tokens and request.limit > 0:
                 possible.append(request)
             else:
-                answers.append(failed(request.number))
+                answers.append(failed_completion(request.number))
         return answers + (_decode(self._decoder(), possible) if possible else [])
 
     def abort(self, number: int) -> None:
@@ -219,7 +219,7 @@ def _checkpoint_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Ten
             yield f"{layer}mlp.experts.{expert}.{half}.weight", part
 
 
-def _decode(decoder: Decoder, requests: Sequence[Request]) -> list[Completion]:
+def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Completion]:
     """Answer all requests; rows that are done leave the batch."""
     tokens: list[list[int]] = [[] for _ in requests]
     log_probs: list[list[float]] = [[] for _ in requests]

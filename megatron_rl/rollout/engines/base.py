@@ -1,67 +1,34 @@
-"""What the trainer and the hybrid engine ask of a generation engine."""
+"""The protocols of a rollout engine, and how the engine of a run is built.
+
+A `Generator` samples, a `WeightStore` has storage that the hybrid engine writes into. They are apart because
+a server has the first in the job's ranks and the second elsewhere. What an engine can do beyond them is in
+the table of `config.engines`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
+from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.types import Completion, GenerationRequest
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
-from megatron_rl.types import FINISH_FAILED, SamplingParameters, TensorBox
+from megatron_rl.types import TensorBox
 from megatron_rl.user_code import load_path
 
 ToolParser = Callable[[str, list[dict[str, Any]]], tuple[str, list[dict[str, Any]]]]
 """Takes a turn and the tools; returns the text beside the calls, and the name and arguments of each call."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """Ask for what follows ``tokens``: at most ``limit`` tokens, sampled as ``sampling`` says.
-
-    ``number`` names the request until it is answered. The random numbers are those of the row's ``seed``
-    after ``done`` tokens of the row.
-    """
-
-    number: int
-    tokens: Sequence[int]
-    sampling: SamplingParameters
-    limit: int
-    seed: int
-    done: int = 0
-
-
-@dataclass(frozen=True)
-class Completion:
-    """Answer a request: the tokens, their log-probs at the sampling temperature, and why they end there.
-
-    A stop token is the last of ``tokens``. Of a failed request (``FINISH_FAILED``) both are empty.
-    ``support`` has the token ids that each token was drawn from, where filters left only some; empty where
-    none did. ``experts`` [tokens, layers, k] int16 are those that the tokens of the request and then these,
-    but for the last, were sent to, of an engine that was asked for them.
-    """
-
-    number: int
-    tokens: Sequence[int]
-    log_probs: Sequence[float]
-    finish_reason: int
-    support: Sequence[Sequence[int]] = ()
-    experts: Tensor | None = None
-
-
-def failed(number: int) -> Completion:
-    """Return the answer of an engine that could not sample."""
-    return Completion(number, (), (), FINISH_FAILED)
-
-
-class Sampler(Protocol):
+class Generator(Protocol):
     """Answer requests from the weights that are there.
 
     Every call is collective over the tensor-parallel ranks of one replica, which must make equal calls in an
@@ -87,7 +54,7 @@ class Sampler(Protocol):
         """
         ...
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: GenerationRequest) -> None:
         """Take a request; one that cannot be answered is answered as failed."""
         ...
 
@@ -114,6 +81,10 @@ class Sampler(Protocol):
         the others.
         """
         ...
+
+
+Sampler = Generator
+"""The name that the protocol had before."""
 
 
 class WeightStore(Protocol):
@@ -168,7 +139,7 @@ class Storage(Protocol):
         ...
 
 
-class Engine(Sampler, WeightStore, Protocol):
+class Engine(Generator, WeightStore, Protocol):
     """Sample from weights that somebody else writes into this process's storage."""
 
     @property
@@ -182,7 +153,7 @@ class Engine(Sampler, WeightStore, Protocol):
 
 
 ENGINE_MEMBERS = tuple(
-    name for part in (Sampler, WeightStore, Engine) for name in vars(part) if not name.startswith("_")
+    name for part in (Generator, WeightStore, Engine) for name in vars(part) if not name.startswith("_")
 )
 
 
@@ -198,47 +169,29 @@ def make_engine(
     records: tuple[int, int] | None = None,
     adapters: AdaptedModel | None = None,
 ) -> Engine | None:
-    """Build ``config.engine`` for the rank, without weights; None on ranks outside ``layout``.
+    """Build the in-process engine ``config.engine`` on the rank, without weights; None outside ``layout``.
 
-    A class of the user's own is called with ``model_path``, ``config`` and all that follows but ``records``
-    and ``adapters``, which are as in `VllmEngine`: no other engine can. Collective over the world.
+    ``records`` are layers and experts per token, for engines with ``routing_replay``; ``adapters`` describes
+    those that an engine with ``adapter_sync`` has room for. A class of the user's own is called with the
+    other arguments, and on the ranks of ``layout`` alone. Collective over the world.
     """
-    # Each engine is imported where it is chosen: vLLM must not be imported before it is prepared.
-    if config.engine == "vllm":
-        from megatron_rl.rollout.vllm.engine import VllmEngine
-        from megatron_rl.rollout.vllm.setup import join_groups, prepare_vllm
+    spec = ENGINES.get(config.engine)
+    common: dict[str, Any] = {
+        "layout": layout,
+        "rank": rank,
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": max_model_len,
+    }
 
-        prepare_vllm()
-        join_groups(layout)
-        if rank not in layout.ranks:
-            return None
-        return VllmEngine(
-            model_path,
-            config,
-            layout=layout,
-            rank=rank,
-            dtype=dtype,
-            seed=seed,
-            max_model_len=max_model_len,
-            records=records,
-            adapters=adapters,
-        )
-    if config.engine == "torch":
-        from megatron_rl.rollout.torch import TorchEngine
-
-        if rank not in layout.ranks:
-            return None
-        return TorchEngine.from_hf(
-            model_path, rank=rank, dtype=getattr(torch, dtype), max_model_len=max_model_len
-        )
-    if rank not in layout.ranks:
-        return None
-    return _own_engine(
-        model_path, config, layout=layout, rank=rank, dtype=dtype, seed=seed, max_model_len=max_model_len
-    )
+    if spec is None:
+        return _user_engine(model_path, config, **common) if rank in layout.ranks else None
+    # The engine's folder is imported once it is chosen: vLLM must not be imported before it is prepared.
+    folder = import_module(spec.module)
+    return folder.make_engine(model_path, config, **common, records=records, adapters=adapters)
 
 
-def _own_engine(model_path: str | Path, config: RolloutConfig, **arguments: Any) -> Engine:
+def _user_engine(model_path: str | Path, config: RolloutConfig, **arguments: Any) -> Engine:
     """Build the engine whose class the user names by path, with what `make_engine` is given."""
     engine = load_path(config.engine, "rollout.engine")(model_path, config, **arguments)
     missing = sorted(name for name in ENGINE_MEMBERS if not hasattr(engine, name))
@@ -246,7 +199,7 @@ def _own_engine(model_path: str | Path, config: RolloutConfig, **arguments: Any)
         raise UserError(
             f"{config.engine} lacks what is asked of an engine",
             where="rollout.engine",
-            expected="the members of megatron_rl.Sampler and megatron_rl.WeightStore, adapters and close()",
+            expected="the members of megatron_rl.Generator and megatron_rl.WeightStore, adapters and close()",
             got="none called " + ", ".join(missing),
         )
     return engine

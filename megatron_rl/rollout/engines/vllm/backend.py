@@ -20,9 +20,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from megatron_rl.check.engine.servers import BACKEND
 from megatron_rl.config.sections.rollout import HybridEngineConfig
-from megatron_rl.rollout.server import alongside
-from megatron_rl.rollout.vllm.live import LiveWeights, check_writable
-from megatron_rl.rollout.vllm.orphans import end_with_server
+from megatron_rl.rollout.engines.servers.base import alongside
+from megatron_rl.rollout.engines.vllm.live import LiveWeights, check_writable
+from megatron_rl.rollout.engines.vllm.orphans import end_with_server
 
 
 class Transfer(Protocol):

@@ -1,26 +1,26 @@
-"""vLLM's API servers: what is asked of them over HTTP, and a sampler that spreads requests over several.
-
-A server samples from weights that `hybrid_engine.servers` brings it. It says with every answer which weights
-the tokens are of, so that one that was started anew in the meantime cannot answer with others.
-"""
+"""vLLM's API server: the requests that a job sends it over HTTP; see `servers.base.Server`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from megatron_rl.check.engine.servers import BACKEND, EXTENSION, plain_settings
-from megatron_rl.config.sections.rollout import ServerConfig
+from megatron_rl.config.derive import longest_row
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.engine import Completion, Request, failed
+from megatron_rl.megatron.model_spec import read_hf_config
+from megatron_rl.rollout.engines.servers.base import ServerError
 from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters
+from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
+from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_FAILED
 
 CONTROL_SECONDS = 20.0
@@ -30,8 +30,6 @@ FIRST_SECONDS = 120.0
 `server_info`, and warms up when it samples."""
 POLL_SECONDS = 5.0
 """Time limit of asking a server before each step whether it is there."""
-STEP_SECONDS = 0.05
-"""Longest wait of a `ServerSampler.step` without an answer."""
 _EXCERPT = 400
 _START = "start it with the command that `check` shows"
 
@@ -42,16 +40,8 @@ _WITHOUT = {
 }
 
 
-class ServerError(RuntimeError):
-    """Report a server that cannot be reached, takes too long or refuses; ``status`` is that of HTTP, or 0."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class Server:
-    """Ask one API server; every call has a time limit and raises ServerError."""
+class VllmServer:
+    """One API server of vLLM; see `servers.base.Server`."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -106,6 +96,55 @@ class Server:
         for failure in self.call("collective_rpc", body, seconds)["results"]:
             if failure is not None:
                 raise ServerError(f"{self.url}: {method}: {failure:.{_EXCERPT}}")
+
+    async def generate(
+        self, session: aiohttp.ClientSession, request: GenerationRequest, weights: str, seconds: float
+    ) -> Completion:
+        """See `Server.generate`."""
+        seed = part_seed(request.seed, request.done)
+        parameters = vllm_parameters(request.sampling, request.limit, seed) | vllm_filters(request.sampling)
+        body = {"token_ids": request.tokens, "sampling_params": parameters}
+        reply = await self.ask(session, "inference/v1/generate", body, seconds)
+        return _completion(request.number, reply, weights)
+
+    def reset_updates(self, seconds: float) -> None:
+        """See `Server.reset_updates`."""
+        for method in ("finish_weight_update", "shutdown_weight_transfer_engine"):
+            with suppress(ServerError):
+                self.attempt(method, seconds=seconds)
+
+    def pause(self, seconds: float) -> None:
+        """See `Server.pause`."""
+        self.call("pause?mode=keep", {}, seconds)
+
+    def join_transfer(self, rendezvous: Mapping[str, Any], seconds: float) -> None:
+        """See `Server.join_transfer`."""
+        self.attempt("init_weight_transfer_engine", dict(rendezvous), seconds=seconds)
+
+    def start_update(self, seconds: float) -> None:
+        """See `Server.start_update`."""
+        self.attempt("start_weight_update", seconds=seconds)
+
+    def receive_weights(self, version: int, seconds: float) -> None:
+        """See `Server.receive_weights`."""
+        self.attempt("update_weights", {"version": version}, seconds=seconds)
+
+    def finish_update(self, name: str, seconds: float) -> None:
+        """See `Server.finish_update`."""
+        self.call("finish_weight_update", {"weight_version": name}, seconds)
+        reset = self.call("reset_prefix_cache?reset_running_requests=true", {}, seconds)
+        if not reset["success"]:
+            raise ServerError(f"{self.url} does not forget what older weights computed")
+        self.call("resume", {}, seconds)
+
+    def require_fit(self, config: RunConfig) -> int:
+        """See `Server.require_fit`."""
+        path = Path(config.model.path) / "config.json"
+        expected = Expected(
+            config.model.dtype, config.rollout.float32_head, longest_row(config), device.host().type
+        )
+        settings = read_hf_config(config.model.path).to_dict()
+        return self.refuse_other(settings | dict(read_pretrained(path).family.engine_keys), expected)
 
     def refuse_other(self, settings: Mapping[str, Any], expected: Expected) -> int:
         """Return how many requests the server works on at once; raise UserError unless it fits the run.
@@ -163,7 +202,7 @@ class Server:
                     fix="start it with the model of model.path",
                 )
 
-    def refuse_closed(self) -> None:
+    def require_open(self) -> None:
         """Raise UserError unless the server samples from tokens; one that another run has is disturbed."""
         where = f"{self.url}, of rollout.server.urls"
         try:
@@ -212,180 +251,22 @@ class Expected:
         }  # fmt: skip
 
 
-class ServerSampler:
-    """Sample at several servers; a `Sampler` whose requests survive the servers that they were sent to.
+def _completion(number: int, reply: Any, weights: str) -> Completion:
+    """Take tokens and log-probs out of an answer; raise ServerError where they are of other weights."""
+    try:
+        (choice,) = reply["choices"]
+        tokens, versions = choice["token_ids"], choice["weight_versions"]
+        values = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]] if tokens else []
+        other = {span["version"] for span in versions} - {weights}
+        reason = choice["finish_reason"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerError(f"malformed response: {reply!r:.400}") from error
 
-    A row stays with its server, for the prefixes that are cached there. A request whose server is lost, or
-    answers from other weights, goes to another one, and is counted; with none left it fails. ``most_rows``
-    requests are open at once. ``place`` is this client's among all: each begins with another server.
-    ``closing`` is called at the end.
-    """
-
-    def __init__(
-        self,
-        config: ServerConfig,
-        max_model_len: int,
-        most_rows: int,
-        place: int = 0,
-        closing: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.max_model_len, self.most_rows = max_model_len, most_rows
-        self._seconds, self._place, self._closing = config.request_timeout, place, closing
-        self._servers: list[Server] = []
-        self._weights = ""
-        self._again = 0
-        self._open: dict[int, asyncio.Task[Completion]] = {}
-        self._busy: dict[Server, int] = {}
-        self._homes: dict[int, Server] = {}
-        self._loop = asyncio.new_event_loop()
-        self._session: aiohttp.ClientSession | None = None
-
-    def use(self, servers: Sequence[Server], weights: str) -> None:
-        """Sample at these servers, from weights of this name."""
-        self._servers, self._weights = list(servers), weights
-
-    def sampled_again(self) -> int:
-        """Return how many requests went to another server since the last call."""
-        count, self._again = self._again, 0
-        return count
-
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """See `Sampler.sampling`."""
-        first = self._place % max(1, len(self._servers))
-        self._busy = dict.fromkeys(self._servers[first:] + self._servers[:first], 0)
-        self._homes = {}
-        try:
-            yield
-        finally:
-            self._cancel(list(self._open))
-
-    def submit(self, request: Request) -> None:
-        """Take a request; see `Sampler.submit`."""
-        request = replace(request, tokens=list(request.tokens))
-        self._open[request.number] = self._loop.create_task(self._answer(request))
-
-    def step(self) -> list[Completion]:
-        """Wait for an answer, but not for long; return those that are there."""
-        if not self._open:
-            return []
-        self._run(
-            asyncio.wait(list(self._open.values()), timeout=STEP_SECONDS, return_when="FIRST_COMPLETED")
-        )
-        return self._done()
-
-    def _done(self) -> list[Completion]:
-        done = [number for number, task in self._open.items() if task.done()]
-        return [self._open.pop(number).result() for number in done]
-
-    def abort(self, number: int) -> None:
-        """Forget an open request; its server notices that nobody waits."""
-        self._cancel([number] if number in self._open else [])
-
-    def interrupt(self) -> list[Completion]:
-        """Forget every open request: servers answer whole ones; see `Sampler.interrupt`."""
-        self._cancel(list(self._open))
-        return []
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """Return nothing: a server keeps no request."""
-        return ()
-
-    def close(self) -> None:
-        """Drop the connections. May be called twice."""
-        if self._loop.is_closed():
-            return
-        self._cancel(list(self._open))
-        if self._session is not None:
-            self._run(self._session.close())
-        self._loop.close()
-        self._closing()
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self._loop.run_until_complete(work)
-
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            # A connection that a server closed between two steps would fail the next request.
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._session = aiohttp.ClientSession(connector=connector)
-        return self._session
-
-    def _cancel(self, numbers: list[int]) -> None:
-        tasks = [self._open.pop(number) for number in numbers]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self._run(asyncio.wait(tasks))
-
-    def _choose(self, seed: int) -> Server | None:
-        """Return the row's server, else the one with the fewest open requests, None where none is left."""
-        if self._homes.get(seed) not in self._busy:
-            if not self._busy:
-                return None
-            self._homes[seed] = min(self._busy, key=lambda server: self._busy[server])
-        return self._homes[seed]
-
-    async def _answer(self, request: Request) -> Completion:
-        """Answer a request by the first server that does."""
-        seed = part_seed(request.seed, request.done)
-        parameters = vllm_parameters(request.sampling, request.limit, seed) | vllm_filters(request.sampling)
-        body = {"token_ids": request.tokens, "sampling_params": parameters}
-        while (server := self._choose(request.seed)) is not None:
-            self._busy[server] += 1
-            try:
-                reply = await server.ask(self._client(), "inference/v1/generate", body, self._seconds)
-                return self._completion(request.number, reply)
-            except ServerError as error:
-                if error.status in (400, 422):
-                    break  # the request is what is wrong
-                self._busy.pop(server, None)
-                self._again += bool(self._busy)
-            finally:
-                if server in self._busy:
-                    self._busy[server] -= 1
-        return failed(request.number)
-
-    def _completion(self, number: int, reply: Any) -> Completion:
-        """Take tokens and log-probs out of an answer; raise ServerError where they are of other weights."""
-        try:
-            (choice,) = reply["choices"]
-            tokens, versions = choice["token_ids"], choice["weight_versions"]
-            values = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]] if tokens else []
-            other = {span["version"] for span in versions} - {self._weights}
-            reason = choice["finish_reason"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"an answer that is none: {reply!r:.400}") from error
-        if other:
-            raise ServerError(f"an answer from weights {sorted(other)} instead of {self._weights}")
-        if reason not in ("stop", "length"):
-            raise ServerError(f"an answer that ends with {reason!r}")  # a server that is being stopped
-        finish = vllm_finish(tokens, values, reason)
-        return failed(number) if finish == FINISH_FAILED else Completion(number, tokens, values, finish)
-
-
-def alongside(function: Callable[..., Any], *arguments: Any, **named: Any) -> Callable[[], Any]:
-    """Call a function in a thread, since both sides must be in a transfer at once; return what waits for it.
-
-    What waits returns the answer, or raises what the function raised.
-    """
-    answers: list[Any] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(function(*arguments, **named))
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def end() -> Any:
-        thread.join()
-        if failures:
-            raise failures[0]
-        return answers[0]
-
-    return end
+    if other:
+        raise ServerError(f"a response from weights {sorted(other)} instead of {weights}")
+    if reason not in ("stop", "length"):
+        raise ServerError(f"a response that ends with {reason!r}")  # of a server that is being stopped
+    finish = vllm_finish(tokens, values, reason)
+    if finish == FINISH_FAILED:
+        return failed_completion(number)
+    return Completion(number, tokens, values, finish)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.engine import ToolParser
-from megatron_rl.rollout.vllm.setup import prepare_vllm
+from megatron_rl.rollout.engines.base import ToolParser
+from megatron_rl.rollout.engines.vllm.setup import prepare_vllm
 
 
 def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.server import Server, ServerError
+from megatron_rl.rollout.engines.servers.base import Server, ServerError
 
 LEASE_SECONDS = 30.0
 """So long a server remembers a run that does not renew, one that was killed for instance."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import checkpoint_shapes
-from megatron_rl.rollout.vllm import setup, weights
-from megatron_rl.rollout.vllm.packed import PackedModules, refresh_derived, without_wrappers
+from megatron_rl.rollout.engines.vllm import setup, weights
+from megatron_rl.rollout.engines.vllm.packed import PackedModules, refresh_derived, without_wrappers
 from megatron_rl.types import TensorBox
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed import device
-from megatron_rl.rollout.engine import Request
+from megatron_rl.rollout.types import GenerationRequest
 
 _KEY = "megatron_rl_experts"
 
@@ -49,7 +49,7 @@ def _note(runner: Any, layer: int, experts: Tensor) -> None:
             noted[begin : begin + int(last) - first, layer] = experts[first : int(last)].to(noted.dtype)
 
 
-def ask(parameters: Any, request: Request, layers: int, topk: int) -> None:
+def ask(parameters: Any, request: GenerationRequest, layers: int, topk: int) -> None:
     """Have the experts of a request's tokens noted; an accelerator does so for all."""
     if device.on_host():
         shape = (len(request.tokens) + request.limit, layers, topk)
@@ -57,7 +57,7 @@ def ask(parameters: Any, request: Request, layers: int, topk: int) -> None:
         parameters.extra_args = {**(parameters.extra_args or {}), _KEY: noted}
 
 
-def experts_of(output: Any, parameters: Any, request: Request) -> Tensor:
+def experts_of(output: Any, parameters: Any, request: GenerationRequest) -> Tensor:
     """Return the experts [tokens, layers, k] of all tokens but the last, of a request and vLLM's answer."""
     count = len(request.tokens) + len(output.token_ids) - 1
     if device.on_host():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.vllm.live import model_runner
+from megatron_rl.rollout.engines.vllm.live import model_runner
 from megatron_rl.shapes.lora import PEFT_PREFIX, AdaptedModel
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.trace import meta_sources, trace_copies

@@ -1,0 +1,138 @@
+"""An engine is a folder and one line in a table: two, added so to a copy of the package, train."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import megatron_rl
+from megatron_rl.metrics import read_metrics
+from tests.conftest import free_port
+
+PACKAGE = Path(megatron_rl.__file__).parent
+MADE_UP = Path(__file__).resolve().parents[1] / "made_up_engines"
+TABLE = "config/engines.py"
+HEAD = "ENGINES: dict[str, EngineSpec] = {\n"
+SECONDS = 400.0
+
+
+def add_engine(folder: Path, name: str, capabilities: str) -> Path:
+    """Copy the package, add the engine's folder and its line in the table; return what to import it from."""
+    package = folder / "megatron_rl"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(MADE_UP / name, package / "rollout/engines" / name)
+    before = (package / TABLE).read_text()
+    module = f"megatron_rl.rollout.engines.{name}"
+    line = f'    "{name}": EngineSpec("{module}", EngineCapabilities({capabilities})),\n'
+    (package / TABLE).write_text(before.replace(HEAD, HEAD + line))
+
+    changes = difflib.ndiff(before.splitlines(), (package / TABLE).read_text().splitlines())
+    assert [line[0] for line in changes if line[0] != " "] == ["+"]
+    return folder
+
+
+def write_config(folder: Path, material: Path, rollout: dict[str, Any]) -> Path:
+    (folder / "reward.py").write_text("def score(*, response, **_):\n    return len(response) % 3\n")
+    config = {
+        "run_dir": str(folder / "run"),
+        "steps": 3,
+        "model": {"path": str(material / "model"), "dtype": "float32"},
+        "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
+        "reward": {"function": f"{folder}/reward.py:score", "timeout": 300},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 4},
+        "actor": {"optimizer": {"learning_rate": 1e-2}},
+        "rollout": {"max_response_tokens": 12, **rollout},
+        # Weights of one update before differ by more.
+        "mismatch": {"stop": 1e-4},
+        "algorithm": {"name": "grpo"},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def run(tree: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run a Python module from the copy of the package."""
+    paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *map(str, words)]
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS)
+
+
+def check(tree: Path, file: Path, *overrides: str) -> str:
+    """Return what `check` prints."""
+    result = run(tree, "megatron_rl", "check", file, "--world-size", 2, *overrides)
+    assert result.returncode in (0, 2), result.stderr
+    return result.stdout + result.stderr
+
+
+def train(tree: Path, file: Path, ranks: int) -> list[dict[str, float]]:
+    """Train and return the metrics of each step."""
+    how = ("torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m")
+    result = run(tree, *how, "megatron_rl", "train", file)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    return read_metrics(file.parent / "run/metrics.jsonl")
+
+
+def assert_learned_on_policy(steps: list[dict[str, float]]) -> None:
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["mismatch/abs_diff"] < 1e-4 for step in steps), "sampled from the actor's own weights"
+    assert all(step["policy/grad_norm"] > 0 for step in steps[:2])
+
+
+def test_an_engine_in_the_ranks_is_a_folder_and_a_line(material: Path, tmp_path: Path) -> None:
+    tree = add_engine(tmp_path, "prefix", "in_process=True, partial=True")
+    file = write_config(tmp_path, material, {"engine": "prefix"})
+    assert "READY: no errors" in check(tree, file)
+    lacking = ("rollout.tensor=2", "rollout.top_p=0.9", "actor.lora.rank=4", "actor.lora.sync=adapter")
+    refused = check(tree, file, *lacking)
+    assert "the prefix engine does not cut the model" in refused
+    assert "must know, with rollout.engine=prefix" in refused
+    assert "cannot keep these adapters apart" in refused
+    assert_learned_on_policy(train(tree, file, ranks=2))
+
+
+@pytest.fixture
+def letters(material: Path):
+    """Serve the model; yield the address."""
+    port = free_port()
+    words = [sys.executable, str(MADE_UP / "letter_server.py"), str(material / "model"), str(port), "20"]
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(words, env=environment)
+    url = f"http://127.0.0.1:{port}"
+    until = time.monotonic() + SECONDS
+    while server.poll() is None and time.monotonic() < until:
+        try:
+            urllib.request.urlopen(urllib.request.Request(f"{url}/weights", b"{}"), timeout=5).close()
+            break
+        except OSError:
+            time.sleep(0.2)
+    yield url
+    server.kill()
+    server.wait()
+
+
+def test_a_server_of_another_kind_is_a_folder_and_a_line(
+    letters: str, material: Path, tmp_path: Path
+) -> None:
+    tree = add_engine(tmp_path, "letters", "")
+    file = write_config(tmp_path, material, {"engine": "letters", "server": {"urls": [letters]}})
+    report = check(tree, file)
+    assert "READY: no errors" in report and "SERVERS" in report and "WEIGHT SYNC" not in report
+    assert "do not answer now" not in report
+    refused = check(tree, file, "rollout.order=open", "rollout.server.urls=[]")
+    assert "the open order cuts them, with rollout.engine=letters" in refused
+    assert "none is named" in refused
+    steps = train(tree, file, ranks=1)
+    assert_learned_on_policy(steps)
+    assert all(step["rollout/servers"] == 1 and step["rollout/sampled_again"] == 0 for step in steps)

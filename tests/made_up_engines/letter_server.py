@@ -1,0 +1,105 @@
+"""The server of the made-up engine `letters`: a plain torch model behind HTTP, whose weights a job brings.
+
+letter_server.py MODEL PORT MAX_MODEL_LEN
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from megatron_rl.distributed.groups import join_span, leave_span
+from megatron_rl.hybrid_engine.sync import HybridEngine
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
+from megatron_rl.rollout.types import GenerationRequest
+from megatron_rl.types import SamplingParameters
+
+MOST_REQUESTS = 8
+
+
+class LetterOffice:
+    """Answers to letters, one at a time: each method is that of a path."""
+
+    def __init__(self, model: str, max_model_len: int) -> None:
+        self._engine_of = lambda rank: TorchEngine.from_hf(model, rank=rank, max_model_len=max_model_len)
+        self._engine = self._engine_of(0)
+        self._name, self._holder = "none", None
+        self._transfer: HybridEngine | None = None
+        self._group: Any = None
+
+    def generate(self, sampling: dict[str, Any], **letter: Any) -> dict[str, Any]:
+        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        with self._engine.sampling():
+            self._engine.submit(GenerationRequest(sampling=SamplingParameters(**sampling), **letter))
+            (answer,) = self._engine.step()
+        return {
+            "tokens": list(answer.tokens),
+            "log_probs": list(answer.log_probs),
+            "finish_reason": answer.finish_reason,
+            "weights": self._name,
+        }
+
+    def most_requests(self) -> int:
+        return MOST_REQUESTS
+
+    def weights(self) -> str:
+        return self._name
+
+    def claim(self, run: str, seconds: float) -> str | None:
+        if self._holder not in (None, run):
+            return self._holder
+        self._holder = run if seconds else None
+        return None
+
+    def reset(self) -> None:
+        if self._group is not None:
+            leave_span(self._group)
+        self._transfer = self._group = None
+
+    def join(
+        self, address: str, port: int, trainers: int, workers: int, staging_bytes: int, verify: str
+    ) -> None:
+        self._engine = self._engine_of(trainers)
+        self._group = join_span(address, port, trainers, trainers + workers)
+        self._transfer = HybridEngine(
+            None, self._engine, staging_bytes=staging_bytes, verify=verify, group=self._group
+        )
+        _ = self._transfer.plan
+
+    def receive(self, version: int) -> None:
+        assert self._transfer is not None
+        self._transfer.version = version
+        self._transfer.sync()
+
+    def finish(self, name: str) -> None:
+        self._name = name
+
+
+def serve(office: LetterOffice, port: int) -> None:
+    """Answer letters until the process is ended."""
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            letter = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                answer = getattr(office, self.path.strip("/"))(**letter)
+            body = json.dumps({"answer": answer}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Be silent."""
+
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    model, port, max_model_len = sys.argv[1:]
+    serve(LetterOffice(model, int(max_model_len)), int(port))

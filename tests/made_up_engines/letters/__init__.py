@@ -1,0 +1,89 @@
+"""The client of a server that answers letters: one JSON object in, one JSON object out, at one path each."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.rollout.engines.servers.base import ServerError
+from megatron_rl.rollout.types import Completion, GenerationRequest
+
+SECONDS = 20.0
+
+
+def make_server(url: str) -> LetterServer:
+    """Return the server at ``url``."""
+    return LetterServer(url)
+
+
+class LetterServer:
+    """See `rollout.engines.servers.base.Server`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    def _write(self, path: str, letter: Mapping[str, Any], seconds: float = SECONDS) -> Any:
+        request = urllib.request.Request(f"{self.url}/{path}", json.dumps(letter).encode())
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as reply:
+                return json.load(reply)["answer"]
+        except OSError as error:
+            raise ServerError(f"{self.url}/{path}: {error}") from error
+
+    async def generate(
+        self, session: aiohttp.ClientSession, request: GenerationRequest, weights: str, seconds: float
+    ) -> Completion:
+        letter = {
+            "number": request.number,
+            "tokens": list(request.tokens),
+            "sampling": request.sampling._asdict(),
+            "limit": request.limit,
+            "seed": request.seed,
+            "done": request.done,
+        }
+        limit = aiohttp.ClientTimeout(total=seconds)
+        try:
+            async with session.post(f"{self.url}/generate", json=letter, timeout=limit) as reply:
+                answer = (await reply.json())["answer"]
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise ServerError(f"{self.url}: {error}") from error
+        if answer["weights"] != weights:
+            raise ServerError(f"{self.url}: weights {answer['weights']} instead of {weights}")
+        return Completion(request.number, answer["tokens"], answer["log_probs"], answer["finish_reason"])
+
+    def require_fit(self, config: RunConfig) -> int:
+        return self._write("most_requests", {})
+
+    def require_open(self) -> None:
+        self._write("weights", {})
+
+    def claim(self, run: str, seconds: float) -> str | None:
+        return self._write("claim", {"run": run, "seconds": seconds})
+
+    def weights(self) -> str:
+        return self._write("weights", {})
+
+    def workers(self) -> int:
+        return 1
+
+    def reset_updates(self, seconds: float) -> None:
+        self._write("reset", {}, seconds)
+
+    def pause(self, seconds: float) -> None: ...
+
+    def join_transfer(self, rendezvous: Mapping[str, Any], seconds: float) -> None:
+        self._write("join", rendezvous, seconds)
+
+    def start_update(self, seconds: float) -> None: ...
+
+    def receive_weights(self, version: int, seconds: float) -> None:
+        self._write("receive", {"version": version}, seconds)
+
+    def finish_update(self, name: str, seconds: float) -> None:
+        self._write("finish", {"name": name}, seconds)
