@@ -17,8 +17,8 @@ from megatron_rl.shapes.pipeline_stages import STAGE_SETTINGS
 from megatron_rl.shapes.rank_order import best_rank_order
 from megatron_rl.shapes.traffic import SharedBytes, byte_words, shared_bytes
 
-APART = frozenset(spec.placement for spec in ROLES if spec.placement is not None)
-"""Presets that give the second half of the ranks to the roles whose `RoleSpec.placement` names them."""
+APART = tuple(dict.fromkeys(spec.placement for spec in ROLES if spec.placement is not None))
+"""Presets that give the second half of the ranks to the roles whose `RoleSpec.placement` is the preset."""
 
 
 def placed(config: RunConfig, world_size: int) -> RunConfig:

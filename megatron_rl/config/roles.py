@@ -48,6 +48,8 @@ class AlgorithmNeed:
     """Why a run gets the role without naming it; ``{name}`` is the algorithm's."""
     unused: str
     """Warning where a run has the role, and the algorithm does not need it."""
+    lacks: str
+    """What such an algorithm is like; ``{advantage}`` is the class of its advantage estimator."""
     choice: str
     """How a user chooses an algorithm that needs it."""
 
@@ -118,6 +120,7 @@ CRITIC = RoleSpec(
         attribute="needs_critic",
         reason="the algorithm {name} has a critic",
         unused="a critic is built and trained, but the algorithm does not use it",
+        lacks="with the advantage {advantage}",
         choice="choose an algorithm with one, such as algorithm.name=ppo",
     ),
     placement="split",
@@ -134,6 +137,7 @@ REFERENCE = RoleSpec(
         attribute="needs_reference",
         reason="algorithm.kl needs a reference policy",
         unused="the reference policy is loaded but the algorithm does not use it",
+        lacks="without a KL penalty",
         choice="set algorithm.kl=loss",
     ),
     shares=INITIAL,
