@@ -12,7 +12,7 @@ All tensors live on the CPU here; roles move what they need to their device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -277,7 +277,7 @@ class Scores:
     experts: Tensor | None = None
     baseline_rewards: Tensor | None = None
     baseline_lengths: Tensor | None = None
-    columns: Mapping[str, Tensor] = MappingProxyType({})
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
