@@ -12,7 +12,7 @@ All tensors live on the CPU here; roles move what they need to their device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -261,7 +261,8 @@ class Scores:
     ``rewards`` [B] float32 and ``valid`` [B] bool: a row whose reward failed is invalid and its reward
     is NaN, never 0. ``components`` name -> [B]. ``old_log_probs``, ``ref_log_probs``, ``values`` [N]
     float32, each None where no role computes it; ``entropy`` [N] of the old policy. ``experts`` as in
-    `Rollouts`, of the actor's pass, where updates are to repeat it.
+    `Rollouts`, of the actor's pass, where updates are to repeat it. ``columns`` name -> [N] float32 are the
+    outputs of roles that have no field here, such as the ``ref_entropy`` of a reference.
     ``baseline_rewards`` [B] is the reward of a greedy response to the row's prompt, for ReMax, and
     ``baseline_lengths`` [B] int64 its tokens, counted as `limited_counts` does.
     """
@@ -276,6 +277,7 @@ class Scores:
     experts: Tensor | None = None
     baseline_rewards: Tensor | None = None
     baseline_lengths: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from peers import (
 )
 from scenario import Scenario
 
+from megatron_rl.config.roles import spec_of
 from megatron_rl.errors import UserError
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.generate import (
@@ -39,7 +40,7 @@ from megatron_rl.planning.predict.learn import (
 )
 from megatron_rl.planning.predict.placement import best_grouping
 from megatron_rl.planning.predict.search import RECOMPUTE, rollout_plans, training_front
-from megatron_rl.planning.predict.step import TRAINED, RoleSeconds, add_up
+from megatron_rl.planning.predict.step import RoleSeconds, add_up
 from megatron_rl.shapes.hardware import GB
 from megatron_rl.shapes.layout import ParallelLayout
 
@@ -211,7 +212,7 @@ def rl_step_seconds(scenario: Scenario) -> Prediction:
     works, actor = [], _choice(scenario, "actor", batch, gpus)
     for role in scenario.roles:
         choice = _choice(scenario, role, batch, gpus)
-        learn = learn_seconds(choice, batch, machine) if role in TRAINED else 0.0
+        learn = learn_seconds(choice, batch, machine) if spec_of(role).trains else 0.0
         works.append(RoleSeconds(role, (0,), score_seconds(choice, batch, machine), learn))
     rollout = _rollout(scenario, batch)
     step = add_up(

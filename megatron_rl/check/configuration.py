@@ -47,7 +47,7 @@ from megatron_rl.config.placement import (
     shared_weights,
     stated_settings,
 )
-from megatron_rl.config.roles import role_of, where_of
+from megatron_rl.config.roles import NUMBER, learner_sections, role_of, section_of, spec_of, where_of
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.setting import with_value
@@ -193,10 +193,10 @@ def _megatron(check: _Check) -> list[str]:
     for path, settings in stated.items():
         if settings and check.fine(path):
             check.refuse(check_model_settings(settings, path))
-    for path, role in {"actor": config.actor, "critic": config.critic}.items():
-        if role is not None and check.fine(f"{path}.optimizer", f"{path}.ddp"):
-            check.refuse(check_optimizer(role.optimizer, f"{path}.optimizer", role.ddp))
-            stated[f"{path}.optimizer.megatron"] = role.optimizer.megatron
+    for path, section in learner_sections(config).items():
+        if check.fine(f"{path}.optimizer", f"{path}.ddp"):
+            check.refuse(check_optimizer(section.optimizer, f"{path}.optimizer", section.ddp))
+            stated[f"{path}.optimizer.megatron"] = section.optimizer.megatron
     for plan in stage_plans(config):
         if check.fine(f"{plan.where}.optimizer"):
             check.refuse(check_optimizer(plan.settings.optimizer, f"{plan.where}.optimizer", {}))
@@ -245,11 +245,11 @@ def _tried_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
         model = inputs.models.get(role, inputs.models.get("actor"))
         if role == "rollout" or model is None:
             continue
-        section = {"actor": config.actor, "critic": config.critic}.get(role)
+        section = learner_sections(config).get(section_of(role))
         recompute = section.recompute if section is not None else "none"
         shape = inputs.shapes.get(role, inputs.shape)
         fused = attention == "transformer_engine" and not (shape and shape.plain_layers)
-        scalar_head = role not in ("actor", "reference")
+        scalar_head = spec_of(role).head == NUMBER
         settings, optimizer = megatron_settings(config, layout), section.optimizer if section else None
         roles.append(TriedRole(role, model, layout, scalar_head, recompute, fused, *settings, optimizer))
     return roles
@@ -401,7 +401,7 @@ def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLa
             rollout = role == "rollout"
             fits = engine_problems(model, layout) if rollout else trainer_problems(model, layout, settings)
             check.add(fits)
-            if role in ("actor", "critic"):
+            if spec_of(role).trains:
                 check.add(learning_problems(model, layout))
     if lengths:
         check.add(check_lengths(check.config, shape))

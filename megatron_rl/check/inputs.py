@@ -29,7 +29,7 @@ from megatron_rl.check.stages import repeated_records
 from megatron_rl.config.derive import has_transformer_engine, longest_row
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten
-from megatron_rl.config.roles import role_of, role_sections, stated_models
+from megatron_rl.config.roles import VOCABULARY, role_of, role_sections, spec_at, stated_models
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.data import fields_of
@@ -313,7 +313,8 @@ def _judges(config: RunConfig, role: str) -> bool:
 
 def _output_errors(model: PretrainedModel, where: str, config: RunConfig) -> Iterator[UserError]:
     """Yield the error of a policy without a vocabulary, or of a judge without a head of one number."""
-    role, policy = where.removesuffix(".path"), where in ("model.path", "reference.path")
+    role = where.removesuffix(".path")
+    policy = where == "model.path" or spec_at(role).head == VOCABULARY
     if model.shape.scalar_head if policy else _judges(config, role) and not model.shape.scalar_head:
         family = model.family
         yield UserError(

@@ -20,7 +20,7 @@ from megatron_rl.config.checkpoint_meta import (
     require_state_format,
 )
 from megatron_rl.config.derive import with_needed_roles
-from megatron_rl.config.roles import role_of
+from megatron_rl.config.roles import learner_sections, role_of, spec_at
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
@@ -118,9 +118,11 @@ def resumed_build_errors(
         for plan in pending_stages(config)
     ]
     if config.job == TRAIN and algorithm is not None:
-        learners = {"actor": config.actor.optimizer}
-        if algorithm.needs_critic and config.critic is not None:
-            learners["critic"] = config.critic.optimizer
+        learners = {
+            path: section.optimizer
+            for path, section in learner_sections(config).items()
+            if spec_at(path).need is None or spec_at(path).needed(algorithm)
+        }
         path = latest(folder.checkpoints) if resume == "auto" else Path(resume)
         begun = begun if path is None else [(path, learners)]  # a run that has begun is past its stages
     errors = []

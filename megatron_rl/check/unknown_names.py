@@ -27,6 +27,7 @@ from megatron_rl.check.values import check_values
 from megatron_rl.config.field_types import known_paths
 from megatron_rl.config.load import parse_tree
 from megatron_rl.config.other_names import FOREIGN_SECTIONS, OtherName, name_in_section, other_name
+from megatron_rl.config.roles import MODEL_ROLES
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import REMOVED, is_setting
 from megatron_rl.config.source import DEFAULT, Leaf, Section, one_line, put
@@ -34,7 +35,8 @@ from megatron_rl.config.unknown import UnknownName
 from megatron_rl.errors import UserError, nearest
 
 REFERENCE = "docs/configuration.md lists every name"
-_ROLES = ("actor", "critic", "reference", "sft", "preference")
+_ROLES = (*(spec.section for spec in MODEL_ROLES if not spec.named), "sft", "preference")
+"""Sections that have settings of one name, of which the actor's is meant where none is named."""
 _ROLE_NAMES: Mapping[str, str] = {
     "ref": "reference",
     "reference": "reference",

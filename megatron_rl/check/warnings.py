@@ -12,6 +12,7 @@ from megatron_rl.check.model.untried import untried_settings
 from megatron_rl.check.stages import unused_settings
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.ranges import format_ranges
+from megatron_rl.config.roles import MODEL_ROLES
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import sections_of
@@ -57,22 +58,26 @@ def check_warnings(
     _schedule(config, warnings)
     warnings.found.extend(unused_settings(config))
     _placement(config, world_size, layouts, shape, warnings)
-    if algorithm is not None and config.reference is not None and not algorithm.needs_reference:
-        warnings.add(
-            "the reference policy is loaded but the algorithm does not use it",
-            "reference",
-            f"algorithm {config.algorithm.name} without a KL penalty",
-            "remove `reference`, or set algorithm.kl=loss",
-        )
-    if algorithm is not None and config.critic is not None and not algorithm.needs_critic:
-        warnings.add(
-            "a critic is built and trained, but the algorithm does not use it",
-            "critic",
-            f"algorithm {config.algorithm.name} with the advantage {type(algorithm.advantage).__name__}",
-            "remove `critic`, or choose an algorithm with one, such as algorithm.name=ppo",
-        )
+    if algorithm is not None:
+        _unneeded_roles(config, algorithm, warnings)
     warnings.found.extend(untried_settings(config))
     return warnings.found
+
+
+def _unneeded_roles(config: RunConfig, algorithm: Algorithm, warnings: _Warnings) -> None:
+    """Warn of each role that the configuration has and the algorithm does not need."""
+    for spec in MODEL_ROLES:
+        if spec.need is None or spec.needed(algorithm):
+            continue
+
+        for path in spec.sections(config):
+            lacks = spec.need.lacks.format(advantage=type(algorithm.advantage).__name__)
+            warnings.add(
+                spec.need.unused,
+                path,
+                f"algorithm {config.algorithm.name} {lacks}",
+                f"remove `{path}`, or {spec.need.choice}",
+            )
 
 
 def _sampling(config: RunConfig, algorithm: Algorithm | None, warnings: _Warnings) -> None:

@@ -15,6 +15,7 @@ from megatron_rl.config.checkpoint_meta import SAME
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten, to_plain
+from megatron_rl.config.roles import ACTOR, learner_sections, role_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import KEEP, OPEN
 from megatron_rl.config.source import one_line
@@ -177,10 +178,11 @@ def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
     """Return how optimizers are saved, and what that takes on the rank that holds the most."""
     config, layouts = report.config, report.layouts or {}
     settings, shards, whole = config.checkpoint, 0, 0
-    for role, section in (("actor", config.actor), ("critic", config.critic)):
-        name = "optimizer" if role == "actor" else f"{role} optimizer"
+    for path, section in learner_sections(config).items():
+        role = role_of(path)
+        name = "optimizer" if role == ACTOR.name else f"{role} optimizer"
         held = [item.bytes for memory in report.memory for item in memory.items if item.name == name]
-        if section is not None and held:
+        if held:
             copies = layouts[role].data * layouts[role].context if section.optimizer.distributed else 1
             saved = saved_bytes(max(held), section.optimizer, DTYPE_BYTES[config.model.dtype])
             shards, whole = shards + saved, whole + saved * copies

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.roles import role_sections, with_role_sections
+from megatron_rl.config.roles import ADAPTED, INITIAL, role_sections, spec_at, with_role_sections
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig, LoraConfig
 from megatron_rl.config.stage_plan import starting_model
@@ -46,16 +46,19 @@ def adapters_of(config: RunConfig) -> dict[str, LoraConfig]:
     return {path: lora for path, lora in adapters.items() if lora is not None}
 
 
-def own_base_reason(config: RunConfig) -> str | None:
-    """Return why the critic has a base of its own, None where it is the actor's, in a resolved run."""
-    actor, critic = config.actor, config.critic
-    assert critic is not None
+def own_base_reason(config: RunConfig, path: str) -> str | None:
+    """Return why the adapters of the role at ``path`` have a base of their own, not the actor's.
+
+    None where both have one base. ``config`` is resolved; the role is one that can share, see `ADAPTED`.
+    """
+    actor = config.actor
+    section: Any = role_sections(config)[path]
     reasons = {
-        "critic.lora is not set": critic.lora is None,
+        f"{path}.lora is not set": section.lora is None,
         "actor.lora is not set": actor.lora is None,
-        "critic.path is another model": critic.path != starting_model(config),
-        "critic.layout is not the actor's": critic.layout != actor.layout,
-        "critic.megatron is set": critic.megatron is not None,
+        f"{path}.path is another model": section.path != starting_model(config),
+        f"{path}.layout is not the actor's": section.layout != actor.layout,
+        f"{path}.megatron is set": section.megatron is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -75,12 +78,23 @@ def separate_adapters(config: RunConfig) -> AdaptedModel | None:
     return adapted(model, lora.rank, lora.alpha, lora.targets)
 
 
-def reference_is_base(config: RunConfig) -> bool:
-    """Say whether the reference is the actor's own model before its adapters learned, in a resolved run.
+def is_initial_actor(config: RunConfig, path: str) -> bool:
+    """Return whether the role at ``path`` is the actor's own model with its adapters switched off.
 
-    So it is where the actor has adapters and the reference states neither another model nor another layout.
+    So it is where the table lets it (see `INITIAL`), the actor has adapters, and the role has neither another
+    model nor another layout. ``config`` is resolved.
     """
-    actor, reference = config.actor, config.reference
-    if actor.lora is None or reference is None or reference.megatron is not None:
+    actor = config.actor
+    section: Any = role_sections(config).get(path)
+    if spec_at(path).shares != INITIAL or actor.lora is None or section is None:
         return False
-    return (reference.path, reference.layout) == (starting_model(config), actor.layout)
+    if section.megatron is not None:
+        return False
+    return (section.path, section.layout) == (starting_model(config), actor.layout)
+
+
+def shares_actor_base(config: RunConfig, path: str) -> bool:
+    """Return whether the role at ``path`` has adapters of its own over the actor's base weights."""
+    if spec_at(path).shares != ADAPTED or path not in adapters_of(config):
+        return False
+    return own_base_reason(config, path) is None

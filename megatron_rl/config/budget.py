@@ -6,10 +6,24 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_rl.config.adapters import adapters_of, lora_apart, own_base_reason, reference_is_base
+from megatron_rl.config.adapters import (
+    adapters_of,
+    is_initial_actor,
+    lora_apart,
+    own_base_reason,
+    shares_actor_base,
+)
 from megatron_rl.config.derive import BatchPlan, spread
 from megatron_rl.config.placement import megatron_settings, sleeping_ranks
-from megatron_rl.config.roles import role_of, section_of
+from megatron_rl.config.roles import (
+    ADAPTED,
+    NUMBER,
+    learner_sections,
+    role_of,
+    role_sections,
+    section_of,
+    spec_of,
+)
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.stage_plan import stage_plans
@@ -177,15 +191,14 @@ class _Learner:
 
 def _learners(config: RunConfig, batch: BatchPlan) -> dict[str, _Learner]:
     return {
-        role: _Learner(
+        role_of(path): _Learner(
             section.recompute,
             section.optimizer,
             batch.tokens_per_microbatch,
             batch.microbatches,
             section.offload,
         )
-        for role, section in (("actor", config.actor), ("critic", config.critic))
-        if section is not None
+        for path, section in learner_sections(config).items()
     }
 
 
@@ -246,7 +259,8 @@ def saved_bytes(held: int, optimizer: OptimizerConfig, weight_bytes: int) -> int
 def _trained(
     config: RunConfig, role: str, learner: _Learner, layout: ParallelLayout, rank: int, shape: ModelShape
 ) -> list[MemoryItem]:
-    shape = shape if role == "actor" else shape.with_scalar_head()
+    spec, path = spec_of(role), section_of(role)
+    shape = shape.with_scalar_head() if spec.head == NUMBER else shape
 
     def named(item: str) -> str:
         return item if role == "actor" else f"{role} {item}"
@@ -256,7 +270,7 @@ def _trained(
     states = state_bytes(learner.optimizer, built.dtype_bytes)
     optimizer = OptimizerChoice(distributed=learner.optimizer.distributed, state_bytes=states)
     tokens = learner.tokens
-    adapters, merged, lora = None, 0, adapters_of(config).get(section_of(role))
+    adapters, merged, lora = None, 0, adapters_of(config).get(path)
     if lora is not None:
         learned = Lora.of(shape, lora.rank, lora.targets)
         dense, experts = adapter_parameter_count(shape, layout, stages[stage], learned)
@@ -278,8 +292,8 @@ def _trained(
     how = f"{count} x {built.dtype_bytes} B"
     own_turn = None if role == "actor" and _is_base(config) else turn
     weights = MemoryItem(f"{role} weights", int(memory.weights), scored, how, own_turn)
-    if role == "critic" and adapters is not None:
-        weights = _with_base(config, weights, built.dtype_bytes * sum(adapters), learning)
+    if spec.shares == ADAPTED and adapters is not None:
+        weights = _with_base(config, path, weights, built.dtype_bytes * sum(adapters), learning)
     items = [
         weights,
         MemoryItem(named("gradients"), int(memory.gradients), learned, f"{learning} x 4 B (float32)", turn),
@@ -303,13 +317,17 @@ def _trained(
 
 
 def _is_base(config: RunConfig) -> bool:
-    """Say whether another role computes with the actor's weights in its own turn."""
-    return reference_is_base(config) or ("critic" in adapters_of(config) and own_base_reason(config) is None)
+    """Return whether another role computes with the actor's weights in its own turn."""
+    return any(
+        is_initial_actor(config, path) or shares_actor_base(config, path) for path in role_sections(config)
+    )
 
 
-def _with_base(config: RunConfig, weights: MemoryItem, added_bytes: int, learning: str) -> MemoryItem:
-    """Return the critic's weights where adapters learn: its ``added_bytes`` alone over the actor's base."""
-    reason = own_base_reason(config)
+def _with_base(
+    config: RunConfig, path: str, weights: MemoryItem, added_bytes: int, learning: str
+) -> MemoryItem:
+    """Return a role's weights where its adapters learn: ``added_bytes`` alone over the actor's base."""
+    reason = own_base_reason(config, path)
     if reason is None:
         return replace(weights, bytes=added_bytes, how=f"{learning} and the head, over the actor's base")
     return replace(weights, how=f"{learning} and the head, and a base of its own: {reason}")
@@ -336,11 +354,11 @@ def _forward(
 def _frozen(
     config: RunConfig, role: str, layout: ParallelLayout, rank: int, shape: ModelShape, batch: BatchPlan
 ) -> list[MemoryItem]:
-    if role == "reference":
-        offload = config.reference is not None and config.reference.offload
-    else:
-        offload = config.reward.models[role.removeprefix("reward.")].offload
+    path = section_of(role)
+    offload = role_sections(config)[path].offload
+    if spec_of(role).head == NUMBER:
         shape = shape.with_scalar_head()
+
     built = _built(config, shape, "none")
     stages, stage = _stages(config, layout, shape), layout.coordinates(rank).pipeline
     tokens = batch.tokens_per_microbatch
@@ -348,8 +366,8 @@ def _frozen(
     how = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters x {built.dtype_bytes} B"
     phases, turn = (("score",), role) if offload else (PHASES, None)
     weights = MemoryItem(f"{role} weights", int(memory.weights), phases, how, turn)
-    if role == "reference" and reference_is_base(config):
-        weights = MemoryItem("reference weights", 0, PHASES, "the actor's own, its adapters off")
+    if is_initial_actor(config, path):
+        weights = MemoryItem(f"{role} weights", 0, PHASES, "the actor's own, its adapters off")
     part = f"{tokens // layout.context} tokens"
     return [
         weights,

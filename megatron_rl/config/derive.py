@@ -11,12 +11,13 @@ from typing import Any
 
 from megatron_rl.config.adapters import with_adapters
 from megatron_rl.config.placement import APART, layout_sections, placed, role_layout, with_best_rank_order
-from megatron_rl.config.roles import with_role_sections
+from megatron_rl.config.roles import MODEL_ROLES, NUMBER, spec_at, with_role_sections
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.sections.models import CriticConfig, LayoutConfig, ReferenceConfig
+from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import AsynchronyConfig, MismatchConfig, RolloutConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
+from megatron_rl.config.setting import with_value
 from megatron_rl.config.stage_plan import stage_plans, starting_model
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
@@ -176,13 +177,13 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
 
 
 def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]) -> RunConfig:
-    """Return ``config`` with the reference and the critic that ``algorithm`` calls for."""
-    if config.reference is None and getattr(algorithm, "needs_reference", False):
-        reasons["reference.path"] = "algorithm.kl needs a reference policy"
-        config = replace(config, reference=ReferenceConfig())
-    if config.critic is None and getattr(algorithm, "needs_critic", False):
-        reasons["critic.path"] = f"the algorithm {config.algorithm.name} has a critic"
-        config = replace(config, critic=CriticConfig())
+    """Return ``config`` with default sections of the roles that ``algorithm`` calls for."""
+    for spec in MODEL_ROLES:
+        if spec.need is None or not spec.needed(algorithm) or spec.sections(config):
+            continue
+
+        reasons[f"{spec.section}.path"] = spec.need.reason.format(name=config.algorithm.name)
+        config = with_value(config, spec.section, spec.section_class())
     return config
 
 
@@ -238,7 +239,7 @@ def _start(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
     def start(where: str, section: Any) -> Any:
         if where == "actor" or section.path is not None:
             return section
-        head = "" if where == "reference" else ", with a new head"
+        head = ", with a new head" if spec_at(where).head == NUMBER else ""
         before = reasons.get(f"{where}.path")
         reasons[f"{where}.path"] = "; ".join(filter(None, [before, f"the starting model: {what}{head}"]))
         return replace(section, path=path)
@@ -296,7 +297,7 @@ def _learning(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
         if isinstance(section, RewardModelConfig):
             training = _stage(section.training, f"{path}.training", config, reasons)
             return replace(section, training=training)
-        if isinstance(section, ReferenceConfig):
+        if not spec_at(path).trains:
             return section
         return replace(section, optimizer=_optimizer(section.optimizer, f"{path}.optimizer", reasons))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.adapters import lora_apart
-from megatron_rl.config.roles import role_of, role_sections, with_role_sections
+from megatron_rl.config.roles import ROLES, role_of, role_sections, spec_at, with_role_sections
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.shapes.layout import ParallelLayout
@@ -17,8 +17,8 @@ from megatron_rl.shapes.pipeline_stages import STAGE_SETTINGS
 from megatron_rl.shapes.rank_order import best_rank_order
 from megatron_rl.shapes.traffic import SharedBytes, byte_words, shared_bytes
 
-APART = {"standalone": ("rollout",), "split": ("critic", "reward")}
-"""preset -> roles that have the second half of the ranks to themselves."""
+APART = tuple(dict.fromkeys(spec.placement for spec in ROLES if spec.placement is not None))
+"""Presets that give the second half of the ranks to the roles whose `RoleSpec.placement` is the preset."""
 
 
 def placed(config: RunConfig, world_size: int) -> RunConfig:
@@ -28,11 +28,13 @@ def placed(config: RunConfig, world_size: int) -> RunConfig:
     """
 
     def ranks(path: str) -> tuple[int, ...]:
-        apart = APART.get(config.placement)
-        if apart is None or world_size < 2:
+        if config.placement not in APART or world_size < 2:
             return tuple(range(world_size))
+
         half = world_size // 2
-        return tuple(range(half, world_size) if path.partition(".")[0] in apart else range(half))
+        if spec_at(path).placement == config.placement:
+            return tuple(range(half, world_size))
+        return tuple(range(half))
 
     def place(path: str, section: Any) -> Any:
         layout = section.layout

@@ -1,36 +1,203 @@
-"""The roles with a model of their own: where the section of each stands, and what each is called."""
+"""Table of the roles of a run: what each is called, which section describes it, and what it does in a step.
+
+The one idea: a role is a row of `ROLES`, and everything that loops over roles (placement, memory estimate,
+`check`, the planner, the build, the score phase) reads that row. A new frozen role that scores tokens is one
+row here and one section in `config.schema`.
+
+Two names remain literals in the package, since there is exactly one of each and the algorithm is about them:
+``actor``, the policy that learns, whose layout and model every role without its own takes, and ``rollout``,
+the engine that samples, which has no Megatron model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ReferenceConfig
 from megatron_rl.config.sections.rewards import RewardModelConfig
+from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.config.setting import with_value
 
 RoleConfig = ActorConfig | CriticConfig | ReferenceConfig | RewardModelConfig
+
+VOCABULARY = "vocabulary"
+"""Output layer of a policy: its outputs are the log-prob of each token, and the entropy there."""
+NUMBER = "number"
+"""Output layer of one number per token, as a critic and a reward model have."""
+
+INITIAL = "initial"
+"""The role can be the actor as it was before its adapters learned: one model, adapters switched off."""
+ADAPTED = "adapted"
+"""The role can have adapters of its own over the actor's base weights."""
+
+
+@dataclass(frozen=True)
+class AlgorithmNeed:
+    """Property of an algorithm that calls for a role.
+
+    Example: a critic is needed by algorithms whose ``needs_critic`` is true.
+    """
+
+    attribute: str
+    """Attribute of `Algorithm` that is true where it needs the role."""
+    reason: str
+    """Why a run gets the role without naming it; ``{name}`` is the algorithm's."""
+    unused: str
+    """Warning where a run has the role, and the algorithm does not need it."""
+    lacks: str
+    """What such an algorithm is like; ``{advantage}`` is the class of its advantage estimator."""
+    choice: str
+    """How a user chooses an algorithm that needs it."""
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """Description of one role, or of all models of one mapping in the configuration.
+
+    Example: ``REFERENCE`` is the frozen policy of the section ``reference``, which gives ``ref_log_probs``.
+    """
+
+    name: str
+    """Name in layouts, estimates and texts; with `named` each model is ``name.NAME``."""
+    section: str
+    """Configuration path of its section; with `named`, of the mapping from NAME to sections."""
+    section_class: type
+    """Class of a section; one without arguments is the default section."""
+    phase: str
+    """Phase of a step in which it infers: generate, reward or score."""
+    head: str | None
+    """Output layer of its Megatron model, `VOCABULARY` or `NUMBER`; None: it has no such model."""
+    outputs: tuple[str, ...] = ()
+    """Per-token columns of the head's outputs, in `Scores`; empty where NAME is the only column."""
+    trains: bool = False
+    """Whether its weights learn in the step; else they are frozen once the step begins."""
+    named: bool = False
+    """Whether the section is a mapping of any number of models by name."""
+    metric_prefix: str = ""
+    """Group of its metrics; empty: its name."""
+    need: AlgorithmNeed | None = None
+    """What calls for it; None: it is there where its section is stated."""
+    placement: str | None = None
+    """Placement preset that gives it the second half of the ranks, apart from the actor."""
+    shares: str | None = None
+    """How it can share weights with the actor, `INITIAL` or `ADAPTED`; None: never."""
+
+    def sections(self, config: RunConfig) -> Mapping[str, Any]:
+        """Return the stated sections of the role by configuration path."""
+        section = attrgetter(self.section)(config)
+        if self.named:
+            return {f"{self.section}.{name}": model for name, model in section.items()}
+        return {} if section is None else {self.section: section}
+
+    def needed(self, algorithm: Any) -> bool:
+        """Return whether an algorithm calls for the role."""
+        return self.need is not None and bool(getattr(algorithm, self.need.attribute, False))
+
+
+ACTOR = RoleSpec(
+    name="actor",
+    section="actor",
+    section_class=ActorConfig,
+    phase="score",
+    head=VOCABULARY,
+    outputs=("old_log_probs", "entropy"),
+    trains=True,
+    metric_prefix="policy",
+)
+CRITIC = RoleSpec(
+    name="critic",
+    section="critic",
+    section_class=CriticConfig,
+    phase="score",
+    head=NUMBER,
+    outputs=("values",),
+    trains=True,
+    need=AlgorithmNeed(
+        attribute="needs_critic",
+        reason="the algorithm {name} has a critic",
+        unused="a critic is built and trained, but the algorithm does not use it",
+        lacks="with the advantage {advantage}",
+        choice="choose an algorithm with one, such as algorithm.name=ppo",
+    ),
+    placement="split",
+    shares=ADAPTED,
+)
+REFERENCE = RoleSpec(
+    name="reference",
+    section="reference",
+    section_class=ReferenceConfig,
+    phase="score",
+    head=VOCABULARY,
+    outputs=("ref_log_probs", "ref_entropy"),
+    need=AlgorithmNeed(
+        attribute="needs_reference",
+        reason="algorithm.kl needs a reference policy",
+        unused="the reference policy is loaded but the algorithm does not use it",
+        lacks="without a KL penalty",
+        choice="set algorithm.kl=loss",
+    ),
+    shares=INITIAL,
+)
+REWARD_MODELS = RoleSpec(
+    name="reward",
+    section="reward.models",
+    section_class=RewardModelConfig,
+    phase="reward",
+    head=NUMBER,
+    named=True,
+    metric_prefix="reward_model",
+    placement="split",
+)
+ROLLOUT = RoleSpec(
+    name="rollout",
+    section="rollout",
+    section_class=RolloutConfig,
+    phase="generate",
+    head=None,
+    placement="standalone",
+)
+
+ROLES = (ACTOR, CRITIC, REFERENCE, REWARD_MODELS, ROLLOUT)
+"""Every role, in the order of layouts and texts, and in that of work where roles share ranks."""
+
+MODEL_ROLES = tuple(spec for spec in ROLES if spec.head is not None)
+"""The roles with a Megatron model."""
+
+
+def spec_of(role: str) -> RoleSpec:
+    """Return the table's row of a role by its name, such as ``critic`` or ``reward.judge``."""
+    for spec in ROLES:
+        if role == spec.name or (spec.named and role.startswith(f"{spec.name}.")):
+            return spec
+    raise KeyError(role)
+
+
+def spec_at(path: str) -> RoleSpec:
+    """Return the table's row of the role whose section is at a configuration path."""
+    return spec_of(role_of(path))
 
 
 def role_sections(config: RunConfig) -> dict[str, RoleConfig]:
     """Return the section of every role with a model by its configuration path, the actor's first."""
-    sections = {"actor": config.actor, "critic": config.critic, "reference": config.reference}
-    sections |= {f"reward.models.{name}": model for name, model in config.reward.models.items()}
-    return {path: section for path, section in sections.items() if section is not None}
+    return {path: section for spec in MODEL_ROLES for path, section in spec.sections(config).items()}
+
+
+def learner_sections(config: RunConfig) -> dict[str, ActorConfig | CriticConfig]:
+    """Return the sections of the roles that learn in the step, by configuration path, the actor's first."""
+    learners = [spec for spec in MODEL_ROLES if spec.trains]
+    return {path: section for spec in learners for path, section in spec.sections(config).items()}
 
 
 def with_role_sections(config: RunConfig, change: Callable[[str, Any], Any]) -> RunConfig:
     """Return the configuration with what ``change`` makes of each role's path and section."""
     changed = {path: change(path, section) for path, section in role_sections(config).items()}
-    models = {name: changed[f"reward.models.{name}"] for name in config.reward.models}
-    return replace(
-        config,
-        actor=changed["actor"],
-        critic=changed.get("critic"),
-        reference=changed.get("reference"),
-        reward=replace(config.reward, models=models),
-    )
+    for path, section in changed.items():
+        config = with_value(config, path, section)
+    return config
 
 
 def stated_models(config: RunConfig) -> dict[str, str | None]:
@@ -41,16 +208,23 @@ def stated_models(config: RunConfig) -> dict[str, str | None]:
 
 def role_of(path: str) -> str:
     """Return the role whose section, or layout, stands at a configuration path; see `where_of`."""
-    return path.removesuffix(".layout").replace("reward.models.", "reward.")
+    path = path.removesuffix(".layout")
+    for spec in ROLES:
+        if spec.named and path.startswith(f"{spec.section}."):
+            return f"{spec.name}.{path.removeprefix(f'{spec.section}.')}"
+    return path
 
 
 def section_of(role: str) -> str:
-    """Return the configuration path of the section of a role with a model; see `role_of`."""
-    return where_of(role).removesuffix(".layout")
+    """Return the configuration path of a role's section; see `role_of`."""
+    for spec in ROLES:
+        if spec.named and role.startswith(f"{spec.name}."):
+            return f"{spec.section}.{role.removeprefix(f'{spec.name}.')}"
+    return role
 
 
 def where_of(role: str) -> str:
     """Return the configuration path of a role's layout."""
-    if role == "rollout":
-        return "rollout"
-    return f"{role.replace('reward.', 'reward.models.', 1)}.layout"
+    if spec_of(role).head is None:
+        return section_of(role)  # an engine has no pipeline or context: its sizes are keys of its section
+    return f"{section_of(role)}.layout"

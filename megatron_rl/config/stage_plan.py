@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.roles import role_sections
+from megatron_rl.config.roles import ACTOR, REWARD_MODELS, ROLES, role_sections
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.stages import StageConfig
@@ -40,11 +40,11 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
         for name, where, settings in (("sft", "sft", config.sft), ("dpo", "preference", config.preference))
         if settings is not None
     ]
-    for name, model in config.reward.models.items():
+    for path, model in REWARD_MODELS.sections(config).items():
         if model.training is not None:
-            role = f"reward.models.{name}"
-            place = folder.reward_model(name)
-            plans.append(StagePlan(f"reward_{name}", f"{role}.training", role, model.training, place))
+            name = path.removeprefix(f"{REWARD_MODELS.section}.")
+            left = folder.reward_model(name)
+            plans.append(StagePlan(f"reward_{name}", f"{path}.training", path, model.training, left))
     return tuple(plans)
 
 
@@ -56,9 +56,7 @@ _REINFORCEMENT = (
     "algorithm",
     "batch",
     "actor.optimizer",
-    "critic",
-    "reference",
-    "rollout",
+    *(spec.section for spec in ROLES if spec is not ACTOR and not spec.named),
     "hybrid_engine",
     "mismatch",
     "asynchrony",

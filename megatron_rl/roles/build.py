@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,21 @@ from typing import Any
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.checkpoint.megatron_lm import load_optimizer
-from megatron_rl.config.adapters import own_base_reason, reference_is_base, separate_adapters
+from megatron_rl.config.adapters import is_initial_actor, own_base_reason, separate_adapters
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.placement import role_layout, role_layouts, sleeping_ranks
+from megatron_rl.config.roles import (
+    ACTOR,
+    ADAPTED,
+    CRITIC,
+    MODEL_ROLES,
+    NUMBER,
+    REWARD_MODELS,
+    RoleSpec,
+    role_of,
+    role_sections,
+    spec_of,
+)
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig, CriticConfig
 from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans
@@ -38,32 +50,28 @@ from megatron_rl.rollout.engines.vllm.tools import make_tool_parser
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.shapes.pretrained import read_pretrained
 
-POLICY_OUTPUTS = ("old_log_probs", "entropy")
-REFERENCE_OUTPUTS = ("ref_log_probs", "ref_entropy")
-CRITIC_OUTPUTS = ("values",)
-REWARD_MODEL = "reward_model"
-
 
 @dataclass
 class Roles:
-    """Hold the roles of one run on this rank; ``critic`` and ``reference`` are None where not needed.
+    """Roles of one run on this rank.
 
-    ``scoring_pass`` says whether the actor scores a batch before it learns from it, see `scoring_reason`.
+    ``scorers`` are the roles beside the actor that infer in the score phase, by name and in the order of the
+    table. ``scoring_pass`` says whether the actor scores a batch before it learns from it, see
+    `scoring_reason`.
     """
 
     actor: ModelRole
     rollout: RolloutRole
     hybrid_engine: HybridEngine | ServedWeights
     reward: RewardRole
-    critic: ModelRole | None = None
-    reference: ModelRole | None = None
+    scorers: Mapping[str, ModelRole] = field(default_factory=dict)
     reward_models: tuple[RewardModel, ...] = ()
     scoring_pass: bool = True
 
     @property
-    def judges(self) -> list[ModelRole]:
-        """Return the roles that score tokens with a model."""
-        return [role for role in (self.actor, self.critic, self.reference) if role is not None]
+    def critic(self) -> ModelRole | None:
+        """Return the role that learns values, None where the algorithm has none."""
+        return self.scorers.get(CRITIC.name)
 
     @property
     def one_judge(self) -> bool:
@@ -73,12 +81,13 @@ class Roles:
     @property
     def learners(self) -> dict[str, ModelRole]:
         """Return the roles whose weights and optimizers are the state of a run, by name."""
-        return {role.name: role for role in (self.actor, self.critic) if role is not None}
+        others = {name: role for name, role in self.scorers.items() if spec_of(name).trains}
+        return {ACTOR.name: self.actor, **others}
 
     @property
     def models(self) -> list[ModelRole]:
         """Return every role with a Megatron model."""
-        return [*self.judges, *(model.role for model in self.reward_models)]
+        return [self.actor, *self.scorers.values(), *(model.role for model in self.reward_models)]
 
     @contextmanager
     def learners_resident(self) -> Iterator[None]:
@@ -113,12 +122,11 @@ def build_roles(
     adapters = separate_adapters(config)
     rollout = _build_rollout(config, tokenizer, templated, _records(config, "rollout"), adapters)
     actor = actor or build_actor(config, updates=_updates(config))
-    critic = build_critic(config, actor) if algorithm.needs_critic else None
-    reference = build_reference(config, actor) if algorithm.needs_reference else None
+    scorers = build_scorers(config, algorithm, actor)
     models = tuple(build_reward_model(config, name) for name in config.reward.models)
     engine = _hybrid_engine(config, actor, rollout, adapters is not None, say)
     scoring_pass = scoring_reason(config, algorithm) is not None
-    roles = Roles(actor, rollout, engine, reward, critic, reference, models, scoring_pass)
+    roles = Roles(actor, rollout, engine, reward, scorers, models, scoring_pass)
     for role in roles.models:
         role.residency.leave()
     return roles
@@ -127,13 +135,13 @@ def build_roles(
 def adopted_actor(config: RunConfig, model: ParallelModel, optimizer: Optimizer) -> ModelRole:
     """Return the actor whose model and optimizer a training script has set up."""
     return ModelRole(
-        "actor",
+        ACTOR.name,
         model.groups.layout,
         model,
         tokens_per_microbatch=_token_budget(config),
-        outputs=POLICY_OUTPUTS,
+        outputs=ACTOR.outputs,
         optimizer=optimizer,
-        prefix="policy",
+        prefix=ACTOR.metric_prefix,
     )
 
 
@@ -152,7 +160,7 @@ def build_frozen_roles(
     if path is None:
         add_lora(config, model, trainable=False)
     actor = ModelRole(
-        "actor", layout, model, tokens_per_microbatch=_token_budget(config), outputs=POLICY_OUTPUTS
+        ACTOR.name, layout, model, tokens_per_microbatch=_token_budget(config), outputs=ACTOR.outputs
     )
     models = tuple(build_reward_model(config, name) for name in config.reward.models)
     engine = _hybrid_engine(config, actor, rollout, adapters is not None)
@@ -229,9 +237,9 @@ def _build_rollout(
 
 def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:
     """Build the role that a stage trains, without an optimizer. Collective over the world."""
-    if plan.role == "actor":
+    if plan.role == ACTOR.section:
         return build_actor(config, updates=None)
-    return build_reward_model(config, plan.role.removeprefix("reward.models.")).role
+    return build_reward_model(config, plan.role.removeprefix(f"{REWARD_MODELS.section}.")).role
 
 
 def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
@@ -252,44 +260,77 @@ def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
     if optimizer is not None and config.model.resume_optimizer:
         load_optimizer(optimizer, config.model.path)
     return ModelRole(
-        "actor",
+        ACTOR.name,
         layout,
         model,
         tokens_per_microbatch=_token_budget(config),
-        outputs=POLICY_OUTPUTS,
+        outputs=ACTOR.outputs,
         optimizer=optimizer,
-        prefix="policy",
+        prefix=ACTOR.metric_prefix,
         offload=config.actor.offload,
         records=None if updates is None else _records(config, "update"),
     )
 
 
-def build_critic(config: RunConfig, actor: ModelRole) -> ModelRole:
-    """Build the critic with its optimizer: a model with a head of one number.
+def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> dict[str, ModelRole]:
+    """Build the roles beside the actor that infer in the score phase, by name.
 
-    Its adapters lie over the actor's base where that is the same. Collective over the world.
+    These are the ones that the algorithm needs, and those without such a need that the configuration states.
+    Collective over the world.
     """
-    section = config.critic
-    assert section is not None and section.layout is not None
-    layout = role_layout(section.layout, "critic.layout")
-    model = build_policy(
-        config, layout, path=section.path, recompute=section.recompute, head="value", trainable=True
-    )
-    shares = own_base_reason(config) is None
-    if section.lora is not None and model is not None:
-        add_adapters(model, section.lora, config.seed, trainable=True)
+    scorers: dict[str, ModelRole] = {}
+    for spec in MODEL_ROLES:
+        if spec is ACTOR or spec.phase != ACTOR.phase:
+            continue
+
+        if spec.need is None or spec.needed(algorithm):
+            for path in spec.sections(config):
+                scorers[role_of(path)] = _build_scorer(config, spec, path, actor)
+    return scorers
+
+
+def _build_scorer(config: RunConfig, spec: RoleSpec, path: str, actor: ModelRole) -> ModelRole:
+    """Build the role whose section is at ``path``, with an optimizer where it learns in the step.
+
+    It shares weights with the actor where the table lets it, and both have the same: the whole model, the
+    actor's adapters switched off, or the base beneath adapters of its own. Collective over the world.
+    """
+    section: Any = role_sections(config)[path]
+    assert section.layout is not None
+    layout = role_layout(section.layout, f"{path}.layout")
+
+    initial = is_initial_actor(config, path)
+    if initial:
+        model = actor.model
+    else:
+        model = build_policy(
+            config,
+            layout,
+            path=section.path,
+            recompute=getattr(section, "recompute", "none"),
+            head="value" if spec.head == NUMBER else "lm",
+            trainable=spec.trains,
+        )
+
+    shares_base = spec.shares == ADAPTED and own_base_reason(config, path) is None
+    lora = getattr(section, "lora", None)
+    if lora is not None and model is not None:
+        add_adapters(model, lora, config.seed, trainable=True)
         note_base(model, stored_at(config, section.path))
-        if shares and actor.model is not None:
+        if shares_base and actor.model is not None:
             share_base(model, actor.model)
+
     return ModelRole(
-        "critic",
+        role_of(path),
         layout,
         model,
         tokens_per_microbatch=_token_budget(config),
-        outputs=CRITIC_OUTPUTS,
-        optimizer=_optimizer(model, section, _updates(config)),
+        outputs=spec.outputs,
+        optimizer=_optimizer(model, section, _updates(config)) if spec.trains else None,
+        prefix=spec.metric_prefix,
         offload=section.offload,
-        over=actor if shares else None,
+        base_of=actor if initial else None,
+        over=actor if shares_base else None,
     )
 
 
@@ -297,7 +338,7 @@ def build_reward_model(config: RunConfig, name: str) -> RewardModel:
     """Build a reward model as it scores, or as its stage begins. Collective over the world."""
     section = config.reward.models[name]
     assert section.layout is not None
-    where = f"reward.models.{name}"
+    where = f"{REWARD_MODELS.section}.{name}"
     layout = role_layout(section.layout, f"{where}.layout")
     path, trainable = section.path, section.training is not None
     for plan in stage_plans(config):
@@ -313,7 +354,7 @@ def build_reward_model(config: RunConfig, name: str) -> RewardModel:
         model,
         tokens_per_microbatch=_token_budget(config),
         outputs=(name,),
-        prefix=REWARD_MODEL,
+        prefix=REWARD_MODELS.metric_prefix,
         offload=section.offload,
     )
     return RewardModel(name, section.weight, role)
@@ -330,25 +371,6 @@ def _optimizer(
 
 def _updates(config: RunConfig) -> int:
     return config.steps * config.batch.optimizer_steps * config.batch.epochs
-
-
-def build_reference(config: RunConfig, actor: ModelRole) -> ModelRole:
-    """Build the reference, which may be the actor without its adapters. Collective over the world."""
-    assert config.reference is not None and config.reference.layout is not None
-    layout, base = role_layout(config.reference.layout, "reference.layout"), None
-    if reference_is_base(config):
-        model, base = actor.model, actor
-    else:
-        model = build_policy(config, layout, path=config.reference.path, trainable=False)
-    return ModelRole(
-        "reference",
-        layout,
-        model,
-        tokens_per_microbatch=_token_budget(config),
-        outputs=REFERENCE_OUTPUTS,
-        offload=config.reference.offload,
-        base_of=base,
-    )
 
 
 def _token_budget(config: RunConfig) -> int:

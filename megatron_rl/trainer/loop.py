@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -33,6 +33,8 @@ from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.dynamic_sampling import choose_groups, prompts_wanted
 from megatron_rl.trainer.sample import RolloutSource, ScoredBatch, grade
 from megatron_rl.types import Rollouts, Scores, TrainBatch, row_index, token_index
+
+_SCORE_FIELDS = frozenset(item.name for item in fields(Scores))
 
 
 @dataclass(frozen=True)
@@ -134,18 +136,21 @@ def train_step(
 def score(
     batch: ScoredBatch, roles: Roles, config: RunConfig, step: int, members: ReplicaGroup
 ) -> ScoredBatch:
-    """Return the batch with what actor, critic and reference say of each token.
+    """Run the forward passes of the actor and of `Roles.scorers`, and attach their outputs to the scores.
 
-    The actor is not asked where its learn pass says the same. All others are asked before any answer is
-    gathered: roles on ranks of their own work at the same time. Collective over the members.
+    An output without a field in `Scores` goes to its ``columns``. The actor makes no pass where its learn
+    pass gives the same. Collective over the members.
     """
-    actor = roles.actor if roles.scoring_pass or not actor_learns(config, roles, step) else None
-    answers = [role.infer(batch.rollouts) for role in (actor, roles.critic, roles.reference) if role]
-    tokens = {
-        name: values for answer in answers for name, values in members.gather_rows(answer).tokens.items()
-    }
-    names = ("old_log_probs", "entropy", "experts", "ref_log_probs", "values")
-    return replace(batch, scores=replace(batch.scores, **{name: tokens.get(name) for name in names}))
+    scorers = list(roles.scorers.values())
+    if roles.scoring_pass or not actor_learns(config, roles, step):
+        scorers.insert(0, roles.actor)
+
+    # All infer before any output is gathered: roles on ranks of their own work at the same time.
+    shards = [role.infer(batch.rollouts) for role in scorers]
+    outputs = {name: values for shard in shards for name, values in members.gather_rows(shard).tokens.items()}
+
+    named = {name: outputs.pop(name) for name in _SCORE_FIELDS if name in outputs}
+    return replace(batch, scores=replace(batch.scores, **named, columns=outputs))
 
 
 class Learned(NamedTuple):

@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.folders import (
     newest_intact,
     require_intact_models,
 )
-from megatron_rl.config.roles import stated_models
+from megatron_rl.config.roles import ACTOR, spec_at, stated_models
 from megatron_rl.config.run_folder import set_aside
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.data import fields_of
@@ -178,10 +178,16 @@ def require_stages(config: RunConfig) -> None:
     actor's adapters lie beside it.
     """
     for plan in stage_plans(config):
-        where = "reference.path" if plan.role == "actor" else f"{plan.role}.path"
-        reference = config.reference is not None and config.reference.path == str(plan.model)
+        frozen = [
+            path
+            for path, model in stated_models(config).items()
+            if spec_at(path).phase == ACTOR.phase and not spec_at(path).trains and model == str(plan.model)
+        ]
+        where = f"{frozen[0] if frozen else 'reference'}.path"
+        if plan.role != "actor":
+            where = f"{plan.role}.path"
         base = config.actor.lora is not None and starting_model(config) == str(plan.model)
-        if plan.ended or (plan.role == "actor" and not (reference or base)):
+        if plan.ended or (plan.role == "actor" and not (frozen or base)):
             continue
         raise UserError(
             f"the model that {plan.where} has left in the run that is resumed is not in the run folder",

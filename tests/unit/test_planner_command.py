@@ -15,7 +15,7 @@ from megatron_rl.check.configuration import check_config
 from megatron_rl.cli.main import main as command
 from megatron_rl.cli.plan import add_arguments, problem_of, run
 from megatron_rl.config import budget
-from megatron_rl.config.adapters import reference_is_base
+from megatron_rl.config.adapters import is_initial_actor
 from megatron_rl.config.load import load, load_text
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.planning.predict.calibrate import calibrate
@@ -103,7 +103,7 @@ def test_adapters_are_planned_without_states_of_the_weights_beneath() -> None:
     assert adapters.step.seconds["learn"] < whole.step.seconds["learn"]
     run = planned_run(problem, adapters, Paths("models/llama"))
     assert run.config.actor.lora is not None and run.config.actor.lora.rank == 32
-    assert reference_is_base(run.config)
+    assert is_initial_actor(run.config, "reference")
 
 
 def test_plan_prints_and_writes(tmp_path, capsys) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.config.placement import megatron_sections
+from megatron_rl.config.roles import learner_sections
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
 
@@ -38,10 +39,9 @@ def untried_settings(config: RunConfig) -> Iterator[UserError]:
     sections: dict[str, tuple[str, Mapping[str, Any] | None]] = {
         path: ("megatron", settings) for path, settings in megatron_sections(config).items()
     }
-    for role, section in {"actor": config.actor, "critic": config.critic}.items():
-        if section is not None:
-            sections[f"{role}.ddp"] = "ddp", section.ddp
-            sections[f"{role}.optimizer.megatron"] = "optimizer.megatron", section.optimizer.megatron
+    for path, section in learner_sections(config).items():
+        sections[f"{path}.ddp"] = "ddp", section.ddp
+        sections[f"{path}.optimizer.megatron"] = "optimizer.megatron", section.optimizer.megatron
     sections["rollout.vllm"] = "rollout.vllm", config.rollout.vllm
 
     for path, (kind, settings) in sections.items():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from megatron_rl.config.roles import spec_of
 from megatron_rl.planning.predict.batch import StepBatch
 from megatron_rl.planning.predict.generate import RolloutLayout
 from megatron_rl.planning.predict.learn import (
@@ -24,7 +25,7 @@ from megatron_rl.planning.predict.search import (
     rollout_plans,
     training_front,
 )
-from megatron_rl.planning.predict.step import TRAINED, RoleSeconds, planned_seconds
+from megatron_rl.planning.predict.step import RoleSeconds, planned_seconds
 from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
@@ -119,7 +120,7 @@ class Planner:
         """Return the undominated ways to run a role on ``gpus`` GPUs, fastest first; ``even`` stages only."""
         problem = self.problem
         lora = problem.lora if role == "actor" else None
-        key = (problem.models[role], role in TRAINED, lora, gpus, even)
+        key = (problem.models[role], spec_of(role).trains, lora, gpus, even)
         if key not in self._fronts:
             self._fronts[key] = training_front(
                 problem.models[role],
@@ -127,7 +128,7 @@ class Planner:
                 problem.machine,
                 problem.batch,
                 problem.optimizer,
-                trained=role in TRAINED,
+                trained=spec_of(role).trains,
                 context_allowed=problem.context_parallel,
                 exchanges_heads=problem.exchanges_heads,
                 even_stages=even,
@@ -143,7 +144,7 @@ class Planner:
         roles wait in host memory and every step pays for the transfers. ``alone``: no model is elsewhere.
         """
         # The lead is the role whose choice decides what the others, and generation, have left.
-        order = sorted(roles, key=lambda name: (name not in TRAINED, name != "actor"))
+        order = sorted(roles, key=lambda name: (not spec_of(name).trains, name != "actor"))
         best: GroupPlan | None = None
         even = self.problem.stages_stated_once and not alone
         for lead in self.front(order[0], gpus, even):
@@ -197,7 +198,7 @@ class Planner:
         batch, machine, like = self.problem.batch, self.problem.machine, lead.choice
         if self.problem.models[role] != like.model:
             return None
-        if role in TRAINED:
+        if spec_of(role).trains:
             choice = replace(like, lora=None)
             learn, memory = learn_seconds(choice, batch, machine), learn_memory(choice, batch)
             return TrainPlan(choice, learn, lead.forward, memory)
@@ -216,9 +217,9 @@ class Planner:
         moving = {
             role: 2.0 * plan.memory.resting / machine.host_rate
             for role, plan in group.plans.items()
-            if role in TRAINED
+            if spec_of(role).trains
         }
-        frozen = sum(plan.memory.resting for role, plan in group.plans.items() if role not in TRAINED)
+        frozen = sum(plan.memory.resting for role, plan in group.plans.items() if not spec_of(role).trains)
         if problem.roles_swap:
             frozen, away = 0.0, replace(group, swap=group.swap + 2.0 * resting / machine.host_rate)
         else:

@@ -13,12 +13,13 @@ from megatron_rl.config.budget import PHASES, RankMemory, memory_plan
 from megatron_rl.config.derive import batch_plan, resolve
 from megatron_rl.config.load import load_text
 from megatron_rl.config.placement import APART, role_layouts, shared_weights
+from megatron_rl.config.roles import spec_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import OPEN
 from megatron_rl.planning.predict.groups import Problem
 from megatron_rl.planning.predict.placement import ALWAYS, OVERSAMPLE, PlacementPlan
 from megatron_rl.planning.predict.search import TrainPlan
-from megatron_rl.planning.predict.step import TRAINED, Observed, RunStep, predict_run
+from megatron_rl.planning.predict.step import Observed, RunStep, predict_run
 from megatron_rl.shapes.hardware import GB
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pipeline_stages import end_settings
@@ -70,10 +71,13 @@ def group_ranks(plan: PlacementPlan) -> dict[str, tuple[int, int]]:
 def preset_of(places: Mapping[str, tuple[int, int]], world: int) -> str | None:
     """Return the placement preset that gives every role its ranks, or None: they must be named."""
     half, rest = (0, world // 2), (world // 2, world - world // 2)
-    for name, apart in {"colocate": None, **APART}.items():
-        wanted = {role: (0, world) if apart is None else rest if role in apart else half for role in places}
+    if all(place == (0, world) for place in places.values()):
+        return "colocate"
+
+    for preset in APART:
+        wanted = {role: rest if spec_of(role).placement == preset else half for role in places}
         if wanted == dict(places):
-            return name
+            return preset
     return None
 
 
@@ -142,7 +146,7 @@ class _Writer:
             entry.choice.micro_batch
             for group in self.plan.groups
             for role, entry in group.plans.items()
-            if role in TRAINED
+            if spec_of(role).trains
         )
         return {
             "prompts_per_step": batch.prompts,
@@ -327,12 +331,12 @@ def _plan_lines(problem: Problem, number: int, run: PlannedRun) -> list[str]:
     for group in plan.groups:
         for role, entry in group.plans.items():
             words = entry.choice.layout.short_words()
-            extra = f", recompute {entry.choice.recompute}" if role in TRAINED else ""
+            extra = f", recompute {entry.choice.recompute}" if spec_of(role).trains else ""
             extra += ", optimizer on the host" if entry.choice.optimizer.offload else ""
             extra += f", adapters of rank {entry.choice.lora.rank}" if entry.choice.lora else ""
             rows = f", micro-batch {entry.choice.micro_batch} x {problem.batch.longest:.0f} tokens"
             lines.append(
-                f"     {role:10} {group.gpus:5} GPUs  {words}{extra}{rows if role in TRAINED else ''}"
+                f"     {role:10} {group.gpus:5} GPUs  {words}{extra}{rows if spec_of(role).trains else ''}"
             )
     rollout, count = plan.rollout.layout, plan.rollout.layout.replicas * plan.rollout.layout.gpus
     offloaded = any(group.offloaded for group in plan.groups)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from megatron_rl.algorithms.lookup import algorithm_of, scoring_reason
 from megatron_rl.config.derive import token_budget
 from megatron_rl.config.placement import placed, role_layouts, shared_weights
-from megatron_rl.config.roles import role_of, stated_models
+from megatron_rl.config.roles import role_of, role_sections, section_of, spec_of, stated_models
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.models import CriticConfig
 from megatron_rl.config.sections.rollout import OPEN
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.generate import RolloutLayout, generate_seconds
@@ -36,8 +36,6 @@ from megatron_rl.shapes.pipeline_stages import end_settings
 from megatron_rl.shapes.traffic import SharedBytes, WeightTraffic, shared_bytes
 
 PHASES = ("generate", "reshard", "reward", "score", "learn")
-TRAINED = ("actor", "critic")
-"""Roles that learn; every role that holds a model makes one forward pass over a step's rows."""
 TYPICAL_SHARE = 1 / 3
 """Mean response length over the longest, where nothing is known of it."""
 
@@ -83,7 +81,7 @@ def add_up(
     """Return the step that these roles make, each phase as long as its busiest rank."""
     busy: dict[str, dict[int, float]] = {"reward": {}, "score": {}, "learn": {}}
     for work in roles:
-        phase = "reward" if work.role.startswith("reward") else "score"
+        phase = spec_of(work.role).phase
         for rank in work.ranks:
             if work.forward:
                 busy[phase][rank] = busy[phase].get(rank, 0.0) + work.forward + work.moving
@@ -206,10 +204,13 @@ def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], observed
 
 
 def _choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelShape) -> TrainChoice:
-    section = (config.critic or CriticConfig()) if role == "critic" else config.actor
+    spec, sections = spec_of(role), role_sections(config)
+    section: Any = config.actor
+    if spec.trains:
+        section = sections.get(section_of(role)) or spec.section_class()
     optimizer = OptimizerChoice(distributed=section.optimizer.distributed, offload=section.optimizer.offload)
     engine = config.model.attention != "torch"
-    lora = section.lora if role in ("actor", "critic") else None
+    lora = section.lora if spec.trains else None
     adapters = None if lora is None else Lora.of(model, lora.rank, lora.targets)
     return TrainChoice(model, layout, section.recompute, optimizer, transformer_engine=engine, lora=adapters)
 
@@ -229,10 +230,10 @@ def _moving_seconds(
     config: RunConfig, role: str, choice: TrainChoice, batch: StepBatch, machine: Machine
 ) -> float:
     """Return seconds to bring a role's state from host memory and back, 0 where it stays on the GPU."""
-    section = {"actor": config.actor, "critic": config.critic, "reference": config.reference}.get(role)
+    section = role_sections(config).get(section_of(role))
     if section is None or not section.offload:
         return 0.0
-    memory_of = learn_memory if role in TRAINED else score_memory
+    memory_of = learn_memory if spec_of(role).trains else score_memory
     return 2.0 * memory_of(choice, batch).resting / machine.host_rate
 
 
@@ -266,10 +267,11 @@ def predict_run(
     flops: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     works = []
     for role, layout in layouts.items():
-        if role == "rollout":
+        spec = spec_of(role)
+        if spec.head is None:
             continue
         choice = _choice(config, role, layout, shapes[role])
-        trained = role in TRAINED
+        trained = spec.trains
         scores = role != "actor" or scoring_reason(config, algorithm_of(config)) is not None
         works.append(
             RoleSeconds(
@@ -281,7 +283,7 @@ def predict_run(
             )
         )
         forward_flops = choice.model.forward_flops(batch.context) * batch.tokens
-        flops["reward" if role.startswith("reward") else "score"] += forward_flops if scores else 0.0
+        flops[spec.phase] += forward_flops if scores else 0.0
         # Weights that learn cost a product of their own in the backward pass.
         passes = 0 if not trained else 3 if choice.lora is None else 2
         flops["learn"] += passes * batch.epochs * forward_flops

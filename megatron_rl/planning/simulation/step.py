@@ -15,14 +15,14 @@ from megatron_rl.algorithms import policy_objective, value_objective
 from megatron_rl.algorithms.lookup import algorithm_of
 from megatron_rl.config.budget import SimulatedRank
 from megatron_rl.config.derive import BatchPlan
-from megatron_rl.config.roles import role_of, with_role_sections
+from megatron_rl.config.roles import CRITIC, role_of, with_role_sections
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups, memberships
 from megatron_rl.megatron.residency import Use
 from megatron_rl.planning.simulation.device import Simulation
-from megatron_rl.roles.build import build_actor, build_critic, build_reference, build_reward_model
+from megatron_rl.roles.build import build_actor, build_reward_model, build_scorers
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
@@ -44,10 +44,11 @@ def simulate(
     with simulation.measured():
         with simulation.phase("build"):
             actor = build_actor(config, updates=config.steps)
-            critic = build_critic(config, actor) if algorithm.needs_critic else None
-            reference = build_reference(config, actor) if algorithm.needs_reference else None
+            scorers = build_scorers(config, algorithm, actor)
             reward = [build_reward_model(config, name).role for name in config.reward.models]
-        roles = [role for role in (actor, critic, reference, *reward) if role is not None]
+
+        roles = [actor, *scorers.values(), *reward]
+        critic = scorers.get(CRITIC.name)
         for role in roles:
             if role.model is not None:
                 simulation.name_groups(_kinds(role.model.groups))
