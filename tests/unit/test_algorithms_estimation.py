@@ -219,7 +219,7 @@ def test_what_gdpo_would_not_see_is_refused(pieces, where):
 
 
 def test_a_loss_that_holds_the_whole_ratio_is_not_weighted_again():
-    with pytest.raises(UserErrors, match="count again"):
+    with pytest.raises(UserErrors, match="apply it twice"):
         get_algorithm("topr", {"correction": "token_tis"})
     get_algorithm("topr", {"correction": "geometric"})
     get_algorithm("topr", {"correction": {"name": "token_tis", "bypass": True}})
