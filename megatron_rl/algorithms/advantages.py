@@ -294,6 +294,7 @@ class Rloo(GroupAdvantage):
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
         """Compute one advantage per row: [B]."""
+        # The mean of no other samples is 0, so a singleton keeps its reward.
         statistics = ragged.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid)
         return torch.where(inputs.valid, inputs.rewards - statistics.mean, 0)
 
@@ -354,6 +355,7 @@ class Gpg(GroupAdvantage):
         valid = inputs.valid
         count, mean, _ = ragged.group_statistics(rewards, inputs.group, valid)
 
+        # Share of rows with a reward other than 0, inverted.
         valid_count = valid.sum().to(rewards.dtype)
         nonzero_count = (valid & (rewards != 0)).sum()
         alpha = valid_count / nonzero_count.clamp(min=1)

@@ -237,7 +237,7 @@ def with_loss_weights(
         generator = torch.Generator().manual_seed(0)
     rows = (minibatch.response_mask, minibatch.lengths, minibatch.response_counts)
 
-    # Only a batch with returns trains a critic.
+    # Supervised and preference batches have no returns, and no critic.
     value_weights = None
     if minibatch.returns is not None:
         value_weights = algorithm.value_aggregation.loss_weights(*rows)

@@ -192,6 +192,7 @@ class Algorithm:
             )
 
 
+# Named pieces of each kind. A name in a configuration is one of these keys or the path of a user's piece.
 ADVANTAGES: dict[str, Advantage] = {
     "dr_grpo": Grpo(scale_by_std=False),
     "gae": Gae(),

@@ -40,8 +40,8 @@ def policy_objective(
     micro = micro.to(log_probs.device)
     mask = micro.response_mask
     weights = micro.loss_weights
-    log_probs = masked(log_probs, mask)
-    entropy = masked(entropy, mask)
+    log_probs = mask_tokens(log_probs, mask)
+    entropy = mask_tokens(entropy, mask)
     if micro.old_log_probs is None:
         micro = replace(micro, old_log_probs=log_probs.detach())
 
@@ -78,7 +78,7 @@ def policy_objective(
         sums["policy/nll"] = (nll, micro.nll_weights.sum())
 
     metrics += _policy_shift_metrics(micro, log_probs.detach(), token_count)
-    return total, metrics + means(sums)
+    return total, metrics + mean_metrics(sums)
 
 
 def value_objective(algorithm: Algorithm, micro: TrainBatch, values: Tensor) -> tuple[Tensor, Metrics]:
@@ -92,7 +92,7 @@ def value_objective(algorithm: Algorithm, micro: TrainBatch, values: Tensor) -> 
     weights, returns, old_values = fields_of(micro, "value_weights", "returns", "old_values")
 
     # Prompt tokens get 0 everywhere: the critic's outputs there are not trained.
-    values = masked(values, mask)
+    values = mask_tokens(values, mask)
     old_values = torch.where(mask, old_values, 0)
     returns = torch.where(mask, returns, 0)
 
@@ -107,7 +107,7 @@ def value_objective(algorithm: Algorithm, micro: TrainBatch, values: Tensor) -> 
     }
     for name, indicator in indicators.items():
         sums[f"critic/{name}"] = (torch.where(mask, indicator, 0).double().sum(), token_count)
-    return total, means(sums)
+    return total, mean_metrics(sums)
 
 
 def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics]:
@@ -116,9 +116,9 @@ def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics
     ``sft/loss`` is divided by the sum of weights: with ``token-mean`` the mean negative log-likelihood.
     """
     micro = micro.to(log_probs.device)
-    log_probs = masked(log_probs, micro.response_mask)
+    log_probs = mask_tokens(log_probs, micro.response_mask)
     total = -(micro.loss_weights * log_probs).sum()
-    return total, means({"sft/loss": (total, micro.loss_weights.sum())})
+    return total, mean_metrics({"sft/loss": (total, micro.loss_weights.sum())})
 
 
 def _corrected_loss(algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor) -> tuple[TokenLoss, Metrics]:
@@ -180,11 +180,11 @@ def _policy_shift_metrics(micro: TrainBatch, log_probs: Tensor, token_count: Ten
 
     log_ratio = torch.where(micro.response_mask, log_probs - micro.old_log_probs, 0).double()
     max_ratio = float(log_ratio.max().clamp(max=MAX_LOG_RATIO).exp())
-    metrics = means({"policy/kl": (-log_ratio.sum(), token_count)})
+    metrics = mean_metrics({"policy/kl": (-log_ratio.sum(), token_count)})
     return metrics + Metrics.maximum("policy/ratio_max", max_ratio)
 
 
-def masked(values: Tensor, mask: Tensor) -> Tensor:
+def mask_tokens(values: Tensor, mask: Tensor) -> Tensor:
     """Convert values [N] to at least float32 and set 0 outside the mask, so that they are not read there.
 
     bfloat16 has three digits, too few for differences of log-probs.
@@ -194,7 +194,7 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0)
 
 
-def means(sums: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
+def mean_metrics(sums: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
     """Convert scalar (sum, weight) tensors to metrics, with one copy from the device for all of them.
 
     A copy per metric would synchronise host and device as many times.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_rl.algorithms.objectives import masked, means
+from megatron_rl.algorithms.objectives import mask_tokens, mean_metrics
 from megatron_rl.algorithms.ragged import last_masked_token, row_sums
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
@@ -125,7 +125,7 @@ def dpo_objective(
     micro = micro.to(log_probs.device)
     mask = micro.response_mask
     lengths = micro.lengths
-    log_probs = masked(log_probs, mask)
+    log_probs = mask_tokens(log_probs, mask)
 
     # Log-probs of each response: their sum, or their mean per token for the losses defined on it.
     row_log_probs = row_sums(log_probs, lengths)
@@ -139,6 +139,7 @@ def dpo_objective(
         chosen_rewards = settings.beta * chosen_log_probs.detach()
         rejected_rewards = settings.beta * rejected_log_probs.detach()
     else:
+        # Reduce the reference's log-probs as the policy's.
         if micro.ref_log_probs is None:
             raise ValueError("DPO needs ref_log_probs")
         ref_log_probs = torch.where(mask, micro.ref_log_probs, 0).to(row_log_probs.dtype)
@@ -159,6 +160,7 @@ def dpo_objective(
         chosen_rewards = settings.beta * (chosen_log_probs - ref_chosen).detach()
         rejected_rewards = settings.beta * (rejected_log_probs - ref_rejected).detach()
 
+    # Weighted sum over pairs, exact under any split that keeps pairs together.
     weights = _pair_weights(micro)
     total = (weights * loss).sum()
     if settings.sft_coef:
@@ -177,7 +179,7 @@ def reward_model_objective(
     response token. Every row must have one.
     """
     micro = micro.to(values.device)
-    rewards = masked(values, micro.response_mask)[_last_tokens(micro)]
+    rewards = mask_tokens(values, micro.response_mask)[_last_tokens(micro)]
     chosen_rewards, rejected_rewards = _split_pairs(rewards)
 
     weights = _pair_weights(micro)
@@ -221,4 +223,4 @@ def _pair_metrics(
         "chosen": (chosen_rewards.sum(), pair_count),
         "rejected": (rejected_rewards.sum(), pair_count),
     }
-    return means({f"{name}/{key}": pair for key, pair in sums.items()})
+    return mean_metrics({f"{name}/{key}": pair for key, pair in sums.items()})

@@ -171,6 +171,7 @@ def gae(
     last = torch.cumsum(response_lengths, 0)[response_lengths > 0] - 1
     next_values[last] = 0
 
+    # GAE is the discounted sum of the TD errors, with decay gamma lambda.
     deltas = response_rewards + gamma * next_values - response_values
     decay = gamma * torch.as_tensor(lam, dtype=values.dtype, device=values.device)
     advantages = torch.zeros_like(values)
