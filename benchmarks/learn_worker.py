@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from workload import Workload, lengths
 
 from megatron_rl.algorithms import (
-    estimate,
+    build_train_batch,
     get_algorithm,
     initial_state,
     minibatches,
@@ -186,7 +186,7 @@ def main() -> None:
     algorithm = get_algorithm("grpo", {"aggregation": "token-mean"})
     state = initial_state(algorithm)
     rollouts, scores = synthetic(work, actor, work.vocabulary)
-    batch, _ = estimate(rollouts, scores, algorithm, state)
+    batch, _ = build_train_batch(rollouts, scores, algorithm, state)
     packed = packed_batches(actor, batch)
     pairs = int(rollouts.lengths.square().sum())  # of tokens, in attention
     unit = actor.model.groups.layout.tensor  # sequence parallelism cuts rows into as many parts

@@ -1,6 +1,6 @@
-"""Metrics that stay exact when merged: every value is a sum and a weight, divided once at the end.
+"""Metrics with exact merging: every mean is a sum and a weight, divided once at the end.
 
-A run writes them as one line of JSON a step, which is read here.
+A run writes one JSON line per step to its metrics file; `read_metrics` reads that file.
 """
 
 from __future__ import annotations
@@ -13,41 +13,47 @@ from typing import Any
 
 from megatron_rl.durable import require_file
 
-# Written metrics stay below it in size, so that whoever reads them can add and square without overflow. A
-# gradient norm in float32 that exceeds it has diverged.
+# Largest absolute value of a metric, so that its readers can add and square without overflow. A gradient norm
+# in float32 above it has diverged.
 LARGEST = 1e30
+
+# Largest step number that a float represents exactly; plots of curves use floats.
 LAST_STEP = 2**53
-"""Largest number of a step that a float holds exactly, as pictures of curves need it."""
+
+# Above it a fixed-point number has more digits than a float holds.
+_LARGEST_FIXED_POINT = 1e15
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Hold named means as (sum, weight) pairs and named extremes as plain maxima.
+    """Named means and maxima that can be merged.
 
-    Merging with ``+`` adds sums and weights and keeps the larger maximum, so the mean over
-    micro-batches, data-parallel ranks or optimizer steps is the mean over all their elements,
-    never a mean of means. Names are ``group/name``.
+    ``+`` adds sums and weights and keeps the larger maximum. The mean over micro-batches, data-parallel ranks
+    or optimizer steps is thus the mean over all their elements, never a mean of means. Names are
+    ``group/name``.
 
     Example: ``Metrics.mean("reward/mean", 6.0, 4) + Metrics.mean("reward/mean", 2.0, 4)``
     has ``values() == {"reward/mean": 1.0}``.
     """
 
     sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Name -> (sum, weight) of a mean."""
     maxima: Mapping[str, float] = field(default_factory=dict)
+    """Name -> maximum."""
 
     @classmethod
     def mean(cls, name: str, total: float, weight: float = 1.0) -> Metrics:
-        """Record ``total / weight`` under ``name``."""
+        """Return the metric ``name`` with mean ``total / weight``."""
         return cls({name: (float(total), float(weight))})
 
     @classmethod
     def maximum(cls, name: str, value: float) -> Metrics:
-        """Record the largest value seen under ``name``."""
+        """Return the metric ``name`` with a maximum."""
         return cls({}, {name: float(value)})
 
     @classmethod
     def of(cls, values: Mapping[str, float]) -> Metrics:
-        """Record plain values with weight one each."""
+        """Return metrics with the given means, each of weight 1."""
         return cls({name: (float(value), 1.0) for name, value in values.items()})
 
     def __add__(self, other: Metrics) -> Metrics:
@@ -55,27 +61,29 @@ class Metrics:
         for name, (total, weight) in other.sums.items():
             old_total, old_weight = sums.get(name, (0.0, 0.0))
             sums[name] = (old_total + total, old_weight + weight)
+
         maxima = dict(self.maxima)
         for name, value in other.maxima.items():
             maxima[name] = max(maxima.get(name, value), value)
+
         return Metrics(sums, maxima)
 
     def values(self) -> dict[str, float]:
-        """Divide every sum by its weight; a name whose weights sum to zero is left out."""
+        """Return name -> mean or maximum, without means whose weights sum to zero."""
         means = {name: total / weight for name, (total, weight) in self.sums.items() if weight}
         return {**means, **self.maxima}
 
 
-def merge(parts: Iterable[Metrics]) -> Metrics:
-    """Add up metrics from several sources, in the order given."""
+def merge(sources: Iterable[Metrics]) -> Metrics:
+    """Merge metrics from several sources, in the given order."""
     merged = Metrics()
-    for part in parts:
-        merged = merged + part
+    for metrics in sources:
+        merged = merged + metrics
     return merged
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the numbers of a metrics file line by line, without lines that are cut off or damaged.
+    """Read the numbers of a metrics file, one mapping per line, without damaged lines.
 
     Values that are not `is_measurable` are left out.
     """
@@ -84,32 +92,39 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def is_measurable(value: Any) -> bool:
-    """Return whether a value is a number that can be summed, squared and drawn: at most `LARGEST` in size."""
+    """Return whether a value is a number that can be summed, squared and plotted: up to `LARGEST`."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def number_text(value: float, form: str) -> str:
-    """Return a number in ``form``, such as ``.3f``, or in a short form where that would be endless."""
-    return format(value, form if abs(value) < 1e15 else ".3g")
+    """Format a number with ``form``, such as ``.3f``, or with three significant digits from 1e15 on."""
+    if abs(value) < _LARGEST_FIXED_POINT:
+        return format(value, form)
+    return format(value, ".3g")
 
 
 def _is_step(value: Any) -> bool:
-    """Return whether a value of JSON is the number of a step: true and numbers beyond any run are not."""
+    """Return whether a JSON value is a valid step number: an integer, not a bool, in 0 to `LAST_STEP`."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LAST_STEP
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Return the lines of a metrics file, and whether others than the last are damaged; raises OSError."""
+    """Read the valid lines of a metrics file, and whether more than one is damaged; raise OSError.
+
+    One damaged line is expected: the last one of a process that was killed while it wrote.
+    """
     lines: list[dict[str, Any]] = []
     texts: list[str] = []
     if path.exists():
         require_file(path)
         texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+
     for text in texts:
         try:
             line = json.loads(text)
-        except (ValueError, RecursionError):  # the process was killed while it wrote this line
+        except (ValueError, RecursionError):  # an incomplete or damaged line
             continue
         if isinstance(line, dict) and _is_step(line.get("step")):
             lines.append(line)
+
     return lines, len(lines) < len(texts) - 1

@@ -1,12 +1,11 @@
-"""The values that cross between roles: ragged batches of rows, with every field's shape.
+"""Types that roles exchange: ragged batches of rows.
 
-Letters: P prompts, G samples per prompt, B = P*G rows, N tokens in all rows together.
-A *row* is one sequence (prompt followed by response). Ragged tensors are concatenated rows;
-``lengths`` [B] says where one ends. Nothing is padded.
+Dimensions: P prompts, G samples per prompt, B = P*G rows, N tokens in all rows together. A *row* is one
+sequence (prompt followed by response). A ragged tensor is the concatenation of its rows, whose lengths are
+``lengths`` [B]. There is no padding.
 
-Every per-token tensor is aligned with the token it describes:
-``log_probs[t] = log p(token[t] | token[:t])``; the first token of a row has value 0 there.
-All tensors live on the CPU here; roles move what they need to their device.
+Every per-token tensor is aligned with its tokens: ``log_probs[t] = log p(token[t] | token[:t])``, and 0 for
+the first token of a row. All tensors are on the CPU; roles copy the ones that they need to their device.
 """
 
 from __future__ import annotations
@@ -21,20 +20,26 @@ from torch import Tensor
 
 
 class SamplingParameters(NamedTuple):
-    """How one prompt's responses are sampled: ``top_p=1``, ``top_k=0`` and ``min_p=0`` switch filters off.
+    """Sampling parameters of one prompt's responses.
 
-    ``temperature=0`` means greedy decoding.
+    Example: ``SamplingParameters(temperature=0.7, top_p=0.9, max_response_tokens=1024)``.
     """
 
     temperature: float = 1.0
+    """Divisor of the logits; 0 means greedy decoding."""
     top_p: float = 1.0
+    """Probability mass of nucleus sampling; 1 is off."""
     top_k: int = 0
+    """Number of most likely tokens to sample from; 0 is off."""
     max_response_tokens: int = 256
+    """Length limit of the response in tokens; see `limited_counts` for the tokens that count."""
     stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the response."""
     min_p: float = 0.0
+    """Smallest probability relative to the most likely token; 0 is off."""
 
     def greedy(self) -> SamplingParameters:
-        """Return the same with greedy decoding, which no filter changes."""
+        """Return the parameters with greedy decoding and without filters, which would not change it."""
         return self._replace(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
 
@@ -45,22 +50,27 @@ FINISH_LENGTH = 1
 FINISH_FAILED = 2
 """The engine or the environment failed on this row; the row is invalid everywhere downstream."""
 UNFINISHED = 3
-"""The response was interrupted and is to be continued; no learner sees such a row."""
+"""The response was interrupted and will be continued; such a row is never in a train batch."""
 
 
 class Outcome(NamedTuple):
-    """Say what an environment made of an episode: a reward with components, None where others judge, or a
-    ``failure`` by its reason, with a message. ``calls`` are the tools' calls of each turn of the policy,
-    where a parser finds any. ``dropped_tokens`` counts the tokens of an observation that found no room in
-    the row, and so ended the episode.
+    """Result of an episode in an environment: a reward or a failure.
+
+    Example: ``Outcome(reward=1.0, components={"format": 1.0})``.
     """
 
     reward: float | None = None
+    """Reward of the episode; None if a reward function or model computes it."""
     components: Mapping[str, float] = {}
+    """Name -> value of the reward's components."""
     failure: str | None = None
+    """Reason of a failed episode; None for a valid one."""
     message: str = ""
+    """Description of the failure."""
     calls: tuple[Sequence[Mapping[str, Any]], ...] = ()
+    """Tool calls that a parser found in each turn of the policy."""
     dropped_tokens: int = 0
+    """Tokens of an observation that did not fit into the row, which ended the episode."""
 
 
 def split_rows(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
@@ -69,83 +79,95 @@ def split_rows(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
 
 
 def row_index(lengths: Tensor) -> Tensor:
-    """Return for each token the number of its row: [N] int64."""
+    """Return the row number of each token: [N] int64."""
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
 def token_index(lengths: Tensor, rows: Tensor) -> Tensor:
     """Return the positions of all tokens of ``rows`` [b] int64, row after row: [n] int64.
 
-    Likewise of all items of tokens, where ``lengths`` [N] counts the items of each token.
+    With ``lengths`` [N] as items per token, it returns the positions of all items of the given tokens.
     """
     counts = lengths[rows]
-    first = (lengths.cumsum(0) - lengths)[rows]
-    shift = first - (counts.cumsum(0) - counts)
+    source_start = (lengths.cumsum(0) - lengths)[rows]
+    target_start = counts.cumsum(0) - counts
+    shift = source_start - target_start
     return torch.arange(int(counts.sum())) + torch.repeat_interleave(shift, counts)
 
 
 def row_counts(mask: Tensor, lengths: Tensor) -> Tensor:
-    """Return how many tokens of each row a [N] bool mask marks: [B] int64."""
+    """Count the masked-in tokens of each row of a [N] bool mask: [B] int64."""
     return torch.zeros(len(lengths), dtype=torch.long).index_add_(0, row_index(lengths), mask.long())
 
 
+# Ragged per token: `support` holds `support_sizes[t]` token ids for token t.
 _SUPPORT: Mapping[str, str] = {"support": "support_sizes"}
 
 
 def turn_starts(rollouts: Rollouts) -> Tensor:
-    """Return which tokens begin a turn of the policy: [N] bool. A row begins with its prompt."""
+    """Mark the first token of each turn of the policy: [N] bool.
+
+    A row begins with its prompt, so the last token of the row before needs no special case.
+    """
     mask = rollouts.response_mask
-    before = torch.cat([torch.zeros(min(1, len(mask)), dtype=torch.bool), mask[:-1]])
-    return mask & ~before
+    previous = torch.cat([torch.zeros(min(1, len(mask)), dtype=torch.bool), mask[:-1]])
+    return mask & ~previous
 
 
 def observed_counts(rollouts: Rollouts) -> Tensor:
-    """Return how many tokens of each row stand behind its first turn and are not the policy's: [B] int64."""
-    starts = turn_starts(rollouts).long().cumsum(0)
-    ends = rollouts.lengths.cumsum(0)
-    earlier = torch.cat([torch.zeros(1, dtype=torch.long), starts])[ends - rollouts.lengths]
-    begun = starts > earlier[row_index(rollouts.lengths)]
-    return row_counts(begun & ~rollouts.response_mask, rollouts.lengths)
+    """Count the tokens of each row after the start of its first turn that are not the policy's: [B] int64."""
+    # Turns that began up to each token, in all rows together.
+    turn_count = turn_starts(rollouts).long().cumsum(0)
+
+    # Turns that began in earlier rows: a token with more is after the first turn of its own row.
+    row_starts = rollouts.lengths.cumsum(0) - rollouts.lengths
+    count_before = torch.cat([torch.zeros(1, dtype=torch.long), turn_count])
+    earlier_rows = count_before[row_starts]
+    after_first_turn = turn_count > earlier_rows[row_index(rollouts.lengths)]
+    return row_counts(after_first_turn & ~rollouts.response_mask, rollouts.lengths)
 
 
 def limited_counts(rollouts: Rollouts) -> Tensor:
-    """Return the tokens of each row that count towards its ``max_response_tokens``: [B] int64.
+    """Count the tokens of each row that its ``max_response_tokens`` limits: [B] int64.
 
-    These are the policy's own tokens, those that an environment added between and behind them, and those of
-    an observation that had no room left.
+    These are the policy's tokens, the environment's between and after them, and the dropped tokens of an
+    observation that did not fit.
 
     Example: a row of a prompt, 3 sampled tokens, an observation of 4 and 2 more sampled tokens counts 9.
     """
     counts = row_counts(rollouts.response_mask, rollouts.lengths) + observed_counts(rollouts)
-    if rollouts.outcomes is not None:
-        counts = counts + torch.tensor(
-            [0 if one is None else one.dropped_tokens for one in rollouts.outcomes]
-        )
-    return counts
+    if rollouts.outcomes is None:
+        return counts
+
+    # A row without an outcome has not ended, so nothing was dropped from it.
+    dropped = [0 if outcome is None else outcome.dropped_tokens for outcome in rollouts.outcomes]
+    return counts + torch.tensor(dropped)
 
 
 class _Rows:
-    """Row selection shared by the ragged batch types below.
-
-    ``TOKEN_FIELDS`` are [N], ``ROW_FIELDS`` are [B] tensors, ``TUPLE_FIELDS`` are tuples of length B.
-    ``ITEM_FIELDS`` hold several items a token, token after token: name -> the token field that counts them.
-    """
+    """Base class of the ragged batch types: selection, concatenation and device copies of rows."""
 
     TOKEN_FIELDS: tuple[str, ...] = ()
+    """Names of the tensors [N, ...]."""
     ROW_FIELDS: tuple[str, ...] = ()
+    """Names of the tensors [B]."""
     TUPLE_FIELDS: tuple[str, ...] = ()
+    """Names of the tuples of length B."""
     ITEM_FIELDS: Mapping[str, str] = MappingProxyType({})
+    """Names of the tensors with several items per token -> name of the token field with their number."""
     lengths: Tensor
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def rows(self, ids: Sequence[int]):
-        """Return the batch that holds the rows ``ids``, in that order."""
+        """Return the batch of the rows ``ids``, in that order."""
         ids = list(ids)
         index = torch.tensor(ids, dtype=torch.long)
-        changes: dict[str, Any] = {}
         tokens = token_index(self.lengths, index)
+
+        # An optional field that is None stays None.
+        changes: dict[str, Any] = {}
         for name in self.TOKEN_FIELDS:
             value = getattr(self, name)
             changes[name] = None if value is None else value[tokens]
@@ -158,47 +180,66 @@ class _Rows:
         for name in self.TUPLE_FIELDS:
             value = getattr(self, name)
             changes[name] = None if value is None else tuple(value[row] for row in ids)
+
         return replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def to(self, device: torch.device):
         """Return the batch with its tensors on ``device``."""
-        names = (*self.TOKEN_FIELDS, *self.ITEM_FIELDS, *self.ROW_FIELDS)
-        tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **{k: None if v is None else v.to(device) for k, v in tensors.items()})  # pyright: ignore[reportArgumentType]
+        tensors: dict[str, Any] = {}
+        for name in (*self.TOKEN_FIELDS, *self.ITEM_FIELDS, *self.ROW_FIELDS):
+            value = getattr(self, name)
+            if value is not None:
+                tensors[name] = value.to(device)
+        return replace(self, **tensors)  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def concatenate(cls, parts: Sequence[Any]):
-        """Join batches row after row; a field that is None in one part must be None in all."""
+        """Concatenate batches; a tensor field that is None in one of ``parts`` must be None in all."""
         changes: dict[str, Any] = {}
         for name in (*cls.TOKEN_FIELDS, *cls.ITEM_FIELDS, *cls.ROW_FIELDS):
-            values = [getattr(part, name) for part in parts]
+            values = [getattr(batch, name) for batch in parts]
             changes[name] = None if values[0] is None else torch.cat(values)
+
+        # A tuple field may be None in some batches: their rows get None.
         for name in cls.TUPLE_FIELDS:
-            values = [getattr(part, name) for part in parts]
-            known = [value or (None,) * len(part) for value, part in zip(values, parts, strict=True)]
-            joined = tuple(item for value in known for item in value)
-            changes[name] = None if all(value is None for value in values) else joined
-        rest = {f.name: getattr(parts[0], f.name) for f in fields(cls) if f.name not in changes}  # pyright: ignore[reportArgumentType]
-        return cls(**changes, **rest)
+            values = [getattr(batch, name) for batch in parts]
+            if all(value is None for value in values):
+                changes[name] = None
+                continue
+            items: list[Any] = []
+            for value, batch in zip(values, parts, strict=True):
+                items.extend(value or (None,) * len(batch))
+            changes[name] = tuple(items)
+
+        # Fields without rows are those of the first batch.
+        common = {f.name: getattr(parts[0], f.name) for f in fields(cls) if f.name not in changes}  # pyright: ignore[reportArgumentType]
+        return cls(**changes, **common)
 
 
 @dataclass(frozen=True)
 class PromptBatch(_Rows):
-    """Hold P prompts as tokens, with what rewards need to judge their responses.
+    """P prompts as tokens, with the data that rewards read.
 
-    ``tokens`` [N] int64, ``lengths`` [P] int64, ``prompt_ids`` [P] int64 (position in the data set),
-    ``tasks`` P task names, ``prompts`` P prompt texts, ``ground_truths`` P values of any type,
-    ``metadata`` P mappings, ``sampling`` P sampling parameters.
+    Example: two prompts of 2 and 3 tokens have ``tokens=[5, 7, 5, 8, 9]``, ``lengths=[2, 3]``,
+    ``prompt_ids=[0, 1]``, ``tasks=("math", "math")``, ``ground_truths=("4", "12")``.
     """
 
     tokens: Tensor
+    """[N] int64, token ids."""
     lengths: Tensor
+    """[P] int64, tokens of each prompt."""
     prompt_ids: Tensor
+    """[P] int64, position in the data set."""
     tasks: tuple[str, ...]
+    """P task names."""
     prompts: tuple[str, ...]
+    """P prompt texts."""
     ground_truths: tuple[Any, ...]
+    """P reference answers of any type."""
     metadata: tuple[Mapping[str, Any], ...]
+    """P mappings."""
     sampling: tuple[SamplingParameters, ...]
+    """P sampling parameters."""
 
     TOKEN_FIELDS = ("tokens",)
     ROW_FIELDS = ("lengths", "prompt_ids")
@@ -211,38 +252,44 @@ class PromptBatch(_Rows):
 
 @dataclass(frozen=True)
 class Rollouts(_Rows):
-    """Hold B sampled rows: prompt and response tokens with the engine's own log-probs.
+    """B sampled rows: prompt and response tokens with the engine's log-probs.
 
-    ``tokens`` [N] int64; ``lengths`` [B]; ``response_mask`` [N] bool, true on response tokens;
-    ``rollout_log_probs`` [N] float32, natural log at the sampling temperature, 0 on prompt tokens;
-    ``group`` [B] int64, equal for samples of one prompt; ``finish_reason`` [B] (``FINISH_*``);
-    ``policy_version`` [B] int64, the weights' version that sampled the row's oldest token; ``temperature``
-    [B] float32. ``token_versions`` [N] int32 has the version of every token, -1 on prompt tokens, where a row
-    may have been continued by newer weights; without it all tokens of a row are of one version.
-    ``support`` [K] int32 has the token ids that top-p, top-k and min-p left to each token, of which
-    ``rollout_log_probs`` are the distribution; ``support_sizes`` [N] int32 counts them, 0 where nothing was
-    filtered out. ``experts`` [N, layers, k] int16 has those that the engine sent each token to, -1 where it
-    did not say. ``max_response_tokens`` [B] int64 is the limit under which a row was sampled, see
-    `limited_counts` for what it counts; None where nobody stated one.
+    In a conversation with an environment, the environment's tokens are between the response tokens.
 
-    Where rows are conversations with an environment, what it said lies between the response tokens, and
-    ``outcomes`` are B outcomes, None for rows that have not ended.
+    Example: one prompt of 2 tokens with responses of 1 and 2 tokens has ``lengths=[3, 4]``, ``group=[0, 0]``,
+    ``response_mask=[F, F, T,  F, F, T, T]``, ``finish_reason=[FINISH_STOP, FINISH_LENGTH]``.
     """
 
     tokens: Tensor
+    """[N] int64, token ids."""
     lengths: Tensor
+    """[B] int64, tokens of each row."""
     response_mask: Tensor
+    """[N] bool, true on response tokens."""
     rollout_log_probs: Tensor
+    """[N] float32, natural log at the sampling temperature; 0 on prompt tokens."""
     group: Tensor
+    """[B] int64, equal for the samples of one prompt."""
     finish_reason: Tensor
+    """[B], ``FINISH_*`` or ``UNFINISHED``."""
     policy_version: Tensor
+    """[B] int64, version of the weights that sampled the row's oldest token."""
     temperature: Tensor
+    """[B] float32, sampling temperature."""
     token_versions: Tensor | None = None
+    """[N] int32, version of the weights that sampled each token, -1 on prompt tokens; None if each row was
+    sampled by one version."""
     support_sizes: Tensor | None = None
+    """[N] int32, number of ids in ``support`` for each token; 0 if no token was filtered out."""
     support: Tensor | None = None
+    """[K] int32, token ids that top-p, top-k and min-p left for each token, token after token; the
+    distribution of ``rollout_log_probs`` is over them."""
     experts: Tensor | None = None
+    """[N, layers, k] int16, experts that the engine routed each token to, -1 if it reported none."""
     max_response_tokens: Tensor | None = None
+    """[B] int64, length limit of each row in tokens, see `limited_counts`; None without a limit."""
     outcomes: tuple[Outcome | None, ...] | None = None
+    """B outcomes of episodes, None for rows that have not ended; None without an environment."""
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "rollout_log_probs", "token_versions", "support_sizes", "experts",
@@ -256,69 +303,91 @@ class Rollouts(_Rows):
 
 @dataclass(frozen=True)
 class Scores:
-    """Hold what the judging roles say of the rows of one `Rollouts`.
+    """Rewards, log-probs and values of the rows of one `Rollouts`.
 
-    ``rewards`` [B] float32 and ``valid`` [B] bool: a row whose reward failed is invalid and its reward
-    is NaN, never 0. ``components`` name -> [B]. ``old_log_probs``, ``ref_log_probs``, ``values`` [N]
-    float32, each None where no role computes it; ``entropy`` [N] of the old policy. ``experts`` as in
-    `Rollouts`, of the actor's pass, where updates are to repeat it. ``columns`` name -> [N] float32 are the
-    outputs of roles that have no field here, such as the ``ref_entropy`` of a reference.
-    ``baseline_rewards`` [B] is the reward of a greedy response to the row's prompt, for ReMax, and
-    ``baseline_lengths`` [B] int64 its tokens, counted as `limited_counts` does.
+    Optional fields are None if no role computed them.
+
+    Example: two rows whose second reward failed have ``rewards=[1.0, nan]``, ``valid=[True, False]``,
+    ``components={}``.
     """
 
     rewards: Tensor
+    """[B] float32; NaN, never 0, for a reward that failed."""
     valid: Tensor
+    """[B] bool, false for a reward that failed."""
     components: Mapping[str, Tensor]
+    """Name -> [B], the reward's components."""
     old_log_probs: Tensor | None = None
+    """[N] float32, the actor's log-probs before the step's first update."""
     ref_log_probs: Tensor | None = None
+    """[N] float32, the reference policy's log-probs."""
     values: Tensor | None = None
+    """[N] float32, the critic's values."""
     entropy: Tensor | None = None
+    """[N] float32, entropy of the old policy in nats."""
     experts: Tensor | None = None
+    """[N, layers, k] int16, experts of the actor's forward pass, for updates that replay the routing."""
     baseline_rewards: Tensor | None = None
+    """[B] float32, reward of a greedy response to the row's prompt (ReMax)."""
     baseline_lengths: Tensor | None = None
+    """[B] int64, tokens of the greedy response, counted as in `limited_counts`."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> [N] float32, outputs of roles that have no field here, such as a reference's ``ref_entropy``."""
 
 
 @dataclass(frozen=True)
 class TrainBatch(_Rows):
-    """Hold what a learner needs for rows whose loss weights are already global.
+    """Rows to train on, with loss weights that already have their global denominators.
 
-    ``loss_weights`` [N] float32 carries the loss aggregation: the loss of a mini-batch is
-    ``sum_t loss_weights[t] * loss[t]`` over *all* its tokens on all ranks, so any split into
-    micro-batches, data-parallel ranks or packed rows gives the same gradient. It is 0 on prompt
-    tokens, on rejected tokens and on rows that do not take part. ``value_weights`` [N] is the same
-    for the value loss. ``response_mask`` [N] bool marks the tokens that take part.
-    ``advantages``, ``returns``, ``old_log_probs``, ``rollout_log_probs``, ``correction`` (importance
-    weights of the rollout-to-trainer mismatch), ``ref_log_probs``, ``old_values`` are [N] float32;
-    ``selected`` [N] bool marks tokens that a policy loss treats apart, chosen with statistics of the
-    whole mini-batch; ``nll_weights`` [N] weigh an imitation loss beside it. ``temperature`` is [B];
-    ``group`` [B] int64 keeps samples of one prompt in one mini-batch; ``response_counts`` [B] int64
-    counts the response tokens before any were rejected, 0 for a failed row; ``position`` [B] int64 is the
-    row's place among all of the step's. ``support_sizes``, ``support`` and ``experts`` as in `Rollouts`.
+    The loss of a mini-batch is ``sum_t loss_weights[t] * loss[t]`` over *all* its tokens on all ranks, so any
+    split into micro-batches, data-parallel ranks or packed rows gives the same gradient.
+
+    Example: two rows of 1 prompt token with 1 and 2 response tokens under token-mean have
+    ``lengths=[2, 3]``, ``response_mask=[F, T,  F, T, T]``, ``loss_weights=[0, 1/3,  0, 1/3, 1/3]``.
     """
 
     tokens: Tensor
+    """[N] int64, token ids."""
     lengths: Tensor
+    """[B] int64, tokens of each row."""
     response_mask: Tensor
+    """[N] bool, response tokens in the loss: without rejected tokens and excluded rows."""
     loss_weights: Tensor
+    """[N] float32, weights of the policy loss; 0 outside ``response_mask``."""
     temperature: Tensor
+    """[B] float32, sampling temperature."""
     advantages: Tensor | None = None
+    """[N] float32."""
     returns: Tensor | None = None
+    """[N] float32, targets of the critic."""
     old_log_probs: Tensor | None = None
+    """[N] float32, log-probs of the policy before the step's first update."""
     rollout_log_probs: Tensor | None = None
+    """[N] float32, the engine's log-probs."""
     correction: Tensor | None = None
+    """[N] float32, importance weights of the rollout-to-trainer mismatch."""
     ref_log_probs: Tensor | None = None
+    """[N] float32, the reference policy's log-probs."""
     old_values: Tensor | None = None
+    """[N] float32, the critic's values before the step's first update."""
     value_weights: Tensor | None = None
+    """[N] float32, weights of the value loss; 0 outside ``response_mask``."""
     selected: Tensor | None = None
+    """[N] bool, tokens with a different policy loss, selected by statistics of the complete mini-batch."""
     nll_weights: Tensor | None = None
+    """[N] float32, weights of the imitation loss."""
     group: Tensor | None = None
+    """[B] int64, equal for the samples of one prompt, which stay in one mini-batch."""
     response_counts: Tensor | None = None
+    """[B] int64, response tokens before any were rejected; 0 for a failed row."""
     support_sizes: Tensor | None = None
+    """[N] int32, as in `Rollouts`."""
     support: Tensor | None = None
+    """[K] int32, as in `Rollouts`."""
     experts: Tensor | None = None
+    """[N, layers, k] int16, as in `Rollouts`."""
     position: Tensor | None = None
+    """[B] int64, index of the row among all rows of the step."""
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",
@@ -331,16 +400,26 @@ class TrainBatch(_Rows):
 
 @dataclass(frozen=True)
 class TensorBox:
-    """Say where one box of a named canonical (Hugging Face) tensor lies in one rank's storage.
+    """Location of one box of a named canonical (Hugging Face) tensor in one rank's storage.
 
-    The box is ``start[d] <= i_d < start[d] + size[d]`` in the tensor ``name``; its elements lie in the
-    local parameter ``storage`` at ``offset + sum_d (i_d - start[d]) * stride[d]`` (in elements).
+    The box is ``start[d] <= i_d < start[d] + size[d]`` of the tensor; element i is at
+    ``offset + sum_d (i_d - start[d]) * stride[d]`` of the local parameter.
+
+    Example: rank 1 of tensor-parallel size 2 holds the lower half of a [8, 4] weight:
+    ``TensorBox("w", start=(4, 0), size=(4, 4), rank=1, storage="w_local", offset=0, stride=(4, 1))``.
     """
 
     name: str
+    """Name of the canonical tensor."""
     start: tuple[int, ...]
+    """First index in each dimension of the tensor."""
     size: tuple[int, ...]
+    """Elements in each dimension."""
     rank: int
+    """Rank that holds the box."""
     storage: str
+    """Name of the rank's local parameter."""
     offset: int
+    """First element of the box in the local parameter, in elements."""
     stride: tuple[int, ...]
+    """Step of each dimension in the local parameter, in elements."""

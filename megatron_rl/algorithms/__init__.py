@@ -1,8 +1,10 @@
-"""The maths of LLM reinforcement learning: pure functions of ragged tensors, with no distribution, no I/O.
+"""Equations of reinforcement learning for LLMs, as pure functions of ragged tensors: no ranks, no I/O.
 
-`algorithm` holds the named algorithms and pieces; it and `lookup` are importable without torch, and the names
-below are loaded when first asked for. One step uses, in this order: `get_algorithm` once, then `estimate`,
-`minibatches`, `policy_objective` and `value_objective` per micro-batch, and `next_state`.
+A run calls `get_algorithm` once. A step then calls, in this order: `build_train_batch`, `minibatches`,
+`policy_objective` and `value_objective` per micro-batch, and `next_state`.
+
+`algorithm` (the named algorithms and pieces) and `lookup` can be imported without torch. The names below are
+imported on first use, so that this module can be, too.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.advantages import outcome as outcome
     from megatron_rl.algorithms.aggregation import Aggregation as Aggregation
     from megatron_rl.algorithms.aggregation import minibatches as minibatches
-    from megatron_rl.algorithms.aggregation import weighted as weighted
+    from megatron_rl.algorithms.aggregation import with_loss_weights as with_loss_weights
     from megatron_rl.algorithms.algorithm import ALGORITHMS as ALGORITHMS
     from megatron_rl.algorithms.algorithm import Algorithm as Algorithm
     from megatron_rl.algorithms.correction import Correction as Correction
     from megatron_rl.algorithms.correction import mismatch_metrics as mismatch_metrics
     from megatron_rl.algorithms.estimation import AlgorithmState as AlgorithmState
-    from megatron_rl.algorithms.estimation import estimate as estimate
+    from megatron_rl.algorithms.estimation import build_train_batch as build_train_batch
     from megatron_rl.algorithms.estimation import initial_state as initial_state
     from megatron_rl.algorithms.estimation import next_state as next_state
     from megatron_rl.algorithms.estimation import old_policy_metrics as old_policy_metrics
@@ -50,12 +52,13 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.rewards import prompts_to_sample as prompts_to_sample
     from megatron_rl.algorithms.rewards import take_groups as take_groups
 
+# Exported names by the module that defines them. The imports above tell type checkers the same.
 _NAMES = {
     "advantages": "Advantage AdvantageInputs Advantages FunctionAdvantage outcome",
-    "aggregation": "Aggregation minibatches weighted",
+    "aggregation": "Aggregation minibatches with_loss_weights",
     "algorithm": "ALGORITHMS Algorithm",
     "correction": "Correction mismatch_metrics",
-    "estimation": "AlgorithmState estimate initial_state next_state old_policy_metrics valid_rows",
+    "estimation": "AlgorithmState build_train_batch initial_state next_state old_policy_metrics valid_rows",
     "kl": "Kl",
     "lookup": "algorithm_of get_algorithm",
     "losses": "FunctionLoss PolicyLoss TokenLoss ValueLoss",
@@ -64,11 +67,12 @@ _NAMES = {
     "rewards": "DynamicSampling Imitation Overlong RewardShaping informative_groups prompts_to_sample "
     "take_groups",
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    # Called for names that the module does not have yet: import their module now.
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,7 +1,7 @@
-"""How much better a response is than expected: the form of an estimator, and those that compare samples.
+"""Advantage estimators: their interface, and those that compare the samples of one prompt.
 
-GRPO and its variants, RLOO, OPO, GPG and GDPO give one advantage per row [B]. An invalid row neither counts
-in a statistic nor gets an advantage (0). Rewards of invalid rows are not read and may be NaN.
+GRPO and its variants, RLOO, OPO, GPG and GDPO compute one advantage per row [B]. An invalid row enters no
+statistic and gets advantage 0. Rewards of invalid rows are not read and may be NaN.
 """
 
 from __future__ import annotations
@@ -19,56 +19,72 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EXPECTED = "Advantages(advantages, returns) of tensors with one value per token [N]"
-"""``outcome`` makes one of a value per row."""
+"""Form of an estimator's result; `outcome` makes it from one value per row."""
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Hold one step's rewards and values as advantage estimators see them (float64).
+    """Rewards and values of one step, as an advantage estimator reads them.
 
-    ``rewards`` [B] are shaped, with the KL penalty taken off where it is in the reward; ``token_rewards``
-    [N] are the same spread over tokens: the score on a row's last response token, the penalty where it
-    arises. ``mask`` [N] marks response tokens of valid rows; ``lengths``, ``group`` and ``valid`` are [B];
-    rewards of invalid rows are 0. ``values`` [N] of the critic, ``baseline_rewards`` [B] of greedy
-    responses, shaped as ``rewards`` are, and ``components`` name -> [B] as the judges gave them are there
-    where something computed them.
+    B rows, N tokens; real numbers are float64. Optional fields are None if no role computed them.
+
+    Example: two samples of one prompt, each one prompt token and two response tokens::
+
+        rewards=[1, 0]  lengths=[3, 3]  group=[0, 0]  valid=[True, True]
+        token_rewards=[0, 0, 1,  0, 0, 0]  mask=[F, T, T,  F, T, T]
     """
 
     rewards: Tensor
+    """[B], shaped, minus the KL penalty if it is in the reward; 0 for invalid rows."""
     token_rewards: Tensor
+    """[N], the same per token: the reward on a row's last response token, the KL penalty on each token."""
     mask: Tensor
+    """[N] bool, response tokens of valid rows."""
     lengths: Tensor
+    """[B] int64, tokens of each row."""
     group: Tensor
+    """[B] int64, equal for the samples of one prompt."""
     valid: Tensor
+    """[B] bool, rows with a usable reward."""
     values: Tensor | None
+    """[N], the critic's values."""
     baseline_rewards: Tensor | None
+    """[B], reward of a greedy response to the row's prompt, shaped as ``rewards`` are."""
     components: Mapping[str, Tensor]
+    """Name -> [B], the reward's components, not shaped."""
 
     @property
     def response_lengths(self) -> Tensor:
-        """Return the number of response tokens of each row: [B] float64."""
+        """Number of response tokens of each row: [B] float64."""
         return ragged.row_sums(self.mask.to(torch.float64), self.lengths)
 
 
 class Advantages(NamedTuple):
-    """Hold per-token ``advantages`` [N] and ``returns`` [N], the critic's targets; 0 outside the mask."""
+    """Advantages and returns per token; 0 outside the mask.
+
+    Example: ``Advantages(returns - values, returns)``.
+    """
 
     advantages: Tensor
+    """[N], weights of the policy gradient."""
     returns: Tensor
+    """[N], targets of the critic."""
 
 
 @dataclass(frozen=True)
 class Advantage(Piece, ABC):
-    """Estimate how much better a response, or a token, is than expected.
+    """Estimator of the advantage of a response, or of each of its tokens.
 
-    A subclass defines `estimate` and says by class attributes what it needs: a critic's values, a greedy
-    response to each prompt, several samples of a prompt to compare. ``reads_rewards`` is false for an
-    estimator that reads the reward's components instead, which nothing shapes and no penalty is taken off.
+    A subclass defines `estimate` and declares its requirements as class attributes: a critic, a greedy
+    response per prompt, several samples per prompt. ``reads_rewards`` is false for an estimator of the
+    reward's components, which reward shaping and penalties do not change.
     """
 
-    whiten: bool = setting(False, "Whether advantages are brought to mean 0 and variance 1 over the batch.")
+    whiten: bool = setting(
+        False, "Whether advantages are shifted and scaled to mean 0 and variance 1 over the batch."
+    )
     clip: float | None = setting(
-        None, "Largest size of an advantage, after whitening.", unset="no bound", more_than=0
+        None, "Largest absolute value of an advantage, after whitening.", unset="no bound", more_than=0
     )
 
     needs_critic: ClassVar[bool] = False
@@ -78,47 +94,57 @@ class Advantage(Piece, ABC):
 
     @abstractmethod
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Return advantages and returns of every token."""
+        """Compute advantages and returns of every token."""
 
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
-        """Return what `estimate` does, whitened and clipped as set, and 0 outside the mask."""
-        estimated = self.estimate(inputs)
-        if not isinstance(estimated, tuple) or len(estimated) != 2:
-            raise wrong_result(self, "estimate", _EXPECTED, estimated)
-        for values in estimated:
+        """Run `estimate`, check its result, whiten and clip as configured, and set 0 outside the mask."""
+        # A user's estimator may return any value: check it before it is used.
+        result = self.estimate(inputs)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise wrong_result(self, "estimate", _EXPECTED, result)
+        for values in result:
             if getattr(values, "shape", None) != inputs.mask.shape:
                 raise wrong_result(self, "estimate", _EXPECTED, values)
-        advantages, returns = estimated
+
+        # Clip after whitening, so that the bound is in standard deviations of the batch.
+        advantages, returns = result
         if self.whiten:
             advantages = whiten(advantages, inputs.mask)
         if self.clip is not None:
             advantages = advantages.clamp(-self.clip, self.clip)
-        return Advantages(torch.where(inputs.mask, advantages, 0), torch.where(inputs.mask, returns, 0))
+
+        return Advantages(
+            advantages=torch.where(inputs.mask, advantages, 0),
+            returns=torch.where(inputs.mask, returns, 0),
+        )
 
 
 @dataclass(frozen=True)
 class FunctionAdvantage(Advantage):
-    """Be a function ``(AdvantageInputs) -> Advantages`` of the user's own, without settings."""
+    """Estimator made from a user's function ``(AdvantageInputs) -> Advantages``, without settings."""
 
     function: Callable[[AdvantageInputs], Advantages] | None = field(default=None, metadata=NO_SETTING)
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Return what the function does."""
+        """Call the user's function."""
         assert self.function is not None
         return self.function(inputs)
 
 
 def outcome(inputs: AdvantageInputs, advantages: Tensor) -> Advantages:
-    """Give every response token its row's advantage [B]; such estimators train no critic."""
-    tokens = ragged.broadcast_rows(advantages, inputs.lengths) * inputs.mask
-    return Advantages(tokens, tokens)
+    """Assign each row's advantage [B] to all its response tokens.
+
+    The returns equal the advantages: an estimator with one value per row trains no critic.
+    """
+    token_advantages = ragged.broadcast_rows(advantages, inputs.lengths) * inputs.mask
+    return Advantages(token_advantages, token_advantages)
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Shift and scale masked-in values to mean 0 and variance 1 over the whole batch: [N].
+    """Shift and scale the masked-in values to mean 0 and variance 1 over the batch: [N].
 
-    ``(x - mean) / sqrt(var + 1e-8)`` with the unbiased variance; 0 outside the mask. Fewer than two
-    values cannot be whitened and are returned as they are.
+    ``(x - mean) / sqrt(var + 1e-8)`` with the unbiased variance; 0 outside the mask. Fewer than two masked-in
+    values have no variance and are returned unchanged.
 
     Source: verl torch_functional.masked_whiten.
 
@@ -126,36 +152,38 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
         >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()[2]
         0.0
     """
-    kept = values[mask]
-    if len(kept) < 2:
+    samples = values[mask]
+    if len(samples) < 2:
         return torch.where(mask, values, 0)
-    whitened = (values - kept.mean()) * torch.rsqrt(kept.var(correction=1) + 1e-8)
+
+    inverse_std = torch.rsqrt(samples.var(correction=1) + 1e-8)
+    whitened = (values - samples.mean()) * inverse_std
     return torch.where(mask, whitened, 0)
 
 
 EPSILON = 1e-6
-EPSILON_MEANING = "What is added to the standard deviation before dividing by it."
+EPSILON_MEANING = "Constant added to the standard deviation before dividing by it."
 SCALE_MEANING = "Whether advantages are divided by the standard deviation."
 
 
 @dataclass(frozen=True)
 class GroupAdvantage(Advantage):
-    """Give every token of a response the same advantage, found by comparing the prompt's samples."""
+    """Estimator with one advantage per response, from a comparison of the prompt's samples."""
 
     compares_samples: ClassVar[bool] = True
 
     @abstractmethod
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Return one advantage per row: [B]."""
+        """Compute one advantage per row: [B]."""
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Return the rows' advantages on their response tokens."""
+        """Assign each row's advantage to its response tokens."""
         return outcome(inputs, self.rows(inputs))
 
 
 @dataclass(frozen=True)
 class Grpo(GroupAdvantage):
-    """Compare each reward with its group's mean, in units of the group's standard deviation.
+    """Reward minus its group's mean, in units of the group's standard deviation.
 
     ``A_i = (R_i - mean_g) / (std_g + epsilon)`` with the unbiased (n-1) standard deviation. A group with
     one valid sample has mean 0 and standard deviation 1 by convention: ``A = R / (1 + epsilon)``. Equal
@@ -176,20 +204,24 @@ class Grpo(GroupAdvantage):
     scale_by_std: bool = setting(True, SCALE_MEANING)
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Return one advantage per row: [B]."""
+        """Compute one advantage per row: [B]."""
         count, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
+
+        # A singleton's own mean would make its advantage 0, whatever its reward.
         advantages = inputs.rewards - torch.where(count > 1, mean, 0)
         if self.scale_by_std:
-            advantages = advantages / (torch.where(count > 1, std, 1) + self.epsilon)
+            scale = torch.where(count > 1, std, 1) + self.epsilon
+            advantages = advantages / scale
+
         return torch.where(inputs.valid, advantages, 0)
 
 
 @dataclass(frozen=True)
 class GrpoLeaveOneOut(GroupAdvantage):
-    """Compare each reward with mean and standard deviation of its group's *other* samples.
+    """Reward minus the mean of its group's *other* samples, in units of their standard deviation.
 
-    ``A_i = (R_i - mean_others) / (std_others + epsilon)``, divided only where the others differ (their
-    unbiased standard deviation is > 0, which takes three samples). A row without valid others gets 0. The
+    ``A_i = (R_i - mean_others) / (std_others + epsilon)``, divided only if the others differ (their unbiased
+    standard deviation is > 0, which takes three samples). A row without other valid samples gets 0. The
     baseline does not depend on the row's own reward, so the policy gradient stays unbiased (before scaling).
 
     Source: Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!" (2019); the scaling is
@@ -205,20 +237,25 @@ class GrpoLeaveOneOut(GroupAdvantage):
     scale_by_std: bool = setting(True, SCALE_MEANING)
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Return one advantage per row: [B]."""
-        others, mean, std = ragged.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid)
-        advantages = inputs.rewards - mean
+        """Compute one advantage per row: [B]."""
+        other_count, other_mean, other_std = ragged.leave_one_out_statistics(
+            inputs.rewards, inputs.group, inputs.valid
+        )
+
+        advantages = inputs.rewards - other_mean
         if self.scale_by_std:
-            advantages = torch.where(std > 0, advantages / (std + self.epsilon), advantages)
-        return torch.where(inputs.valid & (others > 0), advantages, 0)
+            scaled = advantages / (other_std + self.epsilon)
+            advantages = torch.where(other_std > 0, scaled, advantages)
+
+        return torch.where(inputs.valid & (other_count > 0), advantages, 0)
 
 
 @dataclass(frozen=True)
 class GrpoPassAtK(GroupAdvantage):
-    """Reward only a group's best sample, by its lead over the second: the gradient of pass@k, k = n.
+    """Lead of the group's best sample over the second best: the gradient of pass@k with k = n.
 
     The first sample with the largest reward gets ``(R_max - R_second) / (std_g + epsilon)``, all others 0.
-    A tie at the top gives 0 everywhere, and so does a group with fewer than two valid samples.
+    A tie for the largest reward gives 0 to every sample, and so does a group with fewer than two valid ones.
 
     Source: arXiv:2503.19595; form of verl.
 
@@ -231,17 +268,19 @@ class GrpoPassAtK(GroupAdvantage):
     epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Return one advantage per row: [B]."""
+        """Compute one advantage per row: [B]."""
         samples = (inputs.rewards, inputs.group, inputs.valid)
         count, _, std = ragged.group_statistics(*samples)
-        largest, second = ragged.group_top2(*samples)
-        lead = torch.where(count > 1, largest - second, 0) / (std + self.epsilon)
+        best_reward, second_reward = ragged.group_top2(*samples)
+
+        # The second reward of a singleton is -inf: its lead is defined as 0.
+        lead = torch.where(count > 1, best_reward - second_reward, 0) / (std + self.epsilon)
         return torch.where(ragged.first_best(*samples), lead, 0)
 
 
 @dataclass(frozen=True)
 class Rloo(GroupAdvantage):
-    """Subtract the mean of the group's other samples.
+    """Reward minus the mean of the group's other samples.
 
     ``A_i = R_i - mean_(j != i) R_j = n / (n - 1) (R_i - mean_g)``. A group with one valid sample has no
     baseline: ``A = R``.
@@ -254,14 +293,15 @@ class Rloo(GroupAdvantage):
     """
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Return one advantage per row: [B]."""
-        mean = ragged.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid).mean
-        return torch.where(inputs.valid, inputs.rewards - mean, 0)
+        """Compute one advantage per row: [B]."""
+        # The mean of no other samples is 0, so a singleton keeps its reward.
+        statistics = ragged.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid)
+        return torch.where(inputs.valid, inputs.rewards - statistics.mean, 0)
 
 
 @dataclass(frozen=True)
 class Opo(GroupAdvantage):
-    """Subtract the group's length-weighted mean, the baseline of least gradient variance.
+    """Reward minus the group's length-weighted mean, the baseline with the least gradient variance.
 
     ``A_i = R_i - sum_j l_j R_j / sum_j l_j`` with response lengths l [B] in tokens, under the assumption
     that a gradient's squared norm grows with its length. A singleton has no baseline: ``A = R``; so does a
@@ -275,20 +315,27 @@ class Opo(GroupAdvantage):
     """
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Return one advantage per row: [B]."""
-        rewards, group, valid = inputs.rewards, inputs.group, inputs.valid
+        """Compute one advantage per row: [B]."""
+        rewards = inputs.rewards
+        group = inputs.group
+        valid = inputs.valid
         count, mean, std = ragged.group_statistics(rewards, group, valid)
+
+        # Length-weighted mean of the valid rewards of each group.
         weights = torch.where(valid, inputs.response_lengths.to(rewards.dtype), 0)
-        total = ragged.group_sums(weights, group)
-        weighted = ragged.group_sums(weights * torch.where(valid, rewards, 0), group) / total.clamp(min=1)
-        baseline = torch.where(std == 0, mean, weighted)
-        baseline = torch.where((count > 1) & (total > 0), baseline, 0)
+        total_weight = ragged.group_sums(weights, group)
+        weighted_sum = ragged.group_sums(weights * torch.where(valid, rewards, 0), group)
+        weighted_mean = weighted_sum / total_weight.clamp(min=1)
+
+        # Equal rewards have that reward as exact mean, so that rounding leaves their advantage at 0.
+        baseline = torch.where(std == 0, mean, weighted_mean)
+        baseline = torch.where((count > 1) & (total_weight > 0), baseline, 0)
         return torch.where(valid, rewards - baseline, 0)
 
 
 @dataclass(frozen=True)
 class Gpg(GroupAdvantage):
-    """Centre on the group's mean and make up for the rows whose reward is zero.
+    """Reward minus its group's mean, scaled up to compensate for rows with reward 0.
 
     ``A_i = alpha (R_i - mean_g) / normalizer`` with ``alpha = B / max(#{R != 0}, 1)`` over the valid rows of
     the whole batch. A singleton has mean 0: ``A = alpha R``.
@@ -300,26 +347,32 @@ class Gpg(GroupAdvantage):
         [1.0, -1.0]
     """
 
-    normalizer: float = setting(1.0, "What the advantages are divided by.", more_than=0)
+    normalizer: float = setting(1.0, "Divisor of the advantages.", more_than=0)
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Return one advantage per row: [B]."""
-        rewards, valid = inputs.rewards, inputs.valid
+        """Compute one advantage per row: [B]."""
+        rewards = inputs.rewards
+        valid = inputs.valid
         count, mean, _ = ragged.group_statistics(rewards, inputs.group, valid)
-        alpha = valid.sum().to(rewards.dtype) / (valid & (rewards != 0)).sum().clamp(min=1)
+
+        # Share of rows with a reward other than 0, inverted.
+        valid_count = valid.sum().to(rewards.dtype)
+        nonzero_count = (valid & (rewards != 0)).sum()
+        alpha = valid_count / nonzero_count.clamp(min=1)
+
         centred = rewards - torch.where(count > 1, mean, 0)
         return torch.where(valid, alpha * centred / self.normalizer, 0)
 
 
 @dataclass(frozen=True)
 class Gdpo(GroupAdvantage):
-    """Normalise each reward component within the group, then add the components up.
+    """Weighted sum of the GRPO advantages of the reward's components.
 
     ``A_i = sum_k w_k GRPO(r_k)_i``; GDPO then whitens over the batch (``whiten``). Normalising the sum
-    instead lets different mixes of components collapse into equal advantages. ``reward`` itself is a
-    component only where there is no other. A row whose component is NaN counts as failed in that component.
-    Shaping and penalties of the whole reward do not reach components, so they are refused beside it: a
-    penalty is a component of its own.
+    instead maps different mixes of components to equal advantages. ``reward`` itself is a component only if
+    it is the only one. A row with a NaN component is invalid for that component. Shaping and penalties change
+    the total reward, not its components, so they are rejected together with this estimator: a penalty must be
+    a component.
 
     Source: GDPO, arXiv:2601.05242; the example is the paper's.
 
@@ -337,29 +390,35 @@ class Gdpo(GroupAdvantage):
 
     epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
     weights: dict[str, float] = setting(
-        {}, "Weight of each reward component that takes part.", unset="empty: all with weight 1"
+        {}, "Weight of each reward component in the sum.", unset="empty: all with weight 1"
     )
 
     reads_rewards: ClassVar[bool] = False
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Return one advantage per row: [B]."""
+        """Compute one advantage per row: [B]."""
+        # `reward` is the total of the components: beside them it would count twice.
         components = {name: value for name, value in inputs.components.items() if name != "reward"}
-        components = components or {"reward": inputs.rewards}
+        if not components:
+            components = {"reward": inputs.rewards}
+
         weights = self.weights or dict.fromkeys(components, 1.0)
-        missing = sorted(set(weights) - set(components))
-        if missing:
+        unknown_names = sorted(set(weights) - set(components))
+        if unknown_names:
             raise UserError(
-                f"no response of a step has the reward component {', '.join(missing)}",
+                f"no response of a step has the reward component {', '.join(unknown_names)}",
                 where="algorithm.advantage.weights",
-                expected="components that the reward returns, of every response that it judges",
+                expected="components that the reward returns for every response",
                 got=f"components {', '.join(sorted(components))}",
-                fix="correct the name, or have the reward return it always (0 where there is nothing to say)",
+                fix="correct the name, or have the reward always return it (0 if it does not apply)",
             )
-        normalized = Grpo(epsilon=self.epsilon)
-        total = torch.zeros_like(inputs.rewards)
+
+        # Normalise each component within its group, then add.
+        component_grpo = Grpo(epsilon=self.epsilon)
+        advantages = torch.zeros_like(inputs.rewards)
         for name, weight in weights.items():
             component = components[name]
-            valid = inputs.valid & component.isfinite()
-            total = total + weight * normalized.rows(replace(inputs, rewards=component, valid=valid))
-        return total
+            component_valid = inputs.valid & component.isfinite()
+            component_inputs = replace(inputs, rewards=component, valid=component_valid)
+            advantages = advantages + weight * component_grpo.rows(component_inputs)
+        return advantages

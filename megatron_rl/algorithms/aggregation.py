@@ -1,8 +1,8 @@
-"""Loss aggregation as one weight per token, so that a loss is a plain weighted sum under any split.
+"""Loss aggregation as one weight per token, so that a loss is the same weighted sum under any split.
 
-A step's batch is cut into mini-batches here, which fixes what depends on a whole one: the loss weights with
-their global denominators, and the tokens clip-cov and kl-cov treat apart. Once they are tensors, a mini-batch
-can be cut into micro-batches of whole rows in any way.
+`minibatches` splits a step's batch into mini-batches and computes what depends on a complete one: the loss
+weights with their global denominators, and the tokens that clip-cov and kl-cov select. Both are tensors from
+then on, so a mini-batch can be split into micro-batches of complete rows in any way.
 """
 
 from __future__ import annotations
@@ -24,18 +24,25 @@ if TYPE_CHECKING:
 
 
 class Counts(NamedTuple):
-    """Hold what is divided by: tokens of each row [B], all tokens, and rows with a token (float64)."""
+    """Denominators of a mini-batch, float64.
+
+    Example: rows of 2, 0 and 3 response tokens have
+    ``Counts(per_row=tensor([2, 0, 3]), tokens=tensor(5), rows=tensor(2))``.
+    """
 
     per_row: Tensor
+    """[B], response tokens of each row (n_i)."""
     tokens: Tensor
+    """Scalar, response tokens of all rows (N), at least 1."""
     rows: Tensor
+    """Scalar, rows with a response token (B), at least 1."""
 
 
 @dataclass(frozen=True)
 class Aggregation(Piece, ABC):
-    """Say how the losses of a mini-batch's tokens become one number; a subclass defines `weights`.
+    """Reduction of a mini-batch's token losses to a scalar; a subclass defines `weights`.
 
-    With n_i the tokens of row i that take part, N their sum and B the number of rows with n_i > 0.
+    Notation: n_i are the participating tokens of row i, N is their sum and B the number of rows with n_i > 0.
     """
 
     denominator: str = setting(
@@ -46,30 +53,37 @@ class Aggregation(Piece, ABC):
 
     @property
     def counts_all(self) -> bool:
-        """Say whether tokens and rows that were masked out count in the denominators."""
+        """Whether the denominators include tokens and rows that were masked out."""
         return self.denominator == "all"
 
     @abstractmethod
-    def weights(self, present: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Return the weight of every token; ``present`` [N] float64 is 1 on tokens that take part."""
+    def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
+        """Compute the weight of every token [N]; ``mask`` [N] float64 is 1 on participating tokens."""
 
     def loss_weights(self, mask: Tensor, lengths: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Return w [N] float32 so that the aggregated loss is ``sum_t w_t l_t``; 0 outside ``mask`` [N].
+        """Compute w [N] float32 so that the aggregated loss is ``sum_t w_t l_t``; 0 outside ``mask`` [N].
 
-        ``counts`` [B] are the rows' tokens before any were masked out, read where these count too. An empty
-        mask gives all zeros.
+        ``counts`` [B] are the rows' response tokens before masking, read for ``denominator: all``. An empty
+        mask gives zeros.
         """
-        present = mask.to(torch.float64)
+        mask = mask.to(torch.float64)
         if counts is None or not self.counts_all:
-            counts = ragged.row_sums(present, lengths)
+            counts = ragged.row_sums(mask, lengths)
         counts = counts.to(torch.float64)
-        total = Counts(counts, counts.sum().clamp(min=1), (counts > 0).sum().clamp(min=1))
-        return self.weights(present, lengths, total).to(torch.float32)
+
+        # The floor of 1 only matters for an empty mask, whose weights are 0 / 1.
+        denominators = Counts(
+            per_row=counts,
+            tokens=counts.sum().clamp(min=1),
+            rows=(counts > 0).sum().clamp(min=1),
+        )
+        # Divide in float64 and round once, at the end.
+        return self.weights(mask, lengths, denominators).to(torch.float32)
 
 
 @dataclass(frozen=True)
 class TokenMean(Aggregation):
-    """Weigh every token of the mini-batch alike: 1 / N.
+    """Mean over all tokens of the mini-batch: 1 / N.
 
     Source: DAPO, arXiv:2503.14476, equation 12.
 
@@ -79,42 +93,42 @@ class TokenMean(Aggregation):
         [0.3333, 0.3333, 0.3333, 0.0]
     """
 
-    def weights(self, present: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Return the weight of every token [N]."""
-        return present / counts.tokens
+    def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
+        """Compute the weight of every token [N]."""
+        return mask / counts.tokens
 
 
 @dataclass(frozen=True)
 class TokenSum(Aggregation):
-    """Add the tokens' losses up: 1.
+    """Sum over all tokens of the mini-batch: 1.
 
     Example:
         >>> TokenSum().loss_weights(torch.tensor([True, False]), torch.tensor([2])).tolist()
         [1.0, 0.0]
     """
 
-    def weights(self, present: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Return the weight of every token [N]."""
-        return present
+    def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
+        """Compute the weight of every token [N]."""
+        return mask
 
 
 @dataclass(frozen=True)
 class SeqMeanTokenSum(Aggregation):
-    """Average the responses' sums: 1 / B.
+    """Mean over responses of the sum over their tokens: 1 / B.
 
     Example:
         >>> SeqMeanTokenSum().loss_weights(torch.ones(3) > 0, torch.tensor([1, 2])).tolist()
         [0.5, 0.5, 0.5]
     """
 
-    def weights(self, present: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Return the weight of every token [N]."""
-        return present / counts.rows
+    def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
+        """Compute the weight of every token [N]."""
+        return mask / counts.rows
 
 
 @dataclass(frozen=True)
 class SeqMeanTokenSumNorm(Aggregation):
-    """Average the responses' sums and divide by a constant: 1 / (B scale_factor).
+    """Mean over responses of the sum over their tokens, divided by a constant: 1 / (B scale_factor).
 
     Source: Dr.GRPO, arXiv:2503.20783, with the longest possible response as the constant.
 
@@ -133,11 +147,13 @@ class SeqMeanTokenSumNorm(Aggregation):
     )
 
     def within(self, max_response_tokens: int) -> Self:
-        """Return the aggregation with its constant filled in."""
-        return self if self.scale_factor is not None else replace(self, scale_factor=max_response_tokens)
+        """Return the aggregation with the longest response as the default of its constant."""
+        if self.scale_factor is not None:
+            return self
+        return replace(self, scale_factor=max_response_tokens)
 
-    def weights(self, present: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Return the weight of every token [N]."""
+    def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
+        """Compute the weight of every token [N]; raise UserError without a constant."""
         if self.scale_factor is None:
             raise UserError(
                 "seq-mean-token-sum-norm needs a constant to divide by",
@@ -146,12 +162,12 @@ class SeqMeanTokenSumNorm(Aggregation):
                 got="nothing",
                 fix="set scale_factor, or give the algorithm max_response_tokens",
             )
-        return present / (counts.rows * self.scale_factor)
+        return mask / (counts.rows * self.scale_factor)
 
 
 @dataclass(frozen=True)
 class SeqMeanTokenMean(Aggregation):
-    """Average the responses' averages: 1 / (B n_i).
+    """Mean over responses of the mean over their tokens: 1 / (B n_i).
 
     Source: GRPO, arXiv:2402.03300, equation 3.
 
@@ -161,9 +177,10 @@ class SeqMeanTokenMean(Aggregation):
         [0.5, 0.25, 0.25, 0.0]
     """
 
-    def weights(self, present: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
-        """Return the weight of every token [N]."""
-        return present / ragged.broadcast_rows(counts.per_row.clamp(min=1) * counts.rows, lengths)
+    def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
+        """Compute the weight of every token [N]."""
+        denominators = counts.per_row.clamp(min=1) * counts.rows
+        return mask / ragged.broadcast_rows(denominators, lengths)
 
 
 def minibatches(
@@ -171,62 +188,81 @@ def minibatches(
 ) -> Iterator[TrainBatch]:
     """Yield ``optimizer_steps`` mini-batches per epoch, each with its loss weights set.
 
-    Samples of one prompt stay together; prompts are dealt in a new random order in each epoch (in their own
-    order where there is only one mini-batch), as evenly as their number allows. Rows without a token in
-    ``response_mask`` are left out: they have no gradient. With ``denominator: all`` those that had tokens
-    before some were taken out are dealt and counted with the others first. A mini-batch without rows is not
-    yielded, so fewer may come than asked for. Deterministic in ``seed``.
+    The samples of one prompt stay together. Each epoch distributes the prompts in a new random order (in
+    their original order for a single mini-batch), as evenly as their number allows. Rows without a token in
+    ``response_mask`` are left out: they have no gradient. With ``denominator: all``, rows whose tokens were
+    all masked out are first distributed and counted like the others. A mini-batch without rows is not
+    yielded, so there may be fewer than ``optimizer_steps``. Deterministic in ``seed``.
     """
     generator = torch.Generator().manual_seed(seed)
-    present = ragged.row_sums(batch.response_mask.double(), batch.lengths) > 0
-    counted = present
+    has_gradient = ragged.row_sums(batch.response_mask.double(), batch.lengths) > 0
+
+    # Rows that enter the denominators, which with `denominator: all` includes rows without gradient.
+    in_denominator = has_gradient
     counts_all = algorithm.aggregation.counts_all or algorithm.value_aggregation.counts_all
     if counts_all and batch.response_counts is not None:
-        counted = batch.response_counts > 0
-    units = _units(batch, torch.nonzero(counted).squeeze(-1).tolist())
+        in_denominator = batch.response_counts > 0
+
+    prompt_rows = _rows_by_prompt(batch, torch.nonzero(in_denominator).squeeze(-1).tolist())
     for _ in range(epochs):
+        # A single mini-batch keeps the order: the gradient is the same, and no random number is drawn.
+        order = list(range(len(prompt_rows)))
         if optimizer_steps > 1:
-            order = torch.randperm(len(units), generator=generator).tolist()
-        else:
-            order = list(range(len(units)))
+            order = torch.randperm(len(prompt_rows), generator=generator).tolist()
+
         for step in range(optimizer_steps):
-            first, last = step * len(units) // optimizer_steps, (step + 1) * len(units) // optimizer_steps
-            rows = [row for unit in order[first:last] for row in units[unit]]
-            kept = [index for index, row in enumerate(rows) if present[row]]
-            if kept:
-                minibatch = weighted(batch.rows(rows), algorithm, generator)
-                yield minibatch if len(kept) == len(rows) else minibatch.rows(kept)
+            # Integer bounds of equal shares: the sizes differ by at most one prompt.
+            begin = step * len(prompt_rows) // optimizer_steps
+            end = (step + 1) * len(prompt_rows) // optimizer_steps
+            rows = [row for prompt in order[begin:end] for row in prompt_rows[prompt]]
+
+            # Weights first, with all rows in the denominators; then drop the rows without gradient.
+            gradient_rows = [index for index, row in enumerate(rows) if has_gradient[row]]
+            if not gradient_rows:
+                continue
+            minibatch = with_loss_weights(batch.rows(rows), algorithm, generator)
+            if len(gradient_rows) < len(rows):
+                minibatch = minibatch.rows(gradient_rows)
+            yield minibatch
 
 
-def weighted(
+def with_loss_weights(
     minibatch: TrainBatch, algorithm: Algorithm, generator: torch.Generator | None = None
 ) -> TrainBatch:
-    """Return the mini-batch with its loss weights and, where the policy loss needs them, selected tokens.
+    """Return the mini-batch with its loss weights and, if the policy loss selects tokens, those tokens.
 
-    ``generator`` draws clip-cov's random tokens; None seeds one with 0.
+    ``generator`` draws clip-cov's random tokens; None uses a new generator with seed 0.
     """
+    if generator is None:
+        generator = torch.Generator().manual_seed(0)
     rows = (minibatch.response_mask, minibatch.lengths, minibatch.response_counts)
+
+    # Supervised and preference batches have no returns, and no critic.
     value_weights = None
     if minibatch.returns is not None:
         value_weights = algorithm.value_aggregation.loss_weights(*rows)
+
+    # Before this point nll_weights are marks of 1 on the tokens to imitate.
     nll_weights = minibatch.nll_weights
     if nll_weights is not None:
         nll_weights = algorithm.imitation.weights(nll_weights, minibatch.response_mask)
+
     return replace(
         minibatch,
         loss_weights=algorithm.aggregation.loss_weights(*rows),
         value_weights=value_weights,
-        selected=algorithm.policy_loss.select(minibatch, generator or torch.Generator().manual_seed(0)),
+        selected=algorithm.policy_loss.select(minibatch, generator),
         nll_weights=nll_weights,
     )
 
 
-def _units(batch: TrainBatch, rows: list[int]) -> list[list[int]]:
-    """Collect the rows of one prompt, prompts in order of first appearance."""
+def _rows_by_prompt(batch: TrainBatch, rows: list[int]) -> list[list[int]]:
+    """Group ``rows`` by prompt, prompts in order of first appearance."""
     if batch.group is None:
         return [[row] for row in rows]
-    dense = ragged.dense_groups(batch.group)[0].tolist()
-    rows_of_unit: dict[int, list[int]] = {}
+
+    dense_group = ragged.dense_groups(batch.group)[0].tolist()
+    prompt_rows: dict[int, list[int]] = {}
     for row in rows:
-        rows_of_unit.setdefault(dense[row], []).append(row)
-    return list(rows_of_unit.values())
+        prompt_rows.setdefault(dense_group[row], []).append(row)
+    return list(prompt_rows.values())

@@ -1,15 +1,15 @@
-"""An algorithm: a frozen value composed of pieces; the named ones; importable without torch.
+"""Algorithms as frozen values composed of pieces, and the tables of named ones; importable without torch.
 
-A piece of a configuration's ``algorithm`` is a name from a table here, or the path of one of the user's own,
+A piece in a configuration's ``algorithm`` section is a name from a table below, or a path to a user's piece,
 ``file.py:Name`` or ``module:Name``, alone or with settings::
 
     algorithm:
-      name: grpo                                        # the pieces that are not named are those of GRPO
+      name: grpo                                        # GRPO's pieces, except for the keys below
       policy_loss: {name: my_loss.py:Raised, sharpness: 0.3}
       kl: {name: loss, coef: 0.01}
-      advantage: {whiten: true}                         # no name: GRPO's own, with this setting changed
+      advantage: {whiten: true}                         # no name: GRPO's estimator with this setting changed
 
-The file my_loss.py, with a class where there are settings, or just a function::
+The file my_loss.py, with a class for a piece with settings and a function for one without::
 
     @dataclass(frozen=True)
     class Raised(PolicyLoss):
@@ -24,7 +24,7 @@ The file my_loss.py, with a class where there are settings, or just a function::
 
     OWN = Algorithm("own", "Mine.", advantage=FunctionAdvantage(function=centred), policy_loss=Raised())
 
-``algorithm.name: my_loss.py:OWN`` is such an algorithm as a whole.
+``algorithm.name: my_loss.py:OWN`` selects that complete algorithm.
 """
 
 from __future__ import annotations
@@ -81,10 +81,12 @@ from megatron_rl.errors import UserError
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Compose an RL algorithm from pieces.
+    """RL algorithm composed of pieces.
 
-    Every piece can be replaced, and its settings changed, by the key of its name below ``algorithm`` in a
-    run's configuration. Defaults are verl's where the field's frameworks differ.
+    The key ``algorithm.FIELD`` of a run's configuration replaces the piece in that field or changes its
+    settings. Defaults follow verl if frameworks differ.
+
+    Example: ``Algorithm("mine", advantage=Rloo(), kl=KlInLoss(coef=0.01))``.
     """
 
     name: str
@@ -101,80 +103,85 @@ class Algorithm:
     imitation: Imitation = Imitation()
     dynamic_sampling: DynamicSampling = KeepEveryGroup()
     max_response_tokens: int | None = None
-    """Limit of the responses that do not carry a limit of their own, see `within`."""
+    """Length limit in tokens of responses without a limit of their own; set by `within`."""
 
     @property
     def needs_critic(self) -> bool:
-        """Say whether a value model must be trained and queried."""
+        """Whether a critic must be trained and evaluated."""
         return self.advantage.needs_critic
 
     @property
     def needs_reference(self) -> bool:
-        """Say whether the reference policy's log-probs are used."""
+        """Whether the algorithm reads the reference policy's log-probs."""
         return self.kl.needs_reference
 
     @property
     def needs_greedy_baseline(self) -> bool:
-        """Say whether `Scores.baseline_rewards` (reward of a greedy response per prompt) is used."""
+        """Whether the algorithm reads `Scores.baseline_rewards` (reward of a greedy response per prompt)."""
         return self.advantage.needs_greedy_baseline
 
     @property
     def needs_scoring_pass(self) -> tuple[str, ...]:
-        """Return the keys of the pieces that want the actor's log-probs of a batch before its loss."""
+        """Keys of the pieces that read the actor's log-probs of a batch before its loss."""
         return tuple(name for name, piece in self.pieces().items() if piece.needs_scoring_pass)
 
     def pieces(self) -> dict[str, Piece]:
-        """Return the pieces by the name of their key."""
+        """Return the pieces: key -> piece."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Piece)}
 
     def within(self, max_response_tokens: int) -> Algorithm:
-        """Return the algorithm for responses of at most so many tokens."""
+        """Return the algorithm with settings that depend on the longest response filled in."""
         changed = {name: piece.within(max_response_tokens) for name, piece in self.pieces().items()}
         return replace(self, max_response_tokens=max_response_tokens, **changed)
 
     def problems(self) -> Iterator[UserError]:
-        """Yield every mistake in the pieces' settings, and in what goes together."""
+        """Yield every error in the pieces' settings and in their combination."""
         for name, piece in self.pieces().items():
             yield from piece.problems(f"algorithm.{name}")
+
+        # The buffer can only be compared with the limit of a run. A limit of the piece precedes it.
         if self.max_response_tokens is not None and self.overlong.limit is None:
             limits = {"rollout.max_response_tokens": self.max_response_tokens}
             yield from self.overlong.buffer_errors("algorithm.overlong", limits)
+
         if not self.advantage.reads_rewards:
-            yield from self._unread()
-        if (
-            self.policy_loss.follows_rollout
-            and self.correction.level != "none"
-            and not self.correction.bypass
-        ):
+            yield from self._ignored_reward_changes()
+
+        # In bypass mode a loss with a ratio gets no weights, so the ratio is applied once.
+        weighted = self.correction.level != "none" and not self.correction.bypass
+        if self.policy_loss.follows_rollout and weighted:
             yield UserError(
-                f"{type(self.policy_loss).__name__} holds the whole ratio to the policy that sampled, which "
-                "weights of a correction would count again",
+                f"{type(self.policy_loss).__name__} already includes the full importance ratio to the "
+                "sampling policy; a correction weight would apply it twice",
                 where="algorithm.correction.level",
                 expected="none with this loss",
                 got=self.correction.level,
                 fix="write correction: {level: none}; a rejection may stay",
             )
 
-    def _unread(self) -> Iterator[UserError]:
-        """Yield what changes the whole reward, beside an advantage that reads the reward's components."""
+    def _ignored_reward_changes(self) -> Iterator[UserError]:
+        """Yield an error for each piece that changes the total reward, which the estimator does not read."""
         name = type(self.advantage).__name__
+
         if self.kl.in_reward:
             yield UserError(
-                f"{name} does not read the reward that a KL penalty is taken off",
+                f"{name} does not read the reward that a KL penalty is subtracted from",
                 where="algorithm.kl",
                 expected="a KL penalty in the loss, or none",
                 got="a KL penalty in the reward",
                 fix="write kl: loss",
             )
+
         if self.overlong.buffer is not None:
             yield UserError(
-                f"{name} does not read the reward that the overlong penalty is taken off",
+                f"{name} does not read the reward that the overlong penalty is subtracted from",
                 where="algorithm.overlong.buffer",
                 expected="null: no penalty",
                 got=f"{self.overlong.buffer:g}",
                 fix="have the reward function return the penalty as a component of its own",
             )
+
         if self.reward_shaping.changes:
             yield UserError(
                 f"{name} does not read the reward that is shaped, and scales each component by itself",
@@ -185,6 +192,7 @@ class Algorithm:
             )
 
 
+# Named pieces of each kind. A name in a configuration is one of these keys or the path of a user's piece.
 ADVANTAGES: dict[str, Advantage] = {
     "dr_grpo": Grpo(scale_by_std=False),
     "gae": Gae(),
@@ -234,60 +242,98 @@ CORRECTIONS: dict[str, Correction] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """Hold what a key of `Algorithm` takes: the class of its pieces, the named ones, and its method.
+    """Kind of piece, which is one key of the ``algorithm`` section.
 
-    ``method`` is what a piece of the user's own must define, ``arguments`` how it is called, and
-    ``of_function`` makes a piece of a plain function, where the kind allows that.
+    Example: ``KINDS["kl"].named["loss"]`` is `KlInLoss`; a user's subclass of `Kl` overrides its
+    ``estimate(log_probs, ref_log_probs)``.
     """
 
     base: type[Piece]
+    """Base class of the kind's pieces."""
     named: Mapping[str, Piece]
+    """Name in a configuration -> piece with its default settings."""
     method: str
+    """Name of the method with the equation, which a user's piece must have."""
     arguments: tuple[str, ...]
+    """Arguments of the method, in the order of the call."""
     of_function: Callable[[Any], Piece] | None = None
+    """Constructor of a piece from a user's function; None if the kind accepts only classes."""
 
 
-_WEIGHTS = ("present", "lengths", "counts")
+_WEIGHT_ARGUMENTS = ("mask", "lengths", "counts")
 KINDS: dict[str, Kind] = {
     "advantage": Kind(
-        Advantage, ADVANTAGES, "estimate", ("inputs",), lambda function: FunctionAdvantage(function=function)
+        base=Advantage,
+        named=ADVANTAGES,
+        method="estimate",
+        arguments=("inputs",),
+        of_function=lambda function: FunctionAdvantage(function=function),
     ),
     "policy_loss": Kind(
-        PolicyLoss,
-        POLICY_LOSSES,
-        "token_loss",
-        ("micro", "log_probs"),
-        lambda function: FunctionLoss(function=function),
+        base=PolicyLoss,
+        named=POLICY_LOSSES,
+        method="token_loss",
+        arguments=("micro", "log_probs"),
+        of_function=lambda function: FunctionLoss(function=function),
     ),
-    "aggregation": Kind(Aggregation, AGGREGATIONS, "weights", _WEIGHTS),
+    "aggregation": Kind(
+        base=Aggregation,
+        named=AGGREGATIONS,
+        method="weights",
+        arguments=_WEIGHT_ARGUMENTS,
+    ),
     "value_loss": Kind(
-        ValueLoss, {"clipped": ClippedValueLoss()}, "token_loss", ("values", "old_values", "returns")
+        base=ValueLoss,
+        named={"clipped": ClippedValueLoss()},
+        method="token_loss",
+        arguments=("values", "old_values", "returns"),
     ),
-    "value_aggregation": Kind(Aggregation, AGGREGATIONS, "weights", _WEIGHTS),
+    "value_aggregation": Kind(
+        base=Aggregation,
+        named=AGGREGATIONS,
+        method="weights",
+        arguments=_WEIGHT_ARGUMENTS,
+    ),
     "kl": Kind(
-        Kl,
-        {"none": NoKl(), "loss": KlInLoss(), "reward": KlInReward()},
-        "estimate",
-        ("log_probs", "ref_log_probs"),
+        base=Kl,
+        named={"none": NoKl(), "loss": KlInLoss(), "reward": KlInReward()},
+        method="estimate",
+        arguments=("log_probs", "ref_log_probs"),
     ),
     "correction": Kind(
-        Correction, CORRECTIONS, "correct", ("log_probs", "rollout_log_probs", "mask", "lengths")
+        base=Correction,
+        named=CORRECTIONS,
+        method="correct",
+        arguments=("log_probs", "rollout_log_probs", "mask", "lengths"),
     ),
     "reward_shaping": Kind(
-        RewardShaping, {"standard": RewardShaping()}, "shape", ("values", "rewards", "valid", "moments")
+        base=RewardShaping,
+        named={"standard": RewardShaping()},
+        method="shape",
+        arguments=("values", "rewards", "valid", "moments"),
     ),
     "overlong": Kind(
-        Overlong, {"soft": Overlong()}, "punish", ("rewards", "valid", "response_lengths", "limits")
+        base=Overlong,
+        named={"soft": Overlong()},
+        method="punish",
+        arguments=("rewards", "valid", "response_lengths", "limits"),
     ),
     "imitation": Kind(
-        Imitation, {"good_responses": Imitation()}, "marks", ("rewards", "valid", "mask", "lengths")
+        base=Imitation,
+        named={"good_responses": Imitation()},
+        method="marks",
+        arguments=("rewards", "valid", "mask", "lengths"),
     ),
     "dynamic_sampling": Kind(
-        DynamicSampling, {"none": KeepEveryGroup(), "refill": RefillGroups()}, "further_rounds", ()
+        base=DynamicSampling,
+        named={"none": KeepEveryGroup(), "refill": RefillGroups()},
+        method="further_rounds",
+        arguments=(),
     ),
 }
-"""Every key below ``algorithm`` in a configuration, beside ``name``."""
+"""Kind of each key of a configuration's ``algorithm`` section except ``name``."""
 
+# Named algorithms. A piece that is not listed is the default of `Algorithm`, which is GRPO's.
 _TABLE = (
     Algorithm("grpo", "PPO clip with the group's mean and standard deviation as baseline and scale."),
     Algorithm(
@@ -313,7 +359,7 @@ _TABLE = (
     ),
     Algorithm(
         "gspo",
-        "GRPO clipped by the whole response's length-normalised ratio.",
+        "GRPO clipped by the response's length-normalised ratio.",
         policy_loss=Gspo(),
         aggregation=SeqMeanTokenMean(),
     ),
@@ -341,17 +387,17 @@ _TABLE = (
     ),
     Algorithm(
         "clip_cov",
-        "GRPO that skips a few tokens of high covariance, to keep entropy up.",
+        "GRPO without loss on a few tokens of high covariance, to preserve entropy.",
         policy_loss=ClipCov(),
     ),
     Algorithm(
         "kl_cov",
-        "GRPO that holds back the tokens of highest covariance, to keep entropy up.",
+        "GRPO with a KL penalty on the tokens of highest covariance, to preserve entropy.",
         policy_loss=KlCov(),
     ),
     Algorithm(
         "gdpo",
-        "GRPO that normalises each reward component by itself, for several rewards.",
+        "GRPO that normalises each reward component separately, for several rewards.",
         advantage=Gdpo(whiten=True),
     ),
     Algorithm("rloo", "PPO clip with the mean of the group's other samples as baseline.", advantage=Rloo()),
@@ -362,7 +408,7 @@ _TABLE = (
     ),
     Algorithm(
         "gpg",
-        "Policy gradient on centred rewards, made up for rows with reward 0.",
+        "Policy gradient on centred rewards, scaled up to compensate for rows with reward 0.",
         advantage=Gpg(),
         policy_loss=PolicyGradient(),
     ),

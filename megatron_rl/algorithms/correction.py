@@ -1,9 +1,9 @@
-"""The difference between the policy that sampled and the policy that is trained: measured, and corrected for.
+"""Rollout-to-trainer mismatch: its metrics, importance weights and rejection.
 
 ``rho_t = exp(clamp(log_probs - rollout_log_probs, +-20))`` per token, with the trainer's log-probs of the
-policy that sampled (or, in bypass mode, of the policy being trained). Two means, which combine: importance
-weights scale a token's loss, rejection drops tokens or responses. Neither carries a gradient. All per-token
-tensors are ragged [N] with ``lengths`` [B] and ``mask`` [N]; rows must be whole.
+sampling policy (or, in bypass mode, of the policy in training). Two corrections, which combine: importance
+weights scale a token's loss, rejection drops tokens or responses. Neither has a gradient. All per-token
+tensors are ragged [N] with ``lengths`` [B] and ``mask`` [N]; rows must be complete.
 """
 
 from __future__ import annotations
@@ -22,23 +22,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IS_LEVELS = ("none", "token", "sequence", "geometric")
+# There is no seq_max_k1: k1 is signed, so its maximum would bound only one side.
 REJECTION_MEASURES = (
-    "token_k1", "token_k2", "token_k3",
-    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
-    "seq_max_k2", "seq_max_k3",
-)  # fmt: skip
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
 
 
 @dataclass(frozen=True)
 class Correction(Piece):
-    """Correct for the mismatch by importance weights, by rejection, or both.
+    """Correction of the rollout-to-trainer mismatch by importance weights, by rejection, or both.
 
     Source: TIS, Yao et al. (2025) "Your efficient RL framework secretly brings you off-policy RL training";
     IcePop, arXiv:2510.18855; Liu et al. (2025) "When speed kills stability".
     """
 
-    level: str = setting("none", "Which ratio a token's importance weight is of.", choices=IS_LEVELS)
+    level: str = setting("none", "Ratio that is a token's importance weight.", choices=IS_LEVELS)
     threshold: float | None = setting(
         2.0, "Largest importance weight.", unset="weights are not cut off", more_than=0
     )
@@ -51,22 +59,22 @@ class Correction(Piece):
     )
     bypass: bool = setting(
         False,
-        "Whether the rollout's own log-probs are those of the old policy; what is corrected is then the "
-        "policy being trained.",
+        "Whether the rollout's log-probs are used as the old policy's; the correction is then for the policy "
+        "in training.",
     )
 
     @property
     def active(self) -> bool:
-        """Say whether weights or rejection change anything."""
+        """Whether weights or rejection are configured."""
         return self.level != "none" or bool(self.rejection)
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Say whether weights and rejection are of the whole step, which the loss is divided by."""
+        """Whether weights and rejection of the step precede the loss, whose denominator they change."""
         return self.active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield mistakes in the band, in the measures, and settings that exclude each other."""
+        """Yield errors of the band, of the rejection measures, and of settings that exclude each other."""
         band = self.band
         if band is not None and not (len(band) == 2 and 0 <= band[0] < band[1]):
             yield UserError(
@@ -76,8 +84,11 @@ class Correction(Piece):
                 got=str(list(band)),
                 fix="write band: [0.5, 5.0]",
             )
+
         for measure, limit in self.rejection.items():
             yield from _measure_errors(measure, limit, f"{path}.rejection.{measure}")
+
+        # In bypass mode the weights are computed in the loss, one micro-batch at a time.
         if self.bypass and self.batch_normalize:
             yield UserError(
                 "batch-normalised importance weights need the whole step, which bypass mode does not see",
@@ -88,38 +99,49 @@ class Correction(Piece):
             )
 
     def without_weights(self) -> Correction:
-        """Return the correction's rejection alone."""
+        """Return a correction with the same rejection and no importance weights."""
         return replace(self, level="none")
 
     def correct(
         self, log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, lengths: Tensor
     ) -> tuple[Tensor | None, Tensor, Metrics]:
-        """Return weights [N] (None where there are none), the tokens kept [N] bool, and metrics."""
+        """Compute importance weights [N], the mask without rejected tokens [N] bool, and metrics.
+
+        The weights are None for ``level: none``.
+        """
         count = int(mask.sum())
-        weights, metrics = None, Metrics()
+        metrics = Metrics()
+
+        weights = None
         if self.level != "none":
             weights = self.importance_weights(log_probs, rollout_log_probs, mask, lengths)
-            chosen = weights[mask].double()
-            limited = chosen == 0 if self.band is not None else chosen >= (self.threshold or math.inf)
-            metrics += Metrics.mean("mismatch/is_weight", float(chosen.sum()), count)
+            # Log the weights before normalisation, which would hide their size.
+            token_weights = weights[mask].double()
+            limited = token_weights >= (self.threshold or math.inf)
+            if self.band is not None:
+                limited = token_weights == 0
+            metrics += Metrics.mean("mismatch/is_weight", float(token_weights.sum()), count)
             metrics += Metrics.mean("mismatch/is_limited_fraction", int(limited.sum()), count)
             if self.batch_normalize:
                 weights = batch_normalized(weights, mask, lengths, level=self.level)
-        keep = mask
+
+        accepted = mask
         if self.rejection:
-            keep = rejection_mask(log_probs, rollout_log_probs, mask, lengths, self.rejection)
-            metrics += Metrics.mean("mismatch/rejected_fraction", count - int(keep.sum()), count)
-        return weights, keep, metrics
+            accepted = rejection_mask(log_probs, rollout_log_probs, mask, lengths, self.rejection)
+            rejected_count = count - int(accepted.sum())
+            metrics += Metrics.mean("mismatch/rejected_fraction", rejected_count, count)
+
+        return weights, accepted, metrics
 
     def importance_weights(
         self, log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, lengths: Tensor
     ) -> Tensor:
-        """Return truncated importance weights per token: [N], 1 outside the mask.
+        """Compute truncated importance weights per token: [N], 1 outside the mask.
 
-        ``level`` says which ratio a token gets: ``token`` its own rho; ``sequence`` the product over its
-        response, ``exp(clamp(sum log rho, +-20))``; ``geometric`` the response's geometric mean.
-        ``threshold`` C gives min(ratio, C), truncated importance sampling. ``band`` (lo, hi) instead zeroes
-        ratios outside it, IcePop.
+        ``level`` selects a token's ratio: ``token`` its own rho; ``sequence`` the product over its response,
+        ``exp(clamp(sum log rho, +-20))``; ``geometric`` the response's geometric mean. ``threshold`` C gives
+        min(ratio, C), truncated importance sampling. ``band`` (lo, hi) instead sets ratios outside it to 0,
+        IcePop.
 
         Example:
             >>> new, old = torch.tensor([1.5, 4.0]).log(), torch.zeros(2)
@@ -131,19 +153,24 @@ class Correction(Piece):
             >>> [round(w, 3) for w in icepop.importance_weights(new, old, mask, lengths).tolist()]
             [1.5, 0.0]
         """
+        # Log ratio of each token, or of its response.
         difference = torch.where(mask, log_probs.detach() - rollout_log_probs, 0)
         if self.level == "sequence":
-            rows = ragged.row_sums(difference, lengths)
-            difference = ragged.broadcast_rows(rows, lengths)
+            row_difference = ragged.row_sums(difference, lengths)
+            difference = ragged.broadcast_rows(row_difference, lengths)
         elif self.level == "geometric":
-            rows = ragged.masked_row_means(difference, mask, lengths)
-            difference = ragged.broadcast_rows(rows, lengths)
+            row_difference = ragged.masked_row_means(difference, mask, lengths)
+            difference = ragged.broadcast_rows(row_difference, lengths)
+
         weights = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+        # Truncation: the band excludes the threshold.
         if self.band is not None:
             low, high = self.band
             weights = torch.where((weights >= low) & (weights <= high), weights, 0)
         elif self.threshold is not None:
             weights = weights.clamp(max=self.threshold)
+
         return torch.where(mask, weights, 1)
 
 
@@ -157,11 +184,11 @@ def rejection_mask(
     """Mark the tokens that every measure accepts: [N] bool, a subset of ``mask``.
 
     A measure is ``token_`` (drops tokens), ``seq_sum_``, ``seq_mean_`` or ``seq_max_`` (drop responses)
-    followed by the divergence it sums, averages or takes the largest of:
+    followed by the divergence that it sums, averages or maximises:
 
-    - ``k1`` = -log rho, kept within [log lo, log hi] for ``[lo, hi]``; a single x means [1/x, x]. Note the
-      sign: ``1/hi <= rho <= 1/lo``. Not with ``seq_max_``.
-    - ``k2`` = (log rho)^2 / 2 and ``k3`` = rho - 1 - log rho, kept up to the threshold.
+    - ``k1`` = -log rho, accepted within [log lo, log hi] for ``[lo, hi]``; a single x means [1/x, x]. Note
+      the sign: ``1/hi <= rho <= 1/lo``. Not with ``seq_max_``.
+    - ``k2`` = (log rho)^2 / 2 and ``k3`` = rho - 1 - log rho, accepted up to the threshold.
 
     ``seq_sum_k1`` is masked importance sampling (MIS), ``seq_mean_k1`` the geometric mean.
 
@@ -173,41 +200,51 @@ def rejection_mask(
         >>> rejection_mask(new, old, mask, lengths, {"seq_sum_k1": [0.5, 2.0]}).tolist()
         [True, True, False]
     """
+    # float64: sums over long responses are compared with thresholds as close to 1 as 0.999.
     log_rho = torch.where(mask, (log_probs.detach() - rollout_log_probs).double(), 0)
     log_rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    divergences = {"k1": -log_rho, "k2": 0.5 * log_rho**2, "k3": torch.expm1(log_rho) - log_rho}
-    keep = mask.clone()
+    divergences = {
+        "k1": -log_rho,
+        "k2": 0.5 * log_rho**2,
+        "k3": torch.expm1(log_rho) - log_rho,
+    }
+
+    accepted = mask.clone()
     for measure, limit in measures.items():
         if measure not in REJECTION_MEASURES:
             raise ValueError(f"unknown measure {measure!r}; known: {', '.join(REJECTION_MEASURES)}")
-        span, kind = measure.rsplit("_", 1)
-        value = _measured(divergences[kind], mask, lengths, span)
-        low, high = rejection_limits(kind, limit)
-        keep &= (value >= low) & (value <= high)
-    return keep
+        reduction, divergence = measure.rsplit("_", 1)
+        value = _reduce_rows(divergences[divergence], mask, lengths, reduction)
+        low, high = rejection_limits(divergence, limit)
+        accepted &= (value >= low) & (value <= high)
+
+    return accepted
 
 
 def rejection_limits(kind: str, limit: float | Sequence[float]) -> tuple[float, float]:
-    """Return the range a divergence must lie in: logarithms of the band for k1, (-inf, limit] for others.
+    """Return the accepted range of a divergence: logarithms of the band for k1, (-inf, limit] for others.
 
     Example:
         >>> [round(x, 4) for x in rejection_limits("k1", 2.0)]
         [-0.6931, 0.6931]
     """
     if kind == "k1":
-        low, high = (1 / limit, limit) if isinstance(limit, int | float) else limit
+        if isinstance(limit, int | float):
+            limit = (1 / limit, limit)
+        low, high = limit
         return math.log(low), math.log(high)
+
     if not isinstance(limit, int | float):
         raise ValueError(f"{kind} takes one upper threshold, got {limit!r}")
     return -math.inf, float(limit)
 
 
 def batch_normalized(weights: Tensor, mask: Tensor, lengths: Tensor, *, level: str = "token") -> Tensor:
-    """Divide the weights by their mean over the whole step: [N].
+    """Divide the weights by their mean over the step: [N].
 
-    The mean is over masked-in tokens, or, where the ``level`` of the weights is a response, over the
-    responses that have such tokens, each counted once. An empty mask, or weights that are all 0, change
-    nothing.
+    The mean is over masked-in tokens or, for weights of a response ``level``, over the responses with such
+    tokens, each counted once. With an empty mask, or weights that are all 0, the weights are returned
+    unchanged.
 
     Example:
         >>> weights, mask = torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])
@@ -216,41 +253,55 @@ def batch_normalized(weights: Tensor, mask: Tensor, lengths: Tensor, *, level: s
     """
     if not bool(mask.any()):
         return weights
+
+    # All tokens of a response have its weight: a mean over tokens would count long responses more.
     values = weights[mask].double()
     if level != "token":
-        answered = ragged.row_sums(mask.double(), lengths) > 0
-        values = ragged.masked_row_means(weights.double(), mask, lengths)[answered]
+        has_tokens = ragged.row_sums(mask.double(), lengths) > 0
+        values = ragged.masked_row_means(weights.double(), mask, lengths)[has_tokens]
+
     mean = values.mean()
-    return torch.where(mask, (weights / mean).to(weights.dtype), weights) if float(mean) else weights
+    if not float(mean):
+        return weights
+    return torch.where(mask, (weights / mean).to(weights.dtype), weights)
 
 
-def _measured(divergence: Tensor, mask: Tensor, lengths: Tensor, span: str) -> Tensor:
-    if span == "token":
+def _reduce_rows(divergence: Tensor, mask: Tensor, lengths: Tensor, reduction: str) -> Tensor:
+    """Reduce a divergence [N] over each row and repeat the result on the row's tokens: [N]."""
+    if reduction == "token":
         return divergence
-    if span == "seq_sum":
-        rows = ragged.row_sums(divergence, lengths)
-    elif span == "seq_mean":
-        rows = ragged.masked_row_means(divergence, mask, lengths)
+
+    if reduction == "seq_sum":
+        row_values = ragged.row_sums(divergence, lengths)
+    elif reduction == "seq_mean":
+        row_values = ragged.masked_row_means(divergence, mask, lengths)
     else:
-        rows = ragged.row_maxima(torch.where(mask, divergence, 0), lengths)
-    return ragged.broadcast_rows(rows, lengths)
+        row_values = ragged.row_maxima(torch.where(mask, divergence, 0), lengths)
+    return ragged.broadcast_rows(row_values, lengths)
 
 
 def _measure_errors(measure: str, limit: object, path: str) -> Iterator[UserError]:
-    """Yield what is wrong about one rejection measure and its threshold."""
+    """Yield the error of an unknown rejection measure, or of its threshold."""
     if measure not in REJECTION_MEASURES:
-        close = nearest(measure, REJECTION_MEASURES)
+        suggestion = nearest(measure, REJECTION_MEASURES)
+        fix = "name one of them"
+        if suggestion:
+            fix = f"did you mean {suggestion!r}?"
         yield UserError(
             f"unknown rejection measure {measure!r}",
             where=path,
             expected=f"one of {', '.join(REJECTION_MEASURES)}",
             got=measure,
-            fix=f"did you mean {close!r}?" if close else "name one of them",
+            fix=fix,
         )
         return
+
+    # Only k1 is signed, so only k1 has a lower limit.
     two_sided = measure.endswith("k1")
     if not _is_limit(limit, two_sided):
-        expected = "a number > 0" + (", or [low, high]" if two_sided else "")
+        expected = "a number > 0"
+        if two_sided:
+            expected += ", or [low, high]"
         yield UserError(
             f"bad threshold of {measure}",
             where=path,
@@ -261,23 +312,28 @@ def _measure_errors(measure: str, limit: object, path: str) -> Iterator[UserErro
 
 
 def _is_limit(limit: object, two_sided: bool) -> bool:
-    def positive(value: object) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
+    """Whether a value is a positive number or, for a two-sided measure, an increasing pair of them."""
     if isinstance(limit, list | tuple):
-        return two_sided and len(limit) == 2 and all(map(positive, limit)) and limit[0] < limit[1]
-    return positive(limit)
+        if not two_sided or len(limit) != 2:
+            return False
+        return all(_is_positive(bound) for bound in limit) and limit[0] < limit[1]
+    return _is_positive(limit)
+
+
+def _is_positive(value: object) -> bool:
+    """Whether a value is a number > 0; bool is an int in Python, so it is excluded."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, lengths: Tensor) -> Metrics:
-    """Measure trainer log-probs against the rollout's, both [N], on masked-in tokens.
+    """Compare the trainer's log-probs with the rollout's, both [N], on masked-in tokens.
 
     With ``d = log_probs - rollout_log_probs`` and ``rho = exp(clamp(d, +-20))``, means over tokens:
 
     - ``mismatch/abs_diff`` mean of ``|d|``; ``mismatch/max_diff`` its maximum
     - ``mismatch/kl`` mean of -d, an estimate of KL(rollout || trainer); ``mismatch/k3`` mean of rho - 1 - d
     - ``mismatch/chi2`` mean of rho^2, minus 1; ``mismatch/ess`` = mean(rho)^2 / mean(rho^2), the effective
-      sample size as a share, 1 where they agree
+      sample size as a fraction, 1 for equal log-probs
     - ``mismatch/ppl_ratio`` mean over rows of exp(-mean d): trainer perplexity over rollout perplexity
     - ``mismatch/token_mult_prob_error`` mean of ``exp(|d|)``; 1 is perfect, above 1.05 look into it
 
@@ -294,23 +350,27 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor,
     count = int(mask.sum())
     if not count:
         return Metrics()
+
+    # Subtract in float64: the differences of a healthy run are far smaller than the log-probs.
     difference = torch.where(mask, log_probs.double() - rollout_log_probs.double(), 0)
-    rows = ragged.masked_row_means(torch.ones_like(difference), mask, lengths) > 0
-    row_mean = ragged.masked_row_means(difference, mask, lengths)[rows].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    # Mean difference of each row with a response token, for the perplexity ratio.
+    has_tokens = ragged.masked_row_means(torch.ones_like(difference), mask, lengths) > 0
+    row_mean = ragged.masked_row_means(difference, mask, lengths)[has_tokens]
+    ppl_ratio = (-row_mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
+
     d = difference[mask]
     rho = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     ess = rho.mean() ** 2 / (rho**2).mean()
-    return (
-        Metrics.mean("mismatch/abs_diff", float(d.abs().sum()), count)
-        + Metrics.maximum("mismatch/max_diff", float(d.abs().max()))
-        + Metrics.mean("mismatch/kl", float(-d.sum()), count)
-        + Metrics.mean("mismatch/k3", float((rho - 1 - rho.log()).sum()), count)
-        + Metrics.mean("mismatch/chi2", float((rho**2 - 1).sum()), count)
-        + Metrics.mean("mismatch/ess", float(ess) * count, count)
-        + Metrics.mean("mismatch/ppl_ratio", float((-row_mean).exp().sum()), len(row_mean))
-        + Metrics.mean(
-            "mismatch/token_mult_prob_error",
-            float(d.abs().clamp(max=MAX_LOG_RATIO).exp().sum()),
-            count,
-        )
-    )
+    prob_error = d.abs().clamp(max=MAX_LOG_RATIO).exp()
+
+    metrics = Metrics.mean("mismatch/abs_diff", float(d.abs().sum()), count)
+    metrics += Metrics.maximum("mismatch/max_diff", float(d.abs().max()))
+    metrics += Metrics.mean("mismatch/kl", float(-d.sum()), count)
+    metrics += Metrics.mean("mismatch/k3", float((rho - 1 - rho.log()).sum()), count)
+    metrics += Metrics.mean("mismatch/chi2", float((rho**2 - 1).sum()), count)
+    # Not a sum over tokens: weight it by their number, so that merging averages it over batches.
+    metrics += Metrics.mean("mismatch/ess", float(ess) * count, count)
+    metrics += Metrics.mean("mismatch/ppl_ratio", float(ppl_ratio.sum()), len(row_mean))
+    metrics += Metrics.mean("mismatch/token_mult_prob_error", float(prob_error.sum()), count)
+    return metrics

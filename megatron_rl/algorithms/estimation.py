@@ -1,7 +1,7 @@
 """From rollouts and their scores to a training batch: rewards, advantages, corrections, metrics.
 
-A failed sample is left out everywhere, never scored 0. What an algorithm carries from step to step is here
-too: the KL coefficient and the running reward moments.
+A failed sample is excluded from every statistic and from the loss; its reward never counts as 0. The state
+that an algorithm carries from step to step is here too: the KL coefficient and the running reward moments.
 """
 
 from __future__ import annotations
@@ -27,35 +27,48 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, Rollouts, Scores, TrainBatch, limited_counts
 
 
-def estimate(
+def build_train_batch(
     rollouts: Rollouts, scores: Scores, algorithm: Algorithm, state: AlgorithmState | None = None
 ) -> tuple[TrainBatch, Metrics]:
-    """Turn one step's rollouts and scores into a training batch and the step's metrics.
+    """Compute one step's training batch and metrics from its rollouts and scores.
 
-    Row order is kept. Rows that failed (engine failure, invalid or non-finite reward) have an empty
-    ``response_mask`` and enter no statistic; rejected tokens and, with ``overlong.filter``, rows cut off by
-    the length limit leave the mask after advantages were computed. ``loss_weights`` are zero until
-    `minibatches` sets them. ``state`` None is the state before the first step. Pure: every rank computes the
-    same from the same input. Raises ValueError where something the algorithm needs was not scored.
-    `Scores.old_log_probs` may come with the learn pass instead where no piece ``needs_scoring_pass``: then
-    the metrics of `old_policy_metrics` are not among these.
+    Row order is preserved. Failed rows (engine failure, invalid or non-finite reward) have an empty
+    ``response_mask`` and enter no statistic. Rejected tokens and, with ``overlong.filter``, rows cut off by
+    the length limit are removed from the mask after the advantages were computed. ``loss_weights`` are zero
+    until `minibatches` sets them. ``state`` None is the state before the first step. Pure: every rank
+    computes the same result from the same input.
+
+    `Scores.old_log_probs` may be None, for the train step to fill in, if no piece ``needs_scoring_pass``;
+    the metrics of `old_policy_metrics` are then missing here. Raises ValueError if scores that the algorithm
+    needs are missing.
     """
-    state = initial_state(algorithm) if state is None else state
+    if state is None:
+        state = initial_state(algorithm)
     valid = valid_rows(rollouts, scores, algorithm)
-    answered = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
+    valid_mask = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
+
     old_log_probs = old_policy_log_probs(rollouts, scores, algorithm)
     if old_log_probs is None and algorithm.needs_scoring_pass:
         keys = ", ".join(f"algorithm.{name}" for name in algorithm.needs_scoring_pass)
         raise ValueError(f"Scores.old_log_probs is missing, which {keys} must know before the loss")
-    inputs = _inputs(rollouts, scores, algorithm, state, answered, valid, old_log_probs)
+
+    # Advantages come before rejection and the overlong filter, so that these do not change the baselines.
+    inputs = _advantage_inputs(rollouts, scores, algorithm, state, valid_mask, valid, old_log_probs)
     advantages, returns = algorithm.advantage(inputs)
-    correction, mask, metrics = _correct(rollouts, scores, algorithm, answered)
+    correction, train_mask, metrics = _correct(rollouts, scores, algorithm, valid_mask)
     if algorithm.overlong.filter:
-        mask = mask & broadcast_rows(rollouts.finish_reason != FINISH_LENGTH, rollouts.lengths)
+        complete = rollouts.finish_reason != FINISH_LENGTH
+        train_mask = train_mask & broadcast_rows(complete, rollouts.lengths)
+
+    # The engine's expert choices are those that produced the sampled tokens: they precede the actor's.
+    experts = rollouts.experts
+    if experts is None:
+        experts = scores.experts
+
     batch = TrainBatch(
         tokens=rollouts.tokens,
         lengths=rollouts.lengths,
-        response_mask=mask,
+        response_mask=train_mask,
         loss_weights=torch.zeros(len(rollouts.tokens)),
         temperature=rollouts.temperature,
         advantages=advantages.float(),
@@ -65,51 +78,56 @@ def estimate(
         correction=correction,
         ref_log_probs=scores.ref_log_probs,
         old_values=scores.values,
-        nll_weights=algorithm.imitation.marks(scores.rewards, valid, mask, rollouts.lengths),
+        nll_weights=algorithm.imitation.marks(scores.rewards, valid, train_mask, rollouts.lengths),
         group=rollouts.group,
-        response_counts=row_sums(answered.double(), rollouts.lengths).long(),
+        response_counts=row_sums(valid_mask.double(), rollouts.lengths).long(),
         support_sizes=rollouts.support_sizes,
         support=rollouts.support,
-        experts=scores.experts if rollouts.experts is None else rollouts.experts,
+        experts=experts,
         position=torch.arange(len(rollouts)),
     )
+
     if scores.old_log_probs is not None:
         metrics += old_policy_metrics(rollouts, scores, algorithm, state)
     return batch, metrics + step_metrics(rollouts, scores, inputs, batch)
 
 
 def old_policy_log_probs(rollouts: Rollouts, scores: Scores, algorithm: Algorithm) -> Tensor | None:
-    """Return the log-probs [N] that stand for the old policy in ratios, KL penalty, metric and controller.
+    """Return the old policy's log-probs [N], as ratios, KL penalty, its metric and its controller use them.
 
-    With `Correction.bypass` these are the engine's own; else the trainer's, None where no pass computed them.
+    With `Correction.bypass` these are the engine's; otherwise the trainer's, None until a pass computes them.
     """
-    return rollouts.rollout_log_probs if algorithm.correction.bypass else scores.old_log_probs
+    if algorithm.correction.bypass:
+        return rollouts.rollout_log_probs
+    return scores.old_log_probs
 
 
 def old_policy_metrics(
     rollouts: Rollouts, scores: Scores, algorithm: Algorithm, state: AlgorithmState
 ) -> Metrics:
-    """Return ``mismatch/*`` and, where a reference scored the rows, ``kl/ref`` and ``kl/coef``.
+    """Compute ``mismatch/*`` and, with a reference policy's log-probs, ``kl/ref`` and ``kl/coef``.
 
-    They compare `Scores.old_log_probs`, or what takes their place, with the rollout's and the reference's.
+    ``mismatch/*`` compare `Scores.old_log_probs` with the rollout's; ``kl/ref`` compares the old policy of
+    `old_policy_log_probs` with the reference.
     """
     valid = valid_rows(rollouts, scores, algorithm)
     mask = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
     count = int(mask.sum())
     if scores.old_log_probs is None or not count:
         return Metrics()
-    rollout, log_probs = rollouts.rollout_log_probs, scores.old_log_probs
-    metrics = mismatch_metrics(log_probs, rollout, mask, rollouts.lengths)
+
+    metrics = mismatch_metrics(scores.old_log_probs, rollouts.rollout_log_probs, mask, rollouts.lengths)
+
     if scores.ref_log_probs is not None:
-        policy = old_policy_log_probs(rollouts, scores, algorithm)
-        assert policy is not None
-        kl = algorithm.kl.estimate(policy, scores.ref_log_probs)
+        log_probs = old_policy_log_probs(rollouts, scores, algorithm)
+        assert log_probs is not None
+        kl = algorithm.kl.estimate(log_probs, scores.ref_log_probs)
         metrics += Metrics.mean("kl/ref", float(kl[mask].double().sum()), count)
         metrics += Metrics.of({"kl/coef": state.kl_coef})
     return metrics
 
 
-def _inputs(
+def _advantage_inputs(
     rollouts: Rollouts,
     scores: Scores,
     algorithm: Algorithm,
@@ -118,20 +136,23 @@ def _inputs(
     valid: Tensor,
     old_log_probs: Tensor | None,
 ) -> AdvantageInputs:
-    """Shape the rewards and lay them on tokens."""
-    lengths, shaping = rollouts.lengths, algorithm.reward_shaping
+    """Shape the rewards, apply the penalties and distribute the result over tokens."""
+    lengths = rollouts.lengths
+    shaping = algorithm.reward_shaping
     moments = shaping.moments_after(state.moments, scores.rewards, valid)
     limits = _response_limits(rollouts, algorithm)
 
-    def shaped(values: Tensor, response_lengths: Tensor) -> Tensor:
-        values = shaping.shape(values, scores.rewards, valid, moments)
-        return algorithm.overlong.punish(values, valid, response_lengths, limits)
+    def shape_and_punish(values: Tensor, response_lengths: Tensor) -> Tensor:
+        shaped = shaping.shape(values, scores.rewards, valid, moments)
+        return algorithm.overlong.punish(shaped, valid, response_lengths, limits)
 
-    # The penalty is of what the limit counts: tokens of tools stop a conversation as the policy's own do.
-    rewards = shaped(scores.rewards, limited_counts(rollouts))
+    # The overlong penalty counts the same tokens as the limit: tool output ends a conversation as well.
+    rewards = shape_and_punish(scores.rewards, limited_counts(rollouts))
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
     last = last_masked_token(mask, lengths)
     token_rewards[last[last >= 0]] = rewards[last >= 0]
+
+    # The KL penalty is subtracted after shaping, which is configured for the reward alone.
     if algorithm.kl.in_reward:
         if scores.ref_log_probs is None:
             raise ValueError("the KL penalty in the reward needs Scores.ref_log_probs, which is missing")
@@ -140,11 +161,17 @@ def _inputs(
         penalty = torch.where(mask, state.kl_coef * kl, 0)
         token_rewards = token_rewards - penalty
         rewards = rewards - row_sums(penalty, lengths)
-    baseline, baseline_lengths = scores.baseline_rewards, scores.baseline_lengths
+
+    # Greedy rewards are compared with the samples', so they are shaped by the same statistics.
+    baseline = scores.baseline_rewards
     if baseline is not None:
-        if baseline_lengths is None:
+        if scores.baseline_lengths is None:
             raise ValueError("Scores.baseline_rewards without their baseline_lengths")
-        baseline = shaped(baseline, baseline_lengths)
+        baseline = shape_and_punish(baseline, scores.baseline_lengths)
+
+    values = scores.values
+    if values is not None:
+        values = values.double()
     return AdvantageInputs(
         rewards=rewards,
         token_rewards=token_rewards,
@@ -152,33 +179,38 @@ def _inputs(
         lengths=lengths,
         group=rollouts.group,
         valid=valid,
-        values=None if scores.values is None else scores.values.double(),
+        values=values,
         baseline_rewards=baseline,
         components={name: value.double() for name, value in scores.components.items()},
     )
 
 
 def _response_limits(rollouts: Rollouts, algorithm: Algorithm) -> Tensor:
-    """Return the longest response that each row may have: [B] int64.
+    """Return the length limit of each row in tokens: [B] int64.
 
-    A sampling profile gives a task's rows a limit of their own. Rows that carry none, as those that a
-    program made by hand, have the algorithm's.
+    A sampling profile may set a limit per task. Rows without a limit of their own, such as rows that a
+    program made, get the algorithm's.
     """
     if rollouts.max_response_tokens is not None:
         return rollouts.max_response_tokens
 
-    longest = algorithm.overlong.limit or algorithm.max_response_tokens
-    if longest is not None:
-        return torch.full((len(rollouts),), longest)
+    limit = algorithm.overlong.limit or algorithm.max_response_tokens
+    if limit is not None:
+        return torch.full((len(rollouts),), limit)
     if algorithm.overlong.buffer is not None:
         raise ValueError("the overlong penalty needs a limit: Rollouts.max_response_tokens")
+
+    # Without a penalty nothing reads the limits.
     return torch.full((len(rollouts),), torch.iinfo(torch.long).max)
 
 
 def _correct(
     rollouts: Rollouts, scores: Scores, algorithm: Algorithm, mask: Tensor
 ) -> tuple[Tensor | None, Tensor, Metrics]:
-    """Correct for the mismatch of the two log-probs, outside bypass mode."""
+    """Compute correction weights [N], the mask without rejected tokens, and metrics.
+
+    In bypass mode the correction is part of the loss (`policy_objective`), so nothing is corrected here.
+    """
     log_probs = scores.old_log_probs
     if log_probs is None or algorithm.correction.bypass or not algorithm.correction.active:
         return None, mask, Metrics()
@@ -187,10 +219,16 @@ def _correct(
 
 @dataclass(frozen=True)
 class AlgorithmState:
-    """Hold the current KL coefficient and the moments of all rewards so far."""
+    """State that an algorithm carries from step to step, saved with a checkpoint.
+
+    Example: ``AlgorithmState(kl_coef=0.001).state_dict()`` is
+    ``{"kl_coef": 0.001, "moments": [0.0, 0.0, 0.0]}``.
+    """
 
     kl_coef: float
+    """Coefficient of the KL penalty, in reward per nat or loss per nat."""
     moments: RunningMoments = field(default_factory=RunningMoments)
+    """Running moments of the scaled and clipped rewards of all steps."""
 
     def state_dict(self) -> dict[str, float | list[float]]:
         """Return the state as plain numbers."""
@@ -198,7 +236,7 @@ class AlgorithmState:
 
     @classmethod
     def from_state_dict(cls, saved: dict) -> AlgorithmState:
-        """Restore what `state_dict` returned."""
+        """Restore the state from a `state_dict`."""
         return cls(float(saved["kl_coef"]), RunningMoments(*saved["moments"]))
 
 
@@ -210,37 +248,45 @@ def initial_state(algorithm: Algorithm) -> AlgorithmState:
 def next_state(
     algorithm: Algorithm, state: AlgorithmState, rollouts: Rollouts, scores: Scores
 ) -> AlgorithmState:
-    """Return the state after a step, from what the step sampled and how it was scored.
+    """Compute the state after a step from the step's rollouts and scores.
 
-    Call it once per step, after `estimate` with the old state. The adaptive coefficient follows the KL of
-    `old_policy_log_probs` to the reference by the algorithm's estimator, averaged per response and then over
+    Call it once per step, after `build_train_batch` with the old state. The adaptive coefficient follows the
+    KL of the old policy to the reference by the algorithm's estimator, averaged per response and then over
     responses.
     """
     valid = valid_rows(rollouts, scores, algorithm)
     moments = algorithm.reward_shaping.moments_after(state.moments, scores.rewards, valid)
+    if not algorithm.kl.adapts:
+        return AlgorithmState(state.kl_coef, moments)
+
+    if scores.ref_log_probs is None:
+        raise ValueError("the adaptive KL coefficient needs ref_log_probs")
+    # Without a scoring pass the rollout's log-probs are the only ones of the old policy.
+    log_probs = old_policy_log_probs(rollouts, scores, algorithm)
+    if log_probs is None:
+        log_probs = rollouts.rollout_log_probs
+
+    # Mean per response, then over the responses with a token.
+    mask = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
+    kl = algorithm.kl.estimate(log_probs.double(), scores.ref_log_probs.double())
+    has_tokens = row_sums(mask.double(), rollouts.lengths) > 0
+    row_count = int(has_tokens.sum())
     coef = state.kl_coef
-    if algorithm.kl.adapts:
-        log_probs = old_policy_log_probs(rollouts, scores, algorithm)
-        if scores.ref_log_probs is None:
-            raise ValueError("the adaptive KL coefficient needs ref_log_probs")
-        if log_probs is None:
-            log_probs = rollouts.rollout_log_probs
-        mask = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
-        kl = algorithm.kl.estimate(log_probs.double(), scores.ref_log_probs.double())
-        answered = row_sums(mask.double(), rollouts.lengths) > 0
-        rows = int(answered.sum())
-        if rows:
-            mean = float(masked_row_means(kl, mask, rollouts.lengths)[answered].mean())
-            coef = algorithm.kl.next_coef(coef, mean, rows)
+    if row_count:
+        row_kl = masked_row_means(kl, mask, rollouts.lengths)
+        mean_kl = float(row_kl[has_tokens].mean())
+        coef = algorithm.kl.next_coef(coef, mean_kl, row_count)
+
     return AlgorithmState(coef, moments)
 
 
 def valid_rows(rollouts: Rollouts, scores: Scores, algorithm: Algorithm) -> Tensor:
     """Mark the rows that were generated and have a finite reward: [B] bool.
 
-    Where the algorithm compares with a greedy response, that one's reward must be finite too.
+    For an algorithm with a greedy baseline, the greedy response's reward must be finite too.
     """
     valid = scores.valid & (rollouts.finish_reason != FINISH_FAILED) & scores.rewards.isfinite()
+
     if algorithm.needs_greedy_baseline:
         if scores.baseline_rewards is None:
             raise ValueError("the algorithm needs Scores.baseline_rewards, rewards of greedy responses")
@@ -249,83 +295,104 @@ def valid_rows(rollouts: Rollouts, scores: Scores, algorithm: Algorithm) -> Tens
 
 
 def step_metrics(rollouts: Rollouts, scores: Scores, inputs: AdvantageInputs, batch: TrainBatch) -> Metrics:
-    """Return a step's metrics: ``reward/*``, ``response/*``, ``group/*``, ``advantage/*``, ``critic/*``.
+    """Compute a step's ``reward/*``, ``response/*``, ``group/*``, ``advantage/*`` and ``critic/*`` metrics.
 
-    ``reward/mean`` is of raw rewards, ``reward/shaped_mean`` after shaping and KL penalty. ``group/*`` is
-    over prompts: the share whose raw rewards are all equal, and with a failed sample. The same on every rank.
+    ``reward/mean`` is of raw rewards, ``reward/shaped_mean`` after shaping and penalties. ``group/*`` are
+    fractions of the prompts: with equal raw rewards, and with a failed sample. The same on every rank.
     """
-    valid, rows = inputs.valid, len(rollouts)
-    kept = int(valid.sum())
-    metrics = Metrics.mean("reward/valid_fraction", kept, rows)
-    if not kept:
+    valid = inputs.valid
+    valid_count = int(valid.sum())
+    metrics = Metrics.mean("reward/valid_fraction", valid_count, len(rollouts))
+    # All other metrics would divide by zero.
+    if not valid_count:
         return metrics
-    metrics += _reward_metrics(scores, inputs, kept)
+
+    metrics += _reward_metrics(scores, inputs, valid_count)
     metrics += _group_metrics(scores, inputs)
-    metrics += _response_metrics(rollouts, batch, valid, kept)
+    metrics += _response_metrics(rollouts, batch, valid, valid_count)
+
     mask = inputs.mask
     if bool(mask.any()) and batch.advantages is not None and batch.returns is not None:
-        metrics += _spread("advantage", batch.advantages[mask])
+        metrics += _advantage_metrics(batch.advantages[mask].double())
         if inputs.values is not None:
             metrics += _critic_metrics(batch.returns[mask].double(), inputs.values[mask])
     return metrics
 
 
-def _reward_metrics(scores: Scores, inputs: AdvantageInputs, kept: int) -> Metrics:
+def _reward_metrics(scores: Scores, inputs: AdvantageInputs, valid_count: int) -> Metrics:
+    """Compute ``reward/*`` over the valid rows."""
     valid = inputs.valid
     raw = scores.rewards[valid].double()
-    metrics = Metrics.mean("reward/mean", float(raw.sum()), kept)
+    metrics = Metrics.mean("reward/mean", float(raw.sum()), valid_count)
     metrics += Metrics.of({"reward/std": float(raw.std(correction=0)), "reward/min": float(raw.min())})
     metrics += Metrics.maximum("reward/max", float(raw.max()))
-    metrics += Metrics.mean("reward/shaped_mean", float(inputs.rewards[valid].sum()), kept)
-    for name, value in inputs.components.items():
-        known = value[valid & value.isfinite()]
-        metrics += Metrics.mean(f"reward/component/{name}", float(known.sum()), len(known))
+    metrics += Metrics.mean("reward/shaped_mean", float(inputs.rewards[valid].sum()), valid_count)
+
+    # A component can fail (NaN) in a row whose reward is valid.
+    for name, component in inputs.components.items():
+        finite = component[valid & component.isfinite()]
+        metrics += Metrics.mean(f"reward/component/{name}", float(finite.sum()), len(finite))
     return metrics
 
 
 def _group_metrics(scores: Scores, inputs: AdvantageInputs) -> Metrics:
-    dense, count = dense_groups(inputs.group)
-    first = torch.zeros(count, dtype=torch.long)
-    first[dense.flip(0)] = torch.arange(len(dense)).flip(0)
+    """Compute ``group/*`` over the prompts."""
+    dense, group_count = dense_groups(inputs.group)
+
+    # Index of one row of each group, which carries the group's statistics.
+    group_row = torch.zeros(group_count, dtype=torch.long)
+    group_row[dense.flip(0)] = torch.arange(len(dense)).flip(0)
+
     statistics = group_statistics(scores.rewards.double(), inputs.group, inputs.valid)
-    compared = (statistics.size > 1)[first]
-    equal = compared & (statistics.std == 0)[first]
-    sizes = torch.bincount(dense, minlength=count)
-    failed = statistics.size[first] < sizes
-    return (
-        Metrics.mean("group/zero_std_fraction", int(equal.sum()), int(compared.sum()))
-        + Metrics.mean("group/reward_std", float(statistics.std[first][compared].sum()), int(compared.sum()))
-        + Metrics.mean("group/failed_sample_fraction", int(failed.sum()), count)
-    )
+    valid_samples = statistics.size[group_row]
+    std = statistics.std[group_row]
+
+    # Only two or more valid samples can differ.
+    comparable = valid_samples > 1
+    comparable_count = int(comparable.sum())
+    equal = comparable & (std == 0)
+    has_failure = valid_samples < torch.bincount(dense, minlength=group_count)
+
+    metrics = Metrics.mean("group/zero_std_fraction", int(equal.sum()), comparable_count)
+    metrics += Metrics.mean("group/reward_std", float(std[comparable].sum()), comparable_count)
+    metrics += Metrics.mean("group/failed_sample_fraction", int(has_failure.sum()), group_count)
+    return metrics
 
 
-def _response_metrics(rollouts: Rollouts, batch: TrainBatch, valid: Tensor, kept: int) -> Metrics:
+def _response_metrics(rollouts: Rollouts, batch: TrainBatch, valid: Tensor, valid_count: int) -> Metrics:
+    """Compute ``response/*`` over the valid rows; lengths in tokens, before any were rejected."""
     if batch.response_counts is None:
         return Metrics()
+
     lengths = batch.response_counts[valid].double()
     truncated = (rollouts.finish_reason == FINISH_LENGTH)[valid]
-    tokens, trained = int(batch.response_counts.sum()), int(batch.response_mask.sum())
-    return (
-        Metrics.mean("response/length", float(lengths.sum()), kept)
-        + Metrics.maximum("response/length_max", float(lengths.max()))
-        + Metrics.mean("response/truncated_fraction", int(truncated.sum()), kept)
-        + Metrics.mean("response/trained_fraction", trained, tokens)
-    )
+    token_count = int(batch.response_counts.sum())
+    train_count = int(batch.response_mask.sum())
+
+    metrics = Metrics.mean("response/length", float(lengths.sum()), valid_count)
+    metrics += Metrics.maximum("response/length_max", float(lengths.max()))
+    metrics += Metrics.mean("response/truncated_fraction", int(truncated.sum()), valid_count)
+    metrics += Metrics.mean("response/trained_fraction", train_count, token_count)
+    return metrics
 
 
-def _spread(name: str, values: Tensor) -> Metrics:
-    values = values.double()
-    return (
-        Metrics.mean(f"{name}/mean", float(values.sum()), len(values))
-        + Metrics.of({f"{name}/std": float(values.std(correction=0))})
-        + Metrics.maximum(f"{name}/abs_max", float(values.abs().max()))
-    )
+def _advantage_metrics(advantages: Tensor) -> Metrics:
+    """Compute ``advantage/*`` from the advantages of all response tokens."""
+    metrics = Metrics.mean("advantage/mean", float(advantages.sum()), len(advantages))
+    metrics += Metrics.of({"advantage/std": float(advantages.std(correction=0))})
+    metrics += Metrics.maximum("advantage/abs_max", float(advantages.abs().max()))
+    return metrics
 
 
 def _critic_metrics(returns: Tensor, values: Tensor) -> Metrics:
-    """Explained variance: 1 is a perfect critic, 0 one that knows only the mean."""
+    """Compute the mean return and the critic's explained variance.
+
+    Explained variance is 1 for a perfect critic and 0 for one that predicts a constant.
+    """
     variance = float(returns.var(correction=0))
     metrics = Metrics.mean("critic/return", float(returns.sum()), len(returns))
+
+    # Equal returns have no variance to explain.
     if variance > 0:
         explained = 1 - float((returns - values).var(correction=0)) / variance
         metrics += Metrics.of({"critic/explained_variance": explained})

@@ -13,8 +13,13 @@ from megatron_rl.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Bound of the k3 estimate per token, as in verl: k3 grows as exp(-x), so one token could dominate a batch.
 MAX_K3 = 10.0
+
+# Largest relative change of the adaptive coefficient over `horizon` rows (Ziegler et al.).
 MAX_ADAPTATION = 0.2
+
+# Estimators and their aliases in other frameworks; "+" keeps the value and takes the gradient of k2.
 _NAMES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var", "low_var_kl")
 KL_ESTIMATORS = (*_NAMES, *(f"{name}+" for name in _NAMES))
 ESTIMATOR_MEANING = "Estimator of the KL divergence per token, see `kl_estimate`."
@@ -22,53 +27,55 @@ ESTIMATOR_MEANING = "Estimator of the KL divergence per token, see `kl_estimate`
 
 @dataclass(frozen=True)
 class Kl(Piece):
-    """Say where a KL penalty to the reference policy goes, and how strong it is."""
+    """KL penalty towards the reference policy: its term (loss or reward), estimator and coefficient."""
 
     in_loss: ClassVar[bool] = False
     in_reward: ClassVar[bool] = False
 
     @property
     def needs_reference(self) -> bool:
-        """Say whether the reference policy's log-probs are used."""
+        """Whether the algorithm reads the reference policy's log-probs."""
         return self.in_loss or self.in_reward
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Say whether rewards, which come before the loss, depend on the actor's log-probs."""
+        """Whether the rewards, which precede the loss, depend on the actor's log-probs."""
         return self.in_reward
 
     @property
     def first_coef(self) -> float:
-        """Return the coefficient before the first step."""
+        """Coefficient at the first step."""
         return 0.0
 
     def estimate(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """Return the divergence per token [N], see `kl_estimate`."""
+        """Estimate the KL divergence per token [N]; see `kl_estimate`."""
         return kl_estimate(log_probs, ref_log_probs, "k3")
 
     @property
     def adapts(self) -> bool:
-        """Say whether the coefficient changes from step to step, by `next_coef`."""
+        """Whether `next_coef` changes the coefficient from step to step."""
         return False
 
     def next_coef(self, coef: float, mean_kl: float, rows: int) -> float:
-        """Return the coefficient after a step whose mean KL was ``mean_kl`` over ``rows`` sequences."""
+        """Return the next step's coefficient; ``mean_kl`` is this step's mean KL over ``rows`` sequences."""
         return coef
 
 
 @dataclass(frozen=True)
 class NoKl(Kl):
-    """Do without a reference policy. Where its log-probs are known all the same, k3 is reported."""
+    """No KL penalty. The KL (k3) is still logged if a reference policy computed log-probs."""
 
 
 @dataclass(frozen=True)
 class KlPenalty(Kl):
-    """Penalise the KL divergence, with a coefficient that is fixed or follows the divergence."""
+    """KL penalty whose coefficient is fixed or adapts to the measured divergence."""
 
     estimator: str = setting("k3", ESTIMATOR_MEANING, choices=KL_ESTIMATORS)
-    coef: float = setting(0.001, "Coefficient of the penalty, or where it starts.", at_least=0)
+    coef: float = setting(0.001, "Coefficient of the penalty; the first value if it is adaptive.", at_least=0)
     controller: str = setting(
-        "fixed", "Whether the coefficient stays, or follows the divergence.", choices=("fixed", "adaptive")
+        "fixed",
+        "Whether the coefficient is constant or adapts to the measured divergence.",
+        choices=("fixed", "adaptive"),
     )
     target: float = setting(0.1, "Divergence that an adaptive coefficient aims at.", unit="nats", more_than=0)
     horizon: float = setting(
@@ -80,22 +87,23 @@ class KlPenalty(Kl):
 
     @property
     def first_coef(self) -> float:
-        """Return the coefficient before the first step."""
+        """Coefficient at the first step."""
         return self.coef
 
     def estimate(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """Return the divergence per token [N], by the estimator that is set."""
+        """Estimate the KL divergence per token [N] with the configured estimator."""
         return kl_estimate(log_probs, ref_log_probs, self.estimator)
 
     @property
     def adapts(self) -> bool:
-        """Say whether the coefficient changes from step to step, by `next_coef`."""
+        """Whether `next_coef` changes the coefficient from step to step."""
         return self.controller == "adaptive"
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield what is wrong about the bound of an adaptive coefficient."""
+        """Yield errors of ``coef_max``: set for a fixed coefficient, or below the first coefficient."""
         if self.coef_max is None:
             return
+
         if not self.adapts:
             yield UserError(
                 "coef_max bounds an adaptive KL coefficient, and this one is fixed",
@@ -104,6 +112,7 @@ class KlPenalty(Kl):
                 got=f"{self.coef_max:g}",
                 fix="set controller: adaptive, or leave coef_max out",
             )
+
         if self.coef_max < self.coef:
             yield UserError(
                 "the KL coefficient starts above its ceiling",
@@ -114,15 +123,20 @@ class KlPenalty(Kl):
             )
 
     def next_coef(self, coef: float, mean_kl: float, rows: int) -> float:
-        """Return the coefficient after a step, see `adapt_kl_coef`."""
+        """Return the next step's coefficient; see `adapt_kl_coef`."""
         return adapt_kl_coef(
-            coef, mean_kl, rows, target=self.target, horizon=self.horizon, ceiling=self.coef_max
+            coef,
+            mean_kl,
+            rows,
+            target=self.target,
+            horizon=self.horizon,
+            ceiling=self.coef_max,
         )
 
 
 @dataclass(frozen=True)
 class KlInLoss(KlPenalty):
-    """Add the KL divergence to the policy loss.
+    """KL penalty added to the policy loss.
 
     Source: DeepSeekMath (GRPO), arXiv:2402.03300, equation 4.
     """
@@ -132,9 +146,10 @@ class KlInLoss(KlPenalty):
 
 @dataclass(frozen=True)
 class KlInReward(KlPenalty):
-    """Take the KL divergence off the reward, token by token.
+    """KL penalty subtracted from the reward, token by token.
 
-    k1 is the estimator whose policy gradient there is that of the true KL; as a loss it has none.
+    The default is k1: in the reward its policy gradient is that of the true KL. As a loss its expected
+    gradient is 0.
 
     Source: Ziegler et al., arXiv:1909.08593, section 2.
     """
@@ -145,16 +160,16 @@ class KlInReward(KlPenalty):
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
-    """Estimate the KL divergence per token [N] from samples of the policy.
+    """Estimate KL(policy || reference) per token [N] from tokens sampled from the policy.
 
     With ``x = log_probs - ref_log_probs``:
 
     - ``k1`` (``kl``): x; ``abs``: ``|x|``; ``k2`` (``mse``): ``x^2 / 2``
     - ``k3`` (``low_var``, ``low_var_kl``): ``exp(-x) - 1 + x`` with -x clamped to +-20, the result to +-10
-    - a trailing ``+`` (``k3+``) keeps the value and takes the gradient of k2, whose expectation is the
-      gradient of the true KL; those of k1 (0) and k3 as losses are not.
+    - a trailing ``+`` (``k3+``) keeps the value and takes the gradient of k2. The expected gradient of k2 is
+      that of the true KL; the gradients of k1 (expectation 0) and k3 are not.
 
-    k1 and k3 are unbiased (k3 up to its clamp), k3 has the smaller variance and is never negative.
+    k1 and k3 are unbiased (k3 up to its clamp); k3 has the smaller variance and is never negative.
 
     Source: Schulman, "Approximating KL divergence" (2020); gradients: arXiv:2506.09477; clamps of verl.
 
@@ -166,6 +181,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Ten
     straight_through = estimator.endswith("+")
     name = estimator.removesuffix("+")
     difference = log_probs - ref_log_probs
+
     if name in ("k1", "kl"):
         value = difference
     elif name == "abs":
@@ -173,23 +189,27 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Ten
     elif name in ("k2", "mse"):
         value = 0.5 * difference**2
     elif name in ("k3", "low_var", "low_var_kl"):
-        backward = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        value = (torch.expm1(backward) - backward).clamp(-MAX_K3, MAX_K3)
+        ref_log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # expm1 keeps the digits of exp(y) - 1 for a policy close to its reference.
+        value = (torch.expm1(ref_log_ratio) - ref_log_ratio).clamp(-MAX_K3, MAX_K3)
     else:
         raise ValueError(f"unknown KL estimator {estimator!r}")
+
+    # Straight-through: the value of the estimator, the gradient of k2.
     if straight_through:
         surrogate = 0.5 * difference**2
         value = surrogate + (value - surrogate).detach()
+
     return value
 
 
 def adapt_kl_coef(
     coef: float, kl: float, rows: int, *, target: float, horizon: float, ceiling: float | None = None
 ) -> float:
-    """Return the coefficient after a step whose mean KL was ``kl`` over ``rows`` sequences.
+    """Return the next step's KL coefficient; ``kl`` is this step's mean KL over ``rows`` sequences.
 
-    ``coef (1 + clip(kl / target - 1, +-0.2) rows / horizon)``, at most ``ceiling``. Raises UserError where
-    ``rows`` is so large beside ``horizon`` that the coefficient could become 0 or negative.
+    ``coef (1 + clip(kl / target - 1, +-0.2) rows / horizon)``, at most ``ceiling``. Raises UserError if
+    ``rows`` is so large relative to ``horizon`` that the coefficient could become 0 or negative.
 
     Source: Ziegler et al., arXiv:1909.08593, section 2.2.
 
@@ -199,6 +219,7 @@ def adapt_kl_coef(
         >>> adapt_kl_coef(0.1, 0.5, 100, target=0.1, horizon=1000.0, ceiling=0.1)
         0.1
     """
+    # The factor below is at least 1 - 0.2 rows / horizon, which must stay positive.
     if MAX_ADAPTATION * rows >= horizon:
         raise UserError(
             "the adaptive KL coefficient could turn negative in one step",
@@ -207,6 +228,11 @@ def adapt_kl_coef(
             got=f"{horizon:g}",
             fix="raise horizon, the number of rows over which the coefficient may change by a fifth",
         )
-    error = min(max(kl / target - 1, -MAX_ADAPTATION), MAX_ADAPTATION)
-    coef = coef * (1 + error * rows / horizon)
-    return coef if ceiling is None else min(coef, ceiling)
+
+    relative_error = kl / target - 1
+    proportional = min(max(relative_error, -MAX_ADAPTATION), MAX_ADAPTATION)
+    coef = coef * (1 + proportional * rows / horizon)
+
+    if ceiling is None:
+        return coef
+    return min(coef, ceiling)

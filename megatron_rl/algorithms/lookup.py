@@ -1,4 +1,8 @@
-"""From what a configuration says to an algorithm, the user's own by path; importable without torch."""
+"""Construction of a run's algorithm from its configuration; importable without torch.
+
+A name selects an algorithm or a piece from the tables of `algorithm`; ``file.py:Name`` or ``module:Name``
+loads a user's. All errors of a configuration are collected and raised together.
+"""
 
 from __future__ import annotations
 
@@ -17,62 +21,75 @@ from megatron_rl.config.unknown import UnknownName
 from megatron_rl.errors import UserError, UserErrors, each, nearest
 from megatron_rl.user_code import load_path
 
-NOISE = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
-"""Megatron's settings by which a forward pass differs between training and scoring."""
+# Megatron's settings that make a forward pass in training differ from one in evaluation mode.
+_RANDOM_SETTINGS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 
 
 def algorithm_of(config: RunConfig) -> Algorithm:
-    """Return the algorithm of a run; raises UserErrors with every mistake at once."""
+    """Construct the algorithm of a run; raise UserErrors with every error of its section."""
     pieces = {key: getattr(config.algorithm, key) for key in KINDS}
-    stated = {key: value for key, value in pieces.items() if value is not None}
+    explicit_pieces = {key: value for key, value in pieces.items() if value is not None}
     return get_algorithm(
-        config.algorithm.name, stated, max_response_tokens=config.rollout.max_response_tokens
+        config.algorithm.name,
+        explicit_pieces,
+        max_response_tokens=config.rollout.max_response_tokens,
     )
 
 
 def scoring_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
-    """Return why the actor scores a batch in a pass of its own before it learns from it.
+    """Return the reason for a separate forward pass of the actor for the old log-probs, None without one.
 
-    None where the learn pass says the same: its weights are still those that the old log-probs are of, and
-    nothing asks for them earlier.
+    With one optimizer step per batch, the train step's own forward pass computes the old log-probs: its
+    weights are still the old policy's. A separate pass is needed for more steps, for pieces that read old
+    log-probs before the loss, and for a train step with random layers.
     """
     updates = config.batch.optimizer_steps * config.batch.epochs
     if updates > 1:
-        return f"a batch is learned from in {updates} optimizer steps, and only the first has the old policy"
+        return f"a batch is trained on in {updates} optimizer steps, and only the first has the old policy"
+
     if algorithm.needs_scoring_pass:
-        return " and ".join(f"algorithm.{name}" for name in algorithm.needs_scoring_pass) + " asks for it"
-    noise = [f"megatron.{name}" for name in NOISE if config.actor.megatron.get(name)]
+        keys = " and ".join(f"algorithm.{name}" for name in algorithm.needs_scoring_pass)
+        return f"{keys} needs it"
+
+    # Log-probs of a forward pass with dropout would not be those of the old policy.
+    random_keys = [f"megatron.{name}" for name in _RANDOM_SETTINGS if config.actor.megatron.get(name)]
     if config.actor.lora is not None and config.actor.lora.dropout:
-        noise.append("lora.dropout")
-    return f"actor.{noise[0]} makes the learn pass random" if noise else None
+        random_keys.append("lora.dropout")
+    if random_keys:
+        return f"actor.{random_keys[0]} makes the train step's forward pass random"
+    return None
 
 
 def get_algorithm(
     name: str, pieces: Mapping[str, Any] | None = None, *, max_response_tokens: int | None = None
 ) -> Algorithm:
-    """Return the algorithm called ``name`` with some of its pieces replaced or set otherwise.
+    """Return the algorithm called ``name`` with some pieces replaced or settings changed.
 
-    ``name`` is in `ALGORITHMS`, or the path of an `Algorithm` of the user's own. ``pieces`` maps keys of
-    `KINDS` to a piece, a piece's name or path, or a mapping of settings with or without ``name``: with a name
-    the settings not stated have that piece's defaults, without one those of the algorithm's own piece.
-    Raises UserErrors with every mistake.
+    ``name`` is in `ALGORITHMS`, or the path of a user's `Algorithm`. ``pieces`` maps keys of `KINDS` to a
+    piece, a piece's name or path, or a mapping of settings with or without ``name``. Settings that are left
+    out have the defaults of the named piece or, without a name, the values of the algorithm's piece. Raises
+    UserErrors with every error.
 
     Example:
         >>> get_algorithm("dapo", {"policy_loss": {"clip_low": 0.1}}).policy_loss
         PpoClip(entropy_coef=0.0, opsm_delta=None, clip_low=0.1, clip_high=0.28, dual_clip=10.0)
     """
     try:
-        algorithm = _named(name)
+        algorithm = _load_algorithm(name)
     except UserError as error:
         raise UserErrors(each(error)) from error
+
+    # A key with an error keeps the algorithm's piece, so that the other keys are still validated.
     errors: list[UserError] = []
     changes = {}
     for key, value in (pieces or {}).items():
         try:
-            changes[key] = _piece(key, value, getattr(algorithm, key, None))
+            changes[key] = _make_piece(key, value, getattr(algorithm, key, None))
         except UserError as error:
             errors.extend(each(error))
     algorithm = replace(algorithm, **changes)
+
+    # The limit is a default of some settings, so it comes before their validation.
     if max_response_tokens is not None:
         algorithm = algorithm.within(max_response_tokens)
     errors.extend(algorithm.problems())
@@ -81,17 +98,19 @@ def get_algorithm(
     return algorithm
 
 
-def _named(name: str) -> Algorithm:
-    where = "algorithm.name"
+def _load_algorithm(name: str) -> Algorithm:
+    """Return the algorithm of a name or path; raise UserError for any other value."""
+    key = "algorithm.name"
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     if ":" not in name:
-        raise _unknown("algorithm", name, ALGORITHMS, where)
-    algorithm = load_path(name, where)
+        raise _unknown_name("algorithm", name, ALGORITHMS, key)
+
+    algorithm = load_path(name, key)
     if not isinstance(algorithm, Algorithm):
         raise UserError(
             f"{name} is not an Algorithm",
-            where=where,
+            where=key,
             expected="an instance of megatron_rl.algorithms.Algorithm",
             got=type(algorithm).__name__,
             fix='write NAME = Algorithm("name", "Summary.", ...) and name that',
@@ -99,64 +118,81 @@ def _named(name: str) -> Algorithm:
     return algorithm
 
 
-def _piece(key: str, value: Any, current: Piece | None) -> Piece:
-    """Return the piece that a key's value stands for; ``current`` is the algorithm's own."""
-    where = f"algorithm.{key}"
-    if key not in KINDS or current is None:
-        raise _unknown("piece of an algorithm", key, KINDS, where)
-    kind = KINDS[key]
+def _make_piece(name: str, value: Any, current: Piece | None) -> Piece:
+    """Construct the piece of the key ``algorithm.NAME`` from its value; ``current`` is the algorithm's."""
+    key = f"algorithm.{name}"
+    if name not in KINDS or current is None:
+        raise _unknown_name("piece of an algorithm", name, KINDS, key)
+
+    kind = KINDS[name]
     if isinstance(value, str):
         value = {"name": value}
+
+    # Python callers may pass a piece, a class or a function instead of YAML's names and mappings.
     if not isinstance(value, Mapping):
-        piece = own_piece(value, kind, describe(value), where)
+        piece = user_piece(value, kind, describe(value), key)
         return piece() if isinstance(piece, type) else piece
+
     settings = dict(value)
-    name = settings.pop("name", None)
-    piece = current if name is None else _named_piece(name, kind, key, where)
-    return _with_settings(piece, settings, kind, where)
+    piece_name = settings.pop("name", None)
+    piece = current
+    if piece_name is not None:
+        piece = _load_piece(piece_name, kind, name, key)
+    return _with_settings(piece, settings, kind, key)
 
 
-def _named_piece(name: Any, kind: Kind, key: str, where: str) -> Piece | type[Piece]:
-    if isinstance(name, str) and name in kind.named:
-        return kind.named[name]
-    if not isinstance(name, str) or ":" not in name:
-        raise _unknown(key, name, kind.named, where)
-    return own_piece(load_path(name, where), kind, name, where)
+def _load_piece(piece_name: Any, kind: Kind, kind_name: str, key: str) -> Piece | type[Piece]:
+    """Return the piece of a name or path, or the class of a path; raise UserError for any other value."""
+    if isinstance(piece_name, str) and piece_name in kind.named:
+        return kind.named[piece_name]
+    if not isinstance(piece_name, str) or ":" not in piece_name:
+        raise _unknown_name(kind_name, piece_name, kind.named, key)
+    return user_piece(load_path(piece_name, key), kind, piece_name, key)
 
 
-def _with_settings(piece: Piece | type[Piece], settings: dict[str, Any], kind: Kind, where: str) -> Piece:
-    """Return a piece with settings changed, or made of a class of pieces."""
-    cls, defaults = (piece, None) if isinstance(piece, type) else (type(piece), piece)
+def _with_settings(piece: Piece | type[Piece], settings: dict[str, Any], kind: Kind, key: str) -> Piece:
+    """Return a piece with changed settings; a class is constructed with them and its own defaults."""
+    piece_class = type(piece)
+    defaults = piece
+    if isinstance(piece, type):
+        piece_class = piece
+        defaults = None
+
     try:
-        return parse_settings(cls, settings, where, defaults)
+        return parse_settings(piece_class, settings, key, defaults)
     except UserErrors as errors:
-        name = next((name for name, named in kind.named.items() if named == piece), cls.__name__)
-        raise UserErrors(_of_another_piece(error, name, kind) for error in errors.errors) from errors
-    except Exception as error:  # a class of the user's own may refuse its settings in any way
+        names = [name for name, candidate in kind.named.items() if candidate == piece]
+        piece_name = names[0] if names else piece_class.__name__
+        raise UserErrors(
+            _setting_of_other_pieces(error, piece_name, kind) for error in errors.errors
+        ) from errors
+    except Exception as error:  # a user's class may reject its settings with any exception
         raise UserError(
-            f"{cls.__name__} cannot be made of its settings",
-            where=where,
+            f"{piece_class.__name__} cannot be constructed from its settings",
+            where=key,
             expected="settings that it accepts",
             got=f"{type(error).__name__}: {error}",
             fix="correct the settings or the class",
         ) from error
 
 
-def _of_another_piece(error: UserError, piece: str, kind: Kind) -> UserError:
-    """Return the error of a setting that ``piece`` has not and other named pieces of its kind have.
+def _setting_of_other_pieces(error: UserError, piece: str, kind: Kind) -> UserError:
+    """Replace the error of an unknown setting by one that names the pieces of the kind with that setting.
 
-    Every other error is returned as it is.
+    Every other error is returned unchanged.
     """
     if not isinstance(error, UnknownName):
         return error
-    having = [
+
+    pieces_with_setting = [
         name
-        for name, other in kind.named.items()
-        if error.key in {item.name for item in fields(other) if is_setting(item)}
+        for name, candidate in kind.named.items()
+        if error.key in {item.name for item in fields(candidate) if is_setting(item)}
     ]
-    if not having:
+    if not pieces_with_setting:
         return error
-    expected = f"a piece with it: {', '.join(having)}"
+
+    expected = f"a piece with it: {', '.join(pieces_with_setting)}"
     if error.below:
         settings = ", ".join(name.partition(".")[0] for name in error.below)
         expected += f"; or one of {settings}"
@@ -165,89 +201,119 @@ def _of_another_piece(error: UserError, piece: str, kind: Kind) -> UserError:
         where=error.where,
         expected=expected,
         got=f"`{error.key}` with `{piece}`",
-        fix=f"set `{error.section}.name` to {' or '.join(having)}, or remove the line",
+        fix=f"set `{error.section}.name` to {' or '.join(pieces_with_setting)}, or remove the line",
     )
 
 
-def _unknown(what: str, name: Any, known: Mapping[str, Any], where: str) -> UserError:
-    close = nearest(str(name), known)
+def _unknown_name(subject: str, name: Any, table: Mapping[str, Any], key: str) -> UserError:
+    """Return the error of a name that is not in a table, with the nearest name as the fix."""
+    suggestion = nearest(str(name), table)
+    fix = "choose one of these"
+    if suggestion:
+        fix = f"did you mean {suggestion!r}?"
     return UserError(
-        f"unknown {what} {name!r}",
-        where=where,
-        expected=f"one of {', '.join(sorted(known))}, or the path of your own: file.py:Name or module:Name",
+        f"unknown {subject} {name!r}",
+        where=key,
+        expected=f"one of {', '.join(sorted(table))}, or the path of your own: file.py:Name or module:Name",
         got=repr(name),
-        fix=f"did you mean {close!r}?" if close else "choose one of these",
+        fix=fix,
     )
 
 
-def own_piece(value: Any, kind: Kind, path: str, where: str) -> Piece | type[Piece]:
-    """Return a piece, or a class of pieces, of what the user wrote; raises UserError for the wrong form."""
+def user_piece(value: Any, kind: Kind, path: str, key: str) -> Piece | type[Piece]:
+    """Return the piece, or the class of pieces, of a user's object; raise UserError for the wrong form.
+
+    ``path`` names the object in errors; ``key`` is the configuration's key that it was written at.
+    """
     if isinstance(value, kind.base):
         return value
     if isinstance(value, type):
-        _check_class(value, kind, path, where)
+        _check_class(value, kind, path, key)
         return value
+
+    arguments = ", ".join(kind.arguments)
     if not callable(value) or kind.of_function is None:
-        function = "" if kind.of_function is None else f" or a function({', '.join(kind.arguments)})"
+        or_function = "" if kind.of_function is None else f" or a function({arguments})"
         raise UserError(
             f"{path} cannot be used here",
-            where=where,
-            expected=f"a class derived from {_name(kind)}{function}",
+            where=key,
+            expected=f"a class derived from {_base_name(kind)}{or_function}",
             got=f"{path}, of type {type(value).__name__}",
-            fix=f"derive a class from {_name(kind)} with a method {_call(kind)}",
+            fix=f"derive a class from {_base_name(kind)} with a method {_method_call(kind)}",
         )
-    _check_call(value, kind.arguments, f"{path}({', '.join(kind.arguments)})", where)
+
+    _check_call(value, kind.arguments, f"{path}({arguments})", key)
     return kind.of_function(value)
 
 
-def _check_class(value: type, kind: Kind, path: str, where: str) -> None:
+def _check_class(user_class: type, kind: Kind, path: str, key: str) -> None:
     """Raise UserError unless a class derives from the kind's, is a dataclass, and defines its method."""
-    missing = sorted(getattr(value, "__abstractmethods__", ()))
-    if not issubclass(value, kind.base) or missing:
+    expected = f"a class derived from {_base_name(kind)} with a method {_method_call(kind)}"
+    bases = ", ".join(base.__name__ for base in user_class.__bases__)
+    got = f"class {user_class.__name__}({bases})"
+
+    # A class with abstract methods cannot be constructed, whatever its base class.
+    abstract_methods = sorted(getattr(user_class, "__abstractmethods__", ()))
+    if abstract_methods:
         raise UserError(
-            f"{path} does not define {', '.join(missing)}" if missing else f"{path} is of another kind",
-            where=where,
-            expected=f"a class derived from {_name(kind)} with a method {_call(kind)}",
-            got=f"class {value.__name__}({', '.join(base.__name__ for base in value.__bases__)})",
-            fix=f"define {_call(kind)}" if missing else f"derive it from {_name(kind)}",
+            f"{path} does not define {', '.join(abstract_methods)}",
+            where=key,
+            expected=expected,
+            got=got,
+            fix=f"define {_method_call(kind)}",
         )
-    written = {
-        name for name, hint in vars(value).get("__annotations__", {}).items() if "ClassVar" not in str(hint)
-    }
-    if not is_dataclass(value) or written - {item.name for item in fields(value)}:
+    if not issubclass(user_class, kind.base):
+        raise UserError(
+            f"{path} is of another kind",
+            where=key,
+            expected=expected,
+            got=got,
+            fix=f"derive it from {_base_name(kind)}",
+        )
+
+    # The decorator is inherited in effect but not for new annotations: these would be plain class attributes.
+    annotations = vars(user_class).get("__annotations__", {})
+    setting_names = {name for name, hint in annotations.items() if "ClassVar" not in str(hint)}
+    if not is_dataclass(user_class) or setting_names - {item.name for item in fields(user_class)}:
         raise UserError(
             f"{path} is not a dataclass, so its settings have no effect",
-            where=where,
+            where=key,
             expected="@dataclass(frozen=True) above the class",
-            got=f"class {value.__name__}",
-            fix=f"write @dataclass(frozen=True) above class {value.__name__}",
+            got=f"class {user_class.__name__}",
+            fix=f"write @dataclass(frozen=True) above class {user_class.__name__}",
         )
-    method = inspect.getattr_static(value, kind.method)
+
+    # A property, such as DynamicSampling.further_rounds, has no arguments to check.
+    method = inspect.getattr_static(user_class, kind.method)
     if not isinstance(method, property):
-        _check_call(getattr(value, kind.method), ("self", *kind.arguments), f"{path}.{_call(kind)}", where)
+        function = getattr(user_class, kind.method)
+        _check_call(function, ("self", *kind.arguments), f"{path}.{_method_call(kind)}", key)
 
 
-def _check_call(function: Any, arguments: tuple[str, ...], call: str, where: str) -> None:
-    """Raise UserError unless a function can be called with so many arguments."""
+def _check_call(function: Any, arguments: tuple[str, ...], call: str, key: str) -> None:
+    """Raise UserError unless a function accepts the number of arguments that it will be called with."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # some built-in functions do not say
+        return  # some built-in functions have no signature
+
     try:
         signature.bind(*arguments)
     except TypeError as error:
         raise UserError(
             "a piece of the algorithm takes other arguments than it is given",
-            where=where,
+            where=key,
             expected=call,
             got=f"{signature}: {error}",
-            fix=f"let it take {', '.join(name for name in arguments)}",
+            fix=f"let it take {', '.join(arguments)}",
         ) from error
 
 
-def _call(kind: Kind) -> str:
+def _method_call(kind: Kind) -> str:
+    """Return the call of the kind's method, for error texts."""
     return f"{kind.method}({', '.join(kind.arguments)})"
 
 
-def _name(kind: Kind) -> str:
+def _base_name(kind: Kind) -> str:
+    """Return the path of the kind's base class, for error texts."""
     return f"megatron_rl.algorithms.{kind.base.__name__}"

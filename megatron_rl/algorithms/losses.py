@@ -1,7 +1,8 @@
-"""What a token costs: the form of a policy loss, losses on the token's own ratio, and the critic's loss.
+"""Policy losses per token, on the token's own probability ratio, and the critic's loss.
 
 PPO, CISPO, SAPO, DPPO and plain policy gradient. All tensors are [N]; ``log_probs`` carries the gradient.
-``r = exp(clamp(log_probs - old_log_probs, +-20))``.
+``r = exp(clamp(log_probs - old_log_probs, +-20))``. A loss is neither summed nor averaged here: aggregation,
+mismatch correction and masking follow in `policy_objective`.
 """
 
 from __future__ import annotations
@@ -23,85 +24,94 @@ _EXPECTED = "TokenLoss(loss, indicators) of tensors with one value per token [N]
 
 
 class TokenLoss(NamedTuple):
-    """Hold a loss per token [N] (with gradient) and named indicators [N] that become mean metrics."""
+    """Loss per token, with indicators for the log.
+
+    Example: ``TokenLoss(-advantages * ratio, {"clip_fraction": ratio > 1.2})``.
+    """
 
     loss: Tensor
+    """[N], with gradient."""
     indicators: Mapping[str, Tensor]
+    """Name -> [N]; the mean over response tokens is logged as ``policy/NAME`` or ``critic/NAME``."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss(Piece, ABC):
-    """Say what each token of a response costs the policy.
+    """Policy loss per token; a subclass defines `token_loss`.
 
-    A subclass defines `token_loss`. A micro-batch holds whole rows, so sums over a row are exact there;
-    statistics over more than a row must not be taken, because a micro-batch's make-up is no part of the
-    mathematics. A loss that needs such statistics takes them in `select`, of a whole mini-batch.
+    A micro-batch contains complete rows, so a sum over a row is exact in `token_loss`. Statistics over
+    several rows are not: they would depend on the split into micro-batches, which must not change the
+    gradient. A loss that needs such statistics takes them in `select`, from the complete mini-batch.
     """
 
-    entropy_coef: float = setting(0.0, "Weight of the entropy bonus that is taken off the loss.")
+    entropy_coef: float = setting(0.0, "Weight of the entropy bonus that is subtracted from the loss.")
     opsm_delta: float | None = setting(
         None,
-        "Off-policy sequence masking: responses with A < 0 that the policy has drifted from by more nats per "
-        "token since they were sampled do not count.",
+        "Off-policy sequence masking: responses with A < 0 do not count if the policy has drifted from them "
+        "by more nats per token since they were sampled.",
         unset="off",
     )
 
     weighs_by_ratio: ClassVar[bool] = True
-    """Whether the loss holds the ratio of new to old policy. One without is weighted in bypass mode."""
+    """Whether the loss includes the ratio of new to old policy. If not, bypass mode weights the loss."""
     follows_rollout: ClassVar[bool] = False
-    """Whether that ratio is to the policy that sampled, which weights of a correction would count again."""
+    """Whether that ratio is to the sampling policy, so that a correction weight would apply it twice."""
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Say whether the loss chooses tokens by statistics of a whole mini-batch."""
+        """Whether `select` picks tokens by statistics of the mini-batch, which read the old log-probs."""
         return type(self).select is not PolicyLoss.select
 
     @abstractmethod
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Return the loss of every token [N] of a micro-batch; ``log_probs`` [N] carry the gradient."""
+        """Compute the loss of every token [N] of a micro-batch; ``log_probs`` [N] carries the gradient."""
 
     def select(self, minibatch: TrainBatch, generator: torch.Generator) -> Tensor | None:
-        """Return the tokens [N] bool of a mini-batch that the loss treats apart, where there are any."""
+        """Return the tokens [N] bool of a mini-batch that get a different loss; None means no token."""
         return minibatch.selected
 
 
 @dataclass(frozen=True)
 class FunctionLoss(PolicyLoss):
-    """Be a function ``(micro-batch, log_probs) -> TokenLoss`` of the user's own, without settings."""
+    """Policy loss made from a user's function ``(micro-batch, log_probs) -> TokenLoss``, without settings."""
 
     function: Callable[..., TokenLoss] | None = field(default=None, metadata=NO_SETTING)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Return what the function does."""
+        """Call the user's function."""
         assert self.function is not None
         return self.function(micro, log_probs)
 
 
 def checked_loss(piece: Piece, loss: Any, tokens: Tensor) -> TokenLoss:
-    """Return what a piece's loss function has returned; raises UserError unless it is a `TokenLoss` [N].
+    """Validate the result of a piece's ``token_loss``; raise UserError unless it is a `TokenLoss` [N].
 
-    ``tokens`` [N] is any tensor with a value per token.
+    ``tokens`` [N] is any tensor with one value per token; only its shape is read.
     """
+    # A user's function may return a plain pair.
     if isinstance(loss, tuple) and len(loss) == 2:
         loss = TokenLoss(*loss)
     if not isinstance(loss, TokenLoss) or not isinstance(loss.indicators, Mapping):
         raise wrong_result(piece, "token_loss", _EXPECTED, loss)
+
+    # A scalar or [B] loss would broadcast in the weighted sum and give a wrong gradient without an error.
     for value in (loss.loss, *loss.indicators.values()):
         if getattr(value, "shape", None) != tokens.shape:
             raise wrong_result(piece, "token_loss", _EXPECTED, value)
+
     return loss
 
 
 def fields_of(batch: TrainBatch, *names: str) -> list[Tensor]:
-    """Return fields of a batch; raises ValueError for one that it does not have."""
-    missing = [name for name in names if getattr(batch, name) is None]
-    if missing:
-        raise ValueError(f"the batch has no {' and no '.join(missing)}")
+    """Return the named fields of a batch; raise ValueError if one is None."""
+    absent_names = [name for name in names if getattr(batch, name) is None]
+    if absent_names:
+        raise ValueError(f"the batch has no {' and no '.join(absent_names)}")
     return [getattr(batch, name) for name in names]
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """Return log(new / old) per token [N], clamped to +-20 so that its exponential stays finite."""
+    """Compute log(new / old) per token [N], clamped to +-20 so that its exponential stays finite."""
     return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -112,7 +122,7 @@ _THRESHOLDS = "0.2 for tv, 0.05 for kl"
 
 @dataclass(frozen=True)
 class PolicyGradient(PolicyLoss):
-    """Take the REINFORCE loss ``-A log_prob`` per token, without any correction for an older policy.
+    """REINFORCE loss per token, ``-A log_prob``, without importance weight for an older policy.
 
     Source: Williams (1992); GPG, arXiv:2504.02546.
 
@@ -124,16 +134,16 @@ class PolicyGradient(PolicyLoss):
     weighs_by_ratio: ClassVar[bool] = False
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Return the loss of every token [N]."""
+        """Compute the loss of every token [N]."""
         (advantages,) = fields_of(micro, "advantages")
         return TokenLoss(-advantages * log_probs, {})
 
 
 @dataclass(frozen=True)
 class PpoClip(PolicyLoss):
-    """Take PPO's pessimistic clipped loss per token.
+    """PPO's pessimistic clipped loss per token.
 
-    ``l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``; where A < 0, dual clip bounds it:
+    ``l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``; for A < 0 dual clip bounds it:
     ``l = min(l, -A c)`` with ``c = dual_clip > 1``. ``clip_high > clip_low`` is DAPO's clip-higher.
 
     Source: PPO, arXiv:1707.06347, equation 7; dual clip, arXiv:1912.09729; DAPO,
@@ -150,25 +160,28 @@ class PpoClip(PolicyLoss):
     clip_high: float = setting(0.2, HIGH_MEANING, at_least=0)
     dual_clip: float | None = setting(
         3.0,
-        "Bound of the loss where the advantage is negative, in advantages.",
+        "Bound of the loss for a negative advantage, in units of the advantage.",
         unset="no bound",
         more_than=1,
     )
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Return the loss of every token [N]."""
+        """Compute the loss of every token [N]."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         ratio = log_ratio(log_probs, old_log_probs).exp()
         loss, indicators = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
         if self.dual_clip is None:
             return TokenLoss(loss, indicators)
+
+        # Without dual clip the loss of a token with A < 0 is unbounded in its ratio.
         bound = -advantages * self.dual_clip
-        bounded = (advantages < 0) & (loss > bound)
-        return TokenLoss(torch.where(bounded, bound, loss), {**indicators, "dual_clip_fraction": bounded})
+        exceeds_bound = (advantages < 0) & (loss > bound)
+        loss = torch.where(exceeds_bound, bound, loss)
+        return TokenLoss(loss, {**indicators, "dual_clip_fraction": exceeds_bound})
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
-    """Take the larger of the clipped and the unclipped loss for a ratio of any kind [N]; see `PpoClip`."""
+    """Compute the larger of clipped and unclipped loss for a token or sequence ratio [N]; see `PpoClip`."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     return TokenLoss(torch.maximum(unclipped, clipped), {"clip_fraction": clipped > unclipped})
@@ -176,10 +189,11 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
 
 @dataclass(frozen=True)
 class Cispo(PolicyLoss):
-    """Clip the importance weight and keep every token's gradient.
+    """Policy gradient with a clipped importance weight, which keeps every token's gradient.
 
-    ``l = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log_prob``: unlike PPO's clip, a token beyond the bound
-    still learns, with bounded weight. ``clip_low >= 1`` is no lower bound, the paper's choice.
+    ``l = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log_prob``: unlike under PPO's clip, a token beyond the
+    bound still has a gradient, with bounded weight. ``clip_low >= 1``, the paper's choice, means no lower
+    bound.
 
     Source: MiniMax-M1, arXiv:2506.13585, section 3; an upper bound of 5 as in ScaleRL, arXiv:2510.13786.
 
@@ -194,8 +208,9 @@ class Cispo(PolicyLoss):
     clip_high: float = setting(4.0, HIGH_MEANING, at_least=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Return the loss of every token [N]."""
+        """Compute the loss of every token [N]."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
+        # The weight is a constant of the gradient (sg): only log_prob is differentiated.
         ratio = log_ratio(log_probs, old_log_probs).exp().detach()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return TokenLoss(-weight * advantages * log_probs, {"clip_fraction": weight != ratio})
@@ -203,10 +218,10 @@ class Cispo(PolicyLoss):
 
 @dataclass(frozen=True)
 class Sapo(PolicyLoss):
-    """Fade a token out smoothly as its ratio leaves 1, instead of clipping it.
+    """Policy loss with a smooth gate on the ratio in place of PPO's clip.
 
-    ``l = -f(r) A`` with ``f(r) = sigmoid(tau (r - 1)) 4 / tau``; tau is ``temperature_positive`` where A > 0
-    and ``temperature_negative`` elsewhere. At r = 1 the gradient of f is 1, as for the plain ratio.
+    ``l = -f(r) A`` with ``f(r) = sigmoid(tau (r - 1)) 4 / tau``; tau is ``temperature_positive`` for A > 0
+    and ``temperature_negative`` otherwise. At r = 1 the gradient of f is 1, as for the plain ratio.
 
     Source: SAPO, arXiv:2511.20347.
 
@@ -215,27 +230,30 @@ class Sapo(PolicyLoss):
         [-2.0]
     """
 
-    temperature_positive: float = setting(1.0, "Steepness of the gate where A > 0.", more_than=0)
-    temperature_negative: float = setting(1.05, "Steepness of the gate elsewhere.", more_than=0)
+    temperature_positive: float = setting(1.0, "Steepness of the gate for A > 0.", more_than=0)
+    temperature_negative: float = setting(1.05, "Steepness of the gate for A <= 0.", more_than=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Return the loss of every token [N]."""
+        """Compute the loss of every token [N]."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         ratio = log_ratio(log_probs, old_log_probs).exp()
+
         positive = ratio.new_tensor(self.temperature_positive)
-        tau = torch.where(advantages > 0, positive, ratio.new_tensor(self.temperature_negative))
-        return TokenLoss(-advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, {})
+        negative = ratio.new_tensor(self.temperature_negative)
+        tau = torch.where(advantages > 0, positive, negative)
+        gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+        return TokenLoss(-advantages * gate, {})
 
 
 @dataclass(frozen=True)
 class Dppo(PolicyLoss):
-    """Stop a token once the policy has moved too far in *probability*, not in ratio.
+    """Policy gradient with a trust region in *probability*: no loss for a token that moved too far.
 
-    ``l = -sg[min(r, ratio_cap)] A log_prob`` while the token is inside the trust region, else 0. With p and q
-    the token's new and old probability, it is outside where A > 0, p > q and D > ``clip_high``, or A <= 0,
-    p < q and D > ``clip_low``. D is ``|p - q|`` (``tv``) or the divergence of the coin flips "this token or
-    another", ``q log(q/p) + (1-q) log((1-q)/(1-p))`` (``kl``). Thresholds are of D; their defaults are the
-    paper's: 0.2 for tv (it uses 0.15 to 0.2) and 0.05 for kl.
+    ``l = -sg[min(r, ratio_cap)] A log_prob`` for a token inside the trust region, else 0. With p and q the
+    token's new and old probability, it is outside for A > 0, p > q and D > ``clip_high``, or for A <= 0,
+    p < q and D > ``clip_low``. D is ``|p - q|`` (``tv``) or the divergence of the binary distributions "this
+    token or another", ``q log(q/p) + (1-q) log((1-q)/(1-p))`` (``kl``). Thresholds are of D; their defaults
+    are the paper's: 0.2 for tv (it uses 0.15 to 0.2) and 0.05 for kl.
 
     Source: DPPO, arXiv:2602.04879 (binary approximations).
 
@@ -248,7 +266,7 @@ class Dppo(PolicyLoss):
         [False, True]
     """
 
-    divergence: str = setting("tv", "How far a token's probability has moved.", choices=("tv", "kl"))
+    divergence: str = setting("tv", "Divergence between old and new probability.", choices=("tv", "kl"))
     clip_low: float | None = setting(
         None, "Largest divergence of a token that becomes less likely.", unset=_THRESHOLDS, at_least=0
     )
@@ -258,39 +276,56 @@ class Dppo(PolicyLoss):
     ratio_cap: float = setting(20.0, "Largest weight of a token.", more_than=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Return the loss of every token [N]."""
+        """Compute the loss of every token [N]."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         ratio = log_ratio(log_probs, old_log_probs).exp().detach()
-        new, old = log_probs.detach().double(), old_log_probs.double()
-        p, q = new.exp(), old.exp()
-        if self.divergence == "tv":
-            distance = (p - q).abs()
-        else:
-            # 1 - p loses its digits where p is near 1; a floor keeps the logarithms finite.
-            rest_p, rest_q = (-torch.expm1(x.clamp(max=0)).clamp(max=-1e-8) for x in (new, old))
-            distance = q * (old - new) + rest_q * (rest_q.log() - rest_p.log())
-        usual = 0.2 if self.divergence == "tv" else 0.05
-        low = usual if self.clip_low is None else self.clip_low
-        high = usual if self.clip_high is None else self.clip_high
-        outside = torch.where(advantages > 0, (p > q) & (distance > high), (p < q) & (distance > low))
-        weight = torch.where(outside, 0, ratio.clamp(max=self.ratio_cap))
-        return TokenLoss(-weight * advantages * log_probs, {"clip_fraction": outside})
+
+        # Divergence between old and new probability, in float64: p - q cancels digits of close policies.
+        new = log_probs.detach().double()
+        old = old_log_probs.double()
+        p = new.exp()
+        q = old.exp()
+        default_threshold = 0.2
+        distance = (p - q).abs()
+        if self.divergence == "kl":
+            default_threshold = 0.05
+            complement_p = _complement(new)
+            complement_q = _complement(old)
+            distance = q * (old - new) + complement_q * (complement_q.log() - complement_p.log())
+
+        # Only a step away from the trust region is cut: a token that moves back keeps its gradient.
+        low = default_threshold if self.clip_low is None else self.clip_low
+        high = default_threshold if self.clip_high is None else self.clip_high
+        too_likely = (p > q) & (distance > high)
+        too_unlikely = (p < q) & (distance > low)
+        clipped = torch.where(advantages > 0, too_likely, too_unlikely)
+
+        weight = torch.where(clipped, 0, ratio.clamp(max=self.ratio_cap))
+        return TokenLoss(-weight * advantages * log_probs, {"clip_fraction": clipped})
+
+
+def _complement(log_probs: Tensor) -> Tensor:
+    """Compute the probability of any other token, 1 - p [N], at least 1e-8.
+
+    expm1 keeps the digits of 1 - p for p near 1; the floor keeps the logarithm of the result finite.
+    """
+    return -torch.expm1(log_probs.clamp(max=0)).clamp(max=-1e-8)
 
 
 @dataclass(frozen=True)
 class ValueLoss(Piece, ABC):
-    """Say what each token costs the critic; a subclass defines `token_loss`."""
+    """Critic's loss per token; a subclass defines `token_loss`."""
 
     @abstractmethod
     def token_loss(self, values: Tensor, old_values: Tensor, returns: Tensor) -> TokenLoss:
-        """Return the loss of every token [N]; ``values`` [N] carry the gradient."""
+        """Compute the loss of every token [N]; ``values`` [N] carries the gradient."""
 
 
 @dataclass(frozen=True)
 class ClippedValueLoss(ValueLoss):
-    """Take ``coef max((v - G)^2, (clip(v, v_old - clip, v_old + clip) - G)^2)`` per token.
+    """Clipped squared error, ``coef max((v - G)^2, (clip(v, v_old - clip, v_old + clip) - G)^2)`` per token.
 
-    ``clip`` None leaves only the first term. ``coef`` 0.5 makes it half the squared error.
+    With ``clip`` None only the first term is left. ``coef`` 0.5 makes it half the squared error.
 
     Source: OpenAI baselines' PPO2; defaults of verl.
 
@@ -301,16 +336,21 @@ class ClippedValueLoss(ValueLoss):
     """
 
     clip: float | None = setting(
-        0.5, "How far a value may move from the old one.", unset="any distance", more_than=0
+        0.5, "Largest distance of a value from the old one.", unset="any distance", more_than=0
     )
     coef: float = setting(0.5, "Weight of the squared error.", more_than=0)
 
     def token_loss(self, values: Tensor, old_values: Tensor, returns: Tensor) -> TokenLoss:
-        """Return the loss of every token [N], and where the clipped value made it larger."""
-        squared = (values - returns) ** 2
+        """Compute the loss of every token [N]; the indicator marks a larger loss of the clipped value."""
+        unclipped_error = (values - returns) ** 2
         if self.clip is None:
-            clipped = torch.zeros_like(values, dtype=torch.bool)
-            return TokenLoss(self.coef * squared, {"clip_fraction": clipped})
-        bounded = torch.maximum(torch.minimum(values, old_values + self.clip), old_values - self.clip)
-        other = (bounded - returns) ** 2
-        return TokenLoss(self.coef * torch.maximum(squared, other), {"clip_fraction": other > squared})
+            no_token = torch.zeros_like(values, dtype=torch.bool)
+            return TokenLoss(self.coef * unclipped_error, {"clip_fraction": no_token})
+
+        clipped_values = torch.maximum(
+            torch.minimum(values, old_values + self.clip),
+            old_values - self.clip,
+        )
+        clipped_error = (clipped_values - returns) ** 2
+        loss = self.coef * torch.maximum(unclipped_error, clipped_error)
+        return TokenLoss(loss, {"clip_fraction": clipped_error > unclipped_error})

@@ -1,7 +1,7 @@
-"""What every piece of an algorithm is: a frozen value with its settings, their bounds, and what it needs.
+"""Base class of the pieces of an algorithm: frozen values with settings, bounds and one equation.
 
-`check` names, constructs and shows pieces without torch. So the modules that define pieces take torch, and
-`ragged`, from here: they are imported at their first use.
+`check` names, constructs and prints pieces on machines without torch. The modules that define pieces
+therefore import ``torch`` and ``ragged`` from here, where both are imported on first use.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms import ragged as ragged
 else:
 
-    class _Module:
-        """Stand for a module that is imported when one of its names is asked for."""
+    class _LazyModule:
+        """Proxy of a module that is imported at the first access to one of its attributes."""
 
         def __init__(self, name: str) -> None:
             self.name = name
@@ -29,54 +29,71 @@ else:
         def __getattr__(self, name: str) -> Any:
             return getattr(import_module(self.name), name)
 
-    torch = _Module("torch")
-    ragged = _Module("megatron_rl.algorithms.ragged")
+    torch = _LazyModule("torch")
+    ragged = _LazyModule("megatron_rl.algorithms.ragged")
 
 
 MAX_LOG_RATIO = 20.0
-"""Logarithms of ratios are kept within it, so that their exponentials stay finite."""
+"""Bound of the absolute value of a log ratio: exp(20) = 4.9e8 is finite in float32, and so is its square."""
+
+# Longest text of a wrong result in an error: a printed tensor can fill a screen.
+_MAX_RESULT_TEXT = 200
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Be one choice that an algorithm makes.
+    """One exchangeable part of an algorithm, such as its advantage estimator or its policy loss.
 
     A piece is a frozen dataclass whose fields are its settings, each written with `setting`: default, meaning
-    and bounds. What it needs from a run are class attributes, and its mathematics is one method, which its
-    kind (`Advantage`, `PolicyLoss`, ...) names. The docstring says the equation and its source.
+    and bounds. Its requirements (a critic, a reference policy) are class attributes or properties. Its
+    equation is one method, named by its kind (`Advantage.estimate`, `PolicyLoss.token_loss`, ...). The
+    docstring gives the equation and its source.
     """
 
     def problems(self, path: str) -> Iterator[UserError]:
-        """Yield every mistake in the settings; ``path`` is where the piece stands in the configuration."""
+        """Validate the settings and yield every error; ``path`` is the piece's key in the configuration."""
+        # First each setting by itself, then the settings against each other.
         for item in fields(self):
             error = setting_of(item).error(f"{path}.{item.name}", getattr(self, item.name))
             if error is not None:
                 yield error
+
         yield from self.contradictions(path)
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield mistakes that no single setting shows."""
+        """Yield errors between two or more settings; subclasses override this."""
         yield from ()
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Say whether the actor's log-probs must be known before the loss, where one update takes a batch."""
+        """Whether the piece reads the actor's log-probs of the batch before the first loss is computed."""
         return False
 
     def within(self, max_response_tokens: int) -> Self:
-        """Return the piece for responses of at most so many tokens."""
+        """Return the piece with defaults that depend on the longest response filled in."""
         return self
 
 
 def wrong_result(piece: Piece, method: str, expected: str, got: Any) -> UserError:
-    """Return the error of a piece of the user's own whose method, or function, returned something else."""
+    """Return the error for a user's piece or function that returned a value of the wrong type or shape."""
     function = getattr(piece, "function", None) or getattr(type(piece), method)
+
+    # A callable object or a built-in has no code object: point to the module of the piece instead.
     code = getattr(function, "__code__", None)
+    location = type(piece).__module__
+    if code is not None:
+        location = f"{code.co_filename}:{code.co_firstlineno}"
+
+    # The shape is what usually differs, and a tensor's values would hide it.
     shape = getattr(got, "shape", None)
+    result_text = f"{type(got).__name__} {got!r}"[:_MAX_RESULT_TEXT]
+    if shape is not None:
+        result_text = f"a tensor {list(shape)}"
+
     return UserError(
-        f"{function.__qualname__}, a piece of the algorithm, returned something else than it is to return",
-        where=f"{code.co_filename}:{code.co_firstlineno}" if code else type(piece).__module__,
+        f"{function.__qualname__}, a piece of the algorithm, returned a value of the wrong form",
+        where=location,
         expected=expected,
-        got=f"{type(got).__name__} {got!r}"[:200] if shape is None else f"a tensor {list(shape)}",
-        fix=f"correct what {function.__qualname__} returns",
+        got=result_text,
+        fix=f"correct the return value of {function.__qualname__}",
     )

@@ -1,7 +1,7 @@
 """Losses on pairs of responses, one preferred to the other: reward models (Bradley-Terry) and DPO.
 
-The pure functions take one number per pair [P]. The objectives take micro-batches whose rows come in
-pairs, chosen then rejected, with loss weights of ``seq-mean-token-sum``; a pair is never split.
+The pure functions take one number per pair [P]. The objectives take micro-batches whose rows alternate,
+chosen then rejected, with loss weights of ``seq-mean-token-sum``; a pair is never split.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_rl.algorithms.objectives import masked, means
+from megatron_rl.algorithms.objectives import mask_tokens, mean_metrics
 from megatron_rl.algorithms.ragged import last_masked_token, row_sums
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
@@ -20,24 +20,27 @@ from megatron_rl.types import TrainBatch
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """Set a DPO loss: ``kind`` is sigmoid, robust, hinge, ipo or simpo; ``beta`` its strength.
+    """Settings of a DPO loss.
 
-    Strengths: 0.1 is DPO's (arXiv:2305.18290, section 6) and TRL's for IPO; SimPO takes 2.0 with a margin of
-    0.5 (arXiv:2405.14734, its authors' code).
-
-    ``label_smoothing`` is the assumed share of flipped labels (sigmoid, robust); ``margin`` is SimPO's gamma.
-    ``sft_coef`` adds the chosen response's mean negative log-likelihood.
+    Example: ``PreferenceSettings(kind="simpo", beta=2.0, margin=0.5)``.
     """
 
     kind: str = "sigmoid"
+    """``sigmoid``, ``robust``, ``hinge``, ``ipo`` or ``simpo``; see `dpo_loss` and `simpo_loss`."""
     beta: float = 0.1
+    """Strength: 0.1 in DPO (arXiv:2305.18290, section 6) and in TRL's IPO, 2.0 in SimPO's code."""
     label_smoothing: float = 0.0
+    """Assumed fraction of flipped labels (``sigmoid``, ``robust``)."""
     margin: float = 0.5
+    """SimPO's gamma (arXiv:2405.14734; 0.5 in its authors' code)."""
     sft_coef: float = 0.0
+    """Weight of the chosen response's mean negative log-likelihood, added to the loss."""
 
 
-def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
-    """Return ``-log sigmoid(chosen - rejected - margin)`` per pair: [P].
+def bradley_terry_loss(
+    chosen_rewards: Tensor, rejected_rewards: Tensor, margin: Tensor | float = 0.0
+) -> Tensor:
+    """Compute ``-log sigmoid(chosen - rejected - margin)`` per pair: [P].
 
     Source: InstructGPT, arXiv:2203.02155, equation 1; margin: Llama 2, arXiv:2307.09288, equation 2.
 
@@ -45,20 +48,20 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float 
         >>> round(bradley_terry_loss(torch.tensor([1.0]), torch.tensor([1.0])).item(), 4)
         0.6931
     """
-    return -logsigmoid(chosen - rejected - margin)
+    return -logsigmoid(chosen_rewards - rejected_rewards - margin)
 
 
 def dpo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
+    chosen_log_probs: Tensor,
+    rejected_log_probs: Tensor,
+    ref_chosen_log_probs: Tensor,
+    ref_rejected_log_probs: Tensor,
     *,
     beta: float = 0.1,
     kind: str = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return a DPO loss per pair [P] from the responses' summed log-probs, for ``ipo`` their means per token.
+    """Compute a DPO loss per pair [P] from the responses' summed log-probs, for ``ipo`` their token means.
 
     With ``h = (chosen - ref_chosen) - (rejected - ref_rejected)`` and e = ``label_smoothing``:
 
@@ -74,24 +77,34 @@ def dpo_loss(
         >>> round(dpo_loss(torch.tensor([2.0]), zero, zero, zero, beta=0.5).item(), 4)
         0.3133
     """
-    difference = (chosen - ref_chosen) - (rejected - ref_rejected)
-    scaled = beta * difference
+    chosen_log_ratio = chosen_log_probs - ref_chosen_log_probs
+    rejected_log_ratio = rejected_log_probs - ref_rejected_log_probs
+    difference = chosen_log_ratio - rejected_log_ratio
+    logits = beta * difference
+
     if kind == "sigmoid":
-        return -(1 - label_smoothing) * logsigmoid(scaled) - label_smoothing * logsigmoid(-scaled)
+        return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
+
     if kind == "robust":
+        # At 0.5 labels carry no information, and the denominator is 0.
         if label_smoothing >= 0.5:
             raise ValueError(f"robust DPO needs label_smoothing below 0.5, got {label_smoothing}")
-        loss = -(1 - label_smoothing) * logsigmoid(scaled) + label_smoothing * logsigmoid(-scaled)
+        loss = -(1 - label_smoothing) * logsigmoid(logits) + label_smoothing * logsigmoid(-logits)
         return loss / (1 - 2 * label_smoothing)
+
     if kind == "hinge":
-        return torch.relu(1 - scaled)
+        return torch.relu(1 - logits)
+
     if kind == "ipo":
         return (difference - 1 / (2 * beta)) ** 2
+
     raise ValueError(f"unknown DPO loss {kind!r}; known: sigmoid, robust, hinge, ipo")
 
 
-def simpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 2.0, margin: float = 0.5) -> Tensor:
-    """Return ``-log sigmoid(beta (chosen - rejected) - margin)`` from log-probs averaged per token: [P].
+def simpo_loss(
+    chosen_log_probs: Tensor, rejected_log_probs: Tensor, *, beta: float = 2.0, margin: float = 0.5
+) -> Tensor:
+    """Compute ``-log sigmoid(beta (chosen - rejected) - margin)`` from log-probs averaged per token: [P].
 
     No reference policy. Source: SimPO, arXiv:2405.14734, equation 6.
 
@@ -99,87 +112,115 @@ def simpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 2.0, margin: f
         >>> round(simpo_loss(torch.tensor([-0.5]), torch.tensor([-0.75])).item(), 4)
         0.6931
     """
-    return -logsigmoid(beta * (chosen - rejected) - margin)
+    return -logsigmoid(beta * (chosen_log_probs - rejected_log_probs) - margin)
 
 
 def dpo_objective(
     settings: PreferenceSettings, micro: TrainBatch, log_probs: Tensor
 ) -> tuple[Tensor, Metrics]:
-    """Return the DPO loss of a micro-batch of whole pairs, and its metrics.
+    """Compute the DPO loss of a micro-batch of complete pairs, and its metrics.
 
     ``log_probs`` [N] with gradient. Every row must have a response token.
     """
     micro = micro.to(log_probs.device)
-    mask, lengths = micro.response_mask, micro.lengths
-    log_probs = masked(log_probs, mask)
-    sums = row_sums(log_probs, lengths)
-    counts = row_sums(mask.to(sums.dtype), lengths).clamp(min=1)
+    mask = micro.response_mask
+    lengths = micro.lengths
+    log_probs = mask_tokens(log_probs, mask)
+
+    # Log-probs of each response: their sum, or their mean per token for the losses defined on it.
+    row_log_probs = row_sums(log_probs, lengths)
+    token_counts = row_sums(mask.to(row_log_probs.dtype), lengths).clamp(min=1)
+    mean_log_probs = row_log_probs / token_counts
     per_token = settings.kind in ("simpo", "ipo")
-    chosen, rejected = _pairs(sums / counts if per_token else sums)
+    chosen_log_probs, rejected_log_probs = _split_pairs(mean_log_probs if per_token else row_log_probs)
+
     if settings.kind == "simpo":
-        loss = simpo_loss(chosen, rejected, beta=settings.beta, margin=settings.margin)
-        rewards = (settings.beta * chosen.detach(), settings.beta * rejected.detach())
+        loss = simpo_loss(chosen_log_probs, rejected_log_probs, beta=settings.beta, margin=settings.margin)
+        chosen_rewards = settings.beta * chosen_log_probs.detach()
+        rejected_rewards = settings.beta * rejected_log_probs.detach()
     else:
+        # Reduce the reference's log-probs as the policy's.
         if micro.ref_log_probs is None:
             raise ValueError("DPO needs ref_log_probs")
-        ref_sums = row_sums(torch.where(mask, micro.ref_log_probs, 0).to(sums.dtype), lengths)
-        ref = _pairs(ref_sums / counts if per_token else ref_sums)
+        ref_log_probs = torch.where(mask, micro.ref_log_probs, 0).to(row_log_probs.dtype)
+        ref_row_log_probs = row_sums(ref_log_probs, lengths)
+        if per_token:
+            ref_row_log_probs = ref_row_log_probs / token_counts
+        ref_chosen, ref_rejected = _split_pairs(ref_row_log_probs)
         loss = dpo_loss(
-            chosen, rejected, *ref,
-            beta=settings.beta, kind=settings.kind, label_smoothing=settings.label_smoothing,
-        )  # fmt: skip
-        rewards = tuple(
-            settings.beta * (new - old).detach() for new, old in zip((chosen, rejected), ref, strict=True)
+            chosen_log_probs,
+            rejected_log_probs,
+            ref_chosen,
+            ref_rejected,
+            beta=settings.beta,
+            kind=settings.kind,
+            label_smoothing=settings.label_smoothing,
         )
+        # DPO's implicit rewards, for the metrics.
+        chosen_rewards = settings.beta * (chosen_log_probs - ref_chosen).detach()
+        rejected_rewards = settings.beta * (rejected_log_probs - ref_rejected).detach()
+
+    # Weighted sum over pairs, exact under any split that keeps pairs together.
     weights = _pair_weights(micro)
     total = (weights * loss).sum()
     if settings.sft_coef:
-        total = total - settings.sft_coef * (weights * _pairs(sums / counts)[0]).sum()
-    return total, _pair_metrics("dpo", total, weights, *rewards)
+        chosen_mean_log_probs, _ = _split_pairs(mean_log_probs)
+        total = total - settings.sft_coef * (weights * chosen_mean_log_probs).sum()
+
+    return total, _pair_metrics("dpo", total, weights, chosen_rewards, rejected_rewards)
 
 
 def reward_model_objective(
     micro: TrainBatch, values: Tensor, *, margin: float = 0.0
 ) -> tuple[Tensor, Metrics]:
-    """Return the Bradley-Terry loss of a micro-batch of whole pairs, and its metrics.
+    """Compute the Bradley-Terry loss of a micro-batch of complete pairs, and its metrics.
 
-    ``values`` [N] are the reward model's outputs with gradient; a response's score is the one at its last
+    ``values`` [N] are the reward model's outputs with gradient; a response's reward is the output at its last
     response token. Every row must have one.
     """
     micro = micro.to(values.device)
-    scores = masked(values, micro.response_mask)[_last_tokens(micro)]
-    chosen, rejected = _pairs(scores)
+    rewards = mask_tokens(values, micro.response_mask)[_last_tokens(micro)]
+    chosen_rewards, rejected_rewards = _split_pairs(rewards)
+
     weights = _pair_weights(micro)
-    total = (weights * bradley_terry_loss(chosen, rejected, margin)).sum()
-    return total, _pair_metrics("reward_model", total, weights, chosen.detach(), rejected.detach())
+    total = (weights * bradley_terry_loss(chosen_rewards, rejected_rewards, margin)).sum()
+    metrics = _pair_metrics(
+        "reward_model", total, weights, chosen_rewards.detach(), rejected_rewards.detach()
+    )
+    return total, metrics
 
 
-def _pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _split_pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Split alternating rows [2 P] into chosen and rejected: [P] each."""
     if len(rows) % 2:
         raise ValueError(f"preference rows come in pairs, got {len(rows)} rows")
     return rows[0::2], rows[1::2]
 
 
 def _pair_weights(micro: TrainBatch) -> Tensor:
-    """Add up the weights of a pair's two rows, each constant over its tokens: 1 / P in all."""
-    chosen, rejected = _pairs(micro.loss_weights[_last_tokens(micro)])
-    return chosen + rejected
+    """Add up the loss weights of a pair's two rows, each constant over its tokens: [P], 1 in total."""
+    chosen_weights, rejected_weights = _split_pairs(micro.loss_weights[_last_tokens(micro)])
+    return chosen_weights + rejected_weights
 
 
 def _last_tokens(micro: TrainBatch) -> Tensor:
+    """Return the position in [N] of each row's last response token: [B]; raise ValueError without one."""
     last = last_masked_token(micro.response_mask, micro.lengths)
     if bool((last < 0).any()):
         raise ValueError("a row of a preference pair has no response token")
     return last
 
 
-def _pair_metrics(name: str, total: Tensor, weights: Tensor, chosen: Tensor, rejected: Tensor) -> Metrics:
-    pairs = torch.tensor(len(weights), device=weights.device)
+def _pair_metrics(
+    name: str, total: Tensor, weights: Tensor, chosen_rewards: Tensor, rejected_rewards: Tensor
+) -> Metrics:
+    """Compute loss, accuracy, margin and mean rewards of the pairs, named ``NAME/*``."""
+    pair_count = torch.tensor(len(weights), device=weights.device)
     sums = {
         "loss": (total, weights.sum()),
-        "accuracy": ((chosen > rejected).sum(), pairs),
-        "margin": ((chosen - rejected).sum(), pairs),
-        "chosen": (chosen.sum(), pairs),
-        "rejected": (rejected.sum(), pairs),
+        "accuracy": ((chosen_rewards > rejected_rewards).sum(), pair_count),
+        "margin": ((chosen_rewards - rejected_rewards).sum(), pair_count),
+        "chosen": (chosen_rewards.sum(), pair_count),
+        "rejected": (rejected_rewards.sum(), pair_count),
     }
-    return means({f"{name}/{key}": pair for key, pair in sums.items()})
+    return mean_metrics({f"{name}/{key}": pair for key, pair in sums.items()})

@@ -1,6 +1,6 @@
 """Sums, means and scans over the rows of ragged batches, and statistics over the samples of one prompt.
 
-Differentiable and without padding. Samples without a valid reward take no part in a group's statistics.
+Differentiable and without padding. Samples without a valid reward enter no statistic of a group.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
         >>> row_sums(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 0, 1])).tolist()
         [3.0, 0.0, 3.0]
     """
+    # A slice keeps the graph: a pipeline runs its backward pass on empty micro-batches too.
     if not len(lengths):
-        return values[:0]  # keeps the graph, which a pipeline's backward pass runs on empty micro-batches too
-    # Deterministic on every device, which a scatter-add is not.
+        return values[:0]
+
+    # Deterministic on every device, unlike a scatter-add.
     return torch.segment_reduce(values, "sum", lengths=lengths, initial=0)
 
 
 def row_maxima(values: Tensor, lengths: Tensor) -> Tensor:
-    """Take the largest value of each row of a ragged [N] tensor: [B]; an empty row gives 0.
+    """Compute the maximum of each row of a ragged [N] tensor: [B]; an empty row gives 0.
 
     Example:
         >>> row_maxima(torch.tensor([-1.0, -2.0, 3.0]), torch.tensor([2, 0, 1])).tolist()
         [-1.0, 0.0, 3.0]
     """
-    largest = values.new_zeros(len(lengths))
-    return largest.scatter_reduce(0, row_index(lengths), values, "amax", include_self=False)
+    # include_self=False: the 0 of the empty row must not enter the maximum of the others.
+    maxima = values.new_zeros(len(lengths))
+    return maxima.scatter_reduce(0, row_index(lengths), values, "amax", include_self=False)
 
 
 def broadcast_rows(values: Tensor, lengths: Tensor) -> Tensor:
@@ -51,11 +54,12 @@ def masked_row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
         [1.5, 0.0]
     """
     counts = row_sums(mask.to(values.dtype), lengths)
-    return row_sums(torch.where(mask, values, 0), lengths) / counts.clamp(min=1)
+    sums = row_sums(torch.where(mask, values, 0), lengths)
+    return sums / counts.clamp(min=1)
 
 
 def last_masked_token(mask: Tensor, lengths: Tensor) -> Tensor:
-    """Return the position in [N] of each row's last masked-in token: [B] int64, -1 where there is none.
+    """Return the position in [N] of each row's last masked-in token: [B] int64, -1 without such a token.
 
     Example:
         >>> last_masked_token(torch.tensor([False, True, False, False]), torch.tensor([3, 1])).tolist()
@@ -67,37 +71,50 @@ def last_masked_token(mask: Tensor, lengths: Tensor) -> Tensor:
 
 
 def discounted_sums(values: Tensor, lengths: Tensor, discount: Tensor | float) -> Tensor:
-    """Sum what follows each token of its row, discounted: ``y_t = x_t + c * y_(t+1)``.
+    """Sum each token's value and the discounted values after it in its row: ``y_t = x_t + c * y_(t+1)``.
 
-    ``values`` [N]; ``discount`` c is a number or one per row [B]. Works in log2(longest row) vectorised
-    passes: after pass k each position holds the sum over the 2^k tokens from it on.
+    ``values`` [N]; ``discount`` c is a number or one per row [B]. Needs log2(longest row) vectorised passes:
+    after pass k each position holds the sum over the 2^k tokens that start there.
 
     Example:
         >>> discounted_sums(torch.tensor([1.0, 1.0, 1.0, 5.0]), torch.tensor([3, 1]), 0.5).tolist()
         [1.75, 1.5, 1.0, 5.0]
     """
     rows = row_index(lengths)
-    count = values.shape[0]
-    remaining = torch.cumsum(lengths, 0)[rows] - torch.arange(count, device=values.device)
-    factor = torch.as_tensor(discount, dtype=values.dtype, device=values.device).expand(len(lengths))[rows]
-    reach, longest = 1, int(lengths.max()) if len(lengths) else 0
-    while reach < longest:
-        ahead = torch.cat([values[reach:], values.new_zeros(reach)])
-        values = values + torch.where(remaining > reach, factor * ahead, 0)
-        factor, reach = factor * factor, 2 * reach
+    token_count = values.shape[0]
+    # Tokens from each position to the end of its row, itself included.
+    row_ends = torch.cumsum(lengths, 0)[rows]
+    remaining = row_ends - torch.arange(token_count, device=values.device)
+
+    row_factor = torch.as_tensor(discount, dtype=values.dtype, device=values.device).expand(len(lengths))
+    factor = row_factor[rows]
+    max_length = 0
+    if len(lengths):
+        max_length = int(lengths.max())
+
+    # Doubling: each pass adds the sum `reach` tokens further on, if that is in the same row.
+    reach = 1
+    while reach < max_length:
+        shifted = torch.cat([values[reach:], values.new_zeros(reach)])
+        values = values + torch.where(remaining > reach, factor * shifted, 0)
+        factor = factor * factor
+        reach = 2 * reach
     return values
 
 
 class GroupStatistics(NamedTuple):
-    """Hold each row's view of its group, [B] each.
+    """Statistics of each row's group, repeated for each of its rows.
 
-    ``size`` is the number of valid samples, ``mean`` and ``std`` are of their rewards; ``std`` is unbiased
-    (n-1) and 0 where fewer than two samples are valid.
+    Example: rewards 1 and 3 of one group give
+    ``GroupStatistics(size=tensor([2, 2]), mean=tensor([2, 2]), std=tensor([1.41, 1.41]))``.
     """
 
     size: Tensor
+    """[B], number of valid samples."""
     mean: Tensor
+    """[B], mean of their rewards."""
     std: Tensor
+    """[B], unbiased (n-1) standard deviation of their rewards; 0 for fewer than two valid samples."""
 
 
 def dense_groups(group: Tensor) -> tuple[Tensor, int]:
@@ -107,16 +124,16 @@ def dense_groups(group: Tensor) -> tuple[Tensor, int]:
 
 
 def group_sums(values: Tensor, group: Tensor) -> Tensor:
-    """Sum [B] values over each group and hand every row its group's sum: [B]."""
-    dense, count = dense_groups(group)
-    return values.new_zeros(count).index_add(0, dense, values)[dense]
+    """Sum [B] values over each group and return each row's group sum: [B]."""
+    dense, group_count = dense_groups(group)
+    return values.new_zeros(group_count).index_add(0, dense, values)[dense]
 
 
 def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:
-    """Return count, mean and unbiased standard deviation of each row's group, over valid rows: [B] each.
+    """Compute size, mean and unbiased standard deviation of each row's group, over valid rows: [B] each.
 
-    Rewards of invalid rows are not read and may be NaN. Where all valid rewards of a group are equal the
-    mean is that reward and the standard deviation 0, exactly, whatever the rounding.
+    Rewards of invalid rows are not read and may be NaN. If all valid rewards of a group are equal, the mean
+    is exactly that reward and the standard deviation exactly 0.
 
     Example:
         >>> r, g = torch.tensor([1.0, 3.0, float("nan"), 7.0]), torch.tensor([0, 0, 0, 1])
@@ -126,19 +143,27 @@ def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStat
     """
     weight = valid.to(rewards.dtype)
     rewards = torch.where(valid, rewards, 0)
+
     count = group_sums(weight, group)
     mean = group_sums(rewards, group) / count.clamp(min=1)
     squares = group_sums(weight * (rewards - mean) ** 2, group)
     std = (squares / (count - 1).clamp(min=1)).sqrt()
+
+    # The rounded mean of equal rewards may differ from them; divided by a tiny std that is an advantage.
     low, high = group_range(rewards, group, valid)
-    return GroupStatistics(count, torch.where(low == high, low, mean), torch.where(low == high, 0, std))
+    equal = low == high
+    return GroupStatistics(
+        size=count,
+        mean=torch.where(equal, low, mean),
+        std=torch.where(equal, 0, std),
+    )
 
 
 def leave_one_out_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:
-    """Return the statistics of the *other* valid rows of each valid row's group: [B] each.
+    """Compute the statistics of the *other* valid rows of each valid row's group: [B] each.
 
-    ``size`` is how many others there are, ``mean`` is 0 where there is none, and ``std`` (unbiased over the
-    others) is exactly 0 where they are all equal or fewer than two. What invalid rows get means nothing.
+    ``size`` is the number of other rows, ``mean`` is 0 without other rows, and ``std`` (unbiased over the
+    others) is exactly 0 if they are all equal or fewer than two. The values of invalid rows are undefined.
 
     Example:
         >>> r, g = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0, 0, 0])
@@ -146,54 +171,69 @@ def leave_one_out_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> G
         [1.0, 1.5, 0.5]
     """
     count, mean, _ = group_statistics(rewards, group, valid)
-    others = count - 1
+    other_count = count - 1
     centred = torch.where(valid, rewards - mean, 0)
+
     # The others' mean and squares follow from the group's: their centred sum is minus the row's own.
-    other_mean = torch.where(others > 0, mean - centred / others.clamp(min=1), 0)
-    squares = group_sums(centred**2, group) - centred**2 * count / others.clamp(min=1)
-    std = (squares / (others - 1).clamp(min=1)).clamp(min=0).sqrt()
-    largest, second = group_top2(rewards, group, valid)
-    smallest, second_smallest = (-value for value in group_top2(-rewards, group, valid))
-    highest = torch.where(rewards == largest, second, largest)
-    lowest = torch.where(rewards == smallest, second_smallest, smallest)
-    constant = (highest == lowest) | (others < 2)
-    other_mean = torch.where((highest == lowest) & (others > 0), lowest, other_mean)
-    return GroupStatistics(others, other_mean, torch.where(constant, 0, std))
+    other_mean = mean - centred / other_count.clamp(min=1)
+    other_mean = torch.where(other_count > 0, other_mean, 0)
+    squares = group_sums(centred**2, group) - centred**2 * count / other_count.clamp(min=1)
+    std = (squares / (other_count - 1).clamp(min=1)).clamp(min=0).sqrt()
+
+    # Largest and smallest reward of the others: the group's second one if the row itself has the first.
+    group_max, second_max = group_top2(rewards, group, valid)
+    negated_min, negated_second_min = group_top2(-rewards, group, valid)
+    group_min = -negated_min
+    second_min = -negated_second_min
+    other_max = torch.where(rewards == group_max, second_max, group_max)
+    other_min = torch.where(rewards == group_min, second_min, group_min)
+
+    # Equal others have exactly that mean and no deviation, whatever the rounding above.
+    equal = other_max == other_min
+    other_mean = torch.where(equal & (other_count > 0), other_min, other_mean)
+    std = torch.where(equal | (other_count < 2), 0, std)
+    return GroupStatistics(size=other_count, mean=other_mean, std=std)
 
 
 def group_range(rewards: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest valid reward of each row's group: [B] each, 0 where none is valid."""
-    dense, count = dense_groups(group)
-    index, values = dense[valid], rewards[valid]
-    low = rewards.new_zeros(count).scatter_reduce(0, index, values, "amin", include_self=False)
-    high = rewards.new_zeros(count).scatter_reduce(0, index, values, "amax", include_self=False)
+    """Compute the smallest and largest valid reward of each row's group: [B] each, 0 without a valid row."""
+    dense, group_count = dense_groups(group)
+    index = dense[valid]
+    values = rewards[valid]
+    zeros = rewards.new_zeros(group_count)
+    low = zeros.scatter_reduce(0, index, values, "amin", include_self=False)
+    high = zeros.scatter_reduce(0, index, values, "amax", include_self=False)
     return low[dense], high[dense]
 
 
 def group_top2(rewards: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest and second largest valid reward of each row's group, ties counted: [B] each.
+    """Compute the largest and second largest valid reward of each row's group, ties counted: [B] each.
 
-    The second is -inf where fewer than two rows are valid.
+    The second is -inf for fewer than two valid rows.
 
     Example:
-        >>> largest, second = group_top2(torch.tensor([1.0, 3.0, 3.0]), torch.zeros(3), torch.ones(3) > 0)
-        >>> largest.tolist(), second.tolist()
+        >>> best, second = group_top2(torch.tensor([1.0, 3.0, 3.0]), torch.zeros(3), torch.ones(3) > 0)
+        >>> best.tolist(), second.tolist()
         ([3.0, 3.0, 3.0], [3.0, 3.0, 3.0])
     """
-    best = first_best(rewards, group, valid)
-    _, largest = group_range(rewards, group, valid)
-    dense, count = dense_groups(group)
-    rest = valid & ~best
-    second = rewards.new_full((count,), -torch.inf)
-    return largest, second.scatter_reduce(0, dense[rest], rewards[rest], "amax")[dense]
+    _, maxima = group_range(rewards, group, valid)
+
+    # The second largest is the maximum without one row of the largest reward.
+    runners_up = valid & ~first_best(rewards, group, valid)
+    dense, group_count = dense_groups(group)
+    second = rewards.new_full((group_count,), -torch.inf)
+    second = second.scatter_reduce(0, dense[runners_up], rewards[runners_up], "amax")
+    return maxima, second[dense]
 
 
 def first_best(rewards: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     """Mark in each group the first valid row with the largest reward: [B] bool."""
-    dense, count = dense_groups(group)
-    _, largest = group_range(rewards, group, valid)
+    dense, group_count = dense_groups(group)
+    _, maxima = group_range(rewards, group, valid)
+
+    # Smallest index among the best rows; len(group) marks a group without a valid row.
     rows = torch.arange(len(group), device=group.device)
-    hits = rows[valid & (rewards == largest)]
-    none = len(group)
-    first = torch.full((count,), none, device=group.device).scatter_reduce(0, dense[hits], hits, "amin")
+    best_rows = rows[valid & (rewards == maxima)]
+    first = torch.full((group_count,), len(group), device=group.device)
+    first = first.scatter_reduce(0, dense[best_rows], best_rows, "amin")
     return rows == first[dense]

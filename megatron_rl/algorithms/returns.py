@@ -1,7 +1,7 @@
-"""Advantages along one response: discounted returns (REINFORCE++, ReMax), GAE, VAPO's lambda.
+"""Advantage estimators along one response: discounted returns (REINFORCE++, ReMax), GAE, VAPO's lambda.
 
 Per-token tensors are ragged [N] with ``lengths`` [B]; ``mask`` [N] marks response tokens. Tokens outside
-the mask (prompts, tool output between turns) are skipped: the recursion goes from one response token to
+the mask (prompts, tool output between turns) are skipped: the recursion steps from one response token to
 the next across them, and their result is 0.
 """
 
@@ -17,12 +17,12 @@ from megatron_rl.config.setting import setting
 if TYPE_CHECKING:
     from torch import Tensor
 
-GAMMA_MEANING = "Discount of the reward of a later token."
+GAMMA_MEANING = "Discount of a later token's reward."
 
 
 @dataclass(frozen=True)
 class Reinforce(Advantage):
-    """Take the discounted returns themselves as advantages.
+    """Discounted returns as advantages.
 
     Source: Williams (1992); with whitening REINFORCE++, arXiv:2501.03262.
 
@@ -35,17 +35,17 @@ class Reinforce(Advantage):
     gamma: float = setting(1.0, GAMMA_MEANING, at_least=0, at_most=1)
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Return the returns as advantages and as returns."""
+        """Compute the returns, which are also the advantages."""
         returns = discounted_returns(inputs.token_rewards, inputs.mask, inputs.lengths, gamma=self.gamma)
         return Advantages(returns, returns)
 
 
 @dataclass(frozen=True)
 class Remax(Advantage):
-    """Subtract the reward of the greedy response to the same prompt from the returns.
+    """Discounted returns minus the reward of the greedy response to the same prompt.
 
-    ``A_t = G_t - b`` with the greedy response's reward b, shaped as the samples' rewards are, by their
-    statistics; a KL penalty in the reward is the samples' alone. The returns are G.
+    ``A_t = G_t - b`` with the greedy response's reward b, shaped with the statistics of the samples' rewards;
+    a KL penalty in the reward applies to the samples only. The returns are G.
 
     Source: ReMax, arXiv:2310.10505.
 
@@ -60,38 +60,47 @@ class Remax(Advantage):
     needs_greedy_baseline: ClassVar[bool] = True
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Return the returns less the baseline, and the returns."""
+        """Compute returns minus baseline, and returns; raise ValueError without greedy rewards."""
         if inputs.baseline_rewards is None:
             raise ValueError("ReMax needs rewards of greedy responses: Scores.baseline_rewards is missing")
-        mask, lengths = inputs.mask, inputs.lengths
-        returns = discounted_returns(inputs.token_rewards, mask, lengths, gamma=self.gamma)
-        baseline = ragged.broadcast_rows(inputs.baseline_rewards.to(returns.dtype), lengths)
-        return Advantages(torch.where(mask, returns - baseline, 0), returns)
+
+        returns = discounted_returns(inputs.token_rewards, inputs.mask, inputs.lengths, gamma=self.gamma)
+        baseline = ragged.broadcast_rows(inputs.baseline_rewards.to(returns.dtype), inputs.lengths)
+        return Advantages(
+            advantages=torch.where(inputs.mask, returns - baseline, 0),
+            returns=returns,
+        )
 
 
 @dataclass(frozen=True)
 class Gae(Advantage):
-    """Estimate advantages from rewards and the critic's values, see `gae`.
+    """Generalised advantage estimation from rewards and the critic's values; see `gae`.
 
     Source: GAE, arXiv:1506.02438; with PPO, arXiv:1707.06347.
     """
 
     gamma: float = setting(1.0, GAMMA_MEANING, at_least=0, at_most=1)
     lam: float = setting(
-        1.0, "Lambda: 1 trusts the rewards alone, 0 the critic's next value.", at_least=0, at_most=1
+        1.0, "Lambda: 1 uses the rewards alone, 0 the critic's next value.", at_least=0, at_most=1
     )
 
     needs_critic: ClassVar[bool] = True
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Return advantages and the critic's targets."""
-        values = _values(inputs)
-        return gae(inputs.token_rewards, values, inputs.mask, inputs.lengths, gamma=self.gamma, lam=self.lam)
+        """Compute advantages and the critic's targets."""
+        return gae(
+            inputs.token_rewards,
+            _critic_values(inputs),
+            inputs.mask,
+            inputs.lengths,
+            gamma=self.gamma,
+            lam=self.lam,
+        )
 
 
 @dataclass(frozen=True)
 class Vapo(Advantage):
-    """Take `gae` twice: the policy's lambda by response length, the critic's own for its targets.
+    """GAE with one lambda for the policy, by response length, and another for the critic's targets.
 
     Source: VAPO, arXiv:2504.05118, decoupled and length-adaptive GAE.
     """
@@ -103,16 +112,18 @@ class Vapo(Advantage):
     needs_critic: ClassVar[bool] = True
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Return the policy's advantages and the critic's targets."""
-        rewards, values, rows = inputs.token_rewards, _values(inputs), (inputs.mask, inputs.lengths)
-        lam = length_adaptive_lambda(inputs.response_lengths, alpha=self.alpha)
-        policy = gae(rewards, values, *rows, gamma=self.gamma, lam=lam)
-        critic = gae(rewards, values, *rows, gamma=self.gamma, lam=self.critic_lambda)
+        """Compute the policy's advantages and the critic's targets."""
+        samples = (inputs.token_rewards, _critic_values(inputs), inputs.mask, inputs.lengths)
+        policy_lambda = length_adaptive_lambda(inputs.response_lengths, alpha=self.alpha)
+
+        # Two passes over the same rewards and values: only lambda differs.
+        policy = gae(*samples, gamma=self.gamma, lam=policy_lambda)
+        critic = gae(*samples, gamma=self.gamma, lam=self.critic_lambda)
         return Advantages(policy.advantages, critic.returns)
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
-    """Sum the rewards from each response token on: ``G_t = r_t + gamma G_(t+1)``, [N].
+    """Sum the discounted rewards from each response token on: ``G_t = r_t + gamma G_(t+1)``, [N].
 
     With gamma = 1 and the reward on the last token this is REINFORCE++'s return before whitening.
 
@@ -125,10 +136,11 @@ def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Tensor, *, gamma:
         >>> discounted_returns(r, mask, torch.tensor([3]), gamma=0.5).tolist()
         [0.5, 0.0, 1.0]
     """
-    kept = ragged.row_sums(mask.to(torch.float64), lengths).long()
-    result = torch.zeros_like(rewards)
-    result[mask] = ragged.discounted_sums(rewards[mask], kept, gamma)
-    return result
+    # Compact the response tokens, so that the next token in the scan is the next response token.
+    response_lengths = ragged.row_sums(mask.to(torch.float64), lengths).long()
+    returns = torch.zeros_like(rewards)
+    returns[mask] = ragged.discounted_sums(rewards[mask], response_lengths, gamma)
+    return returns
 
 
 def gae(
@@ -148,19 +160,27 @@ def gae(
         >>> a.tolist(), g.tolist()
         ([0.125, 0.75], [0.625, 1.0])
     """
-    kept = ragged.row_sums(mask.to(torch.float64), lengths).long()
-    r, v = rewards[mask], values[mask]
-    following = torch.cat([v[1:], v.new_zeros(1)]) if len(v) else v
-    last = torch.cumsum(kept, 0)[kept > 0] - 1
-    following[last] = 0
-    decay = gamma * torch.as_tensor(lam, dtype=v.dtype, device=v.device)
+    # Compact the response tokens, so that the next token in the scan is the next response token.
+    response_lengths = ragged.row_sums(mask.to(torch.float64), lengths).long()
+    response_rewards = rewards[mask]
+    response_values = values[mask]
+
+    # V_next: values shifted by one, with 0 after the last response token of each row.
+    next_values = torch.zeros_like(response_values)
+    next_values[:-1] = response_values[1:]
+    last = torch.cumsum(response_lengths, 0)[response_lengths > 0] - 1
+    next_values[last] = 0
+
+    # GAE is the discounted sum of the TD errors, with decay gamma lambda.
+    deltas = response_rewards + gamma * next_values - response_values
+    decay = gamma * torch.as_tensor(lam, dtype=values.dtype, device=values.device)
     advantages = torch.zeros_like(values)
-    advantages[mask] = ragged.discounted_sums(r + gamma * following - v, kept, decay)
+    advantages[mask] = ragged.discounted_sums(deltas, response_lengths, decay)
     return Advantages(advantages, torch.where(mask, advantages + values, 0))
 
 
 def length_adaptive_lambda(response_lengths: Tensor, *, alpha: float) -> Tensor:
-    """Return VAPO's lambda for each row [B]: ``1 - 1 / (alpha l)``, kept within [0, 1].
+    """Compute VAPO's lambda for each row [B]: ``1 - 1 / (alpha l)``, clamped to [0, 1].
 
     It makes the sum of GAE's weights proportional to the length l: ``1 / (1 - lambda) = alpha l``.
     Responses shorter than 1 / alpha tokens get 0, and so do empty ones.
@@ -175,7 +195,8 @@ def length_adaptive_lambda(response_lengths: Tensor, *, alpha: float) -> Tensor:
     return (1 - 1 / (alpha * lengths)).clamp(0, 1)
 
 
-def _values(inputs: AdvantageInputs) -> Tensor:
+def _critic_values(inputs: AdvantageInputs) -> Tensor:
+    """Return the critic's values [N]; raise ValueError if no critic computed them."""
     if inputs.values is None:
         raise ValueError("GAE needs the critic's values: Scores.values is missing")
     return inputs.values

@@ -1,8 +1,8 @@
-"""Shaping of sequence rewards [B], punishment of overlong responses, imitation of good ones, DAPO's sampling.
+"""Reward shaping [B], overlong penalty, imitation of good responses, and DAPO's dynamic sampling.
 
-``valid`` [B] marks rows with a usable reward; the others are not read, enter no statistic and come back
-as 0. Dynamic sampling is decisions alone, which groups teach something and how many more to sample; the loop
-that generates is the trainer's.
+``valid`` [B] marks rows with a usable reward; the rewards of other rows are not read, enter no statistic and
+come back as 0. For dynamic sampling this module only decides: which groups are informative, and how many more
+prompts to sample. The trainer generates them.
 """
 
 from __future__ import annotations
@@ -19,44 +19,56 @@ from megatron_rl.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Keeps the division by a standard deviation of 0 finite.
 EPSILON = 1e-6
 
 
 class RunningMoments(NamedTuple):
-    """Hold exponentially weighted sums of rewards and their squares; divide by ``weight`` to read them."""
+    """Exponentially weighted sums of rewards; divide by ``weight`` for the moments.
+
+    Example: after one step of rewards 1 and 3 with decay 0.9,
+    ``RunningMoments(weight=0.1, first=0.2, second=0.5)`` has mean 2 and standard deviation 1.
+    """
 
     weight: float = 0.0
+    """Sum of the weights, which approaches 1."""
     first: float = 0.0
+    """Weighted sum of the steps' mean rewards."""
     second: float = 0.0
+    """Weighted sum of the steps' mean squared rewards."""
 
     @property
     def mean(self) -> float:
-        """Return the running mean, 0 before the first update."""
-        return self.first / self.weight if self.weight else 0.0
+        """Running mean, 0 before the first update."""
+        if not self.weight:
+            return 0.0
+        return self.first / self.weight
 
     @property
     def std(self) -> float:
-        """Return the running standard deviation (population), 1 before the first update."""
+        """Running standard deviation (population), 1 before the first update."""
         if not self.weight:
             return 1.0
-        return max(self.second / self.weight - self.mean**2, 0.0) ** 0.5
+        # Rounding can make the variance of equal rewards slightly negative.
+        variance = self.second / self.weight - self.mean**2
+        return max(variance, 0.0) ** 0.5
 
 
 @dataclass(frozen=True)
 class RewardShaping(Piece):
-    """Scale and shift rewards, clip them, normalise, and smooth, in this order.
+    """Scaling, shift, clipping, normalisation and smoothing of rewards, in this order.
 
-    Normalising is by this batch, or by running moments that already include it; smoothing is towards the
-    running mean of what arrives there, which is 0 after normalising.
+    Normalisation is by this batch, or by running moments that already include it. Smoothing is towards the
+    running mean of the clipped rewards, or towards 0 after normalisation.
     """
 
-    scale: float = setting(1.0, "What a reward is multiplied by.")
-    shift: float = setting(0.0, "What is added to it then.")
+    scale: float = setting(1.0, "Factor of the reward.")
+    shift: float = setting(0.0, "Constant added to the scaled reward.")
     clip_low: float | None = setting(None, "Smallest reward.", unset="no bound")
     clip_high: float | None = setting(None, "Largest reward.", unset="no bound")
     normalize: str = setting(
         "none",
-        "Whose mean and standard deviation rewards are normalised by.",
+        "Mean and standard deviation that rewards are normalised by.",
         choices=("none", "batch", "running"),
     )
     ema_decay: float = setting(0.99, "Decay of the running mean and variance.", at_least=0, at_most=1)
@@ -65,8 +77,9 @@ class RewardShaping(Piece):
     )
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the error of bounds in the wrong order."""
-        low, high = self.clip_low, self.clip_high
+        """Yield the error of a lower bound above the upper one."""
+        low = self.clip_low
+        high = self.clip_high
         if low is not None and high is not None and low > high:
             yield UserError(
                 "clip_low is above clip_high",
@@ -78,7 +91,7 @@ class RewardShaping(Piece):
 
     @property
     def changes(self) -> bool:
-        """Say whether a reward comes out other than it came in."""
+        """Whether shaping can change a reward: any setting but ``ema_decay`` differs from its default."""
         return replace(self, ema_decay=0.99) != RewardShaping()
 
     def scaled(self, rewards: Tensor, valid: Tensor) -> Tensor:
@@ -89,43 +102,48 @@ class RewardShaping(Piece):
         return torch.where(valid, values, 0)
 
     def moments_after(self, moments: RunningMoments, rewards: Tensor, valid: Tensor) -> RunningMoments:
-        """Return the running moments after a step's raw rewards."""
+        """Update the running moments with a step's raw rewards."""
         return update_moments(moments, self.scaled(rewards, valid), valid, decay=self.ema_decay)
 
     def shape(self, values: Tensor, rewards: Tensor, valid: Tensor, moments: RunningMoments) -> Tensor:
-        """Return ``values`` [B] shaped: float64, 0 on invalid rows; ``moments`` include this step's.
+        """Shape ``values`` [B]: float64, 0 on invalid rows. ``moments`` include this step's rewards.
 
-        ``values`` are the samples' ``rewards`` [B] themselves, or of responses that are compared with them;
-        statistics of the batch are those of ``rewards``.
+        ``values`` are the samples' ``rewards`` [B] or the rewards of responses that are compared with them,
+        such as greedy ones. The batch statistics are those of ``rewards``.
         """
         shaped = self.scaled(values, valid)
-        kept = self.scaled(rewards, valid)[valid]
+        samples = self.scaled(rewards, valid)[valid]
+
+        # Mean of the rewards at this point, which smoothing moves them to: 0 after normalisation.
         mean = moments.mean
-        if self.normalize == "batch" and len(kept):
-            shaped = normalize(shaped, valid, float(kept.mean()), float(kept.std(correction=0)))
+        if self.normalize == "batch" and len(samples):
+            shaped = normalize(shaped, valid, float(samples.mean()), float(samples.std(correction=0)))
             mean = 0.0
         elif self.normalize == "running":
             shaped = normalize(shaped, valid, moments.mean, moments.std)
             mean = 0.0
-        return smooth(shaped, valid, mean, self.smoothing) if self.smoothing else shaped
+
+        if not self.smoothing:
+            return shaped
+        return smooth(shaped, valid, mean, self.smoothing)
 
 
 @dataclass(frozen=True)
 class Overlong(Piece):
-    """Punish responses that come near the length limit, or leave out of the loss those that it cut off.
+    """Penalty for responses near the length limit, and a filter for responses that it cut off.
 
     Source: DAPO, arXiv:2503.14476, section 3.4.
     """
 
     buffer: float | None = setting(
         None,
-        "Tokens before the limit where the penalty starts; below 1 a share of each response's own limit.",
+        "Tokens before the limit at which the penalty starts; below 1 a share of each response's own limit.",
         unit="tokens",
         unset="no penalty",
         more_than=0,
     )
-    penalty: float = setting(1.0, "What a response at the limit, or beyond it, loses.", at_least=0)
-    filter: bool = setting(False, "Whether rows cut off by the limit take no part in the loss.")
+    penalty: float = setting(1.0, "Penalty of a response at the limit, or beyond it.", at_least=0)
+    filter: bool = setting(False, "Whether rows cut off by the limit are excluded from the loss.")
     limit: int | None = setting(
         None,
         "Length at which the penalty is full.",
@@ -136,16 +154,16 @@ class Overlong(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Say whether rows are measured that are not learned from."""
+        """Whether old-policy metrics include rows that the loss excludes and the train step never runs."""
         return self.filter
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the error of a buffer that is longer than the limit that the piece itself states."""
+        """Yield the error of a buffer longer than the piece's own limit."""
         if self.limit is not None:
             yield from self.buffer_errors(path, {f"{path}.limit": self.limit})
 
     def buffer_errors(self, path: str, limits: Mapping[str, int]) -> Iterator[UserError]:
-        """Yield an error for each of the ``limits``, by its key, that is shorter than the buffer."""
+        """Yield an error for each of the ``limits`` (key -> tokens) that is shorter than the buffer."""
         for key, limit in limits.items():
             if self.buffer is not None and self.buffer > limit:
                 yield UserError(
@@ -159,8 +177,8 @@ class Overlong(Piece):
     def punish(self, rewards: Tensor, valid: Tensor, response_lengths: Tensor, limits: Tensor) -> Tensor:
         """Return the rewards with the penalty added: [B], 0 on invalid rows.
 
-        ``response_lengths`` [B] are compared with ``limits`` [B], the longest that each response may get,
-        or with the piece's own ``limit`` where it states one. Both count the same tokens.
+        ``response_lengths`` [B] are compared with ``limits`` [B], the length limit of each response, or with
+        the piece's own ``limit``. Both count the same tokens.
         """
         if self.buffer is None:
             return rewards
@@ -168,7 +186,11 @@ class Overlong(Piece):
         if self.limit is not None:
             limits = torch.full_like(limits, self.limit)
         limits = limits.double()
-        buffer = torch.full_like(limits, self.buffer) if self.buffer >= 1 else self.buffer * limits
+
+        # A buffer below 1 is a share of each row's limit, since sampling profiles have different limits.
+        buffer = self.buffer * limits
+        if self.buffer >= 1:
+            buffer = torch.full_like(limits, self.buffer)
 
         penalty = overlong_penalty(response_lengths, limit=limits, buffer=buffer, penalty=self.penalty)
         return torch.where(valid, rewards + penalty, 0)
@@ -176,7 +198,7 @@ class Overlong(Piece):
 
 @dataclass(frozen=True)
 class Imitation(Piece):
-    """Add the negative log-likelihood of good responses to the policy loss.
+    """Negative log-likelihood of good responses, added to the policy loss.
 
     Source: VAPO, arXiv:2504.05118, positive-example language-model loss.
     """
@@ -185,14 +207,14 @@ class Imitation(Piece):
     threshold: float = setting(0.0, "Responses with a larger raw reward are good.")
 
     def marks(self, rewards: Tensor, valid: Tensor, mask: Tensor, lengths: Tensor) -> Tensor | None:
-        """Mark the tokens to imitate with 1: [N]; `weights` turns the marks into weights."""
+        """Mark the tokens to imitate with 1: [N]; `weights` converts the marks to weights."""
         if not self.coef:
             return None
         good = valid & (rewards > self.threshold)
         return (mask & ragged.broadcast_rows(good, lengths)).float()
 
     def weights(self, marks: Tensor, mask: Tensor) -> Tensor:
-        """Return the weight of every token [N] of a mini-batch."""
+        """Compute the weight of every token [N] of a mini-batch: ``coef`` over the number of marks."""
         good = (marks > 0) & mask
         return good.float() * self.coef / good.sum().clamp(min=1)
 
@@ -203,24 +225,25 @@ def update_moments(
     """Return the moments after a step's rewards; a step without a valid reward changes nothing.
 
     ``m <- decay m + (1 - decay) mean(x)`` for x = 1, R and R^2. Dividing by the weight removes the bias of
-    the start, as Adam does, so the first step's mean is its own.
+    the start, as in Adam, so the first step's mean is its own.
 
     Example:
         >>> m = update_moments(RunningMoments(), torch.tensor([1.0, 3.0]), torch.ones(2) > 0, decay=0.9)
         >>> round(m.mean, 6), round(m.std, 6)
         (2.0, 1.0)
     """
-    kept = rewards[valid].double()
-    if not len(kept):
+    samples = rewards[valid].double()
+    if not len(samples):
         return moments
-    sample = (1.0, float(kept.mean()), float((kept**2).mean()))
+
+    step_moments = (1.0, float(samples.mean()), float((samples**2).mean()))
     return RunningMoments(
-        *(decay * old + (1 - decay) * new for old, new in zip(moments, sample, strict=True))
+        *(decay * old + (1 - decay) * new for old, new in zip(moments, step_moments, strict=True))
     )
 
 
 def normalize(rewards: Tensor, valid: Tensor, mean: float, std: float) -> Tensor:
-    """Return ``(R - mean) / (std + 1e-6)`` on valid rows: [B].
+    """Compute ``(R - mean) / (std + 1e-6)`` on valid rows: [B].
 
     Example:
         >>> rewards, valid = torch.tensor([3.0, 1.0]), torch.tensor([True, False])
@@ -243,11 +266,11 @@ def smooth(rewards: Tensor, valid: Tensor, mean: float, share: float) -> Tensor:
 def overlong_penalty(
     response_lengths: Tensor, *, limit: float | Tensor, buffer: float | Tensor, penalty: float
 ) -> Tensor:
-    """Return what a response loses for coming near the limit, or running into it: [B], at most 0.
+    """Compute the penalty of responses near or beyond the length limit: [B], at most 0.
 
-    Nothing up to ``limit - buffer`` tokens, then ``(limit - buffer - length) / buffer * penalty``, a straight
+    It is 0 up to ``limit - buffer`` tokens, then ``(limit - buffer - length) / buffer * penalty``, a straight
     line down to ``-penalty`` at ``limit``, and ``-penalty`` beyond. ``limit`` and ``buffer`` are numbers, or
-    one number of each response [B].
+    one number per response [B].
 
     Source: DAPO, arXiv:2503.14476, equation 13 (soft overlong punishment).
 
@@ -263,40 +286,41 @@ def overlong_penalty(
 
 @dataclass(frozen=True)
 class DynamicSampling(Piece):
-    """Say whether groups of responses that teach nothing are replaced, and for how long that is tried."""
+    """Policy for groups without a gradient (equal rewards): kept, or replaced in further sampling rounds."""
 
     @property
     def further_rounds(self) -> int:
-        """Return how often a step may sample again; 0 takes every group as it comes."""
+        """Largest number of additional sampling rounds of a step; 0 keeps every group."""
         return 0
 
 
 @dataclass(frozen=True)
 class KeepEveryGroup(DynamicSampling):
-    """Learn from every group as it was sampled."""
+    """No dynamic sampling: every sampled group is in the train batch."""
 
 
 @dataclass(frozen=True)
 class RefillGroups(DynamicSampling):
-    """Replace groups whose raw rewards are all equal by newly sampled ones.
+    """Dynamic sampling: groups whose raw rewards are all equal are replaced by newly sampled ones.
 
     Source: DAPO, arXiv:2503.14476, equation 11.
     """
 
-    max_rounds: int = setting(10, "How often a step samples again at most.", unit="rounds", at_least=1)
+    max_rounds: int = setting(
+        10, "Largest number of additional sampling rounds of a step.", unit="rounds", at_least=1
+    )
 
     @property
     def further_rounds(self) -> int:
-        """Return how often a step may sample again."""
+        """Largest number of additional sampling rounds of a step."""
         return self.max_rounds
 
 
 def informative_groups(rewards: Tensor, group: Tensor, valid: Tensor, *, tolerance: float = 1e-6) -> Tensor:
     """Mark the rows of groups whose raw rewards differ: [B] bool.
 
-    A group is kept when the standard deviation of its valid rewards is above ``tolerance``. Groups with
-    fewer than two valid rewards are not kept. Give it raw rewards: a length penalty would make every group
-    differ.
+    A group is informative if the standard deviation of its valid rewards is above ``tolerance``; a group with
+    fewer than two valid rewards is not. Pass raw rewards: a length penalty would make every group differ.
 
     Source: DAPO, arXiv:2503.14476, equation 11 (dynamic sampling).
 
@@ -310,32 +334,37 @@ def informative_groups(rewards: Tensor, group: Tensor, valid: Tensor, *, toleran
 
 
 def count_groups(rows: Tensor, group: Tensor) -> int:
-    """Count the groups that have at least one of the marked ``rows`` [B] bool."""
+    """Count the groups with at least one of the marked ``rows`` [B] bool."""
     return len(torch.unique(group[rows]))
 
 
-def take_groups(keep: Tensor, group: Tensor, wanted: int) -> list[int]:
-    """Return the rows of the first ``wanted`` kept groups, in order of first appearance.
+def take_groups(informative: Tensor, group: Tensor, group_count: int) -> list[int]:
+    """Return the rows of the first ``group_count`` informative groups, in order of first appearance.
 
-    Fewer come back where fewer groups are kept. ``keep`` [B] bool is constant over a group.
+    If fewer groups are informative, their rows are returned. ``informative`` [B] bool is constant over a
+    group.
 
     Example:
         >>> take_groups(torch.tensor([True, False, True, True]), torch.tensor([5, 6, 7, 5]), 1)
         [0, 3]
     """
-    dense, _ = ragged.dense_groups(group)
-    rows_of_group: dict[int, list[int]] = {}
-    for row, (kept, number) in enumerate(zip(keep.tolist(), dense.tolist(), strict=True)):
-        if kept:
-            rows_of_group.setdefault(number, []).append(row)
-    return sorted(row for rows in list(rows_of_group.values())[:wanted] for row in rows)
+    dense_group = ragged.dense_groups(group)[0].tolist()
+    group_rows: dict[int, list[int]] = {}
+    for row, is_informative in enumerate(informative.tolist()):
+        if is_informative:
+            group_rows.setdefault(dense_group[row], []).append(row)
+
+    # A dict keeps insertion order, which is the order of first appearance.
+    selected = list(group_rows.values())[:group_count]
+    return sorted(row for rows in selected for row in rows)
 
 
-def prompts_to_sample(wanted: int, kept: int, sampled: int, *, ceiling: int) -> int:
-    """Return how many more prompts to sample so that ``wanted`` groups are likely kept: 0 when done.
+def prompts_to_sample(required: int, informative: int, sampled: int, *, ceiling: int) -> int:
+    """Return how many more prompts to sample for ``required`` informative groups: 0 if there are enough.
 
-    The missing groups are divided by the share kept so far (as if half a group more had been kept, so that
-    none kept so far is no division by zero) and rounded up; ``ceiling`` bounds one round.
+    ``informative`` of the ``sampled`` groups so far were informative. The number of groups still needed is
+    divided by that rate and rounded up; ``ceiling`` bounds one round. The rate counts half a group more, so
+    that it is positive before the first informative group.
 
     Example:
         >>> prompts_to_sample(64, 64, 100, ceiling=256)
@@ -343,10 +372,13 @@ def prompts_to_sample(wanted: int, kept: int, sampled: int, *, ceiling: int) -> 
         >>> prompts_to_sample(64, 32, 64, ceiling=256)
         64
     """
-    missing = wanted - kept
-    if missing <= 0:
+    deficit = required - informative
+    if deficit <= 0:
         return 0
+
+    # The first round has no rate to extrapolate from.
     if not sampled:
-        return min(missing, ceiling)
-    share = min((kept + 0.5) / (sampled + 0.5), 1.0)
-    return min(math.ceil(missing / share), ceiling)
+        return min(deficit, ceiling)
+
+    rate = min((informative + 0.5) / (sampled + 0.5), 1.0)
+    return min(math.ceil(deficit / rate), ceiling)

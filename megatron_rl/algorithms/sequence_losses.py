@@ -1,14 +1,12 @@
-"""Policy losses that look beyond a token: at its whole response, or at the mini-batch.
+"""Policy losses that depend on more than one token: on the response, or on the mini-batch.
 
-GSPO, GMPO, TOPR and off-policy sequence masking are on the ratio of a response. Per-token tensors are ragged
-[N] with ``lengths`` [B] and ``mask`` [N]; rows must be whole. A row with an empty mask has ratio 1 and takes
-no part.
+GSPO, GMPO, TOPR and off-policy sequence masking use the ratio of a response. Per-token tensors are ragged [N]
+with ``lengths`` [B] and ``mask`` [N]; rows must be complete. Rows with empty mask have ratio 1 and no loss.
 
-Clip-cov and kl-cov keep entropy up by treating the few tokens apart that destroy most of it. Which tokens
-these are depends on the whole mini-batch, so they are chosen once when it is made, from the old policy's
-log-probs, and marked in `TrainBatch.selected`. That keeps losses exact under any split into micro-batches; at
-the first mini-batch of a step it is the published choice, at later ones the published choice would use the
-slightly newer policy.
+Clip-cov and kl-cov preserve entropy by a different loss on the few tokens that reduce it most. The selection
+depends on the complete mini-batch, so it is made once per mini-batch, from the old policy's log-probs, and
+stored in `TrainBatch.selected`. Losses thus stay exact under any split into micro-batches. In the first
+mini-batch of a step this is the published selection; in later ones that would use the slightly newer policy.
 """
 
 from __future__ import annotations
@@ -34,17 +32,18 @@ if TYPE_CHECKING:
 
     from megatron_rl.types import TrainBatch
 
+# Bound of GSPO's log ratio from above: exp(10) = 2.2e4.
 MAX_LOG_SEQUENCE_RATIO = 10.0
 
 
 @dataclass(frozen=True)
 class Gspo(PolicyLoss):
-    """Clip by the response's length-normalised ratio, one for all its tokens.
+    """PPO's clipped loss on the response's length-normalised ratio, the same for all its tokens.
 
     ``s_i = exp(mean_t(log_probs - old_log_probs))``; each token uses ``sg[s_i] pi_t / sg[pi_t]``, equal to
     s_i in value, in PPO's loss without dual clip. With ``seq-mean-token-mean`` its gradient is that of the
-    sequence loss ``max(-A s_i, -A clip(s_i))``. log s_i is kept below 10. Clip ranges are the paper's, far
-    smaller than PPO's.
+    sequence loss ``max(-A s_i, -A clip(s_i))``. log s_i is clamped to at most 10. Clip ranges are the
+    paper's, far smaller than PPO's.
 
     Source: GSPO, arXiv:2507.18071, equations 5 to 7, in the form of its GSPO-token.
 
@@ -59,18 +58,20 @@ class Gspo(PolicyLoss):
     clip_high: float = setting(4e-4, "The response's ratio is clipped above 1 + clip_high.", at_least=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Return the loss of every token [N]."""
+        """Compute the loss of every token [N]."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
-        mask, lengths = micro.response_mask, micro.lengths
-        mean = ragged.masked_row_means(log_probs.detach() - old_log_probs, mask, lengths)
-        log_ratio = ragged.broadcast_rows(mean, lengths) + log_probs - log_probs.detach()
-        ratio = log_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
+        difference = log_probs.detach() - old_log_probs
+        row_mean = ragged.masked_row_means(difference, micro.response_mask, micro.lengths)
+
+        # Value of the sequence ratio, gradient of the token's own log-prob.
+        log_sequence_ratio = ragged.broadcast_rows(row_mean, micro.lengths) + log_probs - log_probs.detach()
+        ratio = log_sequence_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
         return clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
 
 
 @dataclass(frozen=True)
 class Gmpo(PolicyLoss):
-    """Maximise the geometric mean of the response's ratios, clipped token by token in log space.
+    """Geometric mean of the response's ratios, each clipped in log space.
 
     With ``s = sign A`` and ``d_t = log_probs - old_log_probs``:
     ``d'_t = s min(s d_t, s clip(d_t, -clip_low, clip_high))`` and ``l = -mean(A) exp(mean_t d'_t)`` on every
@@ -89,25 +90,29 @@ class Gmpo(PolicyLoss):
     clip_high: float = setting(0.4, "A token's log ratio is clipped above clip_high.", at_least=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Return the loss of every token [N]."""
+        """Compute the loss of every token [N]."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
-        mask, lengths = micro.response_mask, micro.lengths
+        rows = (micro.response_mask, micro.lengths)
+
+        # The pessimistic one of clipped and unclipped log ratio, as in PPO; the sign turns max into min.
         sign = advantages.sign()
         difference = log_probs - old_log_probs
-        clipped = difference.clamp(-self.clip_low, self.clip_high)
-        bounded = sign * torch.minimum(sign * difference, sign * clipped)
-        ratio = ragged.masked_row_means(bounded, mask, lengths).exp()
-        advantage = ragged.masked_row_means(advantages, mask, lengths)
-        outside = sign * difference > sign * clipped
-        return TokenLoss(ragged.broadcast_rows(-advantage * ratio, lengths), {"clip_fraction": outside})
+        clamped = difference.clamp(-self.clip_low, self.clip_high)
+        pessimistic = sign * torch.minimum(sign * difference, sign * clamped)
+        is_clipped = sign * difference > sign * clamped
+
+        ratio = ragged.masked_row_means(pessimistic, *rows).exp()
+        advantage = ragged.masked_row_means(advantages, *rows)
+        loss = ragged.broadcast_rows(-advantage * ratio, micro.lengths)
+        return TokenLoss(loss, {"clip_fraction": is_clipped})
 
 
 @dataclass(frozen=True)
 class Topr(PolicyLoss):
-    """Imitate good responses as they are, push away bad ones only as far as they are still likely.
+    """Tapered off-policy REINFORCE: plain for good responses, weighted by the capped ratio for bad ones.
 
     Tokens with A > 0: ``l = -A log_prob``. Others: ``l = -sg[min(R_i, 1)] A log_prob`` with the response's
-    full ratio to the policy that sampled it, however old that is:
+    full ratio to its sampling policy, of any age:
     ``R_i = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))``. Stable off policy without a KL term; on
     policy it is REINFORCE. The paper sums over tokens: ``seq-mean-token-sum``.
 
@@ -122,12 +127,14 @@ class Topr(PolicyLoss):
     follows_rollout: ClassVar[bool] = True
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Return the loss of every token [N]."""
+        """Compute the loss of every token [N]."""
         rollout_log_probs, advantages = fields_of(micro, "rollout_log_probs", "advantages")
         difference = torch.where(micro.response_mask, log_probs.detach() - rollout_log_probs, 0)
-        log_ratio = ragged.row_sums(difference, micro.lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        tapered = ragged.broadcast_rows(log_ratio.exp().clamp(max=1), micro.lengths)
-        weight = torch.where(advantages > 0, 1, tapered)
+        row_log_ratio = ragged.row_sums(difference, micro.lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+        # A bad response that the policy has become unlikely to produce has a weight near 0.
+        capped_ratio = ragged.broadcast_rows(row_log_ratio.exp().clamp(max=1), micro.lengths)
+        weight = torch.where(advantages > 0, 1, capped_ratio)
         return TokenLoss(-weight * advantages * log_probs, {"taper": weight})
 
 
@@ -140,11 +147,11 @@ def off_policy_sequence_mask(
     *,
     delta: float,
 ) -> Tensor:
-    """Mark tokens to keep: [N] bool, false where A < 0 and the response has drifted by more than ``delta``.
+    """Mask out the tokens with A < 0 of responses that drifted by more than ``delta``: [N] bool.
 
     Drift is ``mean_t(rollout_log_probs - log_probs)`` over the response, an estimate of KL(rollout || new):
-    what was learned since the response was sampled, and the difference of the two engines. Bad responses the
-    policy has already left teach nothing and destabilise.
+    the updates since the response was sampled plus the difference between the two engines. Bad responses that
+    the policy no longer produces have no useful gradient and destabilise training.
 
     Source: DeepSeek-V3.2, arXiv:2512.02556 (off-policy sequence masking, with the log-probs that inference
     returned); slime --use-opsm, with 1e-4.
@@ -159,15 +166,15 @@ def off_policy_sequence_mask(
     return ~((advantages < 0) & ragged.broadcast_rows(drift > delta, lengths))
 
 
-FRACTION_MEANING = "Share of the mini-batch's tokens that is treated apart, at least one token."
+FRACTION_MEANING = "Share of the mini-batch's tokens that is selected, at least one token."
 
 
 @dataclass(frozen=True)
 class ClipCov(PolicyLoss):
-    """Take PPO's clipped loss without dual clip, and none at all on the selected tokens.
+    """PPO's clipped loss without dual clip, and no loss on the selected tokens.
 
     Selected are max(floor(fraction * tokens), 1) tokens, drawn at random of those with
-    ``covariance_low < covariance < covariance_high``; where fewer qualify, all of them.
+    ``covariance_low < covariance < covariance_high``; if fewer qualify, all of them.
 
     Source: arXiv:2505.22617, Clip-Cov.
 
@@ -188,30 +195,33 @@ class ClipCov(PolicyLoss):
     covariance_high: float = setting(5.0, "Tokens of higher covariance are not selected.")
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Return the loss of every token [N]."""
-        clipped = PpoClip(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=None)
-        loss, indicators = clipped.token_loss(micro, log_probs)
-        selected = _selected(micro)
+        """Compute the loss of every token [N]."""
+        ppo_clip = PpoClip(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=None)
+        loss, indicators = ppo_clip.token_loss(micro, log_probs)
+        selected = _selected_tokens(micro)
         return TokenLoss(torch.where(selected, 0, loss), {**indicators, "selected_fraction": selected})
 
     def select(self, minibatch: TrainBatch, generator: Generator) -> Tensor:
-        """Return the tokens without a loss: [N] bool; an empty mask gives none."""
-        covariance, mask = _covariance_of(minibatch), minibatch.response_mask
-        between = (covariance > self.covariance_low) & (covariance < self.covariance_high)
-        candidates = torch.nonzero(mask & between).squeeze(-1)
+        """Select the tokens without a loss: [N] bool, no token for an empty mask."""
+        mask = minibatch.response_mask
+        covariance = _log_prob_covariance(minibatch)
+        in_range = (covariance > self.covariance_low) & (covariance < self.covariance_high)
+        candidates = torch.nonzero(mask & in_range).squeeze(-1)
+
+        # Draw without replacement among the candidates.
         count = max(int(self.fraction * int(mask.sum())), 1)
-        chosen = candidates[torch.randperm(len(candidates), generator=generator)[:count]]
+        drawn_order = torch.randperm(len(candidates), generator=generator)
         selected = torch.zeros_like(mask)
-        selected[chosen] = True
+        selected[candidates[drawn_order[:count]]] = True
         return selected
 
 
 @dataclass(frozen=True)
 class KlCov(PolicyLoss):
-    """Take the unclipped loss ``-A r``, with ``coef |log_probs - old_log_probs|`` added on selected tokens.
+    """Unclipped loss ``-A r``, with ``coef |log_probs - old_log_probs|`` added on selected tokens.
 
-    Selected are the max(floor(fraction * tokens), 1) tokens of largest covariance, equal ones in order of
-    position. The paper has ``coef`` 1, verl's configuration 0.1.
+    Selected are the max(floor(fraction * tokens), 1) tokens of largest covariance, ties in order of position.
+    The paper has ``coef`` 1, verl's configuration 0.1.
 
     Source: arXiv:2505.22617, KL-Cov.
 
@@ -229,26 +239,31 @@ class KlCov(PolicyLoss):
     coef: float = setting(0.1, "Weight of the penalty on selected tokens.", at_least=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Return the loss of every token [N]."""
+        """Compute the loss of every token [N]."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
-        selected = _selected(micro)
+        selected = _selected_tokens(micro)
         difference = log_ratio(log_probs, old_log_probs)
         penalty = torch.where(selected, self.coef * difference.abs(), 0)
         return TokenLoss(-advantages * difference.exp() + penalty, {"selected_fraction": selected})
 
     def select(self, minibatch: TrainBatch, generator: Generator) -> Tensor:
-        """Return the tokens with a penalty: [N] bool; an empty mask gives none."""
-        covariance, mask = _covariance_of(minibatch), minibatch.response_mask
-        tokens = int(mask.sum())
+        """Select the tokens with a penalty: [N] bool, no token for an empty mask."""
+        mask = minibatch.response_mask
+        covariance = _log_prob_covariance(minibatch)
+        token_count = int(mask.sum())
         selected = torch.zeros_like(mask)
-        if tokens:
-            ranked = torch.where(mask, covariance, -torch.inf).sort(descending=True, stable=True).indices
-            selected[ranked[: max(int(self.fraction * tokens), 1)]] = True
+        if not token_count:
+            return selected
+
+        # Stable, so that every rank selects the same of several tokens with equal covariance.
+        ranked = torch.where(mask, covariance, -torch.inf).sort(descending=True, stable=True).indices
+        count = max(int(self.fraction * token_count), 1)
+        selected[ranked[:count]] = True
         return selected
 
 
 def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return each token's share of Cov(log_prob, A): ``(log_prob - mean) (A - mean)``, [N], 0 outside mask.
+    """Compute each token's term of Cov(log_prob, A): ``(log_prob - mean) (A - mean)``, [N], 0 outside mask.
 
     Means are over the masked-in tokens. The entropy of the policy falls at the rate of this covariance.
 
@@ -261,17 +276,21 @@ def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
     """
     if not mask.any():
         return torch.zeros_like(log_probs)
-    covariance = (log_probs - log_probs[mask].mean()) * (advantages - advantages[mask].mean())
+
+    centred_log_probs = log_probs - log_probs[mask].mean()
+    centred_advantages = advantages - advantages[mask].mean()
+    covariance = centred_log_probs * centred_advantages
     return torch.where(mask, covariance, 0)
 
 
-def _covariance_of(minibatch: TrainBatch) -> Tensor:
-    """Return the covariance of the old policy's log-probs with the advantages: [N] float64."""
+def _log_prob_covariance(minibatch: TrainBatch) -> Tensor:
+    """Compute the covariance of the old policy's log-probs with the advantages: [N] float64."""
     old_log_probs, advantages = fields_of(minibatch, "old_log_probs", "advantages")
     return token_covariance(old_log_probs.double(), advantages.double(), minibatch.response_mask)
 
 
-def _selected(micro: TrainBatch) -> Tensor:
+def _selected_tokens(micro: TrainBatch) -> Tensor:
+    """Return the selected tokens [N] bool; raise ValueError for a batch without selection."""
     if micro.selected is None:
         raise ValueError("the batch has no selected tokens; take mini-batches from `minibatches`")
     return micro.selected

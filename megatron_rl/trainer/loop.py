@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.algorithms import (
     Algorithm,
     AlgorithmState,
-    estimate,
+    build_train_batch,
     minibatches,
     next_state,
     old_policy_metrics,
@@ -123,7 +123,7 @@ def train_step(
             with phase("score"):
                 batch = score(batch, roles, config, step, learners)
             with phase("estimate"):
-                train_batch, estimated = estimate(batch.rollouts, batch.scores, algorithm, state)
+                train_batch, estimated = build_train_batch(batch.rollouts, batch.scores, algorithm, state)
                 require_tokens(train_batch, estimated)
             with phase("learn"):
                 learned = learn(train_batch, batch, roles, algorithm, state, config, step, learners)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ragged_batches import batches, close
 from whole_steps import algorithm_of, policy, step
 
-from megatron_rl.algorithms import estimate, minibatches, policy_objective
+from megatron_rl.algorithms import build_train_batch, minibatches, policy_objective
 from megatron_rl.algorithms.algorithm import AGGREGATIONS
 from megatron_rl.megatron.packing import partition
 
@@ -50,7 +50,7 @@ def test_loss_and_gradient_are_the_definition_on_any_ranks(mode, denominator, ba
         aggregation={"name": mode, "denominator": denominator},
     )
     rollouts, scores = step(batch)
-    made, _ = estimate(rollouts, scores, algorithm)
+    made, _ = build_train_batch(rollouts, scores, algorithm)
     source = random.Random(seed)
     lengths = made.lengths.tolist()
     lost = torch.tensor(

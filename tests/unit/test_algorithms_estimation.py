@@ -15,7 +15,7 @@ from whole_steps import algorithm_of, policy, step
 from megatron_rl.algorithms import (
     ALGORITHMS,
     Algorithm,
-    estimate,
+    build_train_batch,
     get_algorithm,
     minibatches,
     old_policy_metrics,
@@ -54,7 +54,7 @@ def test_failed_rows_take_no_part(name, batch):
     algorithm = algorithm_of(name)
     rollouts, scores = step(batch)
     kept = [row for row, ok in enumerate(batch.valid) if ok]
-    made, _ = estimate(rollouts, scores, algorithm)
+    made, _ = build_train_batch(rollouts, scores, algorithm)
     assert made.response_mask.equal(
         rollouts.response_mask & torch.repeat_interleave(scores.valid, rollouts.lengths)
     )
@@ -66,7 +66,9 @@ def test_failed_rows_take_no_part(name, batch):
         f: getattr(scores, f)[token_index(rollouts.lengths, torch.as_tensor(kept))]
         for f in ("old_log_probs", "ref_log_probs", "values")
     }
-    alone, _ = estimate(rollouts.rows(kept), Scores(components={}, **per_row, **per_token), algorithm)
+    alone, _ = build_train_batch(
+        rollouts.rows(kept), Scores(components={}, **per_row, **per_token), algorithm
+    )
     close(made.rows(kept).advantages, alone.advantages, 1e-6)
     close(made.rows(kept).returns, alone.returns, 1e-6)
 
@@ -75,7 +77,7 @@ def test_all_rows_failed():
     batch = Batch([0, 0], [float("nan")] * 2, [False, False], [[True, True], [True]], 1)
     for name in ALGORITHMS:
         algorithm = algorithm_of(name)
-        made, metrics = estimate(*step(batch), algorithm)
+        made, metrics = build_train_batch(*step(batch), algorithm)
         assert not made.response_mask.any() and made.advantages.abs().sum() == 0
         assert list(minibatches(made, algorithm, 2, 2, seed=0)) == []
         assert metrics.values()["reward/valid_fraction"] == 0
@@ -92,13 +94,13 @@ def test_reasons_a_row_is_invalid():
         rewards=torch.tensor([1.0, 0.0, torch.nan, 0.5]),
         baseline_rewards=torch.tensor([0.1, 0.1, 0.1, torch.nan]),
     )
-    assert estimate(rollouts, scores, algorithm_of("grpo"))[0].response_mask.tolist() == [
+    assert build_train_batch(rollouts, scores, algorithm_of("grpo"))[0].response_mask.tolist() == [
         True,
         False,
         False,
         True,
     ]
-    assert estimate(rollouts, scores, algorithm_of("remax"))[0].response_mask.tolist() == [
+    assert build_train_batch(rollouts, scores, algorithm_of("remax"))[0].response_mask.tolist() == [
         True,
         False,
         False,
@@ -109,7 +111,7 @@ def test_reasons_a_row_is_invalid():
 def test_overlong_rows_count_for_the_group_and_not_for_the_loss():
     rollouts, scores = step(Batch([0, 0], [1.0, 0.0], [True, True], [[True] * 2, [True] * 2], 5))
     rollouts = replace(rollouts, finish_reason=torch.tensor([FINISH_STOP, FINISH_LENGTH]))
-    made, metrics = estimate(rollouts, scores, algorithm_of("dr_grpo", overlong={"filter": True}))
+    made, metrics = build_train_batch(rollouts, scores, algorithm_of("dr_grpo", overlong={"filter": True}))
     assert made.response_mask.tolist() == [True, True, False, False]
     close(made.advantages[:2], [0.5, 0.5])
     assert metrics.values()["response/trained_fraction"] == 0.5
@@ -131,7 +133,7 @@ def test_the_greedy_baseline_is_shaped_as_the_rewards_are(normalize):
         baseline_rewards=torch.tensor([0.5, 0.2, 3.0, 0.0]),
         baseline_lengths=torch.tensor([6, 5, 6, 1]),
     )
-    made, _ = estimate(rollouts, greedy, algorithm, state)
+    made, _ = build_train_batch(rollouts, greedy, algorithm, state)
     rewards = [min(2 * r - 0.5, 4.0) for r in (1.0, 0.2, 3.0)]
     moments = (1, sum(rewards) / 3, sum(r * r for r in rewards) / 3)
     if normalize == "running":
@@ -168,15 +170,17 @@ def test_the_overlong_penalty_counts_what_its_limit_counts():
     scores = replace(scores, old_log_probs=zeros, ref_log_probs=zeros, values=zeros)
 
     algorithm = get_algorithm("reinforce", {"overlong": {"buffer": 2, "penalty": 0.5}}, max_response_tokens=9)
-    _, metrics = estimate(rollouts, scores, algorithm)
+    _, metrics = build_train_batch(rollouts, scores, algorithm)
     assert metrics.values()["reward/shaped_mean"] == pytest.approx((-0.25 - 0.5 - 0.5 - 0.5) / 4)
 
     # Rows that state no limit have the one of the algorithm, under which none of these is long.
-    _, metrics = estimate(replace(rollouts, max_response_tokens=None, outcomes=None), scores, algorithm)
+    _, metrics = build_train_batch(
+        replace(rollouts, max_response_tokens=None, outcomes=None), scores, algorithm
+    )
     assert metrics.values()["reward/shaped_mean"] == 0.0
     with pytest.raises(ValueError, match="limit"):
         without = get_algorithm("reinforce", {"overlong": {"buffer": 2}})
-        estimate(replace(rollouts, max_response_tokens=None), scores, without)
+        build_train_batch(replace(rollouts, max_response_tokens=None), scores, without)
 
 
 @pytest.mark.parametrize("bypass", [False, True])
@@ -189,7 +193,7 @@ def test_the_adaptive_coefficient_follows_the_divergence_that_is_penalised(bypas
     kl = {"name": "reward", "controller": "adaptive", "horizon": 10.0, "target": 0.1, "coef": 0.2}
     algorithm = algorithm_of("grpo", kl=kl, correction={"bypass": bypass})
 
-    _, metrics = estimate(rollouts, scores, algorithm)
+    _, metrics = build_train_batch(rollouts, scores, algorithm)
     assert metrics.values()["kl/ref"] == pytest.approx(0.5 if bypass else -1.5)
     error = 0.2 if bypass else -0.2
     state = next_state(algorithm, initial_state(algorithm), rollouts, scores)
@@ -215,7 +219,7 @@ def test_what_gdpo_would_not_see_is_refused(pieces, where):
 
 
 def test_a_loss_that_holds_the_whole_ratio_is_not_weighted_again():
-    with pytest.raises(UserErrors, match="count again"):
+    with pytest.raises(UserErrors, match="apply it twice"):
         get_algorithm("topr", {"correction": "token_tis"})
     get_algorithm("topr", {"correction": "geometric"})
     get_algorithm("topr", {"correction": {"name": "token_tis", "bypass": True}})
@@ -227,7 +231,7 @@ def test_kl_in_the_reward(batch):
     """r_t = score - beta KL_t: sums over the row for outcome advantages, token by token for returns."""
     rollouts, scores = step(batch)
     algorithm = algorithm_of("reinforce_pp", advantage={"whiten": False}, kl={"coef": 0.5})
-    made, _ = estimate(rollouts, scores, algorithm)
+    made, _ = build_train_batch(rollouts, scores, algorithm)
     kl = (scores.old_log_probs - scores.ref_log_probs).double().tolist()
     position, wanted = 0, []
     for row, mask in enumerate(batch.masks):
@@ -238,7 +242,7 @@ def test_kl_in_the_reward(batch):
         wanted += row_values.values()
         position += len(mask)
     close(made.advantages, wanted, 1e-5)
-    rloo = estimate(rollouts, scores, algorithm_of("rloo", kl={"name": "reward", "coef": 0.5}))[0]
+    rloo = build_train_batch(rollouts, scores, algorithm_of("rloo", kl={"name": "reward", "coef": 0.5}))[0]
     for row, mask in enumerate(batch.masks):
         alone = [other for other in batch.members(row)] == [row]
         if alone and any(mask):
@@ -260,7 +264,7 @@ def test_the_estimator_of_the_kl_follows_its_use():
         ("loss", {"estimator": "low_var"}, "k3"),
     ):  # fmt: skip
         algorithm = algorithm_of("grpo", kl={"name": place, **estimator, **controller})
-        _, metrics = estimate(rollouts, scores, algorithm)
+        _, metrics = build_train_batch(rollouts, scores, algorithm)
         assert metrics.values()["kl/ref"] == pytest.approx(values[used], rel=1e-5)
         error = min(max(values[used] / 0.05 - 1, -0.2), 0.2)
         state = next_state(algorithm, initial_state(algorithm), rollouts, scores)
@@ -281,7 +285,7 @@ def test_missing_inputs_are_named():
     }
     for name, (changes, settings_, word) in cases.items():
         with pytest.raises(ValueError, match=word):
-            estimate(rollouts, replace(scores, **changes), algorithm_of(name, **settings_))
+            build_train_batch(rollouts, replace(scores, **changes), algorithm_of(name, **settings_))
 
 
 @pytest.mark.parametrize(
@@ -303,11 +307,11 @@ def test_old_log_probs_may_come_with_the_learn_pass(pieces):
     )
     if asked:
         with pytest.raises(ValueError, match=f"algorithm.{asked[0]}"):
-            estimate(rollouts, later, algorithm)
+            build_train_batch(rollouts, later, algorithm)
         return
     results = []
     for known in (scores, later):
-        made, metrics = estimate(rollouts, known, algorithm)
+        made, metrics = build_train_batch(rollouts, known, algorithm)
         if known is later:
             metrics += old_policy_metrics(rollouts, scores, algorithm, state)
         (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
@@ -323,9 +327,9 @@ def test_user_functions_as_pieces():
     """A function in place of a name, and module:function, are pieces like any other."""
     rollouts, scores = step(Batch([0, 0], [1.0, 0.0], [True] * 2, [[True]] * 2, 0))
     named = algorithm_of("grpo", advantage="megatron_rl.algorithms.advantages:Rloo")
-    close(estimate(rollouts, scores, named)[0].advantages, [1.0, -1.0])
+    close(build_train_batch(rollouts, scores, named)[0].advantages, [1.0, -1.0])
     own = algorithm_of("grpo", advantage=lambda inputs: (inputs.mask * 3.0, inputs.mask * 3.0))
-    close(estimate(rollouts, scores, own)[0].advantages, [3.0, 3.0])
+    close(build_train_batch(rollouts, scores, own)[0].advantages, [3.0, 3.0])
 
 
 @dataclass(frozen=True)
@@ -358,7 +362,7 @@ def test_an_algorithm_of_the_user_from_rollouts_to_gradient():
     changes = {"reward_shaping": {"scale": 2.0}, "advantage": {"scale": 2.0}}
     algorithm = get_algorithm("test_algorithms_estimation:OWN", changes)
     batch = Batch([0, 0, 0, 1], [1.0, 0.5, 0.0, 1.0], [True] * 4, [[True] * n for n in (1, 2, 1, 2)], 3)
-    made, _ = estimate(*step(batch), algorithm)
+    made, _ = build_train_batch(*step(batch), algorithm)
     # Twice the scaled lead over the median: rewards 2, 1, 0 have median 1.
     close(made.advantages, [2.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
@@ -384,7 +388,7 @@ def test_adaptive_kl_state():
         state = next_state(algorithm, state, rollouts, scores)
     assert state.kl_coef == 0.3
     assert AlgorithmState.from_state_dict(state.state_dict()) == state
-    made, metrics = estimate(rollouts, scores, algorithm, state)
+    made, metrics = build_train_batch(rollouts, scores, algorithm, state)
     assert metrics.values()["kl/coef"] == 0.3
     (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
     log_probs, entropy = policy(batch)
@@ -397,10 +401,10 @@ def test_running_reward_moments_reach_the_advantages():
     batch = Batch([0, 1], [4.0, 2.0], [True, True], [[True], [True]], 5)
     rollouts, scores = step(batch)
     algorithm = algorithm_of("dr_grpo", reward_shaping={"normalize": "running", "ema_decay": 0.5})
-    made, _ = estimate(rollouts, scores, algorithm)
+    made, _ = build_train_batch(rollouts, scores, algorithm)
     close(made.advantages, [1.0, -1.0], 1e-5)  # a first step is normalised by itself
     state = next_state(algorithm, initial_state(algorithm), rollouts, scores)
-    made, _ = estimate(rollouts, replace(scores, rewards=torch.tensor([3.0, 3.0])), algorithm, state)
+    made, _ = build_train_batch(rollouts, replace(scores, rewards=torch.tensor([3.0, 3.0])), algorithm, state)
     # Means 3 and 3, squares 10 and 9 with weights 1/4 and 1/2: variance (10 + 2 * 9) / 3 - 9 = 1/3.
     close(made.advantages, [0.0, 0.0], 1e-5)
 
@@ -410,7 +414,7 @@ def test_running_reward_moments_reach_the_advantages():
 def test_minibatches_deal_every_row_once_per_epoch(batch, steps, epochs, seed):
     algorithm = algorithm_of("grpo")
     rollouts, scores = step(batch)
-    made, _ = estimate(rollouts, scores, algorithm)
+    made, _ = build_train_batch(rollouts, scores, algorithm)
     present = [row for row, mask in enumerate(batch.masks) if batch.valid[row] and any(mask)]
     first_tokens = torch.cumsum(batch.lengths, 0) - batch.lengths
     found = list(minibatches(made, algorithm, steps, epochs, seed))
@@ -441,7 +445,7 @@ def test_denominator_all_counts_what_was_rejected():
             correction={"rejection": {"token_k1": 2.0}},
             aggregation={"denominator": denominator},
         )
-        made, metrics = estimate(rollouts, scores, algorithm)
+        made, metrics = build_train_batch(rollouts, scores, algorithm)
         assert made.response_mask.tolist() == [True, False, True, True, True, True]
         assert metrics.values()["mismatch/rejected_fraction"] == pytest.approx(1 / 6)
         (mini,) = minibatches(made, algorithm, 1, 1, seed=0)

@@ -28,7 +28,7 @@ COMPOSED = {
     "first_best", "group_range", "group_sums", "reward_model_objective",
     "Correction", "Gae", "Imitation", "KeepEveryGroup", "Kl", "KlInLoss", "KlInReward", "KlPenalty", "NoKl",
     "DynamicSampling", "Overlong", "RefillGroups", "RewardShaping", "Vapo", "FunctionAdvantage",
-    "FunctionLoss", "checked_loss", "fields_of", "log_ratio", "minibatches", "outcome", "weighted",
+    "FunctionLoss", "checked_loss", "fields_of", "log_ratio", "minibatches", "outcome", "with_loss_weights",
 }  # fmt: skip
 EXAMPLES = {"torch": torch, "advantage_inputs": advantage_inputs, "micro_batch": micro_batch}
 

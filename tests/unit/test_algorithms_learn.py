@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.algorithms import (
     ALGORITHMS,
-    estimate,
+    build_train_batch,
     get_algorithm,
     initial_state,
     minibatches,
@@ -78,7 +78,7 @@ def train(name: str, pieces: dict, steps: int = 12) -> tuple[float, float]:
     for step in range(steps):
         rollouts, scores, places = sample(policy, draw)
         rewards.append(float(scores.rewards.mean()))
-        batch, _ = estimate(rollouts, scores, algorithm, state)
+        batch, _ = build_train_batch(rollouts, scores, algorithm, state)
         batch = replace(
             batch, tokens=torch.arange(len(places))
         )  # so that a mini-batch's tokens say where they lie

@@ -13,12 +13,12 @@ from whole_steps import algorithm_of, policy, run, split, step
 
 from megatron_rl.algorithms import (
     ALGORITHMS,
-    estimate,
+    build_train_batch,
     minibatches,
     policy_objective,
     sft_objective,
     value_objective,
-    weighted,
+    with_loss_weights,
 )
 from megatron_rl.algorithms.algorithm import AGGREGATIONS, CORRECTIONS
 from megatron_rl.algorithms.losses import ClippedValueLoss
@@ -46,7 +46,7 @@ def test_any_split_gives_the_same_loss_gradient_and_metrics(name, extra, batch):
         extra = extra | {"correction": "geometric"}  # the loss holds the ratio that weights would count again
     algorithm = algorithm_of(name, **extra)
     rollouts, scores = step(batch)
-    made, _ = estimate(rollouts, scores, algorithm)
+    made, _ = build_train_batch(rollouts, scores, algorithm)
     for minibatch in minibatches(made, algorithm, 2, 1, seed=3):
         whole = run(batch, algorithm, [minibatch])
         assert all(part.isfinite().all() for part in whole[:3])
@@ -63,7 +63,7 @@ def test_tokens_that_take_no_part_are_never_read(batch, name):
     """NaN on prompts, failed rows and everything masked out changes neither loss nor gradient."""
     algorithm = algorithm_of(name, kl="loss", policy_loss={"entropy_coef": 0.1})
     rollouts, scores = step(batch)
-    made, _ = estimate(rollouts, scores, algorithm)
+    made, _ = build_train_batch(rollouts, scores, algorithm)
     for minibatch in minibatches(made, algorithm, 1, 1, seed=0):
         outside = ~minibatch.response_mask
         log_probs, entropy = (x.detach()[minibatch.tokens] for x in policy(batch))
@@ -126,7 +126,7 @@ def test_aggregation_errors():
 @given(batches(), st.sampled_from([None, 0.2]))
 def test_value_loss_and_its_split(batch, clip):
     algorithm = algorithm_of("ppo", value_loss={"clip": clip})
-    made, _ = estimate(*step(batch), algorithm)
+    made, _ = build_train_batch(*step(batch), algorithm)
     for minibatch in minibatches(made, algorithm, 1, 1, seed=0):
         values = flat(batch.noise("new values"))[minibatch.tokens].requires_grad_()
         loss, metrics = value_objective(algorithm, minibatch, values)
@@ -166,8 +166,8 @@ def test_value_loss_gradient_is_exact():
 @quick
 @given(batches(all_valid=True))
 def test_sft(batch):
-    made, _ = estimate(*step(batch), algorithm_of("grpo"))
-    minibatch = weighted(made, algorithm_of("grpo"))
+    made, _ = build_train_batch(*step(batch), algorithm_of("grpo"))
+    minibatch = with_loss_weights(made, algorithm_of("grpo"))
     log_probs = flat(batch.noise("sft", -3, 0), requires_grad=True)
     loss, metrics = sft_objective(minibatch, log_probs)
     kept = log_probs.detach()[batch.mask]
@@ -185,8 +185,8 @@ def test_imitation_of_good_responses(batch):
     rollouts, scores = step(batch)
     with_nll = algorithm_of("vapo")
     without = replace(with_nll, imitation=Imitation())
-    made, _ = estimate(rollouts, scores, with_nll)
-    plain, _ = estimate(rollouts, scores, without)
+    made, _ = build_train_batch(rollouts, scores, with_nll)
+    plain, _ = build_train_batch(rollouts, scores, without)
     for mini, other in zip(
         minibatches(made, with_nll, 1, 1, 0), minibatches(plain, without, 1, 1, 0), strict=True
     ):
@@ -208,7 +208,7 @@ def test_correction_weights_scale_the_policy_loss_alone():
         algorithm = algorithm_of(
             "dr_grpo", correction=name, aggregation="token-sum", policy_loss="policy_gradient"
         )
-        made, _ = estimate(rollouts, scores, algorithm)
+        made, _ = build_train_batch(rollouts, scores, algorithm)
         (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
         losses[name] = run(batch, algorithm, [mini])[1]
     weight = (scores.old_log_probs - rollouts.rollout_log_probs).exp().clamp(max=2)
@@ -222,7 +222,7 @@ def test_bypass_corrects_with_the_policy_being_trained(name):
     rollouts, scores = step(batch)
     for loss in ("policy_gradient", "ppo_clip"):
         algorithm = algorithm_of("grpo", correction={"name": name, "bypass": True}, policy_loss=loss)
-        made, _ = estimate(rollouts, replace(scores, old_log_probs=None), algorithm)
+        made, _ = build_train_batch(rollouts, replace(scores, old_log_probs=None), algorithm)
         assert made.old_log_probs.equal(rollouts.rollout_log_probs) and made.correction is None
         (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
         metrics = run(batch, algorithm, [mini])[3]
@@ -239,7 +239,7 @@ def test_bypass_with_policy_gradient_is_importance_weighted_reinforce():
     algorithm = algorithm_of(
         "dr_grpo", correction={"name": "token_tis", "bypass": True}, policy_loss="policy_gradient"
     )
-    made, _ = estimate(rollouts, scores, algorithm)
+    made, _ = build_train_batch(rollouts, scores, algorithm)
     (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
     gradient = run(batch, algorithm, [mini])[1]
     new = policy(batch)[0].detach()
@@ -250,7 +250,7 @@ def test_bypass_with_policy_gradient_is_importance_weighted_reinforce():
 def test_metrics_of_micro_batches_and_ranks_merge_to_those_of_the_whole():
     batch = Batch([0, 0, 1], [1.0, 0.0, 0.5], [True] * 3, [[True] * 4, [False, True], [True]], 9)
     algorithm = algorithm_of("grpo", aggregation="token-mean")
-    made, _ = estimate(*step(batch), algorithm)
+    made, _ = build_train_batch(*step(batch), algorithm)
     (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
     loss, _, _, whole = run(batch, algorithm, [mini])
     assert whole["policy/loss"] == pytest.approx(float(loss), rel=1e-5)
@@ -266,7 +266,7 @@ def test_metrics_of_micro_batches_and_ranks_merge_to_those_of_the_whole():
 def test_bfloat16_log_probs_are_computed_in_float32(name):
     batch = Batch([0, 0], [1.0, 0.0], [True, True], [[True] * 3, [True] * 2], 5)
     algorithm = algorithm_of(name)
-    made, _ = estimate(*step(batch), algorithm)
+    made, _ = build_train_batch(*step(batch), algorithm)
     (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
     log_probs = policy(batch)[0].detach().bfloat16().requires_grad_()
     loss, _ = policy_objective(algorithm, mini, log_probs, torch.zeros_like(log_probs))

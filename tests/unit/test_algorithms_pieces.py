@@ -14,7 +14,7 @@ from megatron_rl.algorithms import (
     FunctionLoss,
     TokenLoss,
     advantages,
-    estimate,
+    build_train_batch,
     initial_state,
     losses,
     minibatches,
@@ -75,7 +75,7 @@ def expected_rows(name: str, rewards: torch.Tensor) -> torch.Tensor:
 def test_advantage_pieces(name):
     rollouts, scores = step(BATCH)
     algorithm = algorithm_of("grpo", advantage=chosen(name, ADVANTAGES, NUMBERS))
-    made, _ = estimate(rollouts, scores, algorithm)
+    made, _ = build_train_batch(rollouts, scores, algorithm)
     mask, lengths, values = BATCH.mask, BATCH.lengths, scores.values.double()
     rewards = scores.rewards.double()
     token_rewards = torch.zeros(BATCH.tokens, dtype=torch.float64)
@@ -122,7 +122,7 @@ def test_objective_is_the_sum_it_says(name):
     """sum_t w_t (l_t + kl_coef k3_t - entropy_coef H_t), each term with its sign, weight and coefficient."""
     loss = chosen(name, POLICY_LOSSES, LOSS_NUMBERS) | {"entropy_coef": 0.2}
     algorithm = algorithm_of("dr_grpo", policy_loss=loss, kl={"name": "loss", "coef": 0.3})
-    made, _ = estimate(*step(BATCH), algorithm)
+    made, _ = build_train_batch(*step(BATCH), algorithm)
     (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
     log_probs, entropy = policy(BATCH)
     loss, metrics = policy_objective(algorithm, mini, log_probs, entropy)
@@ -145,7 +145,7 @@ def test_covariance_selection_uses_the_settings():
     """A third of the tokens for kl-cov; for clip-cov as many of those between the bounds."""
     for name in ("clip_cov", "kl_cov"):
         algorithm = algorithm_of(name, policy_loss=chosen(name, POLICY_LOSSES, LOSS_NUMBERS))
-        made, _ = estimate(*step(BATCH), algorithm)
+        made, _ = build_train_batch(*step(BATCH), algorithm)
         (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
         tokens = int(mini.response_mask.sum())
         cov = sequence_losses.token_covariance(
@@ -159,13 +159,13 @@ def test_covariance_selection_uses_the_settings():
 def test_whitening_then_clipping_of_advantages():
     rollouts, scores = step(BATCH)
     plain = algorithm_of("grpo", advantage="reinforce")
-    raw = estimate(rollouts, scores, plain)[0].advantages.double()
+    raw = build_train_batch(rollouts, scores, plain)[0].advantages.double()
     wanted = whiten(raw, BATCH.mask)
     assert wanted.abs().max() > 0.9
     whitened = replace(plain, advantage=returns.Reinforce(whiten=True))
-    close(estimate(rollouts, scores, whitened)[0].advantages, wanted, 1e-5)
+    close(build_train_batch(rollouts, scores, whitened)[0].advantages, wanted, 1e-5)
     both = replace(plain, advantage=returns.Reinforce(whiten=True, clip=0.9))
-    close(estimate(rollouts, scores, both)[0].advantages, wanted.clamp(-0.9, 0.9), 1e-5)
+    close(build_train_batch(rollouts, scores, both)[0].advantages, wanted.clamp(-0.9, 0.9), 1e-5)
 
 
 def test_fixed_coefficient_stays_where_it_is():
@@ -175,7 +175,7 @@ def test_fixed_coefficient_stays_where_it_is():
 
 def test_sequence_masking_takes_drifted_bad_responses_out():
     algorithm = algorithm_of("dr_grpo", policy_loss={"name": "policy_gradient", "opsm_delta": 0.0})
-    made, _ = estimate(*step(BATCH), algorithm)
+    made, _ = build_train_batch(*step(BATCH), algorithm)
     (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
     log_probs, entropy = policy(BATCH)
     loss, metrics = policy_objective(algorithm, mini, log_probs, entropy)
@@ -197,7 +197,7 @@ def test_stale_samples_are_seen_where_old_log_probs_are_recomputed():
         algorithm = algorithm_of(name, policy_loss=loss)
         values = []
         for sampled in (rollouts, stale):
-            made, _ = estimate(sampled, scores, algorithm)
+            made, _ = build_train_batch(sampled, scores, algorithm)
             (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
             values.append(policy_objective(algorithm, mini, log_probs, torch.zeros(6))[1].values())
         fresh, aged = values
@@ -220,7 +220,7 @@ def test_step_metrics_by_hand():
     )
     rollouts, scores = step(batch)
     rollouts = replace(rollouts, finish_reason=torch.tensor([0, 1, 0, 0]))
-    values = estimate(rollouts, scores, algorithm_of("ppo"))[1].values()
+    values = build_train_batch(rollouts, scores, algorithm_of("ppo"))[1].values()
     wanted = {
         "reward/valid_fraction": 0.75, "reward/mean": 0.5, "reward/std": (1 / 6) ** 0.5, "reward/min": 0.0,
         "reward/max": 1.0, "reward/shaped_mean": 0.5, "reward/component/answer": 0.5,

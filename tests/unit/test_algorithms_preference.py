@@ -15,7 +15,7 @@ from megatron_rl.algorithms import (
     dpo_objective,
     get_algorithm,
     reward_model_objective,
-    weighted,
+    with_loss_weights,
 )
 from megatron_rl.algorithms.preference import bradley_terry_loss, dpo_loss, simpo_loss
 from megatron_rl.types import TrainBatch
@@ -94,7 +94,7 @@ def pairs(lengths: list[int]) -> TrainBatch:
         temperature=torch.ones(len(lengths)),
         ref_log_probs=-torch.linspace(0.1, 2.0, len(mask)),
     )
-    return weighted(batch, get_algorithm("grpo", {"aggregation": "seq-mean-token-sum"}))
+    return with_loss_weights(batch, get_algorithm("grpo", {"aggregation": "seq-mean-token-sum"}))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "reward_model"])

@@ -13,7 +13,7 @@ from ragged_batches import Batch
 from whole_steps import algorithm_of, policy
 from whole_steps import step as whole_step
 
-from megatron_rl.algorithms import estimate, minibatches, policy_objective
+from megatron_rl.algorithms import build_train_batch, minibatches, policy_objective
 from megatron_rl.config.load import load_text
 from megatron_rl.config.sections.rollout import AsynchronyConfig, MismatchConfig, RolloutConfig
 from megatron_rl.errors import UserError
@@ -81,7 +81,7 @@ def test_a_step_without_a_token_to_learn_from_stops_the_run(bypass):
 
     def estimated(**pieces):
         algorithm = algorithm_of("grpo", **pieces)
-        made, metrics = estimate(rollouts, scores, algorithm)
+        made, metrics = build_train_batch(rollouts, scores, algorithm)
         if bypass:
             (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
             metrics += policy_objective(algorithm, mini, *policy(batch))[1]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from megatron_rl.algorithms import get_algorithm
-from megatron_rl.algorithms.aggregation import weighted
+from megatron_rl.algorithms.aggregation import with_loss_weights
 from megatron_rl.algorithms.objectives import policy_objective
 from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
@@ -105,7 +105,7 @@ def train_step(
     model: ParallelModel, optimizer: Optimizer, batch: TrainBatch, budget: int
 ) -> dict[str, float]:
     """Take one optimizer step; return loss, metrics, gradient norm and learning rate, equal on all ranks."""
-    batch = weighted(batch, ALGORITHM)
+    batch = with_loss_weights(batch, ALGORITHM)
     optimizer.zero_grad()
 
     def objective(
