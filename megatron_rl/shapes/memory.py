@@ -287,7 +287,7 @@ def activation_bytes(
 ) -> float:
     """Return the bytes of activations on a rank of a stage with these layers.
 
-    ``tokens`` are those of a micro-batch, ``microbatches_in_flight`` comes from `in_flight`. With ``full``
+    ``tokens`` is the size of a micro-batch, ``microbatches_in_flight`` comes from `in_flight`. With ``full``
     recomputation the activations of one layer at a time exist in addition to the saved inputs.
     """
     counts = shape.kinds_of(layers)

@@ -190,8 +190,11 @@ class ModelShape:
     @cached_property
     def _weights(self) -> dict[LayerKind, tuple[Weight, ...]]:
         """The parameters of a layer by kind."""
-        kinds = [LayerKind(linear, experts) for linear in (False, True) for experts in (False, True)]
-        return {kind: layer_weights(self, *kind) for kind in kinds}
+        result = {}
+        for linear in (False, True):
+            for experts in (False, True):
+                result[LayerKind(linear, experts)] = layer_weights(self, linear, experts)
+        return result
 
     @cached_property
     def _kind_parameters(self) -> dict[LayerKind, tuple[int, int, int]]:

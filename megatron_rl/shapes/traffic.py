@@ -244,7 +244,7 @@ class _Engine:
                 counts[outer_weights(self.shape, stage == 0, stage == trainer.pipeline - 1)] += 1
             for weights in counts.keys() - layer_bytes.keys():
                 layer_bytes[weights] = self._layer_bytes(weights, trainer)
-            counted = [(count, layer_bytes[weights]) for weights, count in counts.items()]
+            stage_bytes = [(count, layer_bytes[weights]) for weights, count in counts.items()]
 
             # Ranks with the same coordinates in both grids, dense and expert, hold the same shards.
             by_shard: dict[tuple[int, tuple[int, int]], list[int]] = {}
@@ -256,7 +256,7 @@ class _Engine:
                     by_shard[tensor, expert] = [
                         sum(
                             count * (common.dense[tensor][index] + common.experts[expert][index])
-                            for count, common in counted
+                            for count, common in stage_bytes
                         )
                         for index in range(self.replica_size)
                     ]
