@@ -142,7 +142,7 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
 
 
 def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, Any]) -> str | None:
-    """Return the model feature without an argument in Megatron-LM; None if there is none."""
+    """Return the model feature that Megatron-LM has no argument for, or None."""
     shape = model.shape
     rope_type = rope.get("rope_type", "default")
     if shape.sandwich_norms:

@@ -303,6 +303,8 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
     ``where`` is the setting that names it. Raises UserError for other formats and for damaged files.
     """
     folder = _iteration_folder(Path(path), where)
+
+    # Verify the format before any pickle is read.
     if _is_legacy(folder):
         raise UserError(
             "the checkpoint is in Megatron-LM's legacy format, which is bound to its layout",
@@ -320,6 +322,7 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
             got=f"{folder}: " + (repr(backend) if backend else f"no {FORMAT}"),
             fix="save it with --ckpt-format torch_dist",
         )
+
     common = read_common(folder)
     if common.arguments is None:
         raise UserError(
@@ -329,8 +332,13 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
             got=", ".join(common.names) or "nothing",
             fix="save it with pretrain_gpt.py",
         )
-    named = re.fullmatch(r"iter_(\d+)", folder.name)
-    iteration = common.iteration if common.iteration is not None else int(named[1]) if named else 0
+
+    # The folder's name gives the iteration of a checkpoint without that value.
+    match = re.fullmatch(r"iter_(\d+)", folder.name)
+    iteration = common.iteration
+    if iteration is None:
+        iteration = int(match[1]) if match else 0
+
     stored = read_tensors(folder)
     return MegatronCheckpoint(
         folder,
