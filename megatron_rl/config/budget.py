@@ -40,7 +40,7 @@ from megatron_rl.shapes.memory import (
     training_memory,
 )
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
-from megatron_rl.shapes.pipeline_stages import dealt_out, stage_layers
+from megatron_rl.shapes.pipeline_stages import default_stage_layers, stage_layers
 
 PHASES = ("generate", "score", "learn")
 _STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
@@ -224,7 +224,7 @@ def _stages(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Seq
     try:
         return stage_layers(shape.layers, layout, megatron_settings(config, layout)[1])
     except UserError:
-        return dealt_out(shape.layers, layout.pipeline)
+        return default_stage_layers(shape.layers, layout.pipeline)
 
 
 def _built(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:

@@ -1,4 +1,8 @@
-"""What a family of models is: how its config.json is read, its tensors are named, and Megatron is set."""
+"""A family of models: how its config.json is read, how its tensors are named, and how Megatron is set for it.
+
+A `Family` is a table entry; the functions below it read the structures that several families share, such as
+sliding windows, latent attention and mixtures of experts.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +17,40 @@ from megatron_rl.shapes.model import ModelShape
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 """The activations of a gated MLP that can be trained, as transformers names them."""
 DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "initializer_range": 0.02}
-"""Values of most families where config.json leaves them out."""
+"""Defaults of most families for keys that config.json leaves out."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The scalings of rotary angles that do not depend on the sequence length."""
 LARGEST = 1 << 40
+"""Largest size that is accepted: far beyond any real model."""
 
 
 @dataclass
 class ConfigReader:
-    """Read the values of a config.json; what is wrong or not supported is collected in ``errors``."""
+    """Reader of a config.json that collects the errors of all values instead of raising the first.
+
+    >>> reader = ConfigReader({"hidden_size": 64, "num_hidden_layers": -1})
+    >>> reader.size("hidden_size"), reader.size("num_hidden_layers"), len(reader.errors)
+    (64, 1, 1)
+    """
 
     config: Mapping[str, Any]
+    """The values of config.json."""
     place: str = "config.json"
+    """File that errors name."""
     errors: list[UserError] = field(default_factory=list)
+    """Missing and unsupported values."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, or the default where it is absent or null."""
+        """Return a value, or the default for an absent or null one."""
         value = self.config.get(key)
         return default if value is None else value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer; one that is absent or null without a default is an error."""
+        """Return a positive integer; record an error and return 1 for anything else."""
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
             return value
+
         self.errors.append(
             UserError(
                 f"the model's config.json has no usable `{key}`",
@@ -49,103 +63,112 @@ class ConfigReader:
         return 1
 
     def count(self, key: str) -> int:
-        """Return a number that may be absent, null or 0."""
+        """Return a positive integer, or 0 for an absent, null or zero value."""
         return self.size(key) if self.config.get(key) else 0
 
     def flag(self, key: str) -> bool:
-        """Return a truth value, false where it is absent."""
+        """Return a truth value; absent is false."""
         return bool(self.config.get(key))
 
     def refuse(self, message: str, key: str, expected: str, fix: str = "use another checkpoint") -> None:
-        """Record that a value is not supported."""
+        """Record the error of an unsupported value."""
         self.errors.append(
             UserError(
                 message,
                 where=f"{self.place}: {key}",
                 expected=expected,
-                got=_shown(self.config.get(key)),
+                got=_as_json(self.config.get(key)),
                 fix=fix,
             )
         )
 
     def allow(self, key: str, *values: Any) -> None:
-        """Refuse a value other than these."""
-        if self.config.get(key) not in values:
-            words = " or ".join(_shown(value) for value in values)
-            self.refuse(f"{key} = {_shown(self.config.get(key))} is not supported for this model", key, words)
+        """Record an error for any value but these; None allows an absent key."""
+        value = self.config.get(key)
+        if value not in values:
+            expected = " or ".join(_as_json(allowed) for allowed in values)
+            self.refuse(f"{key} = {_as_json(value)} is not supported for this model", key, expected)
 
 
-def _shown(value: Any) -> str:
-    """Return a value as JSON writes it."""
+def _as_json(value: Any) -> str:
+    """Format a value as JSON writes it."""
     return json.dumps(value)
 
 
 Fields = dict[str, Any]
+"""Fields of `ModelShape`, or of Megatron's TransformerConfig, by name."""
 
 
 def no_fields(source: Any) -> Fields:
-    """Return nothing: a family whose config.json says no more than every family's."""
+    """Return no fields: the default of a family without structure or settings of its own."""
     return {}
 
 
 @dataclass(frozen=True)
 class Family:
-    """State every fact about one family of models; adding a family means writing one of these.
+    """Table entry of a model family: to add a family is to write one of these.
 
-    ``structure`` reads the fields of `ModelShape` beyond the common ones, and refuses what Megatron would
-    compute differently. ``megatron`` gives the TransformerConfig fields that do not follow from the shape.
+    Example: `megatron_rl.shapes.families.qwen3`.
     """
 
     title: str
-    """The name in the list of models."""
+    """Display name in the list of models."""
     model_type: str
+    """``model_type`` of config.json."""
     architecture: str
     """The transformers class of the language model."""
     scalar_architecture: str
-    """The transformers class of the same model with a head of one number."""
+    """The transformers class of the same model with a scalar head."""
     structure: Callable[[ConfigReader], Fields] = no_fields
+    """Read the fields of `ModelShape` beyond the common ones; refuse values that Megatron would compute
+    differently."""
     megatron: Callable[[Mapping[str, Any]], Fields] = no_fields
+    """Return the TransformerConfig fields that do not follow from the shape."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes where config.json has no such key."""
+    """Defaults of transformers for keys that config.json leaves out."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of keys: spelling -> key."""
     renamed: Sequence[tuple[str, str]] = ()
     """Parts of a layer's tensor names that differ from the common ones: common -> this family's."""
     partial_rotary: bool = False
-    """The model may turn a part of each head alone."""
+    """Rotary angles may apply to a part of each head only."""
     engine_keys: Mapping[str, Any] = field(default_factory=dict)
-    """What vLLM reads in config.json and transformers does not write."""
+    """Keys of config.json that vLLM reads and transformers does not write."""
 
     def tensor_name(self, name: str) -> str:
-        """Return the checkpoint's name of a tensor of a layer."""
+        """Return this family's checkpoint name for the common name of a layer's tensor."""
         for common, special in self.renamed:
             name = name.replace(common, special)
         return name
 
     def normal(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json with every key spelled in one way and the defaults filled in."""
+        """Return a normalised config.json: one spelling of every key, and defaults for absent ones."""
         spelled = {self.aliases.get(key, key): value for key, value in config.items()}
         return {**DEFAULTS, **self.defaults, **spelled}
 
     def shape(self, reader: ConfigReader) -> ModelShape:
-        """Return the shape that a normal config.json describes; problems are left in ``reader.errors``."""
+        """Return the shape of a normalised config.json; errors are collected in ``reader.errors``."""
         config = reader.config
         sizes = common_sizes(reader)
+
+        # Refuse computations that no layer here has.
         activation = reader.get("hidden_act") or reader.get("hidden_activation") or "silu"
         if activation not in ACTIVATIONS:
             reader.refuse(
                 f"the activation {activation!r} is not supported", "hidden_act", ", ".join(ACTIVATIONS)
             )
-        kinds = sorted(set(rope_types(config)) - set(ROPE_TYPES))
-        if kinds:
+        unsupported = sorted(set(rope_types(config)) - set(ROPE_TYPES))
+        if unsupported:
             reader.refuse(
-                f"RoPE scaling of type {kinds[0]!r} is not supported",
+                f"RoPE scaling of type {unsupported[0]!r} is not supported",
                 "rope_parameters",
                 ", ".join(ROPE_TYPES),
             )
+
+        # Later entries take precedence: a family's own structure overrides the common reading.
         architectures = reader.get("architectures") or [self.architecture]
         scalar = architectures[0] == self.scalar_architecture
-        shape = {
+        common = {
             "name": architectures[0],
             **sizes,
             "mlp_width": reader.size("intermediate_size"),
@@ -153,12 +176,14 @@ class Family:
             "tied": reader.flag("tie_word_embeddings") and not scalar,
             "scalar_head": scalar,
         }
-        result = ModelShape(**{**shape, **sliding(reader, sizes["layers"]), **self.structure(reader)})
+        result = ModelShape(**{**common, **sliding(reader, sizes["layers"]), **self.structure(reader)})
+
+        # Megatron has one setting for both biases, add_bias_linear.
         if result.output_bias != result.mlp_bias:
             reader.refuse(
                 "Biases in attention's output alone, or in the MLP alone, are not supported",
                 "attention_bias",
-                f"the same as mlp_bias, {_shown(result.mlp_bias)}",
+                f"the same as mlp_bias, {_as_json(result.mlp_bias)}",
             )
         if rotary_fraction(config) != 1 and not self.partial_rotary:
             reader.refuse("the model turns whole heads", "partial_rotary_factor", "1")
@@ -167,7 +192,8 @@ class Family:
 
 def common_sizes(reader: ConfigReader) -> dict[str, int]:
     """Read the sizes that the config.json of every decoder has."""
-    hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
+    hidden = reader.size("hidden_size")
+    heads = reader.size("num_attention_heads")
     return {
         "hidden": hidden,
         "layers": reader.size("num_hidden_layers"),
@@ -190,54 +216,59 @@ def latent_sizes(reader: ConfigReader) -> Fields:
 
 
 def rope_parameters(config: Mapping[str, Any], layer_type: str = "full_attention") -> Mapping[str, Any]:
-    """Return rotary parameters of one kind of layer, with ``rope_theta`` and ``rope_type``.
+    """Return the rotary parameters of one type of layer, with ``rope_theta`` and ``rope_type``.
 
-    transformers 5 writes them as ``rope_parameters``, by kind of layer where kinds differ; before, they were
+    transformers 5 writes them as ``rope_parameters``, by layer type if types differ; older versions write
     ``rope_theta``, ``rope_scaling`` and ``rope_local_base_freq``.
     """
     parameters = config.get("rope_parameters")
     if parameters is None:
         scaling = dict(config.get("rope_scaling") or {})
         theta = config.get("rope_theta", 10000.0)
+        # Layers with a sliding window have a base of their own, and no scaling.
         if layer_type == "sliding_attention" and config.get("rope_local_base_freq") is not None:
-            scaling, theta = {}, config["rope_local_base_freq"]
+            scaling = {}
+            theta = config["rope_local_base_freq"]
         parameters = {"rope_type": scaling.pop("type", "default"), "rope_theta": theta, **scaling}
     return parameters.get(layer_type, parameters)
 
 
 def rotary_fraction(config: Mapping[str, Any]) -> float:
-    """Return the part of each head that rotary angles turn, its first dimensions."""
+    """Return the fraction of each head, its first dimensions, to which rotary angles apply."""
     fallback = config.get("partial_rotary_factor", 1.0)
     return float(rope_parameters(config).get("partial_rotary_factor", fallback))
 
 
 def rope_types(config: Mapping[str, Any]) -> list[str]:
-    """Return the type of rotary scaling of each kind of layer."""
-    kinds = (rope_parameters(config, kind) for kind in ("sliding_attention", "full_attention"))
-    return [str(kind.get("rope_type", "default")) for kind in kinds]
+    """Return the type of rotary scaling of layers with a sliding window and with full attention."""
+    parameters = [rope_parameters(config, layer) for layer in ("sliding_attention", "full_attention")]
+    return [str(values.get("rope_type", "default")) for values in parameters]
 
 
 def sliding(reader: ConfigReader, layers: int) -> Fields:
-    """Read which layers attend to a window of tokens, and its size."""
+    """Read the layers that attend to a sliding window, and the window's size in tokens."""
     window = reader.config.get("sliding_window")
     if not window or reader.config.get("use_sliding_window") is False:
         return {}
-    kinds = reader.config.get("layer_types")
-    if kinds is not None:
-        indices = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+
+    # Three spellings: a type per layer, full attention in every n-th layer, a window from one layer on.
+    layer_types = reader.config.get("layer_types")
+    if layer_types is not None:
+        indices = [layer for layer, name in enumerate(layer_types) if name == "sliding_attention"]
     elif reader.config.get("sliding_window_pattern"):
         pattern = reader.size("sliding_window_pattern")
         indices = [layer for layer in range(layers) if (layer + 1) % pattern]
     else:
         first = int(reader.get("max_window_layers", 0)) if reader.flag("use_sliding_window") else 0
         indices = list(range(first, layers))
-    return (
-        {"sliding_window": reader.size("sliding_window"), "sliding_layers": tuple(indices)} if indices else {}
-    )
+
+    if not indices:
+        return {}
+    return {"sliding_window": reader.size("sliding_window"), "sliding_layers": tuple(indices)}
 
 
 def experts(reader: ConfigReader, count: str, width: str, dense_layers: tuple[int, ...] = ()) -> Fields:
-    """Read a mixture of experts from the keys of its number of experts and of an expert's width."""
+    """Read a mixture of experts; ``count`` and ``width`` are the keys of the experts' number and width."""
     return {
         "experts": reader.size(count),
         "experts_per_token": reader.size("num_experts_per_tok"),
@@ -254,15 +285,15 @@ def attention_bias(reader: ConfigReader) -> Fields:
 
 def shared_experts(reader: ConfigReader) -> Fields:
     """Read routed and shared experts behind dense first layers, as DeepSeek and GLM have them."""
-    first = reader.count("first_k_dense_replace")
+    dense_layers = tuple(range(reader.count("first_k_dense_replace")))
     return {
-        **experts(reader, "n_routed_experts", "moe_intermediate_size", tuple(range(first))),
+        **experts(reader, "n_routed_experts", "moe_intermediate_size", dense_layers),
         "shared_width": reader.size("moe_intermediate_size") * reader.count("n_shared_experts"),
     }
 
 
 def biased_router() -> Fields:
-    """Return Megatron's settings of a router by sigmoids whose biases balance the experts."""
+    """Return Megatron's settings of a sigmoid router whose biases balance the load of the experts."""
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -273,26 +304,28 @@ def biased_router() -> Fields:
 
 
 def gemma(reader: ConfigReader) -> Fields:
-    """Read what Gemma 2 and 3 have in common."""
+    """Read the structure that Gemma 2 and 3 have in common."""
     reader.allow("use_bidirectional_attention", None, False)
     return {**attention_bias(reader), "sandwich_norms": True}
 
 
 def gemma_megatron(config: Mapping[str, Any]) -> Fields:
-    """Return what Megatron must know of Gemma's norms and attention."""
+    """Return Megatron's settings for Gemma's norms and attention."""
     return {
         "layernorm_zero_centered_gamma": True,
         "softmax_scale": config["query_pre_attn_scalar"] ** -0.5,
-        "bias_activation_fusion": False,  # Megatron fuses other activations
+        "bias_activation_fusion": False,  # Megatron's fused kernels are for other activations
     }
 
 
 def deepseek(reader: ConfigReader) -> Fields:
     """Read latent attention and experts, as DeepSeek V2 and V3 have them."""
     reader.allow("attention_bias", False, None)
+
+    # transformers rescales cos and sin by the quotient of the two scales, which is 1 if they are equal.
     rope = rope_parameters(reader.config)
-    same = rope.get("mscale") and rope["mscale"] == rope.get("mscale_all_dim")
-    if rope.get("rope_type") == "yarn" and not same:
+    equal_scales = rope.get("mscale") and rope["mscale"] == rope.get("mscale_all_dim")
+    if rope.get("rope_type") == "yarn" and not equal_scales:
         reader.refuse(
             "YaRN that rescales cos and sin is not supported with latent attention",
             "rope_parameters",
@@ -302,7 +335,7 @@ def deepseek(reader: ConfigReader) -> Fields:
 
 
 def deepseek_megatron(config: Mapping[str, Any]) -> Fields:
-    """Return what Megatron must know of DeepSeek's router and rotary angles."""
+    """Return Megatron's settings for DeepSeek's router and rotary angles."""
     rope = rope_parameters(config)
     yarn = rope.get("rope_type", "default") == "yarn"
     settings: Fields = {
@@ -312,6 +345,7 @@ def deepseek_megatron(config: Mapping[str, Any]) -> Fields:
         "rotary_base": rope["rope_theta"],
         "rotary_scaling_factor": rope.get("factor", 1.0) if yarn else 1.0,
     }
-    names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    settings |= {name: rope[name] for name in names if yarn and rope.get(name) is not None}
+    if yarn:
+        names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        settings |= {name: rope[name] for name in names if rope.get(name) is not None}
     return settings

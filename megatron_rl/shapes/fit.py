@@ -1,4 +1,4 @@
-"""What is wrong between a model's sizes and a layout: the rules that check and model building share."""
+"""Rules of a model's sizes in a parallel layout; `check` and model building share them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from megatron_rl.shapes.pipeline_stages import stage_layers
 def trainer_problems(
     shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any] | None = None
 ) -> list[UserError]:
-    """Return what is wrong between a model and the Megatron layout of a role.
+    """Return the errors of a model in the Megatron layout of a role.
 
-    ``settings`` are Megatron's, of which those for uneven stages and fused rotary embeddings count.
+    ``settings`` are Megatron's; those for uneven stages and for fused rotary embeddings are read.
     """
     path = layout.path
+
+    # Tensor parallelism shards heads and widths. Widths are reported only if the heads fit, since the fix
+    # for the heads changes the tensor-parallel size.
     errors = _head_problems(shape, layout, " and use pipeline or data parallelism for the other ranks")
     if not errors:
         errors = _width_problems(shape, layout)
+
+    # Pipeline parallelism distributes whole layers.
     try:
         stage_layers(shape.layers, layout, settings)
     except UserError as error:
         errors.append(error)
+
     if layout.expert > 1 and not shape.experts:
         errors.append(
             UserError(
@@ -37,49 +43,60 @@ def trainer_problems(
                 fix=f"remove {path}.expert",
             )
         )
+
     if shape.mla and (settings or {}).get("apply_rope_fusion"):
-        where = f"{path.rpartition('.')[0]}.megatron.apply_rope_fusion"
+        key = f"{path.rpartition('.')[0]}.megatron.apply_rope_fusion"
         errors.append(
             UserError(
                 "the fused rotary embedding of latent attention finds positions by the boundaries of rows",
-                where=where,
+                where=key,
                 expected="no value for a model with latent attention, whose tokens bring their own angles",
                 got="true",
-                fix=f"remove {where}",
+                fix=f"remove {key}",
             )
         )
+
     if shape.experts % layout.expert:
         fix = f"set {path}.expert to {math.gcd(shape.experts, layout.expert)}"
-        errors.append(_divides(shape.experts, "experts", layout.expert, f"{path}.expert", fix))
+        errors.append(_indivisible(shape.experts, "experts", layout.expert, f"{path}.expert", fix))
     return errors
 
 
 def learning_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
-    """Return what Megatron refuses only in a model that learns."""
+    """Return the errors that Megatron raises only for a model that is trained."""
     if not shape.experts or layout.tensor == 1 or layout.sequence_parallel:
         return []
-    where = f"{layout.path}.sequence_parallel"
+
+    key = f"{layout.path}.sequence_parallel"
     return [
         UserError(
             "Megatron trains experts on tensor-parallel ranks with sequence parallelism alone",
-            where=where,
+            where=key,
             expected="true, or unset",
             got="false",
-            fix=f"remove {where}",
+            fix=f"remove {key}",
         )
     ]
 
 
 def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
-    """Return what is wrong between a model and the layout of the rollout engine."""
+    """Return the errors of a model in the layout of the rollout engine."""
     return _head_problems(shape, layout)
 
 
-def _head_problems(shape: ModelShape, layout: ParallelLayout, more: str = "") -> list[UserError]:
-    tensor, context, where = layout.tensor, layout.context, f"{layout.path}.tensor"
-    fix = f"set {where} to {_best_tensor(shape, tensor)}{more}"
+def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") -> list[UserError]:
+    """Return the error of attention heads that tensor and context parallelism cannot divide.
+
+    ``advice`` is appended to the fix of a tensor-parallel size.
+    """
+    tensor = layout.tensor
+    context = layout.context
+    tensor_key = f"{layout.path}.tensor"
+    tensor_fix = f"set {tensor_key} to {_best_tensor(shape, tensor)}{advice}"
+
     if shape.heads % tensor:
-        return [_divides(shape.heads, "attention heads", tensor, where, fix)]
+        return [_indivisible(shape.heads, "attention heads", tensor, tensor_key, tensor_fix)]
+
     if shape.heads % (tensor * context):
         return [
             UserError(
@@ -91,33 +108,44 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, more: str = "") ->
                 fix=f"set {layout.path}.context to {math.gcd(context, shape.heads // tensor)}",
             )
         ]
-    # Where there are fewer key-value heads than ranks, equally many ranks share each.
+
+    # With fewer key-value heads than ranks, equally many ranks must share each head.
     if shape.kv_heads % tensor and tensor % shape.kv_heads:
-        return [_divides(shape.kv_heads, "key-value heads", tensor, where, fix)]
+        return [_indivisible(shape.kv_heads, "key-value heads", tensor, tensor_key, tensor_fix)]
     return []
 
 
 def _width_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
-    widths = [("MLP width", shape.mlp_width if shape.moe_layers < shape.layers else 0, "tensor")]
-    widths.append(("shared experts' width", shape.shared_width, "tensor"))
-    widths.append(("experts' width", shape.expert_width if shape.experts else 0, "expert_tensor"))
+    """Return an error for each MLP width that its tensor-parallel size does not divide."""
+    # A width of 0 is divisible by every size.
+    dense_width = shape.mlp_width if shape.moe_layers < shape.layers else 0
+    expert_width = shape.expert_width if shape.experts else 0
+    widths = [
+        ("MLP width", dense_width, "tensor"),
+        ("shared experts' width", shape.shared_width, "tensor"),
+        ("experts' width", expert_width, "expert_tensor"),
+    ]
     return [
-        _divides(width, what, getattr(layout, name), f"{layout.path}.{name}", f"lower {layout.path}.{name}")
-        for what, width, name in widths
-        if width % getattr(layout, name)
+        _indivisible(
+            width, noun, getattr(layout, size), f"{layout.path}.{size}", f"lower {layout.path}.{size}"
+        )
+        for noun, width, size in widths
+        if width % getattr(layout, size)
     ]
 
 
-def _divides(value: int, what: str, parts: int, where: str, fix: str) -> UserError:
+def _indivisible(value: int, noun: str, size: int, key: str, fix: str) -> UserError:
+    """Return the error of a ``size`` at ``key`` that does not divide a model's ``value``, named ``noun``."""
     return UserError(
-        f"{parts} does not divide the model's {value} {what}",
-        where=where,
+        f"{size} does not divide the model's {value} {noun}",
+        where=key,
         expected=f"a divisor of {value}",
-        got=str(parts),
+        got=str(size),
         fix=fix,
     )
 
 
 def _best_tensor(shape: ModelShape, tensor: int) -> int:
-    both = math.gcd(math.gcd(shape.heads, shape.kv_heads), shape.mlp_width)
-    return max(size for size in range(1, min(tensor, both) + 1) if both % size == 0)
+    """Return the largest tensor-parallel size up to ``tensor`` that divides heads and the MLP width."""
+    common = math.gcd(math.gcd(shape.heads, shape.kv_heads), shape.mlp_width)
+    return max(size for size in range(1, min(tensor, common) + 1) if common % size == 0)

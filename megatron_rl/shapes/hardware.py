@@ -1,4 +1,8 @@
-"""Hardware and efficiency constants, read from constants.json and an optional override file."""
+"""Hardware and efficiency constants: the packaged constants.json, and an optional file that overrides it.
+
+The override has the structure of constants.json and may contain any part of it; ``plan --calibrate`` writes
+one from a run.
+"""
 
 from __future__ import annotations
 
@@ -14,80 +18,104 @@ from typing import Any
 from megatron_rl.errors import UserError, nearest
 
 GB = 1e9
-_FACTOR = 1000.0
-"""How far a constant may be from the packaged one, up or down, before it must be a slip."""
+"""Bytes of a gigabyte in powers of ten, as vendors give memory and rates."""
+_LARGEST_FACTOR = 1000.0
+"""Largest factor between a constant and the packaged one, up or down; beyond it the unit must be wrong."""
 _NOTES = ("comment", "calibrated_from", "sources")
+"""Keys of a constants file that are not constants."""
 PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Describe one GPU: FLOP/s, bytes/s and bytes; network is one direction per GPU."""
+    """GPU, with the machine in which it is usually built."""
 
     name: str
+    """Name in constants.json."""
     bf16_flops: float
+    """Dense peak in bfloat16, FLOP/s."""
     fp8_flops: float
+    """Dense peak in FP8, FLOP/s."""
     hbm: float
+    """Memory bandwidth, bytes/s."""
     memory: float
+    """Memory, bytes."""
     nvlink: float
+    """NVLink bandwidth, bytes/s."""
     network: float
+    """Network bandwidth per GPU in one direction, bytes/s."""
     gpus_per_node: int
+    """GPUs of a node."""
     nvlink_domain: int
+    """GPUs that NVLink connects, if more than a node's."""
     host: float
+    """Bandwidth to host memory, bytes/s."""
     gemm_efficiency: float
+    """Fraction of the peak that large matrix multiplications reach."""
 
     @property
     def pace(self) -> float:
-        """Return its kernels' share of its peak beside that of the GPUs on which other shares were fitted."""
+        """Return the GEMM efficiency relative to the GPUs on which the other efficiencies were fitted."""
         return self.gemm_efficiency / 0.7
 
     def rate_at(self, precision: str, share: float) -> float:
-        """Return the FLOP/s of multiplications that reach ``share`` of the peak where shares were fitted."""
+        """Return the FLOP/s of GEMMs that reach ``share`` of the peak on the GPUs of the fit."""
         return self.peak(precision) * min(1.0, share * self.pace)
 
     def peak(self, precision: str) -> float:
-        """Return the dense matrix rate of a precision in FLOP/s."""
+        """Return the dense peak of a precision in FLOP/s."""
         return self.fp8_flops if precision == "fp8" else self.bf16_flops
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Describe the GPUs of a job; ``network`` is bytes/s per GPU in one direction."""
+    """GPUs of a job."""
 
     gpu: Gpu
     num_gpus: int
+    """GPUs of the job."""
     gpus_per_node: int
+    """GPUs of a node."""
     network: float
+    """Network bandwidth per GPU in one direction, bytes/s."""
 
     @property
     def domain(self) -> int:
-        """Return how many GPUs reach each other over NVLink."""
+        """Return the number of GPUs that NVLink connects."""
         return max(self.gpus_per_node, self.gpu.nvlink_domain)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Hold one constant set; the groups are those of constants.json."""
+    """Set of constants in the groups of constants.json."""
 
     gpus: Mapping[str, Gpu]
+    """GPUs by name."""
     aliases: Mapping[str, str]
+    """Name of a GPU by any of its names, in lower case."""
     efficiency: SimpleNamespace
+    """Fractions of a peak that kernels and links reach."""
     decode: SimpleNamespace
+    """Decoding, for all engines."""
     engines: Mapping[str, SimpleNamespace]
+    """Decoding, by engine."""
     weight_sync: SimpleNamespace
+    """Weight transfer."""
     memory: SimpleNamespace
+    """Memory that a plan may use."""
 
     def gpu(self, name: str) -> Gpu:
-        """Find a GPU by name or alias; raises UserError with the nearest known name."""
+        """Return a GPU by name or alias; raises UserError with the nearest name for an unknown one."""
         key = name if name in self.gpus else self.aliases.get(name.lower())
         if key is None:
             guess = nearest(name.lower(), list(self.aliases))
+            suggestion = f"did you mean {guess}? " if guess else ""
             raise UserError(
                 f"unknown GPU {name!r}",
                 where="cluster.gpu",
                 expected="one of " + ", ".join(self.gpus),
                 got=name,
-                fix=(f"did you mean {guess}? " if guess else "")
+                fix=suggestion
                 + 'add a GPU with --constants FILE under "gpus" with the fields of constants.json',
             )
         return self.gpus[key]
@@ -100,28 +128,32 @@ class Constants:
         gigabits_per_gpu: float | None = None,
         gigabits_per_node: float | None = None,
     ) -> Cluster:
-        """Build a cluster; absent values are the GPU's usual machine (see constants.json)."""
-        kind = self.gpu(gpu)
-        per_node = int(gpus_per_node or kind.gpus_per_node)
-        network = kind.network
+        """Return a cluster of ``num_gpus``, by default of the GPU's usual machine.
+
+        The network bandwidth is in gigabits per second, per node or per GPU; the one per node has precedence.
+        """
+        gpu_type = self.gpu(gpu)
+        per_node = int(gpus_per_node or gpu_type.gpus_per_node)
+        network = gpu_type.network
         if gigabits_per_node is not None:
             network = float(gigabits_per_node) / 8 * GB / per_node
         elif gigabits_per_gpu is not None:
             network = float(gigabits_per_gpu) / 8 * GB
-        return Cluster(kind, int(num_gpus), per_node, network)
+        return Cluster(gpu_type, int(num_gpus), per_node, network)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Hold what every prediction reads: GPUs, how efficiently they work, and the precision of weights."""
+    """Hardware of a prediction: the GPUs, their efficiency, and the precision of weights."""
 
     cluster: Cluster
     constants: Constants
     precision: str = "bf16"
+    """Key of `PRECISION_BYTES`."""
 
     @property
     def gpu(self) -> Gpu:
-        """Return the GPU."""
+        """Return the GPU of the cluster."""
         return self.cluster.gpu
 
     @property
@@ -136,11 +168,12 @@ class Machine:
 
     @property
     def host_rate(self) -> float:
-        """Return achieved bytes/s between a GPU and host memory."""
+        """Return the achieved bandwidth between a GPU and host memory, bytes/s."""
         return self.gpu.host * self.constants.efficiency.host
 
 
 def _gpu(name: str, data: Mapping[str, Any]) -> Gpu:
+    """Convert an entry of constants.json to FLOP/s, bytes/s and bytes."""
     return Gpu(
         name=name,
         bf16_flops=data["bf16_tflops"] * 1e12,
@@ -161,24 +194,27 @@ def packaged() -> dict[str, Any]:
     return json.loads(resources.files("megatron_rl.shapes").joinpath("constants.json").read_text())
 
 
-def merged(base: Mapping[str, Any], override: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Lay an override over a constant mapping, level by level.
+def merged(base: Mapping[str, Any], override: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return constants with the values of an override, level by level; ``prefix`` is the path of this level.
 
-    New GPUs may be added under ``gpus`` with every field of one that is there; any other unknown name raises
-    UserError with the nearest one, and so does a value that is not of the order of the packaged one.
+    New GPUs may be added under ``gpus`` with every field of a packaged one. Raises UserError with the nearest
+    name for any other unknown name, and for a value of another order of magnitude than the packaged one.
     """
     result = dict(base)
     for key, value in override.items():
-        path = f"{where}{key}"
+        path = f"{prefix}{key}"
         if path in _NOTES:
             continue
-        if where == "gpus." and key not in base:
+
+        # A new GPU has no packaged values: any GPU gives the fields and their orders of magnitude.
+        if prefix == "gpus." and key not in base:
             fields = next(iter(base.values()))
             result[key] = merged(fields, {"aliases": [], **_object(value, path)}, f"{path}.")
-            missing = sorted(set(fields) - set(value) - {"aliases"})
-            if missing:
-                raise _value_error(path, f"every field of a GPU; missing: {', '.join(missing)}", value)
+            undefined = sorted(set(fields) - set(value) - {"aliases"})
+            if undefined:
+                raise _value_error(path, f"every field of a GPU; missing: {', '.join(undefined)}", value)
             continue
+
         if key not in base:
             guess = nearest(key, list(base))
             raise UserError(
@@ -188,34 +224,44 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any], where: str = ""
                 got=key,
                 fix=f"did you mean {guess}?" if guess else "see megatron_rl/shapes/constants.json",
             )
-        old = base[key]
-        nested = isinstance(old, Mapping)
-        result[key] = merged(old, _object(value, path), f"{path}.") if nested else _stated(value, old, path)
+
+        packaged_value = base[key]
+        if isinstance(packaged_value, Mapping):
+            result[key] = merged(packaged_value, _object(value, path), f"{path}.")
+        else:
+            result[key] = _checked_value(value, packaged_value, path)
     return result
 
 
 def _object(value: Any, path: str) -> Mapping[str, Any]:
+    """Return a JSON object; raises UserError for any other value."""
     if not isinstance(value, Mapping):
         raise _value_error(path, "an object, as in megatron_rl/shapes/constants.json", value)
     return value
 
 
-def _stated(value: Any, old: Any, path: str) -> Any:
-    """Return a value that may stand for the packaged one ``old``; raise UserError for another."""
-    if isinstance(old, bool | list):
-        texts = not isinstance(value, list) or all(isinstance(item, str) for item in value)
-        if type(value) is not type(old) or not texts:
-            raise _value_error(path, f"a value like {json.dumps(old)}", value)
+def _checked_value(value: Any, packaged_value: Any, path: str) -> Any:
+    """Return a value that can replace the packaged one; raises UserError for any other."""
+    if isinstance(packaged_value, bool | list):
+        strings_only = not isinstance(value, list) or all(isinstance(item, str) for item in value)
+        if type(value) is not type(packaged_value) or not strings_only:
+            raise _value_error(path, f"a value like {json.dumps(packaged_value)}", value)
         return value
-    low, high = (old / _FACTOR, old * _FACTOR) if old else (0.0, _FACTOR)
-    low = 0.0 if "_seconds" in path else low
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not low <= value <= high:
-        raise _value_error(path, f"a number from {low:g} to {high:g} (packaged: {old:g})", value)
+
+    low = packaged_value / _LARGEST_FACTOR
+    high = packaged_value * _LARGEST_FACTOR if packaged_value else _LARGEST_FACTOR
+    if "_seconds" in path:
+        low = 0.0  # an overhead may be absent altogether
+
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
+        expected = f"a number from {low:g} to {high:g} (packaged: {packaged_value:g})"
+        raise _value_error(path, expected, value)
     return value
 
 
 def _value_error(path: str, expected: str, value: Any) -> UserError:
+    """Return the error of a constant, or with an empty ``path`` of a complete constants file."""
     return UserError(
         f"the planner constant {path!r} cannot have this value" if path else "no constants can be read",
         where=path or "--constants",
@@ -226,13 +272,15 @@ def _value_error(path: str, expected: str, value: Any) -> UserError:
 
 
 def build(data: Mapping[str, Any]) -> Constants:
-    """Type a constant mapping."""
+    """Convert the mapping of constants.json to `Constants`."""
     gpus = {name: _gpu(name, fields) for name, fields in data["gpus"].items()}
     aliases = {name.lower(): name for name in gpus}
     for name, fields in data["gpus"].items():
         aliases |= {alias.lower(): name for alias in fields.get("aliases", ())}
+
     engines = {name: SimpleNamespace(**fields) for name, fields in data["decode"]["engines"].items()}
     decode = SimpleNamespace(**{name: value for name, value in data["decode"].items() if name != "engines"})
+
     return Constants(
         gpus=gpus,
         aliases=aliases,
@@ -246,7 +294,7 @@ def build(data: Mapping[str, Any]) -> Constants:
 
 @lru_cache(maxsize=8)
 def load_constants(override: str | None = None) -> Constants:
-    """Load the packaged constants, with an override file (JSON, same structure) laid over them."""
+    """Load the packaged constants with the values of an override file (JSON of the same structure)."""
     data = packaged()
     if override is not None:
         path = Path(override)
@@ -258,9 +306,10 @@ def load_constants(override: str | None = None) -> Constants:
                 got="no such file",
                 fix="correct the path",
             )
+
         try:
-            stated = json.loads(path.read_text(encoding="utf-8"))
+            override_values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise _value_error("", f"a JSON object in {path}", str(error)) from error
-        data = merged(data, _object(stated, ""))
+        data = merged(data, _object(override_values, ""))
     return build(data)

@@ -1,5 +1,7 @@
-"""The parameters of a decoder layer, in Megatron's names and in those of Hugging Face checkpoints.
+"""The parameters of a decoder layer, under Megatron's names and under those of Hugging Face checkpoints.
 
+One `Weight` per Megatron parameter lists the checkpoint tensors that fill it, and how both sides shard them:
+import, export, weight sync and the counts of parameters all read this list.
 Sources: the reference implementation of each ``model_type`` in transformers, and Megatron-Core's layers.
 """
 
@@ -19,30 +21,42 @@ SCALAR = "score.weight"
 """The head of a model that gives one number per token instead of a distribution."""
 
 Cut = Literal["whole", "rows", "columns", "gate_up", "query_key_value", "latent", "vocabulary", "stacked"]
-"""How Megatron cuts a parameter over tensor ranks.
+"""How Megatron shards a parameter over tensor-parallel ranks.
 
-``gate_up`` cuts each half's rows, ``query_key_value`` interleaves by key-value group. ``latent`` is cut by
-rows in Megatron's own layers and whole in Transformer Engine's; ``vocabulary`` by rows, the last ones padded.
-``stacked`` is whole on every rank, one source below the other.
+- ``whole``: replicated.
+- ``rows``, ``columns``: dimension 0 or 1 in equal parts.
+- ``gate_up``: the rows of each half, gate and up, in equal parts.
+- ``query_key_value``: the rows of queries, keys and values, interleaved by key-value group.
+- ``latent``: by rows in Megatron's own layers, replicated in Transformer Engine's.
+- ``vocabulary``: by rows, padded at the end.
+- ``stacked``: replicated, one source below the other.
 """
 EngineCut = Literal["whole", "rows", "columns", "heads", "vocabulary"]
-"""How vLLM cuts a checkpoint tensor.
+"""How vLLM shards a checkpoint tensor over tensor-parallel ranks.
 
-``heads`` are the rows of key-value heads, copied where ranks outnumber them; ``vocabulary`` is rows, padded.
+``heads`` are the rows of key-value heads, replicated if there are more ranks than heads; ``vocabulary`` is by
+rows, padded. The others are as in `Cut`.
 """
 
 
 @dataclass(frozen=True)
 class Source:
-    """Name a checkpoint tensor below ``model.layers.N``, with its whole shape and the engine's cut."""
+    """Checkpoint tensor of a layer, or rows of one.
+
+    >>> Source("self_attn.o_proj.weight", (4096, 4096), "columns").elements
+    16777216
+    """
 
     name: str
+    """Name below ``model.layers.N``; a routed expert's contains ``{expert}``."""
     shape: tuple[int, ...]
+    """Complete shape, before any sharding."""
     engine: EngineCut = "whole"
+    """How vLLM shards the tensor."""
     float32: bool = False
-    """The values are kept in float32 whatever the model's dtype is."""
+    """The values stay float32, whatever the model's dtype is."""
     first: int = 0
-    """The row of the checkpoint tensor at which this begins, where the tensor holds several."""
+    """First row in the checkpoint tensor, for a family that fuses several sources into one tensor."""
 
     @property
     def elements(self) -> int:
@@ -52,119 +66,152 @@ class Source:
 
 @dataclass(frozen=True)
 class Weight:
-    """Describe one parameter of a Megatron layer and the checkpoint tensors it is filled from.
+    """Parameter of a Megatron layer, with the checkpoint tensors that fill it.
 
-    ``name`` is the parameter's below ``decoder.layers.N`` in Megatron's own layers, ``fused`` its name where
-    Transformer Engine fuses modules. An expert's names hold ``{expert}``.
+    >>> source = Source("mlp.down_proj.weight", (4096, 12288), "columns")
+    >>> Weight("mlp.linear_fc2.weight", "columns", (source,)).local_shape(4)
+    (4096, 3072)
     """
 
     name: str
+    """Name below ``decoder.layers.N`` in Megatron's own layers; a routed expert's contains ``{expert}``."""
     cut: Cut
+    """How Megatron shards the parameter."""
     sources: tuple[Source, ...]
+    """Checkpoint tensors, concatenated along the rows."""
     fused: str = ""
+    """Name where Transformer Engine fuses modules; empty for the same name as ``name``."""
     expert: bool = False
+    """The parameter exists once per routed expert."""
 
     @property
     def elements(self) -> int:
-        """Return the number of elements before any cut."""
+        """Return the number of elements before any sharding."""
         return sum(source.elements for source in self.sources)
 
-    def local_shape(self, parts: int) -> tuple[int, ...]:
-        """Return the shape of one of ``parts`` equal parts, in Megatron's own layers."""
-        rows, rest = sum(source.shape[0] for source in self.sources), self.sources[0].shape[1:]
+    def local_shape(self, shards: int) -> tuple[int, ...]:
+        """Return the shape on one of ``shards`` tensor-parallel ranks, in Megatron's own layers."""
+        rows = sum(source.shape[0] for source in self.sources)
+        trailing = self.sources[0].shape[1:]
+
         if self.cut in ("whole", "stacked"):
-            return (rows, *rest)
+            return (rows, *trailing)
         if self.cut == "vocabulary":
-            return (-(-rows // parts), *rest)
-        return (rows, rest[0] // parts) if self.cut == "columns" else (rows // parts, *rest)
+            return (-(-rows // shards), *trailing)
+        if self.cut == "columns":
+            return (rows, trailing[0] // shards)
+        return (rows // shards, *trailing)
 
 
 def layer_weights(shape: ModelShape, linear: bool, experts: bool) -> tuple[Weight, ...]:
     """Return the parameters of a layer, in the order in which checkpoints list their tensors.
 
-    ``linear`` says that a gated delta net takes the place of attention, ``experts`` that of the MLP is taken
-    by routed experts.
+    ``linear`` selects a gated delta net instead of attention, ``experts`` routed experts instead of the MLP.
     """
-    attention = _delta_net if linear else _latent if shape.mla else _attention
-    return (*_norms(shape), *attention(shape), *(_mixture(shape) if experts else _mlp(shape)))
+    if linear:
+        attention = _delta_net(shape)
+    elif shape.mla:
+        attention = _latent(shape)
+    else:
+        attention = _attention(shape)
+
+    mlp = _mixture(shape) if experts else _mlp(shape)
+    return (*_norms(shape), *attention, *mlp)
 
 
 def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, ...]:
-    """Return what the first and the last pipeline stage hold beside their layers.
+    """Return the parameters outside the layers on the ``first`` and on the ``last`` pipeline stage.
 
-    Names are whole, not below a layer. Tied to the embedding, the output layer of a last stage that is not
-    the first is a copy of it.
+    Names are complete, not relative to a layer. A tied output layer has a parameter only on a last stage that
+    is not the first: a copy of the embedding.
     """
-    vocabulary = shape.vocab, shape.hidden
-    embedding = Source(EMBEDDING, vocabulary, "vocabulary")
+    vocabulary_shape = (shape.vocab, shape.hidden)
+    embedding = Source(EMBEDDING, vocabulary_shape, "vocabulary")
     weights: list[Weight] = []
+
     if first:
         weights.append(Weight("embedding.word_embeddings.weight", "vocabulary", (embedding,)))
         if shape.learned_positions:
             positions = Source("model.embed_positions.weight", (shape.learned_positions, shape.hidden))
             weights.append(Weight("embedding.position_embeddings.weight", "whole", (positions,)))
+
     if last:
         weights += _norm(shape, "decoder.final_layernorm", "model.norm")
         output = "output_layer.weight"
         if shape.scalar_head:
             weights.append(Weight(output, "whole", (Source(SCALAR, (1, shape.hidden)),)))
         elif not shape.tied:
-            weights.append(Weight(output, "vocabulary", (Source(OUTPUT, vocabulary, "vocabulary"),)))
+            weights.append(Weight(output, "vocabulary", (Source(OUTPUT, vocabulary_shape, "vocabulary"),)))
         elif not first:
             weights.append(Weight(output, "vocabulary", (embedding,)))
     return tuple(weights)
 
 
 def _norm(shape: ModelShape, name: str, source: str, fused: str = "") -> Iterator[Weight]:
+    """Yield the parameters of a norm; ``name`` and ``source`` are its Megatron and checkpoint module."""
     yield Weight(f"{name}.weight", "whole", (Source(f"{source}.weight", (shape.hidden,)),), fused)
     if shape.layer_norm:
         yield Weight(f"{name}.bias", "whole", (Source(f"{source}.bias", (shape.hidden,)),))
 
 
 def _norms(shape: ModelShape) -> Iterator[Weight]:
-    before_mlp = ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm_weight")
-    yield from _norm(
-        shape, "input_layernorm", "input_layernorm", "self_attention.linear_qkv.layer_norm_weight"
-    )
+    """Yield the norms of a layer: two before attention and MLP, or four around them (sandwich norms)."""
+    # Transformer Engine fuses a norm into the linear layer behind it.
+    fused_attention = "self_attention.linear_qkv.layer_norm_weight"
+    fused_mlp = "mlp.linear_fc1.layer_norm_weight"
+
+    yield from _norm(shape, "input_layernorm", "input_layernorm", fused_attention)
     if not shape.sandwich_norms:
-        yield from _norm(shape, before_mlp[0], "post_attention_layernorm", before_mlp[1])
+        yield from _norm(shape, "pre_mlp_layernorm", "post_attention_layernorm", fused_mlp)
         return
+
+    # With sandwich norms ``post_attention_layernorm`` is the one behind attention.
     yield from _norm(shape, "self_attention.linear_proj.post_layernorm", "post_attention_layernorm")
-    yield from _norm(shape, before_mlp[0], "pre_feedforward_layernorm", before_mlp[1])
+    yield from _norm(shape, "pre_mlp_layernorm", "pre_feedforward_layernorm", fused_mlp)
     yield from _norm(shape, "mlp.linear_fc2.post_layernorm", "post_feedforward_layernorm")
 
 
 def _attention(shape: ModelShape) -> Iterator[Weight]:
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    projected = queries * (2 if shape.output_gate else 1)
-    sizes: tuple[tuple[str, int, EngineCut], ...] = (
-        ("q", projected, "rows"), ("k", keys, "heads"), ("v", keys, "heads"),
-    )  # fmt: skip
-    yield Weight(
-        "self_attention.linear_qkv.weight",
-        "query_key_value",
-        tuple(
-            Source(f"self_attn.{kind}_proj.weight", (rows, shape.hidden), cut) for kind, rows, cut in sizes
-        ),
+    """Yield grouped-query attention: projections, their biases, and the norms of queries and keys."""
+    query_rows = shape.heads * shape.head_dim
+    key_rows = shape.kv_heads * shape.head_dim
+    # An output gate is a second query-sized projection in the same tensor.
+    projected_rows = query_rows * (2 if shape.output_gate else 1)
+    projections: tuple[tuple[str, int, EngineCut], ...] = (
+        ("q", projected_rows, "rows"),
+        ("k", key_rows, "heads"),
+        ("v", key_rows, "heads"),
     )
-    output = Source("self_attn.o_proj.weight", (shape.hidden, queries), "columns")
+
+    matrices = tuple(
+        Source(f"self_attn.{letter}_proj.weight", (rows, shape.hidden), cut)
+        for letter, rows, cut in projections
+    )
+    yield Weight("self_attention.linear_qkv.weight", "query_key_value", matrices)
+    output = Source("self_attn.o_proj.weight", (shape.hidden, query_rows), "columns")
     yield Weight("self_attention.linear_proj.weight", "columns", (output,))
+
     if shape.qkv_bias:
-        biases = tuple(Source(f"self_attn.{kind}_proj.bias", (rows,), cut) for kind, rows, cut in sizes)
+        biases = tuple(
+            Source(f"self_attn.{letter}_proj.bias", (rows,), cut) for letter, rows, cut in projections
+        )
         yield Weight("self_attention.linear_qkv.bias", "query_key_value", biases)
     if shape.output_bias:
         bias = Source("self_attn.o_proj.bias", (shape.hidden,))
         yield Weight("self_attention.linear_proj.bias", "whole", (bias,))
-    for kind in "qk" if shape.qk_norm else "":
-        norm = Source(f"self_attn.{kind}_norm.weight", (shape.head_dim,))
-        yield Weight(f"self_attention.{kind}_layernorm.weight", "whole", (norm,))
+
+    for letter in "qk" if shape.qk_norm else "":
+        norm = Source(f"self_attn.{letter}_norm.weight", (shape.head_dim,))
+        yield Weight(f"self_attention.{letter}_layernorm.weight", "whole", (norm,))
 
 
 def _latent(shape: ModelShape) -> Iterator[Weight]:
     """Yield multi-head latent attention: DeepSeek-V2 (arXiv 2405.04434), section 2.1."""
-    queries, latent = shape.heads * shape.qk_dim, shape.kv_lora
+    query_rows = shape.heads * shape.qk_dim
+    latent = shape.kv_lora
 
     def weight(name: str, cut: Cut, source: Source, fused: str = "") -> Weight:
+        """Return a parameter of the attention module; ``source`` is named below ``self_attn``."""
         prefix = "self_attention."
         return Weight(
             f"{prefix}{name}.weight",
@@ -173,8 +220,9 @@ def _latent(shape: ModelShape) -> Iterator[Weight]:
             prefix + fused if fused else "",
         )
 
+    # Queries: one projection, or down to a latent and up again.
     if not shape.q_lora:
-        yield weight("linear_q_proj", "rows", Source("q_proj", (queries, shape.hidden), "rows"))
+        yield weight("linear_q_proj", "rows", Source("q_proj", (query_rows, shape.hidden), "rows"))
     else:
         yield weight("linear_q_down_proj", "latent", Source("q_a_proj", (shape.q_lora, shape.hidden)))
         yield weight(
@@ -183,7 +231,9 @@ def _latent(shape: ModelShape) -> Iterator[Weight]:
             Source("q_a_layernorm", (shape.q_lora,)),
             "linear_q_up_proj.layer_norm_weight",
         )
-        yield weight("linear_q_up_proj", "rows", Source("q_b_proj", (queries, shape.q_lora), "rows"))
+        yield weight("linear_q_up_proj", "rows", Source("q_b_proj", (query_rows, shape.q_lora), "rows"))
+
+    # Keys and values: down to one latent with the rotary part beside it, and up to all heads.
     down = Source("kv_a_proj_with_mqa", (latent + shape.qk_rope, shape.hidden))
     yield weight("linear_kv_down_proj", "latent", down)
     yield weight(
@@ -192,71 +242,92 @@ def _latent(shape: ModelShape) -> Iterator[Weight]:
         Source("kv_a_layernorm", (latent,)),
         "linear_kv_up_proj.layer_norm_weight",
     )
-    up = shape.heads * (shape.qk_nope + shape.v_head_dim)
-    yield weight("linear_kv_up_proj", "rows", Source("kv_b_proj", (up, latent), "rows"))
+    up_rows = shape.heads * (shape.qk_nope + shape.v_head_dim)
+    yield weight("linear_kv_up_proj", "rows", Source("kv_b_proj", (up_rows, latent), "rows"))
+
     output = Source("o_proj", (shape.hidden, shape.heads * shape.v_head_dim), "columns")
     yield weight("linear_proj", "columns", output)
 
 
 def _delta_net(shape: ModelShape) -> Iterator[Weight]:
-    """Yield a gated delta net (arXiv 2412.06464; transformers qwen3_next); Megatron has none of it."""
-    tensors: tuple[tuple[str, tuple[int, ...], Cut], ...] = (
-        ("in_proj_qkvz.weight", (2 * shape.linear_qk + 2 * shape.linear_v, shape.hidden), "rows"),
-        ("in_proj_ba.weight", (2 * shape.linear_v_heads, shape.hidden), "rows"),
-        ("conv1d.weight", (2 * shape.linear_qk + shape.linear_v, 1, shape.linear_conv), "rows"),
-        ("dt_bias", (shape.linear_v_heads,), "rows"),
-        ("A_log", (shape.linear_v_heads,), "rows"),
-        ("norm.weight", (shape.linear_v_head_dim,), "whole"),
-        ("out_proj.weight", (shape.hidden, shape.linear_v), "columns"),
+    """Yield a gated delta net (arXiv 2412.06464; transformers qwen3_next), for counts only.
+
+    Megatron's names are placeholders: models with these layers are planned, not trained.
+    """
+    tensors: tuple[tuple[str, tuple[int, ...], Cut, EngineCut], ...] = (
+        ("in_proj_qkvz.weight", (2 * shape.linear_qk + 2 * shape.linear_v, shape.hidden), "rows", "rows"),
+        ("in_proj_ba.weight", (2 * shape.linear_v_heads, shape.hidden), "rows", "rows"),
+        ("conv1d.weight", (2 * shape.linear_qk + shape.linear_v, 1, shape.linear_conv), "rows", "rows"),
+        ("dt_bias", (shape.linear_v_heads,), "rows", "rows"),
+        ("A_log", (shape.linear_v_heads,), "rows", "rows"),
+        ("norm.weight", (shape.linear_v_head_dim,), "whole", "whole"),
+        ("out_proj.weight", (shape.hidden, shape.linear_v), "columns", "columns"),
     )
-    for name, size, cut in tensors:
-        engine: EngineCut = "rows" if cut == "rows" else "columns" if cut == "columns" else "whole"
+    for name, size, cut, engine in tensors:
         yield Weight(f"linear_attention.{name}", cut, (Source(f"linear_attn.{name}", size, engine),))
 
 
 def _mlp(shape: ModelShape) -> Iterator[Weight]:
-    yield from _gated(shape, "mlp.", "mlp.", shape.mlp_width)
-    if not shape.mlp_bias:
-        return
-    yield from _mlp_bias(shape, "mlp.", "mlp.", shape.mlp_width)
+    """Yield a dense MLP with its biases."""
+    yield from _mlp_matrices(shape, "mlp.", "mlp.", shape.mlp_width)
+    if shape.mlp_bias:
+        yield from _mlp_biases(shape, "mlp.", "mlp.", shape.mlp_width)
 
 
-def _gated(
+def _mlp_matrices(
     shape: ModelShape, name: str, source: str, width: int, fused: str = "", expert: bool = False
 ) -> Iterator[Weight]:
-    halves = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
-    inner = tuple(Source(f"{source}{half}.weight", (width, shape.hidden), "rows") for half in halves)
+    """Yield the two matrices of an MLP of ``width`` elements; a gated one has gate and up in the first.
+
+    ``name`` and ``source`` are the prefixes of Megatron's and of the checkpoint's names, ``fused`` is
+    Transformer Engine's name with ``{linear}`` for the layer.
+    """
+    projections = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
+    inner = tuple(
+        Source(f"{source}{projection}.weight", (width, shape.hidden), "rows") for projection in projections
+    )
     outer = (Source(f"{source}down_proj.weight", (shape.hidden, width), "columns"),)
-    first = fused.format(linear="linear_fc1", expert="{expert}")
-    second = fused.format(linear="linear_fc2", expert="{expert}")
-    cut: Cut = "gate_up" if shape.gated else "rows"
-    yield Weight(f"{name}linear_fc1.weight", cut, inner, first, expert)
-    yield Weight(f"{name}linear_fc2.weight", "columns", outer, second, expert)
+
+    # ``{expert}`` stays in the name: it is filled in per expert.
+    fused_inner = fused.format(linear="linear_fc1", expert="{expert}")
+    fused_outer = fused.format(linear="linear_fc2", expert="{expert}")
+    inner_cut: Cut = "gate_up" if shape.gated else "rows"
+    yield Weight(f"{name}linear_fc1.weight", inner_cut, inner, fused_inner, expert)
+    yield Weight(f"{name}linear_fc2.weight", "columns", outer, fused_outer, expert)
 
 
-def _mlp_bias(
+def _mlp_biases(
     shape: ModelShape, name: str, source: str, width: int, expert: bool = False
 ) -> Iterator[Weight]:
-    halves = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
-    inner = tuple(Source(f"{source}{half}.bias", (width,), "rows") for half in halves)
-    yield Weight(f"{name}linear_fc1.bias", "gate_up" if shape.gated else "rows", inner, expert=expert)
+    """Yield the biases of `_mlp_matrices`."""
+    projections = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
+    inner = tuple(Source(f"{source}{projection}.bias", (width,), "rows") for projection in projections)
+    inner_cut: Cut = "gate_up" if shape.gated else "rows"
+    yield Weight(f"{name}linear_fc1.bias", inner_cut, inner, expert=expert)
+
+    # Added after the sum over tensor-parallel ranks, so every rank has all of it.
     outer = (Source(f"{source}down_proj.bias", (shape.hidden,)),)
     yield Weight(f"{name}linear_fc2.bias", "whole", outer, expert=expert)
 
 
 def _mixture(shape: ModelShape) -> Iterator[Weight]:
+    """Yield a mixture of experts: router, shared experts, and one entry for all routed experts."""
     router = Source("mlp.gate.weight", (shape.experts, shape.hidden))
     yield Weight("mlp.router.weight", "whole", (router,))
     if shape.router_bias:
         bias = Source("mlp.gate.e_score_correction_bias", (shape.experts,), float32=True)
         yield Weight("mlp.router.expert_bias", "whole", (bias,))
+
     if shape.shared_width:
-        yield from _gated(shape, "mlp.shared_experts.", "mlp.shared_experts.", shape.shared_width)
+        yield from _mlp_matrices(shape, "mlp.shared_experts.", "mlp.shared_experts.", shape.shared_width)
     if shape.shared_gate:
         gate = Source("mlp.shared_expert_gate.weight", (1, shape.hidden))
         yield Weight("mlp.shared_experts.gate_weight", "whole", (gate,))
-    expert, source = "mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."
+
+    # Megatron's own layers have a module per expert, Transformer Engine's one module with numbered weights.
+    name = "mlp.experts.local_experts.{expert}."
+    source = "mlp.experts.{expert}."
     fused = "mlp.experts.{linear}.weight{expert}"
-    yield from _gated(shape, expert, source, shape.expert_width, fused, expert=True)
+    yield from _mlp_matrices(shape, name, source, shape.expert_width, fused, expert=True)
     if shape.expert_bias:
-        yield from _mlp_bias(shape, expert, source, shape.expert_width, expert=True)
+        yield from _mlp_biases(shape, name, source, shape.expert_width, expert=True)

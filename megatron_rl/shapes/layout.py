@@ -1,13 +1,14 @@
-"""Lay a role's ranks out along Megatron's parallel dimensions: pure arithmetic, no communicator.
+"""The parallel layout of a role: its ranks along Megatron's dimensions, without any communicator.
 
-Inside a role ranks are ordered tensor fastest, then context, then data, then pipeline: Megatron's
-default order ``tp-cp-ep-dp-pp``. Expert dimensions cut the same ranks of one pipeline stage again:
-expert-tensor fastest, then expert, then expert-data.
+One formula maps a rank to its coordinates: the ranks of a role are ordered tensor fastest, then context,
+then data, then pipeline, which is Megatron's default order ``tp-cp-ep-dp-pp``. The expert dimensions divide
+the same ranks of one pipeline stage a second time: expert-tensor fastest, then expert, then expert-data.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,10 +20,12 @@ SHORT_NAMES = {
     "expert": "ep", "expert_tensor": "etp", "data": "dp",
 }  # fmt: skip
 """Size of a layout -> its usual abbreviation."""
+LISTED_RANKS = 8
+"""Ranks that an error lists before it abbreviates."""
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands in its role's layout."""
+    """Coordinates of a rank in the layout of its role, each counted from 0."""
 
     tensor: int
     context: int
@@ -32,21 +35,33 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Lay a role's ranks out; data parallelism is what the other sizes leave of the ranks.
+    """Layout of a role's ranks: the parallel sizes; data parallelism is the quotient of ranks and sizes.
 
-    ``path`` is the configuration path that errors name. Sizes that do not fit together are kept as they
-    are: `problems` lists what is wrong with them, `checked` refuses them.
+    Sizes that do not fit together are accepted: `problems` lists the errors, `checked` raises the first.
+
+    >>> layout = ParallelLayout(tuple(range(8)), tensor=2, pipeline=2)
+    >>> layout.data, layout.coordinates(5)
+    (2, Coordinates(tensor=1, context=0, data=0, pipeline=1))
     """
 
     ranks: tuple[int, ...]
+    """Global ranks of the role, in the layout's order."""
     tensor: int = 1
+    """Tensor-parallel size."""
     pipeline: int = 1
+    """Number of pipeline stages."""
     virtual_pipeline: int = 1
+    """Model chunks of each stage; above 1 the pipeline schedule is interleaved."""
     context: int = 1
+    """Context-parallel size: ranks that share the tokens of a sequence."""
     expert: int = 1
+    """Expert-parallel size: ranks over which the routed experts are distributed."""
     expert_tensor: int = 1
+    """Tensor-parallel size inside each routed expert."""
     sequence_parallel: bool = False
+    """Activations between layers are sharded over the tensor-parallel ranks by tokens."""
     path: str = "layout"
+    """Configuration path that errors name."""
 
     @property
     def size(self) -> int:
@@ -55,22 +70,22 @@ class ParallelLayout:
 
     @property
     def model_ranks(self) -> int:
-        """Return how many ranks hold one copy of the model's work."""
+        """Return the ranks of one model replica: tensor x pipeline x context."""
         return self.tensor * self.pipeline * self.context
 
     @property
     def token_shards(self) -> int:
-        """Return over how many tensor ranks tokens are cut between layers: by sequence parallelism alone."""
+        """Return over how many tensor ranks sequence parallelism shards the tokens between layers."""
         return self.tensor if self.sequence_parallel else 1
 
     @property
     def data(self) -> int:
-        """Return the number of data-parallel copies."""
+        """Return the data-parallel size."""
         return self.size // self.model_ranks
 
     @property
     def expert_data(self) -> int:
-        """Return the number of copies of each expert shard."""
+        """Return the number of replicas of each expert shard."""
         return max(1, self.size // (self.expert * self.expert_tensor * self.pipeline))
 
     def checked(self) -> ParallelLayout:
@@ -80,7 +95,7 @@ class ParallelLayout:
         return self
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return where a global rank of this role stands."""
+        """Return the coordinates of a global rank of this role."""
         index = self.ranks.index(rank)
         index, tensor = divmod(index, self.tensor)
         index, context = divmod(index, self.context)
@@ -95,41 +110,52 @@ class ParallelLayout:
     def groups(self, *dimensions: str) -> list[tuple[int, ...]]:
         """Return the rank groups that span the named dimensions and agree in all others.
 
-        Dimensions are ``tensor context data pipeline`` or, for the expert cut of the same ranks,
+        Dimensions are ``tensor context data pipeline`` or, for the expert division of the same ranks,
         ``expert_tensor expert expert_data pipeline``; the two sets do not mix. Ranks inside a group
         keep the layout's order.
         """
         dense = [("tensor", self.tensor), ("context", self.context), ("data", self.data)]
-        sparse = [("expert_tensor", self.expert_tensor), ("expert", self.expert)]
-        sparse.append(("expert_data", self.expert_data))
-        names = {name for name, _ in sparse}
-        grid = (sparse if names & set(dimensions) else dense) + [("pipeline", self.pipeline)]
-        return _slices(self.ranks, grid, dimensions)
+        sparse = [
+            ("expert_tensor", self.expert_tensor),
+            ("expert", self.expert),
+            ("expert_data", self.expert_data),
+        ]
+
+        sparse_names = {name for name, _ in sparse}
+        grid = sparse if sparse_names & set(dimensions) else dense
+        return _slices(self.ranks, [*grid, ("pipeline", self.pipeline)], dimensions)
 
     def outputs(self) -> tuple[int, ...]:
         """Return for each data-parallel replica the one rank that holds the model's outputs."""
-        last = self.pipeline - 1
-        return tuple(self.rank_of(data=data, pipeline=last) for data in range(self.data))
+        last_stage = self.pipeline - 1
+        return tuple(self.rank_of(data=data, pipeline=last_stage) for data in range(self.data))
 
     def words(self, copies: str = "data") -> str:
-        """Return the layout as ``tensor 2 x pipeline 2 x data 4``, with ``copies`` for the word "data"."""
-        sizes = [("tensor", self.tensor), ("context", self.context), ("pipeline", self.pipeline)]
-        sizes.append((copies, self.data))
-        return _product(sizes, shown=("tensor", copies))
+        """Format the layout as ``tensor 2 x pipeline 2 x data 4``, with ``copies`` for the word "data"."""
+        sizes = [
+            ("tensor", self.tensor),
+            ("context", self.context),
+            ("pipeline", self.pipeline),
+            (copies, self.data),
+        ]
+        return _product(sizes, always=("tensor", copies))
 
     def short_words(self) -> str:
-        """Return the layout as ``TP2 PP2 DP4``, leaving out what is 1; experts are taken to be whole."""
-        sizes = {short: getattr(self, name) for name, short in SHORT_NAMES.items() if name != "expert_tensor"}
-        shown = (
-            f"{short.upper()}{size}" for short, size in sizes.items() if size > 1 or short in ("tp", "dp")
-        )
-        return " ".join(shown)
+        """Format the layout as ``TP2 PP2 DP4``: TP and DP always, others above 1, never expert-tensor."""
+        terms = []
+        for name, abbreviation in SHORT_NAMES.items():
+            size = getattr(self, name)
+            if name in ("tensor", "data") or (size > 1 and name != "expert_tensor"):
+                terms.append(f"{abbreviation.upper()}{size}")
+        return " ".join(terms)
 
 
 def _slices(
     ranks: Sequence[int], grid: list[tuple[str, int]], dimensions: Sequence[str]
 ) -> list[tuple[int, ...]]:
+    """Group ranks by their coordinates outside ``dimensions``; ``grid`` is (name, size), fastest first."""
     groups: dict[tuple[int, ...], list[int]] = {}
+
     for position, rank in enumerate(ranks):
         key = []
         for name, size in grid:
@@ -137,19 +163,24 @@ def _slices(
             if name not in dimensions:
                 key.append(coordinate)
         groups.setdefault(tuple(key), []).append(rank)
+
     return [tuple(group) for group in groups.values()]
 
 
 def problems(
     layout: ParallelLayout, world_size: int | None = None, smallest_world: int | None = None
 ) -> list[UserError]:
-    """Return everything that is wrong between a layout's sizes, its ranks and the number of processes.
+    """Return the errors of a layout: sizes, ranks, and their fit to the number of processes.
 
-    ``smallest_world`` is the smallest number of processes that every role's sizes divide, where it is known.
+    ``world_size`` is the number of processes, ``smallest_world`` the smallest number of processes that every
+    role's sizes divide; None for an unknown one.
     """
+    # The later rules divide by the sizes and by the number of ranks, so these must be valid first.
     errors = _size_problems(layout) + _rank_problems(layout, world_size)
     if errors:
         return errors
+
+    # A wrong number of ranks is one error: indivisible experts are reported only if the model's ranks divide.
     path = layout.path
     errors = _copy_problems(layout, smallest_world)
     product = layout.expert * layout.expert_tensor * layout.pipeline
@@ -157,13 +188,15 @@ def problems(
         errors.append(
             UserError(
                 f"expert {layout.expert} x expert_tensor {layout.expert_tensor} x pipeline {layout.pipeline} "
-                f"= {product} does not divide {_ranks(layout)}",
+                f"= {product} does not divide {_count_ranks(layout)}",
                 where=f"{path}.expert",
                 expected=f"a number of ranks divisible by {product}, the ranks of one copy of the experts",
-                got=_ranks(layout),
+                got=_count_ranks(layout),
                 fix=f"lower {path}.expert or {path}.expert_tensor",
             )
         )
+
+    # Sizes that presuppose another one.
     if layout.virtual_pipeline > 1 and layout.pipeline == 1:
         errors.append(
             UserError(
@@ -188,6 +221,7 @@ def problems(
 
 
 def _size_problems(layout: ParallelLayout) -> list[UserError]:
+    """Return an error for each size below 1."""
     sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
     return [
         UserError(
@@ -203,38 +237,45 @@ def _size_problems(layout: ParallelLayout) -> list[UserError]:
 
 
 def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserError]:
-    where, ranks, errors = f"{layout.path}.ranks", layout.ranks, []
-    if not ranks:
+    """Return the errors of an empty list of ranks, of ranks outside the job, and of duplicates."""
+    key = f"{layout.path}.ranks"
+    if not layout.ranks:
         return [
             UserError(
                 f"{layout.path} has no ranks",
-                where=where,
+                where=key,
                 expected="at least one rank",
                 got="an empty list",
-                fix=f"name ranks, or remove {where} to use every rank",
+                fix=f"name ranks, or remove {key} to use every rank",
             )
         ]
-    outside = [rank for rank in ranks if rank < 0 or (world_size is not None and rank >= world_size)]
-    if outside:
-        count = "" if world_size is None else f" to {world_size - 1}: the job has {world_size} processes"
+
+    errors = []
+    invalid = [rank for rank in layout.ranks if rank < 0 or (world_size is not None and rank >= world_size)]
+    if invalid:
+        upper_bound = ""
+        if world_size is not None:
+            upper_bound = f" to {world_size - 1}: the job has {world_size} processes"
+        ellipsis = " ..." if len(invalid) > LISTED_RANKS else ""
         errors.append(
             UserError(
                 f"{layout.path} uses ranks that do not exist",
-                where=where,
-                expected=f"ranks from 0{count}",
-                got=", ".join(map(str, outside[:8])) + (" ..." if len(outside) > 8 else ""),
-                fix=f"start at least {max(outside) + 1} processes, or name other ranks",
+                where=key,
+                expected=f"ranks from 0{upper_bound}",
+                got=", ".join(map(str, invalid[:LISTED_RANKS])) + ellipsis,
+                fix=f"start at least {max(invalid) + 1} processes, or name other ranks",
             )
         )
-    seen: set[int] = set()
-    twice = sorted({rank for rank in ranks if rank in seen or seen.add(rank)})
-    if twice:
+
+    counts = Counter(layout.ranks)
+    duplicates = sorted(rank for rank, count in counts.items() if count > 1)
+    if duplicates:
         errors.append(
             UserError(
                 f"{layout.path} names a rank twice",
-                where=where,
+                where=key,
                 expected="each rank once",
-                got=f"twice: {', '.join(map(str, twice[:8]))}",
+                got=f"twice: {', '.join(map(str, duplicates[:LISTED_RANKS]))}",
                 fix="name each rank once",
             )
         )
@@ -242,31 +283,39 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
 
 
 def _copy_problems(layout: ParallelLayout, smallest_world: int | None) -> list[UserError]:
-    count, product = layout.size, layout.model_ranks
-    if count % product == 0:
+    """Return the error of ranks that do not divide into whole model replicas."""
+    product = layout.model_ranks
+    if layout.size % product == 0:
         return []
-    path, fitting = layout.path, smallest_world or product
+
     if product == layout.tensor:
-        words, where = f"tensor {product}", f"{path}.tensor"
-        choice = f"set {where} to {math.gcd(product, count)}"
+        # Tensor parallelism alone: the largest size that divides the ranks is a complete fix.
+        sizes_text = f"tensor {product}"
+        key = f"{layout.path}.tensor"
+        choice = f"set {key} to {math.gcd(product, layout.size)}"
     else:
         sizes = [("tensor", layout.tensor), ("pipeline", layout.pipeline), ("context", layout.context)]
-        words, where = f"{_product(sizes, shown=('tensor', 'pipeline'))} = {product}", path
-        choice = f"choose sizes whose product divides {count}"
+        sizes_text = f"{_product(sizes, always=('tensor', 'pipeline'))} = {product}"
+        key = layout.path
+        choice = f"choose sizes whose product divides {layout.size}"
+
     return [
         UserError(
-            f"{words} does not divide {_ranks(layout)}",
-            where=where,
+            f"{sizes_text} does not divide {_count_ranks(layout)}",
+            where=key,
             expected=f"a number of ranks divisible by {product}, the ranks of one copy of the model",
-            got=_ranks(layout),
-            fix=f"start {fitting} processes or a multiple of it, or {choice}",
+            got=_count_ranks(layout),
+            fix=f"start {smallest_world or product} processes or a multiple of it, or {choice}",
         )
     ]
 
 
-def _ranks(layout: ParallelLayout) -> str:
-    return f"{layout.size} rank{'' if layout.size == 1 else 's'}"
+def _count_ranks(layout: ParallelLayout) -> str:
+    """Format the number of ranks, as in ``1 rank`` and ``8 ranks``."""
+    plural = "" if layout.size == 1 else "s"
+    return f"{layout.size} rank{plural}"
 
 
-def _product(sizes: Sequence[tuple[str, int]], shown: Sequence[str] = ()) -> str:
-    return " x ".join(f"{name} {size}" for name, size in sizes if size > 1 or name in shown)
+def _product(sizes: Sequence[tuple[str, int]], always: Sequence[str] = ()) -> str:
+    """Format named sizes as a product; a size of 1 appears only under a name in ``always``."""
+    return " x ".join(f"{name} {size}" for name, size in sizes if size > 1 or name in always)

@@ -1,4 +1,8 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): which linear layers have one, and its tensors."""
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): which linear layers have one, and their tensors.
+
+An adapter adds B A x to the output of a linear layer. A and B are parameters like any other: they are
+described as `Weight`, so that import, export, weight sync and counts need no rules of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,74 +12,84 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.layer_weights import Cut, Source, Weight
+from megatron_rl.shapes.layer_weights import EngineCut, Source, Weight
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
 
-ATTENTION, MLP = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
+ATTENTION = ("linear_qkv", "linear_proj")
+MLP = ("linear_fc1", "linear_fc2")
 TARGETS = (*ATTENTION, *MLP)
 """Megatron's linear layers that can have an adapter."""
-PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
+PEFT_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-"""What stands before a checkpoint's own names in PEFT's files."""
+"""Prefix of a checkpoint's own names in PEFT's files."""
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM has room for (vllm/config/lora.py, MaxLoRARanks); others take that of the next."""
+"""Adapter ranks that vLLM allocates (vllm/config/lora.py, MaxLoRARanks); others are rounded up."""
 ADAPTER = "adapter"
-"""The module below a linear layer that is its adapter; its parameters are A and B."""
+"""Name of the adapter module below a linear layer; its parameters are A and B."""
 
 
 class Lora(NamedTuple):
-    """Say which adapters a model has: their rank, and Megatron's layers with one."""
+    """Adapters of a model.
+
+    Example: ``Lora(16, ("linear_qkv", "linear_proj"))``.
+    """
 
     rank: int
+    """Rows of A and columns of B."""
     targets: tuple[str, ...]
+    """Megatron's linear layers with an adapter, of `TARGETS`."""
 
     @classmethod
     def of(cls, shape: ModelShape, rank: int, targets: Sequence[str] | None = None) -> Lora:
-        """Return a model's adapters, in the layers of `default_targets` where ``targets`` names none."""
+        """Return a model's adapters, by default in the layers of `default_targets`."""
         return cls(rank, tuple(targets or default_targets(shape)))
 
 
 def adapters_in_words(rank: int, alpha: float, targets: Sequence[str]) -> str:
-    """Return what a checkpoint says of a model's adapters."""
+    """Describe adapters as ``rank 16, alpha 32 on linear_qkv, linear_proj``."""
     return f"rank {rank}, alpha {alpha:g} on {', '.join(name for name in TARGETS if name in targets)}"
 
 
 @dataclass(frozen=True)
 class AdaptedModel(PretrainedModel):
-    """Describe the adapters of a model as its own tensors are described, by their names in PEFT's files.
+    """The adapters of a model, with the interface of `PretrainedModel` and the tensor names of PEFT's files.
 
-    Each checkpoint tensor of a linear layer has an A [rank, in] and a B [out, rank] of its own, and so has
-    each routed expert. Megatron's adapter of a layer that holds several has their As one below the other, and
-    their Bs where their rows are.
-    ``base`` is a checksum of the weights beneath them, where these are known.
+    Each checkpoint tensor of a linear layer has its own A [rank, in] and B [out, rank], and so has each
+    routed expert. The adapter of a Megatron layer that fuses several tensors stacks their As, and has each B
+    in the rows of its tensor.
     """
 
     rank: int = 1
+    """Rows of A and columns of B."""
     alpha: float = 1.0
+    """Scale: the adapter's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
+    """Megatron's linear layers with an adapter, of `TARGETS`."""
     base: str | None = None
+    """Checksum of the base weights; None for unknown ones."""
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
         """Return the parameters of a layer's adapters."""
         return adapter_weights(super().weights(layer), Lora(self.rank, self.targets))
 
     def outer(self, first: bool, last: bool) -> tuple[Weight, ...]:
-        """Return nothing: what lies outside the layers has no adapters."""
+        """Return no parameters: embedding, final norm and output layer have no adapters."""
         return ()
 
     @property
     def engine_rank(self) -> int:
-        """Return the rank that vLLM is to have room for."""
+        """Return the adapter rank that vLLM must allocate."""
         return next(rank for rank in ENGINE_RANKS if rank >= self.rank)
 
     def modules(self) -> list[str]:
-        """Return the last names of the checkpoint's layers that have adapters, as PEFT lists them."""
+        """Return the module names with adapters, without their path: PEFT's ``target_modules``."""
         return sorted({name.split(".")[-3] for name in self.tensor_shapes()})
 
     def peft_config(self) -> dict[str, Any]:
-        """Return what PEFT's configuration file says of the adapters."""
+        """Return the content of PEFT's configuration file."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -92,76 +106,95 @@ class AdaptedModel(PretrainedModel):
 def adapted(
     model: PretrainedModel, rank: int, alpha: float | None, targets: Sequence[str] | None
 ) -> AdaptedModel:
-    """Return the description of a model's adapters; ``alpha`` None is the rank."""
-    chosen = default_targets(model.shape) if targets is None else tuple(targets)
-    return AdaptedModel(model.family, model.shape, model.config, rank, alpha or float(rank), chosen)
+    """Return the description of a model's adapters; ``alpha`` defaults to the rank."""
+    if targets is None:
+        targets = default_targets(model.shape)
+    return AdaptedModel(model.family, model.shape, model.config, rank, alpha or float(rank), tuple(targets))
 
 
 def adapter_weights(weights: Iterable[Weight], lora: Lora) -> tuple[Weight, ...]:
-    """Return the parameters of the adapters that a layer with these weights has."""
-    adapted = (weight for weight in weights if _layer_of(weight) in lora.targets)
-    return tuple(part for weight in adapted for part in _factors(weight, lora.rank))
+    """Return the adapter parameters of a layer with these weights: A and B of each target, in order."""
+    targets = [weight for weight in weights if _target_of(weight) in lora.targets]
+    return tuple(factor for weight in targets for factor in _factors(weight, lora.rank))
 
 
-def _layer_of(weight: Weight) -> str | None:
-    """Return which of `TARGETS` a weight is of, in whichever MLP; None where it is of none."""
-    *_, layer, kind = weight.name.split(".")
-    return layer if kind == "weight" and layer in TARGETS else None
+def _target_of(weight: Weight) -> str | None:
+    """Return the linear layer of `TARGETS` that a weight belongs to; None for other parameters."""
+    *_, layer, parameter = weight.name.split(".")
+    return layer if parameter == "weight" and layer in TARGETS else None
 
 
 def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
-    """Return A and B of a linear layer: of one cut by columns A is cut, of any other B, by the same rows."""
-    module = weight.name.removesuffix(".weight")
-    column = weight.cut == "columns"
-    downs: dict[str, Source] = {}
+    """Return A and B of a linear layer.
+
+    Of a layer that is sharded by columns A is sharded, of any other layer B, by the same rows.
+    """
+    input_sharded = weight.cut == "columns"
+
+    # Sources that a family fuses into one tensor have one A: a dictionary keeps one per name.
+    a_cut: EngineCut = "columns" if input_sharded else "whole"
+    a_sources: dict[str, Source] = {}
     for source in weight.sources:
         name = source.name.removesuffix(".weight") + ".lora_A.weight"
-        downs[name] = Source(name, (rank, source.shape[1]), "columns" if column else "whole")
-    ups = tuple(
+        a_sources[name] = Source(name, (rank, source.shape[1]), a_cut)
+
+    b_sources = tuple(
         replace(
             source,
             name=source.name.removesuffix(".weight") + ".lora_B.weight",
             shape=(source.shape[0], rank),
-            engine="whole" if column else source.engine,
+            engine="whole" if input_sharded else source.engine,
         )
         for source in weight.sources
     )
-    cuts: tuple[Cut, Cut] = ("columns", "whole") if column else ("stacked", weight.cut)
-    fused = weight.fused.replace(".weight", f".{ADAPTER}.")  # of all experts, where it is one's
+
+    module = weight.name.removesuffix(".weight")
+    fused = weight.fused.replace(".weight", f".{ADAPTER}.")  # one module for all routed experts
     return (
         Weight(
-            f"{module}.{ADAPTER}.A", cuts[0], tuple(downs.values()), fused and f"{fused}.A", weight.expert
+            f"{module}.{ADAPTER}.A",
+            "columns" if input_sharded else "stacked",
+            tuple(a_sources.values()),
+            fused and f"{fused}.A",
+            weight.expert,
         ),
-        Weight(f"{module}.{ADAPTER}.B", cuts[1], ups, fused and f"{fused}.B", weight.expert),
+        Weight(
+            f"{module}.{ADAPTER}.B",
+            "whole" if input_sharded else weight.cut,
+            b_sources,
+            fused and f"{fused}.B",
+            weight.expert,
+        ),
     )
 
 
 def default_targets(shape: ModelShape) -> tuple[str, ...]:
-    """Return the linear layers of a model that have adapters where none are named: no MLPs beside experts."""
+    """Return the linear layers that have adapters by default: no MLPs in a mixture of experts."""
     targets = ATTENTION if shape.experts else TARGETS
     return tuple(name for name in targets if _refusal(shape, name) is None)
 
 
 def adapts_experts(shape: ModelShape, targets: Sequence[str]) -> bool:
-    """Say whether routed experts of a model have adapters, one set each."""
+    """Return whether routed experts have adapters, each its own."""
     return shape.experts > 0 and not set(MLP).isdisjoint(targets)
 
 
 def _refusal(shape: ModelShape, target: str) -> str | None:
-    """Return why a layer of this model can have no adapter."""
+    """Return the reason why a layer of this model cannot have an adapter; None if it can."""
     if target == "linear_qkv" and shape.mla:
         return "latent attention has no such layer: it projects through latents"
     return None
 
 
 def target_problems(shape: ModelShape, targets: Sequence[str], where: str) -> list[UserError]:
-    """Return the errors of ``targets``, which stand at the configuration path ``where``, for a model."""
+    """Return the errors of ``targets``, set at the configuration path ``where``, for a model."""
+    supported = ", ".join(name for name in TARGETS if _refusal(shape, name) is None)
     reasons = [(target, _refusal(shape, target)) for target in targets]
     return [
         UserError(
             f"{target} of {shape.name} can have no adapter: {reason}",
             where=where,
-            expected="some of " + ", ".join(name for name in TARGETS if _refusal(shape, name) is None),
+            expected=f"some of {supported}",
             got=target,
             fix=f"remove {target}",
         )
@@ -173,54 +206,51 @@ def target_problems(shape: ModelShape, targets: Sequence[str], where: str) -> li
 def adapted_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], targets: Sequence[str]
 ) -> int:
-    """Return the parameters of the layers' weights that have adapters, on one rank of a pipeline stage."""
-    weights = [weight for layer in layers for weight in shape.weights(layer) if _layer_of(weight) in targets]
-    return sum(_local_elements(weights, _Parts.of(shape, layout)))
+    """Count the base parameters of the layers' targets on one rank of a pipeline stage."""
+    weights = [weight for layer in layers for weight in shape.weights(layer) if _target_of(weight) in targets]
+    return sum(_local_elements(weights, _ShardCounts.of(shape, layout)))
 
 
 def adapter_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], lora: Lora
 ) -> tuple[int, int]:
-    """Return the parameters of the adapters on one rank of a pipeline stage that has these layers.
-
-    The first number is of those outside routed experts, the second of those in them.
-    """
-    return _adapter_parameters(shape, _Parts.of(shape, layout), tuple(layers), lora)
+    """Count the adapter parameters outside and in routed experts on one rank of a pipeline stage."""
+    return _adapter_parameters(shape, _ShardCounts.of(shape, layout), tuple(layers), lora)
 
 
-class _Parts(NamedTuple):
-    """Say how a layout cuts: into how many parts outside experts and in each, and how many a rank has."""
+class _ShardCounts(NamedTuple):
+    """The sizes of a layout that shard a layer: the cache key of `_adapter_parameters`."""
 
     tensor: int
+    """Shards of a layer outside routed experts."""
     expert_tensor: int
+    """Shards of each routed expert."""
     experts: int
+    """Routed experts of a rank."""
 
     @classmethod
-    def of(cls, shape: ModelShape, layout: ParallelLayout) -> _Parts:
+    def of(cls, shape: ModelShape, layout: ParallelLayout) -> _ShardCounts:
         return cls(layout.tensor, layout.expert_tensor, shape.experts // layout.expert)
 
 
 @lru_cache(maxsize=4096)
 def _adapter_parameters(
-    shape: ModelShape, parts: _Parts, layers: tuple[int, ...], lora: Lora
+    shape: ModelShape, shards: _ShardCounts, layers: tuple[int, ...], lora: Lora
 ) -> tuple[int, int]:
+    """Return `adapter_parameter_count`, which the planner computes again for every candidate."""
     weights = [weight for layer in layers for weight in adapter_weights(shape.weights(layer), lora)]
-    return _local_elements(weights, parts)
+    return _local_elements(weights, shards)
 
 
-def _local_elements(weights: Iterable[Weight], parts: _Parts) -> tuple[int, int]:
-    """Return how many elements of weights one rank has, outside routed experts and in all of its experts."""
-    dense = experts = 0
+def _local_elements(weights: Iterable[Weight], shards: _ShardCounts) -> tuple[int, int]:
+    """Count the elements of weights on one rank, outside routed experts and in all of its experts."""
+    dense = 0
+    experts = 0
     for weight in weights:
-        cut = (
-            1
-            if weight.cut in ("whole", "stacked")
-            else parts.expert_tensor
-            if weight.expert
-            else parts.tensor
-        )
+        replicated = weight.cut in ("whole", "stacked")
         if weight.expert:
-            experts += weight.elements // cut * parts.experts
+            elements = weight.elements if replicated else weight.elements // shards.expert_tensor
+            experts += elements * shards.experts
         else:
-            dense += weight.elements // cut
+            dense += weight.elements if replicated else weight.elements // shards.tensor
     return dense, experts

@@ -1,6 +1,7 @@
-"""The sizes of a model, and what follows from them: parameters, FLOPs and cache.
+"""The sizes of a model, and the quantities that follow from them: parameters, FLOPs and KV cache.
 
-FLOPs: Korthikanti et al. 2022 (arXiv 2205.05198) and Narayanan et al. 2021 (arXiv 2104.04473).
+All counts are sums over the parameters of `layer_weights`, so that no quantity has a formula of its own to
+drift. FLOPs: Korthikanti et al. 2022 (arXiv 2205.05198) and Narayanan et al. 2021 (arXiv 2104.04473).
 """
 
 from __future__ import annotations
@@ -17,79 +18,115 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 class LayerKind(NamedTuple):
-    """Say what a layer has in the place of softmax attention and of an MLP."""
+    """Structure of a layer; layers of one kind have the same parameters."""
 
     linear: bool
+    """A gated delta net instead of softmax attention."""
     experts: bool
+    """Routed experts instead of a dense MLP."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Hold the sizes of a decoder; widths and lengths are in elements, layers are counted from 0.
+    """Sizes of a decoder. Widths and lengths are in elements; layers are counted from 0.
 
-    ``experts`` is 0 in a dense model; the layers without experts of a mixture are ``dense_layers``.
-    ``kv_lora`` above 0 means multi-head latent attention, which does not use ``head_dim``.
+    >>> sizes = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp_width": 128}
+    >>> shape = ModelShape("tiny", **sizes, vocab=100)
+    >>> shape.parameters, shape.kv_elements
+    (86848, 128)
     """
 
     name: str
+    """Name of the model in messages: its preset, or its architecture."""
     hidden: int
+    """Width of the residual stream."""
     layers: int
+    """Number of decoder layers."""
     heads: int
+    """Query heads."""
     kv_heads: int
+    """Key-value heads."""
     head_dim: int
+    """Size of a head of queries, keys and values; not used by latent attention."""
     mlp_width: int
+    """Width of a dense MLP."""
     vocab: int
+    """Tokens of the vocabulary, not padded."""
     max_positions: int = 1 << 40
+    """Longest sequence, in tokens."""
     tied: bool = False
+    """The output layer is the embedding."""
     scalar_head: bool = False
-    """One number per token in the place of the vocabulary: a critic or a reward model."""
+    """The head gives one number per token instead of logits: a critic or a reward model."""
     gated: bool = True
     """The MLP has three matrices (gate, up, down), not two."""
     layer_norm: bool = False
     """Norms are LayerNorm with a bias, not RMSNorm."""
     sandwich_norms: bool = False
-    """A norm follows attention and MLP too."""
+    """Norms follow attention and MLP as well."""
     qkv_bias: bool = False
+    """The projections of queries, keys and values have biases."""
     output_bias: bool = False
+    """Attention's output projection has a bias."""
     mlp_bias: bool = False
+    """The matrices of a dense MLP have biases."""
     qk_norm: bool = False
+    """Queries and keys are normalised per head."""
     learned_positions: int = 0
+    """Rows of the learned position embedding; 0 for rotary positions."""
     experts: int = 0
+    """Routed experts of a layer; 0 in a dense model."""
     experts_per_token: int = 0
+    """Routed experts that the router selects for a token."""
     expert_width: int = 0
+    """Width of a routed expert."""
     shared_width: int = 0
-    """The width of a layer's shared experts together."""
+    """Width of a layer's shared experts together."""
     shared_gate: bool = False
+    """The output of the shared experts is gated."""
     router_bias: bool = False
+    """The router has biases that balance the load of the experts."""
     expert_bias: bool = False
+    """The matrices of routed experts have biases."""
     dense_layers: tuple[int, ...] = ()
+    """Layers of a mixture of experts that have a dense MLP."""
     q_lora: int = 0
-    """0 with latent attention: the query comes straight from the hidden state."""
+    """Size of latent attention's query latent; 0 if queries are projected from the hidden state."""
     kv_lora: int = 0
+    """Size of the key-value latent; above 0 attention is multi-head latent attention."""
     qk_nope: int = 0
+    """Size of a latent head's query and key without rotary positions."""
     qk_rope: int = 0
+    """Size of a latent head's query and key with rotary positions."""
     v_head_dim: int = 0
+    """Size of a latent head's value."""
     output_gate: bool = False
     """Attention's output is gated by a second query-sized projection."""
     linear_layers: tuple[int, ...] = ()
     """Layers with a gated delta net instead of attention."""
     linear_qk: int = 0
-    """Key heads times their size."""
+    """Key heads of a delta net times their size."""
     linear_v: int = 0
+    """Value heads of a delta net times their size."""
     linear_v_heads: int = 0
+    """Value heads of a delta net."""
     linear_v_head_dim: int = 0
+    """Size of a delta net's value head."""
     linear_conv: int = 0
+    """Kernel size of a delta net's convolution, in tokens."""
     sliding_window: int = 0
+    """Tokens that a layer of ``sliding_layers`` attends to."""
     sliding_layers: tuple[int, ...] = ()
+    """Layers that attend to a sliding window."""
 
     @property
     def mla(self) -> bool:
-        """Say whether attention is multi-head latent attention."""
+        """Return whether attention is multi-head latent attention."""
         return self.kv_lora > 0
 
     @property
     def plain_layers(self) -> bool:
-        """Say whether Transformer Engine has no layers for the model: norms follow attention and MLP."""
+        """Return whether the model needs Megatron's own layers: Transformer Engine has no sandwich norms."""
         return self.sandwich_norms
 
     @property
@@ -104,24 +141,24 @@ class ModelShape:
 
     @property
     def attention_layers(self) -> int:
-        """Count the layers with softmax attention."""
+        """Return the number of layers with softmax attention."""
         return self.layers - len(self.linear_layers)
 
     @property
     def moe_layers(self) -> int:
-        """Count the layers with routed experts."""
+        """Return the number of layers with routed experts."""
         return self.layers - len(self.dense_layers) if self.experts else 0
 
     def has_experts(self, layer: int) -> bool:
-        """Say whether a layer has routed experts."""
+        """Return whether a layer has routed experts."""
         return self.experts > 0 and layer not in self.dense_layers
 
     def with_scalar_head(self) -> ModelShape:
-        """Return the shape of the same model with a head of one number."""
+        """Return the shape of the same model with a scalar head."""
         return replace(self, scalar_head=True, tied=False)
 
     def padded_vocab(self, tensor: int) -> int:
-        """Return the vocabulary size rounded up so that ``tensor`` ranks hold equal parts."""
+        """Return the vocabulary size rounded up to a multiple of ``tensor`` ranks."""
         return -(-self.vocab // tensor) * tensor
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
@@ -133,35 +170,49 @@ class ModelShape:
         return Counter(self._kinds[layer] for layer in layers)
 
     def kind_parameters(self, kind: LayerKind) -> tuple[int, int, int]:
-        """Return one layer's parameters that tensor ranks cut, that they all hold, and of all its experts."""
+        """Return the parameters of a layer: tensor-sharded, replicated, and of all its routed experts."""
         return self._kind_parameters[kind]
+
+    # Layers of one kind are counted once: the planner evaluates many layouts of one model.
 
     @cached_property
     def _kinds(self) -> list[LayerKind]:
-        linear = [layer in self.linear_layers for layer in range(self.layers)]
-        return [LayerKind(linear[layer], self.has_experts(layer)) for layer in range(self.layers)]
+        """The kind of each layer."""
+        return [
+            LayerKind(layer in self.linear_layers, self.has_experts(layer)) for layer in range(self.layers)
+        ]
 
     @cached_property
     def _layer_kinds(self) -> Counter[LayerKind]:
+        """The number of layers of each kind."""
         return Counter(self._kinds)
 
     @cached_property
     def _weights(self) -> dict[LayerKind, tuple[Weight, ...]]:
-        kinds = [LayerKind(linear, experts) for linear in (False, True) for experts in (False, True)]
-        return {kind: layer_weights(self, *kind) for kind in kinds}
+        """The parameters of a layer by kind."""
+        result = {}
+        for linear in (False, True):
+            for experts in (False, True):
+                result[LayerKind(linear, experts)] = layer_weights(self, linear, experts)
+        return result
 
     @cached_property
     def _kind_parameters(self) -> dict[LayerKind, tuple[int, int, int]]:
+        """`kind_parameters` by kind."""
+
         def count(weights: tuple[Weight, ...]) -> tuple[int, int, int]:
             experts = sum(weight.elements for weight in weights if weight.expert) * self.experts
             dense = [weight for weight in weights if not weight.expert]
-            whole = sum(weight.elements for weight in dense if weight.cut in ("whole", "latent"))
-            return sum(weight.elements for weight in dense) - whole, whole, experts
+            replicated = sum(weight.elements for weight in dense if weight.cut in ("whole", "latent"))
+            return sum(weight.elements for weight in dense) - replicated, replicated, experts
 
         return {kind: count(weights) for kind, weights in self._weights.items()}
 
-    def _total(self, expert: bool, *cuts: EngineCut) -> int:
-        """Count the elements of all layers in or outside experts, of all of the engine's cuts or of some."""
+    def _count_elements(self, expert: bool, *cuts: EngineCut) -> int:
+        """Count the elements of all layers, in one routed expert of each or outside of experts.
+
+        ``cuts`` restricts the count to sources that the engine shards in one of these ways.
+        """
         return sum(
             count * source.elements
             for kind, count in self._layer_kinds.items()
@@ -173,43 +224,45 @@ class ModelShape:
 
     @cached_property
     def embedding_parameters(self) -> int:
-        """Count one vocabulary embedding."""
+        """Count the parameters of one vocabulary embedding."""
         return self.vocab * self.hidden
 
     @cached_property
     def head_parameters(self) -> int:
-        """Count the output layer's own weights: 0 where it is tied, one row where it gives one number."""
-        return 0 if self.tied else self.hidden if self.scalar_head else self.embedding_parameters
+        """Count the output layer's own parameters: 0 if it is tied, one row for a scalar head."""
+        if self.tied:
+            return 0
+        return self.hidden if self.scalar_head else self.embedding_parameters
 
     @cached_property
     def final_norm_parameters(self) -> int:
-        """Count the norm behind the last layer."""
+        """Count the parameters of the norm behind the last layer."""
         return self.hidden * (2 if self.layer_norm else 1)
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Count one routed expert."""
+        """Count the parameters of one routed expert."""
         return sum(weight.elements for weight in self._weights[LayerKind(False, True)] if weight.expert)
 
     @cached_property
     def routed_expert_parameters(self) -> int:
-        """Count all routed experts of all layers."""
-        return self.experts * self._total(True)
+        """Count the parameters of all routed experts of all layers."""
+        return self.experts * self._count_elements(True)
 
     @cached_property
     def layer_dense_total(self) -> int:
-        """Count everything in the layers except routed experts."""
-        return self._total(False)
+        """Count the parameters of all layers outside routed experts."""
+        return self._count_elements(False)
 
     @cached_property
     def key_value_parameters(self) -> int:
-        """Count, in all layers, what an engine with more ranks than key-value heads holds several times."""
-        return self._total(False, "heads")
+        """Count the parameters of all key-value heads, which an engine replicates over surplus ranks."""
+        return self._count_elements(False, "heads")
 
     @cached_property
     def replicated_parameters(self) -> int:
-        """Count, in all layers, what every tensor rank of an engine holds: norms, routers and the like."""
-        return self._total(False, "whole")
+        """Count the parameters of all layers that an engine replicates: norms, routers and the like."""
+        return self._count_elements(False, "whole")
 
     @cached_property
     def parameters(self) -> int:
@@ -219,30 +272,31 @@ class ModelShape:
 
     @cached_property
     def active_expert_parameters(self) -> int:
-        """Count, in all layers, the routed experts that a token goes to."""
+        """Count the parameters of the routed experts that compute a token, in all layers."""
         return self.moe_layers * self.experts_per_token * self.expert_parameters
 
     @cached_property
     def active_parameters(self) -> int:
-        """Count the parameters a token meets: all but the experts it skips."""
+        """Count the parameters that compute a token: all but the experts that the router does not select."""
         return self.parameters - self.routed_expert_parameters + self.active_expert_parameters
 
     @cached_property
     def tensors(self) -> int:
-        """Count the named tensors of the checkpoint, those that it fuses one by one."""
+        """Count the tensors of the checkpoint; fused ones count as the tensors that they consist of."""
         layers = sum(
             count * len(weight.sources) * (self.experts if weight.expert else 1)
             for kind, count in self._layer_kinds.items()
             for weight in self._weights[kind]
         )
-        ends = 1 + (2 if self.layer_norm else 1) + (not self.tied) + (self.learned_positions > 0)
-        return layers + ends
+        final_norm = 2 if self.layer_norm else 1
+        return layers + 1 + final_norm + (not self.tied) + (self.learned_positions > 0)
 
     def attention_flops(self, context: float) -> float:
         """Return the forward FLOPs of one token's attention in all layers at a mean context length.
 
-        ``context`` is how many keys the token attends to: s for the full convention, s/2 causal. Score and
-        value products: 2 (d_qk + d_v) a key; gated delta nets do a constant amount.
+        ``context`` is the number of keys that the token attends to: s for the full convention, s/2 for a
+        causal mask. The products of scores and values cost 2 (d_qk + d_v) per key and head; gated delta nets
+        cost a constant per token.
         """
         per_key = 2 * self.heads * (self.qk_dim + self.value_dim)
         sliding = len(self.sliding_layers)
@@ -266,15 +320,15 @@ class ModelShape:
 
     @cached_property
     def kv_elements(self) -> int:
-        """Count the cache's elements per token: 2 L kv d, or (c_kv + rope) L for latent attention."""
+        """Count the KV cache's elements per token: 2 L kv d, or (c_kv + rope) L for latent attention."""
         if self.mla:
             return self.attention_layers * (self.kv_lora + self.qk_rope)
         return self.attention_layers * 2 * self.kv_heads * self.head_dim
 
     def kv_bytes_per_gpu(self, tensor: int, bytes_per_element: float = 2.0) -> float:
-        """Return the cache's bytes per token on one of ``tensor`` ranks.
+        """Return the KV cache's bytes per token on one of ``tensor`` ranks.
 
         Key-value heads divide over ranks until each has one; a latent cache has no heads to divide by.
         """
-        share = 1 if self.mla else min(tensor, self.kv_heads)
-        return self.kv_elements * bytes_per_element / share
+        shards = 1 if self.mla else min(tensor, self.kv_heads)
+        return self.kv_elements * bytes_per_element / shards

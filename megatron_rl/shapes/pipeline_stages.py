@@ -1,4 +1,8 @@
-"""Deal a model's layers out to pipeline stages, as Megatron-Core does: pure arithmetic."""
+"""The distribution of a model's layers over pipeline stages, as Megatron-Core computes it.
+
+Every stage gets as many layers as the next one, except for the first and the last: their number can be set,
+or the embedding and the loss can count as a layer each.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,17 @@ LAST = "num_layers_in_last_pipeline_stage"
 EMBEDDING = "account_for_embedding_in_pipeline_split"
 LOSS = "account_for_loss_in_pipeline_split"
 STAGE_SETTINGS = (FIRST, LAST, EMBEDDING, LOSS)
-"""Megatron's settings that deal layers out unevenly."""
+"""Megatron's settings for uneven pipeline stages."""
+LISTED_DIVISORS = 12
+"""Divisors of the number of layers that an error lists."""
 
 
 def stage_layers(
     layers: int, layout: ParallelLayout, settings: Mapping[str, Any] | None = None
 ) -> list[list[int]]:
-    """Return for each pipeline stage the layers that it holds, counted over the whole model from 0.
+    """Return the layers of each pipeline stage, counted over the whole model from 0.
 
-    Arguments and errors are those of `stage_chunks`.
+    Takes the arguments of `stage_chunks` and raises the same errors.
     """
     stages = stage_chunks(layers, layout, settings)
     return [[layer for chunk in chunks for layer in chunk] for chunks in stages]
@@ -32,26 +38,35 @@ def stage_layers(
 def stage_chunks(
     layers: int, layout: ParallelLayout, settings: Mapping[str, Any] | None = None
 ) -> list[list[list[int]]]:
-    """Return for each pipeline stage the layers of each of its chunks, one for each virtual stage.
+    """Return the layers of each model chunk, [stages][virtual stages][layers of the chunk].
 
-    ``settings`` are Megatron's, of which those for uneven stages count. Raises UserError where the layers
-    cannot be dealt out. Source: `get_num_layers_to_build` and `get_transformer_layer_offset`.
+    ``settings`` are Megatron's; only `STAGE_SETTINGS` are read. Raises UserError for layers that Megatron
+    cannot distribute. Source: `get_num_layers_to_build` and `get_transformer_layer_offset`.
     """
-    stages, virtual = layout.pipeline, layout.virtual_pipeline
-    chosen = settings or {}
+    stages = layout.pipeline
+    virtual = layout.virtual_pipeline
+    settings = settings or {}
+    first = settings.get(FIRST)
+    last = settings.get(LAST)
+
+    # One stage has all layers; settings for its ends may only repeat that.
     if stages == 1:
-        stated = [chosen[name] for name in (FIRST, LAST) if chosen.get(name) is not None]
-        if stated and stated != [layers]:
-            raise _uneven(layers, layout, chosen)
+        explicit = [count for count in (first, last) if count is not None]
+        if explicit and explicit != [layers]:
+            raise _uneven_error(layers, layout, settings)
         return [[list(range(layers))]]
-    embedding, loss = (int(bool(chosen.get(name))) for name in (EMBEDDING, LOSS))
-    counts = _counts(layers + embedding + loss, stages, chosen.get(FIRST), chosen.get(LAST))
-    # With both ends stated and chunks interleaved Megatron divides by the number of stages between.
-    divided_by_zero = stages == 2 and virtual > 1 and None not in (chosen.get(FIRST), chosen.get(LAST))
-    if counts is None or divided_by_zero or any(count % virtual for count in counts):
-        raise _uneven(layers, layout, chosen)
+
+    embedding = int(bool(settings.get(EMBEDDING)))
+    loss = int(bool(settings.get(LOSS)))
+    counts = _stage_sizes(layers + embedding + loss, stages, first, last)
+    # With both ends set and an interleaved schedule Megatron divides by the number of stages between them.
+    divides_by_zero = stages == 2 and virtual > 1 and first is not None and last is not None
+    if counts is None or divides_by_zero or any(count % virtual for count in counts):
+        raise _uneven_error(layers, layout, settings)
+
+    # Chunks are numbered over the virtual stages first: stage s has chunks s, s + stages, ...
     result: list[list[list[int]]] = [[] for _ in counts]
-    position = -embedding  # an embedding that is accounted for takes the place of the first layer
+    position = -embedding  # an embedding that counts as a layer comes before layer 0
     for _ in range(virtual):
         for stage, count in enumerate(counts):
             end = position + count // virtual
@@ -60,13 +75,22 @@ def stage_chunks(
     return result
 
 
-def _counts(places: int, stages: int, first: int | None, last: int | None) -> list[int] | None:
-    """Return the places for layers in each stage, the ends as stated; None where that is impossible."""
-    between = stages - (first is not None) - (last is not None)
-    rest = places - (first or 0) - (last or 0)
-    if rest < 0 or (rest % between if between else rest):
+def _stage_sizes(total: int, stages: int, first: int | None, last: int | None) -> list[int] | None:
+    """Return the number of layers of each stage; None if the middle stages cannot be equal.
+
+    ``total`` includes the embedding and the loss if they count as layers. ``first`` and ``last`` are the
+    explicit sizes of the ends, None for an end that is like the middle stages.
+    """
+    middle_stages = stages - (first is not None) - (last is not None)
+    middle_layers = total - (first or 0) - (last or 0)
+    if middle_layers < 0:
         return None
-    counts = [rest // between if between else 0] * stages
+    if middle_stages == 0 and middle_layers:
+        return None
+    if middle_stages and middle_layers % middle_stages:
+        return None
+
+    counts = [middle_layers // middle_stages if middle_stages else 0] * stages
     if first is not None:
         counts[0] = first
     if last is not None:
@@ -74,67 +98,90 @@ def _counts(places: int, stages: int, first: int | None, last: int | None) -> li
     return counts
 
 
-def _uneven(layers: int, layout: ParallelLayout, settings: Mapping[str, Any]) -> UserError:
-    stages, virtual, path = layout.pipeline, layout.virtual_pipeline, layout.path
-    words = f"pipeline {stages}" + (f" x virtual_pipeline {virtual}" if virtual > 1 else "")
-    stated = {name: settings[name] for name in STAGE_SETTINGS if settings.get(name)}
+def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, Any]) -> UserError:
+    """Return the error of layers that cannot be distributed over the stages of a layout."""
+    stages = layout.pipeline
+    virtual = layout.virtual_pipeline
+    explicit = {name: settings[name] for name in STAGE_SETTINGS if settings.get(name)}
+
+    sizes = f"pipeline {stages}"
+    key = f"{layout.path}.pipeline"
+    if virtual > 1:
+        sizes += f" x virtual_pipeline {virtual}"
+        key = f"{layout.path}.virtual_pipeline"
+
+    # Without settings for uneven stages the sizes of the layout are wrong, with them the settings are.
+    if not explicit:
+        divisors = [number for number in range(1, layers + 1) if layers % number == 0]
+        expected = f"a divisor of {layers}: {', '.join(map(str, divisors[:LISTED_DIVISORS]))}"
+        got = str(stages * virtual)
+        fix = "choose one of these"
+    else:
+        expected = f"no other stage, or one of {layers} layers"
+        if stages > 1:
+            expected = "equal stages between the first and the last, each divisible by virtual_pipeline"
+        got = ", ".join(f"{name}: {value}" for name, value in explicit.items())
+        fix = "change or remove " + ", ".join(explicit)
+
+    # Offer shorter ends, except where Megatron divides by zero stages between them.
     ends = stage_ends(layers, stages, virtual)
-    divisors = [number for number in range(1, layers + 1) if layers % number == 0]
-    fix = "choose one of these" if not stated else "change or remove " + ", ".join(stated)
     if ends is not None and stages > 1 and (stages > 2 or virtual == 1):
-        role = path.rpartition(".")[0] or "actor"
+        role = layout.path.rpartition(".")[0] or "actor"
         fix += f", or set {FIRST}: {ends[0]} and {LAST}: {ends[1]} in {role}.megatron"
+
     return UserError(
-        f"the model's {layers} layers cannot be dealt out to {words}",
-        where=f"{path}.{'virtual_pipeline' if virtual > 1 else 'pipeline'}",
-        expected=f"a divisor of {layers}: {', '.join(map(str, divisors[:12]))}"
-        if not stated
-        else "equal stages between the first and the last, each divisible by virtual_pipeline"
-        if stages > 1
-        else f"no other stage, or one of {layers} layers",
-        got=str(stages * virtual) if not stated else ", ".join(f"{k}: {v}" for k, v in stated.items()),
+        f"the model's {layers} layers cannot be dealt out to {sizes}",
+        where=key,
+        expected=expected,
+        got=got,
         fix=fix,
     )
 
 
 def stage_ends(layers: int, stages: int, virtual: int = 1) -> tuple[int, int] | None:
-    """Return the layers of the first and of the last stage that make the stages between equal.
+    """Return the layers of the first and of the last stage that make the middle stages equal.
 
-    Even splits give equal values. Elsewhere the ends, which hold the embedding and the output layer, get
-    fewer layers where that is possible. None where no ends fit.
+    Even splits give equal values. For uneven ones the ends, which hold the embedding and the output layer,
+    get fewer layers if possible. Returns None if no ends fit.
     """
     if layers % (stages * virtual) == 0:
         return layers // stages, layers // stages
     if stages == 1 or layers % virtual or (stages == 2 and virtual > 1):
         return None
-    chunks = layers // virtual  # a stage holds a whole number of chunks of ``virtual`` layers
-    for middle in (-(-chunks // stages), chunks // stages):
-        rest = chunks - middle * (stages - 2)
-        if 2 <= rest <= 2 * middle + 2 and (middle or stages == 2):
-            return -(-rest // 2) * virtual, rest // 2 * virtual
+
+    # Count in units of ``virtual`` layers, since every chunk of a stage has equally many layers. Middle
+    # stages are tried rounded up first: that leaves the shorter ends.
+    units = layers // virtual
+    for middle in (-(-units // stages), units // stages):
+        end_units = units - middle * (stages - 2)
+        if 2 <= end_units <= 2 * middle + 2 and (middle or stages == 2):
+            return -(-end_units // 2) * virtual, end_units // 2 * virtual
     return None
 
 
 def end_settings(layers: int, stages: int, virtual: int = 1) -> dict[str, int] | None:
-    """Return Megatron's settings for the ends of `stage_ends`, empty for an even pipeline.
+    """Return Megatron's settings for the ends of `stage_ends`; empty for an even pipeline.
 
-    None where no ends fit.
+    Returns None if no ends fit.
     """
     ends = stage_ends(layers, stages, virtual)
     if ends is None:
         return None
-    return {} if layers % (stages * virtual) == 0 else {FIRST: ends[0], LAST: ends[1]}
+    if layers % (stages * virtual) == 0:
+        return {}
+    return {FIRST: ends[0], LAST: ends[1]}
 
 
 @lru_cache(maxsize=4096)
-def dealt_out(layers: int, stages: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of each stage where none is stated: even, else with shorter ends.
+def default_stage_layers(layers: int, stages: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of each stage without settings: an even split, or one with shorter ends.
 
-    Where that cannot be either, as evenly as it goes; Megatron takes a stated pipeline layout there.
+    If neither exists, the split is as even as possible; Megatron needs an explicit pipeline layout for it.
     """
     settings = end_settings(layers, stages, virtual)
     if settings is None:
         bounds = [layers * stage // stages for stage in range(stages + 1)]
         return tuple(tuple(range(low, high)) for low, high in pairwise(bounds))
+
     layout = ParallelLayout((), pipeline=stages, virtual_pipeline=virtual)
-    return tuple(tuple(held) for held in stage_layers(layers, layout, settings))
+    return tuple(tuple(stage) for stage in stage_layers(layers, layout, settings))

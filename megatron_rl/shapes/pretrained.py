@@ -19,22 +19,22 @@ from megatron_rl.shapes.refused import REFUSED
 
 LAYER = "model.layers.{layer}."
 SINGLE = "model.safetensors"
-"""The file of a Hugging Face checkpoint that is not divided."""
+"""The weights file of a Hugging Face checkpoint with one file."""
 INDEX = "model.safetensors.index.json"
-"""Which file of a Hugging Face checkpoint holds which tensor, where there are several."""
+"""The map from tensors to files of a Hugging Face checkpoint with several files."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
     "chat_template.json", "generation_config.json", "tekken.json", "spiece.model",
     "sentencepiece.bpe.model", "tokenizer.model.v3",
 )  # fmt: skip
-"""What a checkpoint's folder may hold beside config.json and weights."""
+"""Files of a checkpoint's folder beside config.json and weights."""
 TOKENIZER_PATTERNS = ("additional_chat_templates/*.jinja", "*.py", "*.tiktoken")
-"""More of it: chat templates by name, and the code that ``auto_map`` names, with vocabularies of its own."""
+"""Patterns of more of them: named chat templates, and the code of ``auto_map`` with its vocabularies."""
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """Return the files of a checkpoint's folder that belong to its tokenizer, relative to it."""
+    """Return the paths of the tokenizer's files in a checkpoint's folder, relative to it."""
     names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for pattern in TOKENIZER_PATTERNS:
         names += sorted(
@@ -45,29 +45,35 @@ def tokenizer_files(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """Name a tensor of a checkpoint, with what the table says of it and the number of its expert."""
+    """Tensor of a checkpoint, or rows of a fused one."""
 
     name: str
+    """Complete name in the checkpoint."""
     source: Source
+    """Its entry in `layer_weights`."""
     expert: int | None = None
+    """Index of the routed expert in its layer; None outside of routed experts."""
 
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """Hold what a config.json says: ``config`` has every key in one spelling, and defaults."""
+    """Model of a config.json."""
 
     family: Family
+    """Table entry of its family."""
     shape: ModelShape
+    """Sizes."""
     config: Mapping[str, Any]
+    """The config.json with one spelling of every key, and defaults for absent ones (`Family.normal`)."""
 
     def with_scalar_head(self) -> PretrainedModel:
-        """Return the same model with a head of one number in the place of the output layer."""
+        """Return the same model with a scalar head instead of the output layer."""
         return replace(self, shape=self.shape.with_scalar_head())
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
-        """Return the parameters of a layer, their sources named as this family's checkpoints do.
+        """Return the parameters of a layer, with the source names of this family's checkpoints.
 
-        Sources that get one name lie in one tensor, row after row.
+        Sources with the same name are rows of one fused tensor, in order.
         """
         return tuple(
             replace(weight, sources=tuple(self._named(weight.sources)))
@@ -75,80 +81,103 @@ class PretrainedModel:
         )
 
     def outer(self, first: bool, last: bool) -> tuple[Weight, ...]:
-        """Return the parameters that the first and the last pipeline stage hold outside the layers."""
+        """Return the parameters outside the layers on the first and on the last pipeline stage."""
         return outer_weights(self.shape, first, last)
 
     def _named(self, sources: Iterable[Source]) -> Iterator[Source]:
-        rows: dict[str, int] = {}
+        """Yield sources under this family's names, each with its first row in a fused tensor."""
+        next_row: dict[str, int] = {}
         for source in sources:
             name = self.family.tensor_name(source.name)
-            yield replace(source, name=name, first=rows.get(name, 0))
-            rows[name] = rows.get(name, 0) + source.shape[0]
+            first = next_row.get(name, 0)
+            yield replace(source, name=name, first=first)
+            next_row[name] = first + source.shape[0]
 
     def tensors(self) -> Iterator[CheckpointTensor]:
-        """Yield every tensor of the checkpoint, in the order in which it lists them, fused ones in parts.
+        """Yield every tensor of the checkpoint in its order; a fused tensor is one entry per source.
 
         A tied output layer is not among them: its values are the embedding's.
         """
-        shape = self.shape
-        before, ends = self.outer(True, False), self.outer(True, True)
-        for weight in before:
-            yield from (CheckpointTensor(source.name, source) for source in weight.sources)
-        kinds: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
-        for layer in range(shape.layers):
-            common = shape.weights(layer)
-            if common not in kinds:
-                kinds[common] = self.weights(layer)
-            weights, prefix = kinds[common], LAYER.format(layer=layer)
-            for weight in weights:
-                if not weight.expert:
-                    for source in weight.sources:
-                        yield CheckpointTensor(prefix + source.name, source)
-            sources = [source for weight in weights if weight.expert for source in weight.sources]
-            for expert in range(shape.experts if sources else 0):
-                for source in sources:
-                    yield CheckpointTensor(prefix + source.name.format(expert=expert), source, expert)
-        for weight in ends[len(before) :]:
-            yield from (CheckpointTensor(source.name, source) for source in weight.sources)
+        before_layers = self.outer(True, False)
+        all_outer = self.outer(True, True)
+
+        for weight in before_layers:
+            for source in weight.sources:
+                yield CheckpointTensor(source.name, source)
+
+        # Equal layers are renamed once: a model of 100 layers has few kinds of them.
+        renamed: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
+        for layer in range(self.shape.layers):
+            common = self.shape.weights(layer)
+            if common not in renamed:
+                renamed[common] = self.weights(layer)
+            yield from self._layer_tensors(layer, renamed[common])
+
+        for weight in all_outer[len(before_layers) :]:
+            for source in weight.sources:
+                yield CheckpointTensor(source.name, source)
+
+    def _layer_tensors(self, layer: int, weights: Sequence[Weight]) -> Iterator[CheckpointTensor]:
+        """Yield the tensors of a layer: those outside routed experts, then expert by expert."""
+        prefix = LAYER.format(layer=layer)
+        for weight in weights:
+            if not weight.expert:
+                for source in weight.sources:
+                    yield CheckpointTensor(prefix + source.name, source)
+
+        expert_sources = [source for weight in weights if weight.expert for source in weight.sources]
+        if not expert_sources:
+            return
+        for expert in range(self.shape.experts):
+            for source in expert_sources:
+                yield CheckpointTensor(prefix + source.name.format(expert=expert), source, expert)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of the checkpoint by name, in order."""
         shapes: dict[str, tuple[int, ...]] = {}
         for tensor in self.tensors():
-            rows, *rest = tensor.source.shape
-            shapes[tensor.name] = (tensor.source.first + rows, *rest)
+            # The last source of a fused tensor ends at its last row.
+            rows, *trailing = tensor.source.shape
+            shapes[tensor.name] = (tensor.source.first + rows, *trailing)
         return shapes
 
     def is_further(self, name: str) -> bool:
-        """Say whether a checkpoint tensor is of a layer that predicts further tokens (MTP)."""
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        further = self.config.get("num_nextn_predict_layers") or 0
-        return bool(layer) and 0 <= int(layer.group(1)) - self.shape.layers < further
+        """Return whether a checkpoint tensor belongs to a multi-token prediction (MTP) layer."""
+        match = re.match(r"model\.layers\.(\d+)\.", name)
+        if match is None:
+            return False
+        # These layers are numbered behind the model's own.
+        mtp_layers = self.config.get("num_nextn_predict_layers") or 0
+        return 0 <= int(match.group(1)) - self.shape.layers < mtp_layers
 
     def has_separate_head(self, names: Container[str]) -> bool:
-        """Say whether these names of tensors have an output layer beside the embedding that it is tied to."""
+        """Return whether a checkpoint stores an output layer that config.json ties to the embedding.
+
+        ``names`` are the checkpoint's tensors.
+        """
         return self.shape.tied and not self.shape.scalar_head and OUTPUT in names and EMBEDDING in names
 
     def is_ignorable(self, name: str) -> bool:
-        """Say whether a checkpoint tensor that the model does not use may be skipped without a word.
+        """Return whether a checkpoint tensor that the model does not use is skipped without a warning.
 
-        These are rotary frequencies of old checkpoints, an output layer that is tied or replaced by a head
-        of one number, and layers that predict further tokens, which follow the model's own.
+        These are rotary frequencies of old checkpoints, an output layer that is tied or replaced by a scalar
+        head, and multi-token prediction layers.
         """
         if self.is_further(name):
             return True
-        unused = self.shape.tied or self.shape.scalar_head
-        return name.endswith("rotary_emb.inv_freq") or (name == OUTPUT and unused)
+        output_unused = self.shape.tied or self.shape.scalar_head
+        return name.endswith("rotary_emb.inv_freq") or (name == OUTPUT and output_unused)
 
 
 def weight_files(path: Path) -> list[Path] | None:
-    """Return the files that hold the weights of a checkpoint's folder, None where its index names them.
+    """Return the weight files of a checkpoint's folder; None if its index lists them.
 
-    A folder may hold further tensors that are not the model's: adapters that were merged into it, Mistral's
-    `consolidated.safetensors`, the index of shards that were joined. The order is that of transformers:
-    `model.safetensors` alone where there is one, else the shards of the index.
+    A folder may contain further tensors that are not the model's: adapters that were merged into it,
+    Mistral's `consolidated.safetensors`, the index of shards that were joined. The precedence is that of
+    transformers: `model.safetensors` alone if it exists, otherwise the shards of the index.
     """
     single = path / SINGLE
+    # A dangling link counts as existing, so that reading it reports the missing file.
     if os.path.lexists(single):
         return [single]
     if (path / INDEX).is_file():
@@ -158,16 +187,18 @@ def weight_files(path: Path) -> list[Path] | None:
 
 
 def separate_head_error(path: Path, shapes: Mapping[str, Sequence[int]], what: str) -> UserError:
-    """Return the error of a checkpoint whose output layer is not the embedding that config.json ties it to.
+    """Return the error of a checkpoint whose output layer differs from the embedding it is tied to.
 
-    transformers and vLLM do not tie the two then, and train or sample with the output layer. ``shapes`` are
-    those of the stored tensors by name; ``what`` says how the two differ.
+    transformers and vLLM do not tie the two in this case, and train or sample with the output layer.
+    ``shapes`` are the stored shapes by tensor name; ``what`` describes the difference.
     """
-    head, embedding = (tuple(shapes[name]) for name in (OUTPUT, EMBEDDING))
+    head = tuple(shapes[OUTPUT])
+    embedding = tuple(shapes[EMBEDDING])
     if head == embedding:
         fix = f"set tie_word_embeddings to false in {path / 'config.json'}: {OUTPUT} is then trained as it is"
     else:
         fix = f"use a checkpoint whose {OUTPUT} has the rows of {EMBEDDING}"
+
     return UserError(
         f"the checkpoint has an output layer of its own, and config.json ties it to {EMBEDDING}",
         where=str(path),
@@ -180,8 +211,8 @@ def separate_head_error(path: Path, shapes: Mapping[str, Sequence[int]], what: s
 def describe(config: Mapping[str, Any], place: str = "config.json") -> PretrainedModel:
     """Return the model of a config.json, as a checkpoint or ``PretrainedConfig.to_dict()`` has it.
 
-    Raises UserError for a family that is not in the table, and UserErrors for values that are missing or not
-    supported.
+    ``place`` is the file that errors name. Raises UserError for a family that is not in the table, and
+    UserErrors for values that are missing or not supported.
     """
     family = family_of(config, place)
     normal = family.normal(config)
@@ -192,38 +223,49 @@ def describe(config: Mapping[str, Any], place: str = "config.json") -> Pretraine
 
 
 def family_of(config: Mapping[str, Any], place: str = "config.json") -> Family:
-    """Return the family of a config.json, by its ``architectures``, else by its ``model_type``."""
-    names = config.get("architectures")
-    architecture = names[0] if isinstance(names, list) and names else None
-    kind = config.get("model_type")
+    """Return the family of a config.json, by its ``architectures`` or else by its ``model_type``.
+
+    ``place`` is the file that errors name. Raises UserError for any family that cannot be trained.
+    """
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    model_type = config.get("model_type")
+    supported = [family.architecture for family in FAMILIES.values()]
+
     for family in FAMILIES.values():
-        if architecture is None and kind == family.model_type:
+        if architecture is None and model_type == family.model_type:
             return family
         if architecture in (family.architecture, family.scalar_architecture):
             return family
+
     for refused in REFUSED:
-        if architecture == refused.architecture or (architecture is None and kind == refused.model_type):
+        if architecture == refused.architecture or (
+            architecture is None and model_type == refused.model_type
+        ):
             raise UserError(
                 f"{refused.title} cannot be trained",
                 where=f"{place}: architectures",
-                expected="one of " + ", ".join(sorted(family.architecture for family in FAMILIES.values())),
+                expected="one of " + ", ".join(sorted(supported)),
                 got=f"{refused.architecture}; missing: {refused.missing}",
                 fix="use a checkpoint of another family",
             )
-    name, known = str(architecture or kind or ""), [family.architecture for family in FAMILIES.values()]
-    close = nearest(name, [*known, *FAMILIES])
+
+    # A multimodal model has the config.json of its language model under text_config.
+    name = str(architecture or model_type or "")
     inner = config.get("text_config")
-    text = nearest(str(inner.get("model_type")), FAMILIES) if isinstance(inner, Mapping) else None
-    if text:
-        fix = f"save the language model alone: {FAMILIES[text].architecture}.from_pretrained(PATH)"
+    inner_family = nearest(str(inner.get("model_type")), FAMILIES) if isinstance(inner, Mapping) else None
+    close = nearest(name, [*supported, *FAMILIES])
+    if inner_family:
+        fix = f"save the language model alone: {FAMILIES[inner_family].architecture}.from_pretrained(PATH)"
+    elif close:
+        fix = f"correct the name, if {close} is meant"
     else:
         fix = "use a checkpoint of one of these architectures; docs/models.md says what each can do"
-        if close:
-            fix = f"correct the name, if {close} is meant"
+
     raise UserError(
         f"the model's architecture {name or '(none named)'} is not supported",
         where=f"{place}: architectures",
-        expected="one of " + ", ".join(sorted([*known, *FAMILIES])),
+        expected="one of " + ", ".join(sorted([*supported, *FAMILIES])),
         got=name or "no `architectures`",
         fix=fix,
     )
@@ -235,12 +277,12 @@ def read_pretrained(path: Path) -> PretrainedModel:
 
 
 def download_command(path: str) -> str:
-    """Return the command that fetches a model to the folder where it is looked for."""
+    """Return the command that downloads a model to the local folder ``path``."""
     return f"hf download ORGANISATION/{path.rpartition('/')[2]} --local-dir {path}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a config.json; raises UserError where there is none."""
+    """Read the JSON object of a config.json; raises UserError for a missing or malformed file."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -251,6 +293,7 @@ def read_json(path: Path) -> dict[str, Any]:
             got=str(error),
             fix="copy the file again from the checkpoint",
         ) from error
+
     if not isinstance(raw, dict):
         raise UserError(
             "the model's config.json is not a JSON object",

@@ -1,4 +1,8 @@
-"""Shapes of models by name or config.json, also of those that can be planned and not trained."""
+"""Shapes of models by preset name or config.json, including models that can be planned but not trained.
+
+A config.json of a family in the table is read by the family. Any other decoder is read by the keys that most
+models share, which is enough to count its parameters, FLOPs and memory.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,16 @@ from megatron_rl.shapes.family import ConfigReader, Fields, common_sizes, latent
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, read_json, read_pretrained
 
+# Properties of model types that their config.json does not contain.
 _TWO_MATRIX = ("gpt", "gpt2", "gpt_neox", "opt", "falcon", "phi", "starcoder2", "bloom")
+"""The MLP is not gated."""
 _QKV_BIAS_ONLY = ("qwen2_moe", "glm4")
+"""``attention_bias`` does not include the output projection."""
 _QK_NORM = ("qwen3_next", "qwen3_5_moe")
+"""Queries and keys are normalised."""
 _ROUTER_BIAS = ("kimi_k2", "gpt_oss")
-_FEATURES = (
+"""The router has biases."""
+_UNTRAINABLE_FEATURES = (
     ("gated", False, "an MLP of two matrices"),
     ("layer_norm", True, "LayerNorm"),
     ("learned_positions", None, "learned positions"),
@@ -29,6 +38,7 @@ _FEATURES = (
     ("shared_gate", True, "a gate on shared experts"),
     ("expert_bias", True, "biases in experts"),
 )
+"""Fields of `ModelShape` that no layer here implements: field, its value (None for any true one), noun."""
 
 
 @lru_cache(maxsize=1)
@@ -38,44 +48,49 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
 
 
 def load_shape(reference: str | Mapping[str, Any]) -> ModelShape:
-    """Return the shape of a model that `named_config` knows, or of an inline configuration."""
+    """Return the shape of a model by a reference of `named_config`, or by an inline configuration."""
     if isinstance(reference, Mapping):
         config = reference.get("config", reference)
         return shape_of(config, str(reference.get("name", config.get("_name_or_path") or "inline model")))
+
     name, config = named_config(reference)
     return shape_of(config, name)
 
 
 def named_config(reference: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the config.json of a checkpoint directory, of the file itself, or of a preset.
+    """Return name and config.json of a checkpoint directory, of a config.json file, or of a preset.
 
-    Raises UserError naming the nearest preset when nothing is found.
+    Raises UserError with the nearest preset for any other reference.
     """
     path = Path(reference)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return reference, read_json(path)
-    known = {name.lower(): name for name in presets()}
-    short = reference.lower().rsplit("/", 1)[-1]
-    if short in known:
-        return known[short], presets()[known[short]]["config"]
-    names = sorted(presets())
-    close = nearest(short, names)
+
+    # Presets match without the organisation and in any case: Qwen/Qwen3-8B is qwen3-8b.
+    names = {name.lower(): name for name in presets()}
+    short_name = reference.lower().rsplit("/", 1)[-1]
+    if short_name in names:
+        name = names[short_name]
+        return name, presets()[name]["config"]
+
+    close = nearest(short_name, sorted(presets()))
+    suggestion = f"did you mean {close}? " if close else ""
     raise UserError(
         f"unknown model {reference!r}",
         where="MODEL",
         expected="a preset name, a Hugging Face directory, or a config.json",
         got=reference,
-        fix=f"{f'did you mean {close}? ' if close else ''}presets: {', '.join(names)}",
+        fix=f"{suggestion}presets: {', '.join(sorted(presets()))}",
     )
 
 
 def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
-    """Return the shape of any decoder's config.json: by its family, else from the keys most models share.
+    """Return the shape of any decoder's config.json: by its family, else by the keys that most models share.
 
-    Raises UserErrors naming the missing keys.
+    Raises UserErrors that name the missing keys.
     """
-    config = config.get("text_config") or config
+    config = config.get("text_config") or config  # the language model of a multimodal one
     family = FAMILIES.get(str(config.get("model_type", "")))
     if family is None:
         reader = ConfigReader(config, name)
@@ -83,19 +98,23 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     else:
         reader = ConfigReader(family.normal(config), name)
         shape = replace(family.shape(reader), name=name)
+
     require_none(reader.errors)
     return shape
 
 
 def read_trainable(path: Path, errors: list[UserError]) -> PretrainedModel | None:
-    """Return the model of a config.json that can be trained; else add what is wrong to ``errors``."""
+    """Return the model of a config.json that can be trained; otherwise extend ``errors`` and return None."""
     try:
         return read_pretrained(path)
     except UserError as error:
-        lacking = _untrainable(path)
+        features = _untrainable_features(path)
         for single in each(error):
-            errors.append(replace(single, got=f"{single.got}, which needs {lacking}") if lacking else single)
+            if features:
+                single = replace(single, got=f"{single.got}, which needs {features}")
+            errors.append(single)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        # Values of another type than transformers writes fail anywhere in a family's structure.
         errors.append(
             UserError(
                 "the model's config.json has a value that means nothing",
@@ -108,8 +127,8 @@ def read_trainable(path: Path, errors: list[UserError]) -> PretrainedModel | Non
     return None
 
 
-def _untrainable(path: Path) -> str:
-    """Return what a model that can only be planned has that no family in the table has."""
+def _untrainable_features(path: Path) -> str:
+    """Return the `untrainable` features of a model, comma-separated; empty if its shape cannot be read."""
     try:
         return ", ".join(untrainable(shape_of(read_json(path))))
     except (UserError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
@@ -117,26 +136,33 @@ def _untrainable(path: Path) -> str:
 
 
 def untrainable(shape: ModelShape) -> list[str]:
-    """Return what a shape has that the layers of this package have not."""
-    return [words for name, value, words in _FEATURES if _has(getattr(shape, name), value)]
-
-
-def _has(value: Any, wanted: Any) -> bool:
-    return bool(value) if wanted is None else value == wanted
+    """Return the features of a shape that no layer here implements, as nouns."""
+    features = []
+    for name, feature_value, noun in _UNTRAINABLE_FEATURES:
+        value = getattr(shape, name)
+        if value == feature_value or (feature_value is None and value):
+            features.append(noun)
+    return features
 
 
 def _read(reader: ConfigReader, name: str) -> ModelShape:
-    """Read the keys most models share; kv heads default to heads, the MLP's width to four times hidden."""
+    """Read the keys that most models share.
+
+    Key-value heads default to heads, the MLP's width to four times the hidden size.
+    """
     config = reader.config
-    kind = str(config.get("model_type", ""))
+    model_type = str(config.get("model_type", ""))
     sizes = common_sizes(reader)
-    hidden, layers = sizes["hidden"], sizes["layers"]
-    gemma = kind.startswith("gemma")
+    layers = sizes["layers"]
+
+    # Structure that follows from the model type unless config.json has a key for it.
+    gemma = model_type.startswith("gemma")
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
-    gated = gemma or not (activation.startswith(("gelu", "relu")) or kind in _TWO_MATRIX)
-    bias = bool(config.get("attention_bias", kind == "qwen2_moe"))
+    gated = gemma or not (activation.startswith(("gelu", "relu")) or model_type in _TWO_MATRIX)
+    bias = bool(config.get("attention_bias", model_type == "qwen2_moe"))
     learned = config.get("position_embedding_type") == "learned"
-    width = reader.size("intermediate_size", 4 * hidden)
+
+    width = reader.size("intermediate_size", 4 * sizes["hidden"])
     fields: Fields = {
         "name": name,
         **sizes,
@@ -145,45 +171,52 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
         "gated": gated,
         "layer_norm": config.get("norm") == "layernorm" or (not gated and config.get("norm") is None),
         "qkv_bias": bias,
-        "output_bias": bias and kind not in _QKV_BIAS_ONLY,
+        "output_bias": bias and model_type not in _QKV_BIAS_ONLY,
         "mlp_bias": reader.flag("mlp_bias"),
-        "qk_norm": bool(config.get("qk_norm", config.get("use_qk_norm", kind in _QK_NORM))),
+        "qk_norm": bool(config.get("qk_norm", config.get("use_qk_norm", model_type in _QK_NORM))),
         "learned_positions": reader.count("max_position_embeddings") if learned else 0,
     }
-    return ModelShape(
-        **{
-            **fields,
-            **sliding(reader, layers),
-            **_mixture(reader, layers),
-            **(latent_sizes(reader) if reader.flag("kv_lora_rank") else {}),
-            **_delta_nets(reader, layers),
-        }
-    )
+
+    fields |= sliding(reader, layers)
+    fields |= _mixture(reader, layers)
+    if reader.flag("kv_lora_rank"):
+        fields |= latent_sizes(reader)
+    fields |= _delta_nets(reader, layers)
+    return ModelShape(**fields)
 
 
 def _mixture(reader: ConfigReader, layers: int) -> Fields:
-    counts = [key for key in ("num_experts", "n_routed_experts", "num_local_experts") if reader.flag(key)]
-    if not counts:
+    """Read a mixture of experts in the spelling of any family."""
+    count_keys = [key for key in ("num_experts", "n_routed_experts", "num_local_experts") if reader.flag(key)]
+    if not count_keys:
         return {}
-    kind = str(reader.get("model_type", ""))
+
+    model_type = str(reader.get("model_type", ""))
     width = reader.size("moe_intermediate_size", reader.size("intermediate_size"))
-    shared, gate = reader.count("shared_expert_intermediate_size"), True
+
+    # Shared experts: Qwen gives their width and gates them, DeepSeek their number, Llama 4 has one.
+    shared_width = reader.count("shared_expert_intermediate_size")
+    gate = True
     if reader.flag("n_shared_experts"):
-        shared, gate = reader.count("n_shared_experts") * width, False
-    if kind.startswith("llama4"):
-        shared, gate = width, False
+        shared_width = reader.count("n_shared_experts") * width
+        gate = False
+    if model_type.startswith("llama4"):
+        shared_width = width
+        gate = False
+
+    # Dense layers: listed, the first ones, or all but every step-th.
     step = reader.size("decoder_sparse_step", reader.size("interleave_moe_layer_step", 1))
-    first = reader.count("first_k_dense_replace")
-    plain = reader.get("mlp_only_layers") or range(first)
+    first_dense = reader.count("first_k_dense_replace")
+    dense = reader.get("mlp_only_layers") or range(first_dense)
     return {
-        "experts": reader.size(counts[0]),
+        "experts": reader.size(count_keys[0]),
         "experts_per_token": reader.size("num_experts_per_tok", reader.size("experts_per_token", 2)),
         "expert_width": width,
-        "shared_width": shared,
-        "shared_gate": gate and shared > 0,
-        "router_bias": bool(reader.get("router_bias", kind in _ROUTER_BIAS)),
-        "expert_bias": kind == "gpt_oss",
-        "dense_layers": tuple(layer for layer in range(layers) if layer in plain or (layer + 1) % step),
+        "shared_width": shared_width,
+        "shared_gate": gate and shared_width > 0,
+        "router_bias": bool(reader.get("router_bias", model_type in _ROUTER_BIAS)),
+        "expert_bias": model_type == "gpt_oss",
+        "dense_layers": tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
     }
 
 
@@ -191,14 +224,16 @@ def _delta_nets(reader: ConfigReader, layers: int) -> Fields:
     """Read gated delta nets: every layer but each ``full_attention_interval``-th has one."""
     if not (reader.flag("full_attention_interval") and reader.flag("linear_num_value_heads")):
         return {}
+
     interval = reader.size("full_attention_interval")
-    heads, size = reader.size("linear_num_value_heads"), reader.size("linear_value_head_dim")
+    value_heads = reader.size("linear_num_value_heads")
+    value_dim = reader.size("linear_value_head_dim")
     return {
         "linear_layers": tuple(layer for layer in range(layers) if (layer + 1) % interval),
         "linear_qk": reader.size("linear_num_key_heads") * reader.size("linear_key_head_dim"),
-        "linear_v": heads * size,
-        "linear_v_heads": heads,
-        "linear_v_head_dim": size,
+        "linear_v": value_heads * value_dim,
+        "linear_v_heads": value_heads,
+        "linear_v_head_dim": value_dim,
         "linear_conv": reader.size("linear_conv_kernel_dim", 4),
         "output_gate": bool(reader.get("attn_output_gate", True)),
     }

@@ -1,4 +1,4 @@
-"""Families that cannot be trained, with what is missing for each."""
+"""Model families that are recognised and cannot be trained, with the feature that each one lacks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RefusedFamily:
-    """Name a family as `Family` does, and what Megatron-Core or this project lacks for it."""
+    """Model family that cannot be trained."""
 
     title: str
+    """Display name of the family."""
     model_type: str
+    """``model_type`` of its config.json."""
     architecture: str
+    """The transformers class of the language model."""
     missing: str
+    """Feature that Megatron-Core or this project lacks for it."""
 
 
 REFUSED = (

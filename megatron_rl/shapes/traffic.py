@@ -1,7 +1,7 @@
-"""The bytes that moving the actor's weights into the rollout engine sends: exact, from sizes alone.
+"""The bytes that a weight sync from the actor to the rollout engine sends: exact, from sizes alone.
 
-A rank receives what it needs and does not hold. Layers that lie alike are worked out once, so that a model
-of any size on any number of ranks takes milliseconds.
+A rank receives the parts of tensors that it needs and does not hold. Layers with the same parameters are
+computed once, so that a model of any size on any number of ranks takes milliseconds.
 """
 
 from __future__ import annotations
@@ -19,126 +19,147 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pipeline_stages import stage_layers
 
 VOCABULARY_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this before it cuts it."""
+"""vLLM pads the vocabulary to a multiple of this before it shards it."""
 
 
 class Slice(NamedTuple):
-    """Say which part of a tensor is meant: ``start`` to ``stop`` of dimension ``dim``, all of the others."""
+    """Part of a tensor: ``start`` to ``stop`` of dimension ``dim``, and all of the other dimensions."""
 
     dim: int
     start: int
     stop: int
 
 
-def trainer_slices(weight: Weight, part: int, parts: int, kv_heads: int) -> tuple[Slice, ...]:
-    """Return what one of ``parts`` tensor-parallel ranks holds of each source of a Megatron parameter.
+def trainer_slices(weight: Weight, rank: int, ranks: int, kv_heads: int) -> tuple[Slice, ...]:
+    """Return the slice of each source of a Megatron parameter on one of ``ranks`` tensor-parallel ranks.
 
-    ``latent`` parameters are cut, as Megatron's own layers cut them.
+    ``latent`` parameters are sharded, as in Megatron's own layers.
     """
     if weight.cut == "query_key_value":
-        return _interleaved([source.shape[0] // kv_heads for source in weight.sources], kv_heads, part, parts)
+        group_rows = [source.shape[0] // kv_heads for source in weight.sources]
+        return _interleaved(group_rows, kv_heads, rank, ranks)
+
     if weight.cut in ("whole", "stacked"):
-        part, parts = 0, 1
+        rank = 0
+        ranks = 1
     dim = 1 if weight.cut == "columns" else 0
-    share = _padded_share if weight.cut == "vocabulary" else _share
-    return tuple(Slice(dim, *share(source.shape[dim], part, parts)) for source in weight.sources)
+    bounds = _padded_share if weight.cut == "vocabulary" else _share
+    return tuple(Slice(dim, *bounds(source.shape[dim], rank, ranks)) for source in weight.sources)
 
 
-def _interleaved(sizes: Sequence[int], groups: int, part: int, parts: int) -> tuple[Slice, ...]:
-    """Return the rows of queries, keys and values that lie in one of the equal parts of their interleaving.
+def _interleaved(group_rows: Sequence[int], groups: int, rank: int, ranks: int) -> tuple[Slice, ...]:
+    """Return the rows of queries, keys and values on one of the ranks that share their interleaving equally.
 
-    ``sizes`` are the rows of each in a group: a group's queries come first, then its key, its value, and the
-    next group. A part may begin and end inside a group.
+    ``group_rows`` are the rows of each in a group. The interleaving has the queries of a group first, then
+    its key and its value, and then the next group. A rank's share may begin and end inside a group.
     """
-    group = sum(sizes)
+    group_size = sum(group_rows)
 
-    def rows(end: int, before: int, size: int) -> int:
-        whole, rest = divmod(end, group)
-        return whole * size + min(max(rest - before, 0), size)
+    def rows_before(end: int, offset: int, size: int) -> int:
+        """Count the rows of a tensor, at ``offset`` in each group, before row ``end`` of the interleaving."""
+        complete_groups, remainder = divmod(end, group_size)
+        return complete_groups * size + min(max(remainder - offset, 0), size)
 
-    low, high = _share(groups * group, part, parts)
-    slices, before = [], 0
-    for size in sizes:
-        slices.append(Slice(0, rows(low, before, size), rows(high, before, size)))
-        before += size
+    low, high = _share(groups * group_size, rank, ranks)
+    slices = []
+    offset = 0
+    for size in group_rows:
+        slices.append(Slice(0, rows_before(low, offset, size), rows_before(high, offset, size)))
+        offset += size
     return tuple(slices)
 
 
-def engine_slice(source: Source, place: int, places: int, kv_heads: int) -> Slice:
-    """Return what vLLM's rank ``place`` of a replica of ``places`` ranks holds of a checkpoint tensor."""
+def engine_slice(source: Source, rank: int, replica_size: int, kv_heads: int) -> Slice:
+    """Return the slice of a checkpoint tensor on a tensor-parallel rank of a vLLM replica."""
     size = source.shape[0]
     if source.engine == "whole":
         return Slice(0, 0, size)
     if source.engine == "columns":
-        return Slice(1, *_share(source.shape[1], place, places))
+        return Slice(1, *_share(source.shape[1], rank, replica_size))
     if source.engine == "vocabulary":
-        return Slice(0, *_padded_share(size, place, places, VOCABULARY_MULTIPLE))
-    if source.engine == "heads" and kv_heads < places:
-        place, places = place * kv_heads // places, kv_heads
-    return Slice(0, *_share(size, place, places))
+        return Slice(0, *_padded_share(size, rank, replica_size, VOCABULARY_MULTIPLE))
+
+    if source.engine == "heads" and kv_heads < replica_size:
+        # Consecutive ranks hold copies of one head.
+        return Slice(0, *_share(size, rank * kv_heads // replica_size, kv_heads))
+    return Slice(0, *_share(size, rank, replica_size))
 
 
-def engine_experts(experts: int, place: int, places: int) -> range:
-    """Return the experts of a rank where whole experts are dealt out over a replica, as vLLM deals them."""
-    each, more = divmod(experts, places)
-    start = place * each + min(place, more)
-    return range(start, start + each + (place < more))
+def engine_experts(experts: int, rank: int, replica_size: int) -> range:
+    """Return the experts of a rank under vLLM's expert parallelism, which distributes complete experts.
+
+    The first ranks get one more if the number of experts is not divisible.
+    """
+    quotient, remainder = divmod(experts, replica_size)
+    start = rank * quotient + min(rank, remainder)
+    return range(start, start + quotient + (rank < remainder))
 
 
-def _share(size: int, part: int, parts: int) -> tuple[int, int]:
-    return size * part // parts, size * (part + 1) // parts
+def _share(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return start and stop of one rank's equal share of ``size``."""
+    return size * rank // ranks, size * (rank + 1) // ranks
 
 
-def _padded_share(size: int, part: int, parts: int, multiple: int = 1) -> tuple[int, int]:
-    """Return the share of a size that is padded to a multiple, and to equal parts, before it is cut."""
-    rows = -(-size // multiple) * multiple
-    rows = -(-rows // parts)
-    return min(part * rows, size), min((part + 1) * rows, size)
+def _padded_share(size: int, rank: int, ranks: int, multiple: int = 1) -> tuple[int, int]:
+    """Return start and stop of one rank's share of a size, padded to a multiple and to equal shares."""
+    padded = -(-size // multiple) * multiple
+    rows = -(-padded // ranks)
+    return min(rank * rows, size), min((rank + 1) * rows, size)
 
 
 def _common_elements(source: Source, first: Slice, second: Slice) -> int:
-    """Count the elements of a tensor that lie in both slices."""
+    """Count the elements of a tensor that are in both slices."""
+    # Slices of different dimensions always meet: in a box of both lengths.
     if first.dim != second.dim:
-        lengths = math.prod(part.stop - part.start for part in (first, second))
+        lengths = math.prod(piece.stop - piece.start for piece in (first, second))
         return lengths * source.elements // (source.shape[first.dim] * source.shape[second.dim])
+
     length = min(first.stop, second.stop) - max(first.start, second.start)
     return max(0, length) * source.elements // source.shape[first.dim]
 
 
 @dataclass(frozen=True)
 class SharedBytes:
-    """Hold the bytes that each place in an engine replica needs, and those of them that actor ranks hold.
+    """Bytes of weights that each rank of an engine replica needs, and that the actor's ranks hold of them.
 
-    ``held`` is by actor rank, then by place; ``model_bytes`` are those of one whole copy.
+    Example, two ranks that both need 100 bytes: ``SharedBytes((100, 100), {0: [50, 0], 1: [0, 50]}, 200)``.
     """
 
     needed: tuple[int, ...]
+    """Bytes, [ranks of a replica]."""
     held: Mapping[int, Sequence[int]]
+    """Bytes by global rank of the actor, then [ranks of a replica]."""
     model_bytes: int
+    """Bytes of one complete copy of the weights."""
 
     def lacking(self, rank: int, place: int) -> int:
-        """Return the bytes that a rank receives when it takes a place."""
-        held = self.held.get(rank)
-        return self.needed[place] - (0 if held is None else held[place])
+        """Return the bytes that a global rank receives as rank ``place`` of a replica."""
+        resident = self.held.get(rank)
+        if resident is None:
+            return self.needed[place]
+        return self.needed[place] - resident[place]
 
     def traffic(self, ranks: Sequence[int]) -> WeightTraffic:
-        """Return the bytes of a movement into an engine whose replicas are consecutive ``ranks``."""
-        places = len(self.needed)
-        place_of = {rank: index % places for index, rank in enumerate(ranks)}
+        """Return the bytes of a weight sync into an engine whose replicas are consecutive ``ranks``."""
+        replica_size = len(self.needed)
+        ranks_in_replica = {rank: index % replica_size for index, rank in enumerate(ranks)}
         return WeightTraffic(
             self.model_bytes,
-            {rank: self.needed[place] for rank, place in place_of.items()},
-            {rank: self.lacking(rank, place) for rank, place in place_of.items()},
+            {rank: self.needed[index] for rank, index in ranks_in_replica.items()},
+            {rank: self.lacking(rank, index) for rank, index in ranks_in_replica.items()},
         )
 
 
 @dataclass(frozen=True)
 class WeightTraffic:
-    """Hold the bytes of one movement of weights, needed and received by rollout rank."""
+    """Bytes of one weight sync."""
 
     model_bytes: int
+    """Bytes of one complete copy of the weights."""
     needed: Mapping[int, int]
+    """Bytes that a rank generates with, by global rollout rank."""
     received: Mapping[int, int]
+    """Bytes that a rank receives, by global rollout rank."""
 
     @property
     def received_most(self) -> int:
@@ -147,7 +168,7 @@ class WeightTraffic:
 
 
 def byte_words(count: float) -> str:
-    """Return bytes as ``1.90 GB``, in powers of ten, as the rates of networks are given."""
+    """Format bytes as ``1.90 GB``, in powers of ten like the rates of networks."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.2f} {unit}"
@@ -164,117 +185,140 @@ def shared_bytes(
     whole_experts: bool = False,
     lora: Lora | None = None,
 ) -> SharedBytes:
-    """Return what the ranks of an engine replica need of a model, and what the actor's ranks hold of that.
+    """Return the bytes that each rank of an engine replica needs, and that the actor's ranks hold of them.
 
-    ``itemsize`` is the bytes of an element in the engine, ``settings`` are Megatron's for uneven stages.
-    With ``whole_experts`` the engine deals whole experts out to its ranks (vLLM's expert parallelism). With
-    ``lora`` only adapters move; tensors that a family stores as one are counted with an A each.
+    ``places`` is the number of ranks of the replica, ``itemsize`` the bytes of an element in the engine,
+    ``settings`` are Megatron's for uneven stages. ``whole_experts`` selects vLLM's expert parallelism. With
+    ``lora`` only adapters are sent; tensors that a family fuses into one are counted with an A each.
     """
-    engine, alone = _Engine(shape, places, itemsize, whole_experts, lora), ParallelLayout((0,))
+    engine = _Engine(shape, places, itemsize, whole_experts, lora)
+
+    # A trainer on one rank holds everything: its common bytes are those that the engine needs.
+    single_rank = ParallelLayout((0,))
+    model = _Engine(shape, 1, itemsize, lora=lora)
     return SharedBytes(
-        needed=tuple(engine.in_common(alone)[0]),
-        held=engine.in_common(actor, settings),
-        model_bytes=_Engine(shape, 1, itemsize, lora=lora).in_common(alone)[0][0],
+        needed=tuple(engine.common_bytes(single_rank)[0]),
+        held=engine.common_bytes(actor, settings),
+        model_bytes=model.common_bytes(single_rank)[0][0],
     )
 
 
 Weights = tuple[Weight, ...]
 
 
-class _Common(NamedTuple):
-    """Bytes of one layer that trainer and engine both have, by place in the engine.
-
-    ``dense`` is by the trainer's tensor-parallel rank, ``experts`` by its expert- and expert-tensor-parallel
-    rank.
-    """
+class _CommonBytes(NamedTuple):
+    """Bytes of one layer that trainer and engine have in common, [ranks of a replica] in the inner lists."""
 
     dense: list[list[int]]
+    """By tensor-parallel rank of the trainer."""
     experts: dict[tuple[int, int], list[int]]
+    """By expert-parallel and expert-tensor-parallel rank of the trainer."""
 
 
 @dataclass(frozen=True)
 class _Engine:
-    """An engine replica of one model on ``places`` ranks."""
+    """Replica of a rollout engine with one model."""
 
     shape: ModelShape
-    places: int
+    replica_size: int
+    """Ranks of the replica."""
     itemsize: int
+    """Bytes of an element."""
     whole_experts: bool = False
+    """Each rank holds complete experts (vLLM's expert parallelism)."""
     lora: Lora | None = None
+    """The adapters to sync; None syncs the weights."""
 
-    def in_common(
+    def common_bytes(
         self, trainer: ParallelLayout, settings: Mapping[str, Any] | None = None
     ) -> dict[int, list[int]]:
-        """Return by rank of a trainer, then by place in the engine, the bytes that both have."""
-        shape, result = self.shape, {}
-        known: dict[Weights, _Common] = {}
-        stages = stage_layers(shape.layers, trainer, settings)
+        """Return the bytes that ranks have in common: by global rank of a trainer, [ranks of a replica]."""
+        result: dict[int, list[int]] = {}
+        layer_bytes: dict[Weights, _CommonBytes] = {}
+        stages = stage_layers(self.shape.layers, trainer, settings)
+
         for stage, ranks in enumerate(trainer.groups("tensor", "context", "data")):
-            counts = Counter(self._layer(layer) for layer in stages[stage])
+            # Count the equal layers of the stage; embedding and output layer are one more entry.
+            counts = Counter(self._layer_weights(layer) for layer in stages[stage])
             if self.lora is None:
-                counts[outer_weights(shape, stage == 0, stage == trainer.pipeline - 1)] += 1
-            for weights in counts.keys() - known.keys():
-                known[weights] = self._common(weights, trainer)
-            kinds = [(count, known[weights]) for weights, count in counts.items()]
+                counts[outer_weights(self.shape, stage == 0, stage == trainer.pipeline - 1)] += 1
+            for weights in counts.keys() - layer_bytes.keys():
+                layer_bytes[weights] = self._layer_bytes(weights, trainer)
+            stage_bytes = [(count, layer_bytes[weights]) for weights, count in counts.items()]
+
+            # Ranks with the same coordinates in both grids, dense and expert, hold the same shards.
             by_shard: dict[tuple[int, tuple[int, int]], list[int]] = {}
             for position, rank in enumerate(ranks):
-                rest, expert_tensor = divmod(position, trainer.expert_tensor)
-                tensor, expert = position % trainer.tensor, (rest % trainer.expert, expert_tensor)
+                quotient, expert_tensor = divmod(position, trainer.expert_tensor)
+                tensor = position % trainer.tensor
+                expert = (quotient % trainer.expert, expert_tensor)
                 if (tensor, expert) not in by_shard:
                     by_shard[tensor, expert] = [
                         sum(
-                            count * (common.dense[tensor][place] + common.experts[expert][place])
-                            for count, common in kinds
+                            count * (common.dense[tensor][index] + common.experts[expert][index])
+                            for count, common in stage_bytes
                         )
-                        for place in range(self.places)
+                        for index in range(self.replica_size)
                     ]
                 result[rank] = by_shard[tensor, expert]
         return result
 
-    def _layer(self, layer: int) -> Weights:
+    def _layer_weights(self, layer: int) -> Weights:
+        """Return the parameters of a layer that are synced."""
         weights = self.shape.weights(layer)
         return weights if self.lora is None else adapter_weights(weights, self.lora)
 
-    def _common(self, weights: Weights, trainer: ParallelLayout) -> _Common:
+    def _layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _CommonBytes:
+        """Return the common bytes of a layer, or of the parameters outside the layers."""
         dense = [weight for weight in weights if not weight.expert]
         routed = [weight for weight in weights if weight.expert]
-        count, parts = self.shape.experts // trainer.expert, trainer.expert_tensor
-        one_expert = self._bytes(routed, parts, 1 if self.whole_experts else self.places)
-        experts = {}
-        for expert in range(trainer.expert):
-            held = range(expert * count, (expert + 1) * count)
-            for part in range(parts):
-                experts[expert, part] = [
-                    _length(held, engine_experts(self.shape.experts, place, self.places))
-                    * one_expert[part][0]
-                    if self.whole_experts
-                    else count * one_expert[part][place]
-                    for place in range(self.places)
-                ]
-        return _Common(self._bytes(dense, trainer.tensor, self.places), experts)
+        experts_per_rank = self.shape.experts // trainer.expert
 
-    def _bytes(self, weights: Iterable[Weight], parts: int, places: int) -> list[list[int]]:
-        result, kv_heads = [[0] * places for _ in range(parts)], self.shape.kv_heads
+        # An expert is complete on one rank of the engine, or sharded over all of them.
+        expert_shards = 1 if self.whole_experts else self.replica_size
+        one_expert = self._bytes(routed, trainer.expert_tensor, expert_shards)
+
+        experts: dict[tuple[int, int], list[int]] = {}
+        for expert in range(trainer.expert):
+            local = range(expert * experts_per_rank, (expert + 1) * experts_per_rank)
+            for expert_tensor in range(trainer.expert_tensor):
+                shards = one_expert[expert_tensor]
+                if self.whole_experts:
+                    experts[expert, expert_tensor] = [
+                        self._common_experts(local, index) * shards[0] for index in range(self.replica_size)
+                    ]
+                else:
+                    experts[expert, expert_tensor] = [experts_per_rank * size for size in shards]
+
+        return _CommonBytes(self._bytes(dense, trainer.tensor, self.replica_size), experts)
+
+    def _common_experts(self, local: range, index: int) -> int:
+        """Count the trainer rank's ``local`` experts that rank ``index`` of the replica holds too."""
+        resident = engine_experts(self.shape.experts, index, self.replica_size)
+        return max(0, min(local.stop, resident.stop) - max(local.start, resident.start))
+
+    def _bytes(self, weights: Iterable[Weight], trainer_ranks: int, engine_ranks: int) -> list[list[int]]:
+        """Return the common bytes of parameters, [trainer ranks][engine ranks]."""
+        kv_heads = self.shape.kv_heads
+        result = [[0] * engine_ranks for _ in range(trainer_ranks)]
+
         for weight in weights:
-            held = [trainer_slices(weight, part, parts, kv_heads) for part in range(parts)]
-            for index, source in enumerate(weight.sources):
-                size = 4 if source.float32 else self.itemsize
-                for place in range(places):
-                    needed = engine_slice(source, place, places, kv_heads)
-                    for part in range(parts):
-                        result[part][place] += size * _common_elements(source, held[part][index], needed)
+            slices = [trainer_slices(weight, rank, trainer_ranks, kv_heads) for rank in range(trainer_ranks)]
+            for number, source in enumerate(weight.sources):
+                itemsize = 4 if source.float32 else self.itemsize
+                for engine_rank in range(engine_ranks):
+                    target = engine_slice(source, engine_rank, engine_ranks, kv_heads)
+                    for rank in range(trainer_ranks):
+                        elements = _common_elements(source, slices[rank][number], target)
+                        result[rank][engine_rank] += itemsize * elements
         return result
 
 
-def _length(first: range, second: range) -> int:
-    return max(0, min(first.stop, second.stop) - max(first.start, second.start))
-
-
 def gathered_bytes(model_bytes: float, actor: ParallelLayout, colocated: bool = True) -> float:
-    """Return the bytes each generating rank receives where peers gather whole tensors, or broadcast them.
+    """Return the bytes that each generating rank receives if complete tensors are gathered or broadcast.
 
-    Colocated, a rank gathers what it lacks of the actor's tensor- and pipeline-parallel shards; apart from
-    the actor it receives the whole model.
+    A colocated rank gathers the actor's tensor- and pipeline-parallel shards that it does not hold; a rank
+    outside the actor receives the whole model.
     """
     shards = actor.tensor * actor.pipeline
     return model_bytes * (shards - 1) / shards if colocated else model_bytes
@@ -283,22 +327,23 @@ def gathered_bytes(model_bytes: float, actor: ParallelLayout, colocated: bool = 
 def received_by_peers(
     model_bytes: float, actor: ParallelLayout, tensor: int, colocated: bool = True
 ) -> dict[str, float]:
-    """Return the bytes each generating rank receives by the peers' formulas.
+    """Return the bytes that each generating rank receives in other projects, by method.
 
-    Colocated: HybridFlow (arXiv 2409.19256) table 2, its own where ``tensor`` divides the actor's model
-    parallelism; gathering peers (verl, mbridge, Megatron-Bridge, slime) receive what HybridFlow-V does.
-    Elsewhere only the broadcast of the whole model applies.
+    Colocated: HybridFlow (arXiv 2409.19256) table 2, HybridFlow's own method only if ``tensor`` divides the
+    actor's model parallelism; projects that gather (verl, mbridge, Megatron-Bridge, slime) receive as much as
+    HybridFlow-V. Otherwise only the broadcast of the whole model applies.
     """
     gathered = gathered_bytes(model_bytes, actor, colocated)
     if not colocated:
         return {"broadcast of the whole model": gathered}
-    train = actor.tensor * actor.pipeline
-    whole = train * actor.data * actor.context
+
+    model_parallel = actor.tensor * actor.pipeline
+    all_ranks = model_parallel * actor.data * actor.context
     volumes = {
-        "DS-Chat": (whole - 1) / whole * model_bytes,
+        "DS-Chat": (all_ranks - 1) / all_ranks * model_bytes,
         "HybridFlow-V": gathered,
         "gather-all (verl, mbridge, slime)": gathered,
     }
-    if train % tensor == 0:
-        volumes["HybridFlow"] = (train - tensor) / (tensor * train) * model_bytes
+    if model_parallel % tensor == 0:
+        volumes["HybridFlow"] = (model_parallel - tensor) / (tensor * model_parallel) * model_bytes
     return volumes

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import kept_bytes
+from megatron_rl.shapes.memory import saved_activation_bytes
 from megatron_rl.shapes.model import LayerKind
 from tests.saved_tensors import layer_bytes
 
@@ -31,7 +31,7 @@ def main() -> None:
             dist.all_reduce(total)  # routed tokens differ between ranks; their mean is what is counted
             mean = float(total) / layout.size
             kind = LayerKind(linear=False, experts=shape.experts > 0)
-            counted = kept_bytes(
+            counted = saved_activation_bytes(
                 shape, kind, 2, layout.expert_tensor, layout.token_shards, recompute, 4, fused=False
             )
             assert abs(counted / mean - 1) < 0.1, (family, layout, recompute, counted, mean)

@@ -8,7 +8,7 @@ import torch
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import kept_bytes
+from megatron_rl.shapes.memory import saved_activation_bytes
 from megatron_rl.shapes.model import LayerKind
 from tests.saved_tensors import layer_bytes
 
@@ -29,5 +29,5 @@ def test_a_layer_keeps_what_is_counted(
 ) -> None:
     saved, shape = layer_bytes(family, groups, dtype, recompute)
     kind = LayerKind(linear=False, experts=shape.experts > 0)
-    counted = kept_bytes(shape, kind, 1, 1, 1, recompute, dtype.itemsize, fused=False)
+    counted = saved_activation_bytes(shape, kind, 1, 1, 1, recompute, dtype.itemsize, fused=False)
     assert counted == pytest.approx(saved, rel=0.05)

@@ -25,7 +25,7 @@ from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import stage_parameters
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pipeline_stages import dealt_out
+from megatron_rl.shapes.pipeline_stages import default_stage_layers
 from megatron_rl.shapes.published import read_trainable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,7 +143,7 @@ def test_the_shipped_shape_is_that_of_the_quickstarts_model() -> None:
 def test_stages_hold_the_whole_model(tensor: int, pipeline: int, tied: bool) -> None:
     shape = ModelShape("LlamaForCausalLM", 128, 8, 8, 4, 16, 384, 64, 512, tied=tied)
     layout = ParallelLayout(tuple(range(tensor * pipeline)), tensor, pipeline)
-    stages = dealt_out(shape.layers, pipeline)
+    stages = default_stage_layers(shape.layers, pipeline)
     held = [stage_parameters(shape, layout, stages[s], s == 0, s == pipeline - 1) for s in range(pipeline)]
     total = sum(map(sum, held))
     replicated = shape.replicated_parameters + shape.hidden

@@ -221,7 +221,7 @@ def _damaged(folder: Path) -> None:
         (_cut_off, "shards of the Megatron checkpoint are missing or cut off.*__3_1.distcp: 14894 bytes"),
         (_legacy, "legacy format.*--ckpt-convert-format torch_dist"),
         (_other_iteration, "newest iteration.*iter_0000012.*iter_0000004"),
-        (_no_checkpoint, "no checkpoint of Megatron-LM.*no such folder"),
+        (_no_checkpoint, "expected a checkpoint of Megatron-LM.*no such folder"),
         (_damaged, "cannot be read.*copy the whole folder"),
     ],
 )

@@ -18,7 +18,7 @@ from megatron_rl.planning.predict.placement import ROLES, SPLITS, compositions, 
 from megatron_rl.planning.predict.search import training_layouts
 from megatron_rl.shapes.hardware import Cluster, Machine, load_constants
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import Layers, activation_bytes, in_flight, kept_bytes
+from megatron_rl.shapes.memory import Layers, activation_bytes, in_flight, saved_activation_bytes
 from megatron_rl.shapes.model import LayerKind
 from megatron_rl.shapes.published import load_shape
 
@@ -72,12 +72,12 @@ def test_activation_memory_is_linear_in_tokens(model: str, recompute: str) -> No
 
 def test_plain_gpt_activations_equal_the_published_formula() -> None:
     shape, plain = load_shape("gpt-177b-megatron"), LayerKind(linear=False, experts=False)
-    unsharded = kept_bytes(shape, plain, 1, 1, 1, "none")
+    unsharded = saved_activation_bytes(shape, plain, 1, 1, 1, "none")
     # Korthikanti et al. 2022: 34 h without scores, of which 2 h are dropout masks that are not kept here.
     assert unsharded == pytest.approx(32 * shape.hidden)
-    assert kept_bytes(shape, plain, 8, 1, 8, "none") == pytest.approx(unsharded / 8)
-    assert kept_bytes(shape, plain, 8, 1, 1, "none") == pytest.approx((8 + 24 / 8) * shape.hidden)
-    assert kept_bytes(shape, plain, 1, 1, 1, "full") == 2 * shape.hidden
+    assert saved_activation_bytes(shape, plain, 8, 1, 8, "none") == pytest.approx(unsharded / 8)
+    assert saved_activation_bytes(shape, plain, 8, 1, 1, "none") == pytest.approx((8 + 24 / 8) * shape.hidden)
+    assert saved_activation_bytes(shape, plain, 1, 1, 1, "full") == 2 * shape.hidden
 
 
 def test_micro_batches_in_flight() -> None:

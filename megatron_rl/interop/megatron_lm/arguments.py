@@ -1,7 +1,8 @@
-"""Between Megatron-LM's arguments and config.json: one table of what a model's arguments are.
+"""Conversion between Megatron-LM's arguments and config.json, from one table of a model's arguments.
 
-`arguments_of` gives the arguments of a model, for a checkpoint that Megatron-LM is to read. Reading one, the
-config.json that is derived, or comes with the tokenizer, must lead back to the arguments of the checkpoint.
+`arguments_of` returns the arguments of a model, for a checkpoint that Megatron-LM reads. In the other
+direction a config.json is accepted, derived or from the tokenizer's folder, only if `arguments_of` it gives
+the arguments of the checkpoint: no table of the inverse can drift.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, describe
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron-Core's scaling of rotary angles, --use-rope-scaling, has beside its factor."""
+"""Constants of Megatron-Core's scaling of rotary angles (--use-rope-scaling) beside its factor."""
 ABSENT: Mapping[str, str] = {
     "mtp_num_layers": "layers that predict further tokens",
     "squared_relu": "squared ReLU",
@@ -38,13 +39,13 @@ ABSENT: Mapping[str, str] = {
     "apply_residual_connection_post_layernorm": "residuals behind the norm",
     "fp32_residual_connection": "residuals in float32",
 }
-"""Arguments that none of the models here sets: what they would stand for."""
+"""Arguments of features that cannot be trained here: argument -> feature."""
 _TRAINED_OTHERWISE = ("max_position_embeddings", "vocab_size", "init_method_std")
 """Arguments of a model that do not change what its weights compute."""
 
 
 def latent_sizes(shape: ModelShape) -> dict[str, Any]:
-    """Return the sizes of latent attention by Megatron's names for them."""
+    """Return the sizes of latent attention under Megatron's names."""
     return {
         "q_lora_rank": shape.q_lora or None,
         "kv_lora_rank": shape.kv_lora,
@@ -55,8 +56,9 @@ def latent_sizes(shape: ModelShape) -> dict[str, Any]:
 
 
 def arguments_of(model: PretrainedModel) -> dict[str, Any]:
-    """Return the arguments with which Megatron-LM builds a model; raises UserError for what it cannot."""
-    shape, config = model.shape, model.config
+    """Return the arguments with which Megatron-LM builds a model; raises UserError if it cannot build it."""
+    shape = model.shape
+    config = model.config
     rope = rope_parameters(config)
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
     refusal = _inexpressible(model, activation, rope)
@@ -68,6 +70,8 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
             got=refusal,
             fix="export it as a Hugging Face model: --format hf",
         )
+
+    # Arguments of every model. Without grouped queries Megatron-LM's default number of groups is 1.
     arguments: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -94,6 +98,8 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
         "num_experts": shape.experts or None,
         "init_method_std": config["initializer_range"],
     }
+
+    # Arguments of latent attention, scaled rotary angles and experts.
     if shape.mla:
         yarn = rope.get("rope_type") == "yarn"
         arguments |= {
@@ -111,9 +117,14 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
 
 
 def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
-    shape, routing = model.shape, model.family.megatron(model.config)
-    alike = not shape.dense_layers
-    names = {
+    """Return the arguments of a mixture of experts; the router's are the family's settings of Megatron."""
+    shape = model.shape
+    routing = model.family.megatron(model.config)
+    layer_frequency: int | list[int] = 1
+    if shape.dense_layers:
+        layer_frequency = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
+
+    defaults = {
         "moe_router_pre_softmax": False,
         "moe_router_score_function": "softmax",
         "moe_router_enable_expert_bias": False,
@@ -124,15 +135,16 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
     return {
         "moe_ffn_hidden_size": shape.expert_width,
         "moe_router_topk": shape.experts_per_token,
-        "moe_layer_freq": 1 if alike else [int(shape.has_experts(layer)) for layer in range(shape.layers)],
+        "moe_layer_freq": layer_frequency,
         "moe_shared_expert_intermediate_size": shape.shared_width or None,
-        **{name: routing.get(name, default) for name, default in names.items()},
+        **{name: routing.get(name, default) for name, default in defaults.items()},
     }
 
 
 def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, Any]) -> str | None:
-    """Return what of a model no argument says, None for a model that arguments describe."""
-    shape, kind = model.shape, rope.get("rope_type", "default")
+    """Return the model feature that Megatron-LM has no argument for, or None."""
+    shape = model.shape
+    rope_type = rope.get("rope_type", "default")
     if shape.sandwich_norms:
         return "norms behind attention and MLP"
     if shape.scalar_head:
@@ -141,20 +153,22 @@ def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, A
         return f"the activation {activation}"
     if shape.sliding_layers:
         return "attention to a window of tokens"
-    if kind == "llama3" and any(rope.get(name) != value for name, value in LLAMA3.items()):
+    if rope_type == "llama3" and any(rope.get(name) != value for name, value in LLAMA3.items()):
         return f"RoPE scaling other than {LLAMA3}"
-    if kind not in ("default", "llama3") and not (kind == "yarn" and shape.mla):
-        return f"RoPE scaling of type {kind}"
+    if rope_type not in ("default", "llama3") and not (rope_type == "yarn" and shape.mla):
+        return f"RoPE scaling of type {rope_type}"
     return None
 
 
 def config_of(arguments: Mapping[str, Any], where: str, vocabulary: int | None) -> dict[str, Any]:
     """Return the config.json of a checkpoint's model, from the arguments that it was trained with.
 
-    ``vocabulary`` is the size of the tokenizer, for arguments that leave it to that. ``where`` names the
-    checkpoint. Raises UserErrors that name each argument no model here has, with what it means.
+    ``vocabulary`` is the size of the tokenizer, used if the arguments have none. ``where`` is the setting
+    that names the checkpoint. Raises UserErrors with every argument of a feature that cannot be trained here.
     """
     get = arguments.get
+
+    # Report all unsupported arguments at once.
     refused = list(_refusals(arguments, where))
     size = _vocabulary(arguments) or vocabulary
     if size is None:
@@ -162,11 +176,14 @@ def config_of(arguments: Mapping[str, Any], where: str, vocabulary: int | None) 
         refused.append(_refusal(where, "vocab_size", None, "a number, or a tokenizer that has one", fix))
     if refused:
         raise UserErrors(refused)
-    heads, experts = get("num_attention_heads"), get("num_experts")
+
+    heads = get("num_attention_heads")
+    experts = get("num_experts")
     family, architecture = _family(arguments)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(get("rotary_base", 10000))}
     if get("use_rope_scaling"):
         rope |= {"rope_type": "llama3", "factor": get("rope_scaling_factor", 8.0), **LLAMA3}
+
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": family,
@@ -187,23 +204,30 @@ def config_of(arguments: Mapping[str, Any], where: str, vocabulary: int | None) 
     }
     if get("add_bias_linear"):
         config |= {"attention_bias": True, "mlp_bias": True}
+
+    # The two families spell their experts differently; Mixtral has no dense layers.
     if experts:
         width = get("moe_ffn_hidden_size") or get("ffn_hidden_size")
         config |= {"num_experts_per_tok": get("moe_router_topk")}
         if family == "mixtral":
             config |= {"num_local_experts": experts, "intermediate_size": width}
         else:
-            alike = get("moe_router_pre_softmax")
-            config |= {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": not alike}
-            config["mlp_only_layers"] = [
-                layer for layer, on in enumerate(_expert_layers(arguments)) if not on
-            ]
+            config |= {
+                "num_experts": experts,
+                "moe_intermediate_size": width,
+                # A softmax before the selection is the one that is not normalised over the selected experts.
+                "norm_topk_prob": not get("moe_router_pre_softmax"),
+                "mlp_only_layers": [
+                    layer for layer, has_experts in enumerate(_expert_layers(arguments)) if not has_experts
+                ],
+            }
     return config
 
 
 def _family(arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """Return model_type and architecture of the transformers class with such layers."""
-    experts, qk_norm = bool(arguments.get("num_experts")), bool(arguments.get("qk_layernorm"))
+    """Return model_type and architecture of the transformers class with the layers of these arguments."""
+    experts = bool(arguments.get("num_experts"))
+    qk_norm = bool(arguments.get("qk_layernorm"))
     if arguments.get("add_qkv_bias") and not (experts or qk_norm or arguments.get("add_bias_linear")):
         return "qwen2", "Qwen2ForCausalLM"
     return {
@@ -215,14 +239,14 @@ def _family(arguments: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
-    """Return the tokens of the tokenizer that the arguments state, None where they leave it to that."""
+    """Return the vocabulary size in the arguments; None if it is the tokenizer's."""
     size = arguments.get("vocab_size")
-    # This one ends documents with a token of its own, behind those that are counted.
+    # NullTokenizer adds an end-of-document token behind the vocab_size tokens.
     return size + 1 if size and arguments.get("tokenizer_type") == "NullTokenizer" else size
 
 
 def _refusals(arguments: Mapping[str, Any], where: str) -> Iterator[UserError]:
-    """Yield an error for each argument that no model here has."""
+    """Yield an error for each argument of a feature that cannot be trained here, and for absent sizes."""
     for name, meaning in ABSENT.items():
         if arguments.get(name):
             yield _refusal(where, name, arguments[name], f"not set: {meaning} cannot be trained here")
@@ -244,8 +268,9 @@ def _refusals(arguments: Mapping[str, Any], where: str) -> Iterator[UserError]:
 
 
 def _expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
-    """Return which layers have experts."""
-    layers, frequency = arguments.get("num_layers") or 0, arguments.get("moe_layer_freq") or 1
+    """Return for each layer whether it has experts; ``moe_layer_freq`` is a period or a list."""
+    layers = arguments.get("num_layers") or 0
+    frequency = arguments.get("moe_layer_freq") or 1
     if isinstance(frequency, int):
         return [layer % frequency == 0 for layer in range(layers)]
     return [bool(value) for value in frequency]
@@ -254,9 +279,9 @@ def _expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
 def contradictions(
     arguments: Mapping[str, Any], model: PretrainedModel, where: str, place: str
 ) -> list[UserError]:
-    """Return how a checkpoint's arguments contradict the config.json at ``place``.
+    """Return the errors of a checkpoint whose arguments contradict the config.json at ``place``.
 
-    ``where`` names the checkpoint. Arguments that the checkpoint does not have contradict nothing.
+    ``where`` is the setting that names the checkpoint. Arguments that it lacks contradict nothing.
     """
     try:
         expected = arguments_of(model)
@@ -272,17 +297,20 @@ def contradictions(
         ]
     errors = [_refusal(where, name, arguments[name], f"not set: {meaning} is not in {place}")
               for name, meaning in ABSENT.items() if arguments.get(name)]  # fmt: skip
-    stated, effective = _effective(arguments), _effective(expected)
-    for name, value in effective.items():
-        if name in stated and not _same(stated[name], value):
+
+    checkpoint_values = _effective(arguments)
+    for name, value in _effective(expected).items():
+        if name in checkpoint_values and not _same(checkpoint_values[name], value):
             fix = "correct it, or name the folder that belongs to this checkpoint"
-            errors.append(_refusal(where, name, stated[name], f"{value!r}, by {place}", fix))
+            errors.append(_refusal(where, name, checkpoint_values[name], f"{value!r}, by {place}", fix))
     return errors
 
 
 def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that count, in one form: those that others switch off are left out."""
+    """Return the arguments that have an effect, normalised so that equal models have equal values."""
     values = {name: value for name, value in arguments.items() if name not in _TRAINED_OTHERWISE}
+
+    # Heads: without grouped queries there are as many groups as heads; latent attention has no groups.
     if "num_attention_heads" in values and not values.get("multi_latent_attention"):
         groups = values.get("num_query_groups") if values.get("group_query_attention") else None
         values["num_query_groups"] = groups or values["num_attention_heads"]
@@ -290,29 +318,34 @@ def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
         for name in ("num_query_groups", "kv_channels"):
             values.pop(name, None)
     values.pop("group_query_attention", None)
-    if values.get("add_bias_linear"):  # which is of queries, keys and values too
-        values["add_qkv_bias"] = True
+    if values.get("add_bias_linear"):
+        values["add_qkv_bias"] = True  # add_bias_linear includes queries, keys and values
+
+    # Experts: their width defaults to the MLP's, which has no effect if every layer has experts.
     if values.get("num_experts"):
         values["moe_ffn_hidden_size"] = values.get("moe_ffn_hidden_size") or values.get("ffn_hidden_size")
-        layers = _expert_layers(values)
-        values["moe_layer_freq"] = [int(on) for on in layers]
-        if all(layers):
+        expert_layers = _expert_layers(values)
+        values["moe_layer_freq"] = [int(has_experts) for has_experts in expert_layers]
+        if all(expert_layers):
             values.pop("ffn_hidden_size", None)
     else:
         values = {name: value for name, value in values.items() if not name.startswith("moe_")}
+
     if not values.get("use_rope_scaling"):
         values.pop("rope_scaling_factor", None)
     return values
 
 
-def _same(stated: Any, expected: Any) -> bool:
-    numbers = isinstance(stated, int | float) and isinstance(expected, int | float)
+def _same(value: Any, expected: Any) -> bool:
+    """Return whether two arguments are equal: numbers up to rounding, and all false values alike."""
+    numbers = isinstance(value, int | float) and isinstance(expected, int | float)
     if numbers and not isinstance(expected, bool):
-        return abs(stated - expected) <= 1e-6 * abs(expected)
-    return (not stated and not expected) or stated == expected
+        return abs(value - expected) <= 1e-6 * abs(expected)
+    return (not value and not expected) or value == expected
 
 
 def _refusal(where: str, name: str, value: Any, expected: str, fix: str | None = None) -> UserError:
+    """Return the error of an argument; ``expected`` describes the values that can be used."""
     return UserError(
         f"the Megatron checkpoint was trained with another `{name}` than can be used",
         where=where,
@@ -323,7 +356,10 @@ def _refusal(where: str, name: str, value: Any, expected: str, fix: str | None =
 
 
 def derived(arguments: Mapping[str, Any], where: str, vocabulary: int | None) -> dict[str, Any]:
-    """Return a derived config.json that leads back to the arguments; raises UserErrors as `config_of`."""
+    """Return a config.json derived from arguments, verified to lead back to them.
+
+    Takes the arguments of `config_of` and raises UserErrors like it.
+    """
     config = config_of(arguments, where, vocabulary)
     errors = contradictions(
         arguments, describe(config, "the derived config.json"), where, "what is supported"

@@ -1,7 +1,8 @@
-"""A checkpoint that Megatron-LM wrote: its arguments and where its tensors lie, read without running it.
+"""A checkpoint that Megatron-LM wrote: its arguments and the locations of its tensors.
 
-Megatron-LM keeps arguments and the directory of tensors as pickles. Here every name in them stands for a
-value that holds what it is given and does nothing, so no checkpoint can run code.
+Megatron-LM stores arguments and the directory of tensors as pickles. They are read with inert values for all
+names (`inert_pickle`), so that no checkpoint can run code, and without torch, so that `check` can verify a
+checkpoint anywhere.
 """
 
 from __future__ import annotations
@@ -36,77 +37,97 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
+"""File with the number of the newest iteration."""
 FORMAT = "metadata.json"
+"""File with the checkpoint's format."""
 POINTER = "megatron.json"
-"""In the folder of a model whose weights lie in a Megatron checkpoint: which, and what its arguments were."""
+"""File in a model's folder that points to the Megatron checkpoint with its weights."""
 _CONVERT = (
     "convert it with Megatron-LM: pretrain_gpt.py ARGUMENTS --load {folder} --ckpt-format torch "
     "--ckpt-convert-format torch_dist --ckpt-convert-save NEW"
 )
-_SHOWN = 6
+_LISTED = 6
+"""Names and errors that are listed before they are abbreviated."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Say which entry of a stored tensor is a parameter: ``index`` counts its layer, and its expert."""
+    """Location of a parameter in the stored tensors.
+
+    Example: ``Place("decoder.layers.mlp.linear_fc1.weight", (3,))`` is layer 3 of a stacked tensor.
+    """
 
     key: str
+    """Name of the stored tensor."""
     index: tuple[int, ...] = ()
+    """Leading indices of a stacked tensor: layer, expert, or both."""
 
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """Hold what one ``iter_*`` folder says of itself: arguments as plain values, and the model's tensors.
-
-    ``states`` are what the optimizer keeps for each tensor, by kind, where they are stored as the tensors
-    are, ``buffers`` where they are stored as they lie in the buffers of its ranks; ``sharding`` is how the
-    distributed optimizer says that it stored them. ``steps`` are its steps.
-    """
+    """Description of one ``iter_*`` folder; no tensor is read."""
 
     path: Path
+    """The folder."""
     iteration: int
+    """Number of the iteration; 0 for a release."""
     arguments: Mapping[str, Any]
+    """Megatron-LM's arguments, as plain values."""
     tensors: Mapping[str, StoredTensor]
+    """The model's tensors by name."""
     states: Mapping[str, Mapping[str, StoredTensor]]
+    """Optimizer states in the shape of the model's tensors: state -> tensor."""
     buffers: Mapping[str, Mapping[Bucket, StoredTensor]]
+    """Optimizer states as they are in the buffers of the ranks: state -> bucket."""
     sharding: str | None
+    """Format in which the distributed optimizer stored its states."""
     steps: int | None
+    """Steps of the optimizer."""
 
     def state(self, name: str) -> MegatronCheckpoint:
-        """Return the checkpoint with a kind of the optimizer's states in the place of the weights.
+        """Return the checkpoint with an optimizer state, as ``exp_avg``, instead of the weights.
 
-        Biases that balance experts stay: no optimizer steps them.
+        The router's load-balancing biases stay, since no optimizer updates them.
         """
         biases = {key: value for key, value in self.tensors.items() if key.endswith("expert_bias")}
         return replace(self, tensors={**biases, **self.states[name]})
 
     def optimizer_words(self) -> str:
-        """Say from what Adam goes on, where `optimizer_errors` has none."""
-        words = f"Adam goes on from {self.steps} steps"
+        """Describe the optimizer state that is restored; valid only without `optimizer_errors`."""
+        text = f"Adam resumes from {self.steps} steps"
         if self.states:
-            return words
-        return f"{words}, in buffers of {writer_layout(self.arguments).short_words()}"
+            return text
+        return f"{text}, in buffers of {writer_layout(self.arguments).short_words()}"
 
     def optimizer_errors(self, shape: ModelShape, where: str) -> list[UserError]:
-        """Return why Adam cannot go on from the checkpoint's moments with a model."""
-        held = {*self.states} or {*self.buffers}
-        wanted = {*MOMENTS} if self.states else {*MOMENTS, MASTERS[0]}
-        if wanted <= held and self.steps is not None:
+        """Return the errors of an optimizer state from which Adam cannot resume the training of a model.
+
+        ``where`` is the setting that asks for it.
+        """
+        available = {*self.states} or {*self.buffers}
+        # In buffers the master weights are needed too: they give the sizes of the buckets.
+        required = {*MOMENTS} if self.states else {*MOMENTS, MASTERS[0]}
+
+        if required <= available and self.steps is not None:
             if not self.states:
                 return self._buffer_errors(shape, where)
-            states = [self.state(name) for name in self.states]
-            return [
-                error for state in states for error in (*state.parameters(shape)[1], *state.file_errors())
-            ]
-        got, fix = "no optimizer state, or not of Adam", "save it without --no-save-optim"
-        if wanted <= held:
+            errors = []
+            for name in self.states:
+                state = self.state(name)
+                errors += state.parameters(shape)[1]
+                errors += state.file_errors()
+            return errors
+
+        got = "no optimizer state, or not of Adam"
+        fix = "save it without --no-save-optim"
+        if required <= available:
             got = "moments without a number of steps"
         elif self.sharding is not None:
-            got = f"{self.sharding}, with " + (", ".join(sorted(held)) or "nothing that is known")
+            got = f"{self.sharding}, with " + (", ".join(sorted(available)) or "no state of Adam")
             fix = "load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable"
         return [
             UserError(
-                "the optimizer's state in the Megatron checkpoint cannot be gone on with",
+                "training cannot resume with the optimizer's state in the Megatron checkpoint",
                 where=where,
                 expected="Adam's moments for each tensor: of the distributed optimizer "
                 "dp_reshardable or fully_reshardable",
@@ -116,24 +137,26 @@ class MegatronCheckpoint:
         ]
 
     def flat_parameters(self, shape: ModelShape) -> list[list[FlatParameter]]:
-        """Return where a model's parameters may lie in the optimizer's buffers, the likeliest way first.
+        """Return the possible arrangements of parameters in the optimizer's buffers, likeliest first.
 
-        Raises UserError where they cannot: the buffers are of another model or layout than stated.
+        Raises UserError if there is none: the buffers are of another model or layout than the arguments.
         """
         sizes = {bucket: tensor.shape[0] for bucket, tensor in self.buffers[MASTERS[0]].items()}
         rows = self.tensors["embedding.word_embeddings.weight"].shape[0]
-        ways, refused = [], []
+
+        arrangements = []
+        errors = []
         for order in orders(self.arguments, shape):
             try:
-                ways.append(flat_parameters(self.arguments, shape, rows, sizes, order))
+                arrangements.append(flat_parameters(self.arguments, shape, rows, sizes, order))
             except UserError as error:
-                refused.append(error)
-        if not ways:
-            raise refused[0]
-        return ways
+                errors.append(error)
+        if not arrangements:
+            raise errors[0]
+        return arrangements
 
     def _buffer_errors(self, shape: ModelShape, where: str) -> list[UserError]:
-        """Return why moments in the buffers of a layout are not those of a model."""
+        """Return the errors of optimizer buffers that do not belong to a model."""
         sizes = [
             {bucket: tensor.shape for bucket, tensor in self.buffers[name].items()}
             for name in (MASTERS[0], *MOMENTS)
@@ -146,7 +169,8 @@ class MegatronCheckpoint:
         errors = list(replace(self, tensors=flat).file_errors())
         try:
             self.flat_parameters(shape)
-            if any(other != sizes[0] for other in sizes):
+            # All states have the buckets of the master weights.
+            if any(state_sizes != sizes[0] for state_sizes in sizes):
                 raise other_buffers(f"the same buckets of {', '.join(self.buffers)}", "others")
         except UserError as error:
             fix = f"{error.fix}; or remove {where}: the optimizer starts anew"
@@ -154,52 +178,65 @@ class MegatronCheckpoint:
         return errors
 
     def parameters(self, shape: ModelShape) -> tuple[dict[str, Place], list[UserError]]:
-        """Return where each parameter of a model lies, and how the tensors differ from the model's."""
-        places, missing, errors = {}, [], []
-        for name, keys, expected in _parameters(shape):
-            place = next((place for place in keys if place.key in self.tensors), None)
-            if place is None:
-                missing.append(name)
+        """Return the location of each parameter of a model, and the errors of tensors that differ from it."""
+        locations: dict[str, Place] = {}
+        absent_names: list[str] = []
+        errors: list[UserError] = []
+
+        # Each parameter is in the first stored tensor of its possible names.
+        for name, candidates, expected in _parameters(shape):
+            location = next((candidate for candidate in candidates if candidate.key in self.tensors), None)
+            if location is None:
+                absent_names.append(name)
                 continue
-            places[name] = place
-            stored = self.tensors[place.key].shape
-            size = stored[len(place.index) :]
-            inside = all(position < extent for position, extent in zip(place.index, stored, strict=False))
+
+            locations[name] = location
+            stored = self.tensors[location.key].shape
+            size = stored[len(location.index) :]
+            in_range = all(index < extent for index, extent in zip(location.index, stored, strict=False))
             padded = name.endswith(("word_embeddings.weight", "output_layer.weight"))
-            if not inside or (
-                size[0] < expected[0] or size[1:] != expected[1:] if padded else size != expected
-            ):
-                errors.append(self._other_shape(name, expected, place, stored, padded))
-        unexpected = sorted(set(self.tensors) - {place.key for place in places.values()})
-        filled = Counter((place.key, len(place.index)) for place in places.values())
-        for (key, depth), count in filled.items():
+            if padded:
+                fits = size[0] >= expected[0] and size[1:] == expected[1:]
+            else:
+                fits = size == expected
+            if not in_range or not fits:
+                errors.append(self._other_shape(name, expected, location, stored, padded))
+
+        # A stacked tensor must not have more layers or experts than the model.
+        entry_counts = Counter((location.key, len(location.index)) for location in locations.values())
+        for (key, depth), count in entry_counts.items():
             entries = math.prod(self.tensors[key].shape[:depth])
             if count < entries:
                 errors.append(self._other_count(key, count, entries))
-        if missing or unexpected:
-            errors.insert(0, self._other_tensors(missing, unexpected))
-        return places, errors[:_SHOWN]
+
+        unexpected = sorted(set(self.tensors) - {location.key for location in locations.values()})
+        if absent_names or unexpected:
+            errors.insert(0, self._other_tensors(absent_names, unexpected))
+        return locations, errors[:_LISTED]
 
     def file_errors(self) -> Iterator[UserError]:
-        """Yield the error of files that are missing or shorter than the directory of tensors says."""
+        """Yield the errors of missing or truncated files, and of tensors with gaps."""
+        # The last byte that the directory of tensors needs of each file.
         ends: dict[str, int] = {}
         for tensor in self.tensors.values():
             for chunk in tensor.chunks:
                 ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
         sizes = {name: _size(self.path / name) for name in ends}
-        wrong = [name for name, end in ends.items() if (sizes[name] or 0) < end]
-        if wrong:
-            shown = [
+        truncated = [name for name, end in ends.items() if (sizes[name] or 0) < end]
+        if truncated:
+            details = [
                 f"{name}: " + ("missing" if sizes[name] is None else f"{sizes[name]} bytes of {ends[name]}")
-                for name in sorted(wrong)
+                for name in sorted(truncated)
             ]
             yield UserError(
                 "shards of the Megatron checkpoint are missing or cut off",
                 where=str(self.path),
                 expected=f"{len(ends)} files with the model's tensors, as {DIRECTORY} lists them",
-                got=some_of(shown, _SHOWN),
+                got=some_of(details, _LISTED),
                 fix="copy the whole folder again, or name another iteration",
             )
+
+        # A save that did not finish leaves boxes out.
         gaps = [
             name
             for name, tensor in self.tensors.items()
@@ -210,7 +247,7 @@ class MegatronCheckpoint:
                 "tensors of the Megatron checkpoint are not whole",
                 where=str(self.path / DIRECTORY),
                 expected="pieces that make up each tensor",
-                got=some_of(gaps, _SHOWN),
+                got=some_of(gaps, _LISTED),
                 fix="use another iteration: the save of this one did not finish",
             )
 
@@ -239,8 +276,8 @@ class MegatronCheckpoint:
         return UserError(
             "the Megatron checkpoint's tensors are not those of the model",
             where=str(self.path),
-            expected=f"also {some_of(missing, _SHOWN)}" if missing else "no others",
-            got=f"others: {some_of(unexpected, _SHOWN)}"
+            expected=f"also {some_of(missing, _LISTED)}" if missing else "no others",
+            got=f"others: {some_of(unexpected, _LISTED)}"
             if unexpected
             else f"{len(self.tensors)} tensors without them",
             fix="name the configuration that belongs to this checkpoint; layers beside GPTModel's own cannot "
@@ -249,23 +286,25 @@ class MegatronCheckpoint:
 
 
 def pointer(path: str | Path) -> dict[str, Any] | None:
-    """Return what a model's folder says of the Megatron checkpoint with its weights, if not its own."""
+    """Return the pointer of a model's folder to a Megatron checkpoint; None for a folder with weights."""
     file = Path(path) / POINTER
     return read_json(file) if file.is_file() else None
 
 
 def is_megatron(path: str | Path) -> bool:
-    """Say whether a folder is a checkpoint of Megatron-LM: has a tracker, or is one iteration."""
+    """Return whether a folder is a checkpoint of Megatron-LM: has a tracker, or is one iteration."""
     folder = Path(path)
     return any((folder / name).is_file() for name in (TRACKER, DIRECTORY)) or _is_legacy(folder)
 
 
 def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
-    """Return what a folder with a tracker, or one ``iter_*``, holds; no tensor is read.
+    """Return the description of the newest iteration of a folder with a tracker, or of an ``iter_*`` folder.
 
-    ``where`` is the setting that names it. Raises UserError for another format, and what cannot be read.
+    ``where`` is the setting that names it. Raises UserError for other formats and for damaged files.
     """
     folder = _iteration_folder(Path(path), where)
+
+    # Verify the format before any pickle is read.
     if _is_legacy(folder):
         raise UserError(
             "the checkpoint is in Megatron-LM's legacy format, which is bound to its layout",
@@ -283,6 +322,7 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
             got=f"{folder}: " + (repr(backend) if backend else f"no {FORMAT}"),
             fix="save it with --ckpt-format torch_dist",
         )
+
     common = read_common(folder)
     if common.arguments is None:
         raise UserError(
@@ -292,8 +332,13 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
             got=", ".join(common.names) or "nothing",
             fix="save it with pretrain_gpt.py",
         )
-    named = re.fullmatch(r"iter_(\d+)", folder.name)
-    iteration = common.iteration if common.iteration is not None else int(named[1]) if named else 0
+
+    # The folder's name gives the iteration of a checkpoint without that value.
+    match = re.fullmatch(r"iter_(\d+)", folder.name)
+    iteration = common.iteration
+    if iteration is None:
+        iteration = int(match[1]) if match else 0
+
     stored = read_tensors(folder)
     return MegatronCheckpoint(
         folder,
@@ -308,7 +353,7 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
 
 
 def _parameters(shape: ModelShape) -> Iterator[tuple[str, list[Place], tuple[int, ...]]]:
-    """Yield each parameter of a model on one rank, the places where it may be stored, and its shape."""
+    """Yield name, possible locations and complete shape of each parameter of a model."""
     for weight in outer_weights(shape, True, True):
         yield weight.name, [Place(weight.name)], weight.local_shape(1)
     for layer in range(shape.layers):
@@ -319,39 +364,47 @@ def _parameters(shape: ModelShape) -> Iterator[tuple[str, list[Place], tuple[int
 
 
 def _places(weight: Weight, layer: int, expert: int | None) -> list[Place]:
-    """Return the names that Megatron's own layers and Transformer Engine's have for a layer's parameter.
+    """Return the possible locations of a layer's parameter: stacked over layers, then in a tensor per layer.
 
-    Layers that are all alike are stored in one tensor, others apart.
+    Megatron stacks layers that are all equal. Names differ between Transformer Engine's layers and its own.
     """
+    index: tuple[int, ...] = ()
+    names = [name for name in (weight.fused, weight.name) if name]
     if expert is not None:
-        names, index = [weight.name.replace("local_experts.{expert}.", "experts.")], (expert,)
-    else:
-        names, index = [name for name in (weight.fused, weight.name) if name], ()
+        index = (expert,)
+        names = [weight.name.replace("local_experts.{expert}.", "experts.")]
+
     stacked = [Place(f"decoder.layers.{name}", (layer, *index)) for name in names]
     return stacked + [Place(f"decoder.layers.{layer}.{name}", index) for name in names]
 
 
 def _iteration_folder(path: Path, where: str) -> Path:
+    """Return the ``iter_*`` folder that the tracker names; a folder without tracker may be one itself."""
     tracker = path / TRACKER
     if not tracker.is_file():
         if (path / DIRECTORY).is_file() or _is_legacy(path):
             return path
-        held = sorted(item.name for item in path.iterdir())[:_SHOWN] if path.is_dir() else []
+
+        content = "no such folder"
+        if path.is_dir():
+            names = sorted(item.name for item in path.iterdir())
+            content = ", ".join(names[:_LISTED]) or "an empty folder"
         raise UserError(
-            "this is no checkpoint of Megatron-LM",
+            "expected a checkpoint of Megatron-LM",
             where=where,
             expected=f"a folder with {TRACKER}, or one of its iter_* folders",
-            got=f"{path}: " + (", ".join(held) or ("an empty folder" if path.is_dir() else "no such folder")),
+            got=f"{path}: {content}",
             fix="name the folder that pretrain_gpt.py had as --save",
         )
-    words = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    folder = path / (f"iter_{int(words):07d}" if words.isdecimal() else "release")
-    if not (words.isdecimal() or words == "release") or not folder.is_dir():
+
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    folder = path / (f"iter_{int(text):07d}" if text.isdecimal() else "release")
+    if not (text.isdecimal() or text == "release") or not folder.is_dir():
         folders = ", ".join(sorted(item.name for item in path.iterdir() if item.is_dir())) or "no folder"
         raise UserError(
             "the newest iteration of the Megatron checkpoint is not there",
             where=str(tracker),
-            expected=f"{folder.name}, as the tracker says ({words[:20]!r})",
+            expected=f"{folder.name}, as the tracker says ({text[:20]!r})",
             got=folders,
             fix=f"copy {folder.name}, or name one that is there",
         )
@@ -359,10 +412,12 @@ def _iteration_folder(path: Path, where: str) -> Path:
 
 
 def _is_legacy(folder: Path) -> bool:
+    """Return whether a folder is an iteration in the legacy format: a folder per model-parallel rank."""
     return folder.is_dir() and any(folder.glob("mp_rank_*"))
 
 
 def _size(path: Path) -> int | None:
+    """Return the bytes of a file; None if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:

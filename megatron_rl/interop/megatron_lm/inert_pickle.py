@@ -1,4 +1,4 @@
-"""Pickles read without running them: whatever they name stands for a value that does nothing."""
+"""An unpickler that cannot run code: every class or function that a pickle names becomes an inert value."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from typing import Any
 
 
 class State:
-    """Hold the attributes that a pickle gives a value."""
+    """Attributes that a pickle sets on a value."""
 
 
 class Inert:
-    """Stand for anything that a pickle names: ``given`` and ``state`` hold what it is made of.
+    """Inert value in the place of an object that a pickle constructs.
 
-    It takes every argument and state, and is its own result where it is called. ``name`` says what it stands
-    for; a name that is never called is left as a subclass.
+    It accepts any arguments and state, and returns itself when it is called. A class or function that the
+    pickle names without calling it stays a subclass of this one.
     """
 
     name = ""
-    given: tuple[Any, ...]
+    """Module and name of the class or function, as ``torch.FloatStorage``."""
+    args: tuple[Any, ...]
+    """Positional arguments of its construction."""
     state: State
+    """Attributes that the pickle sets."""
 
-    def __new__(cls, *given: Any, **_: Any) -> Inert:
+    def __new__(cls, *args: Any, **_: Any) -> Inert:
         value = super().__new__(cls)
-        value.given, value.state = given, State()
+        value.args = args
+        value.state = State()
         return value
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -34,7 +38,8 @@ class Inert:
         if isinstance(state, dict):
             vars(self.state).update(state)
         else:
-            self.given = state if isinstance(state, tuple) else (state,)
+            # A state that is not a dictionary replaces the arguments.
+            self.args = state if isinstance(state, tuple) else (state,)
 
     def __call__(self, *_: Any, **__: Any) -> Inert:
         return self
@@ -43,14 +48,14 @@ class Inert:
         pass
 
     def append(self, _: Any) -> None:
-        """Take an element of what would be a list."""
+        """Ignore an element of a list."""
 
     def extend(self, _: Any) -> None:
-        """Take elements of what would be a list."""
+        """Ignore elements of a list."""
 
 
 class _Reader(pickle.Unpickler):
-    """Collect the names that a pickle asks for, and give it `Inert` for each."""
+    """Unpickler that resolves every name to a subclass of `Inert`, and records the names."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -59,7 +64,7 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         self.names.add((module_name, global_name))
         if (module_name, global_name) == ("torch", "Size"):
-            return tuple
+            return tuple  # shapes are compared as plain tuples
         return type(global_name, (Inert,), {"name": f"{module_name}.{global_name}"})
 
     def persistent_load(self, pid: Any, /) -> Any:
@@ -67,15 +72,15 @@ class _Reader(pickle.Unpickler):
 
 
 def read_pickle(content: bytes) -> Any:
-    """Return what a pickle holds, plain values as they are and others as `Inert`.
+    """Unpickle without running code: plain values as they are, all others as `Inert`.
 
-    Raises whatever damaged bytes lead to.
+    Raises exceptions of any type for damaged bytes.
     """
     return _Reader(io.BytesIO(content)).load()
 
 
 def names_in(content: bytes) -> set[tuple[str, str]]:
-    """Return module and name of all that a pickle would import; raises as `read_pickle`."""
+    """Return (module, name) of every global that a pickle would import; raises as `read_pickle`."""
     reader = _Reader(io.BytesIO(content))
     reader.load()
     return reader.names

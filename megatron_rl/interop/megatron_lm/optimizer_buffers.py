@@ -1,8 +1,9 @@
-"""Where each parameter lies in the flat buffers that Megatron's distributed optimizer saves as they are.
+"""The offset of each parameter in the flat buffers of Megatron's distributed optimizer (dp_reshardable).
 
-That is its format dp_reshardable. A rank has a buffer for each of its chunks of the model, and one more for
-the chunk's experts where those are reduced over ranks of their own. Parameters lie in a buffer from the
-module's last to its first. Sources: `ParamAndGradBuffer`, `DistributedDataParallel`, `get_megatron_optimizer`
+In this format buffers are saved as they are in memory, so their arrangement is computed here as Megatron
+computes it. A rank has a buffer for each of its model chunks, and one more for the chunk's experts if these
+are reduced over another data-parallel group. A buffer has the parameters in reverse order of the modules.
+Sources: `ParamAndGradBuffer`, `DistributedDataParallel`, `get_megatron_optimizer`
 and `DistributedOptimizer.sharded_param_state_dp_reshardable`.
 """
 
@@ -21,14 +22,14 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pipeline_stages import EMBEDDING, FIRST, LAST, LOSS, stage_chunks
 
 _ALIGNMENT = 64
-"""Elements: each parameter of a bucket begins at a multiple of them."""
+"""Parameters of a bucket begin at multiples of this number of elements."""
 _STAGES = {
     FIRST: "decoder_first_pipeline_num_layers",
     LAST: "decoder_last_pipeline_num_layers",
     EMBEDDING: "account_for_embedding_in_pipeline_split",
     LOSS: "account_for_loss_in_pipeline_split",
 }
-"""Arguments of Megatron-LM for the settings that deal layers out."""
+"""Megatron-LM's arguments for the settings of uneven pipeline stages."""
 _ATTENTION = (
     "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj",
     "linear_kv_up_proj", "linear_qkv", "q_layernorm", "k_layernorm", "kv_layernorm",
@@ -45,51 +46,56 @@ _MODULES = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-"""The modules of a layer with parameters, in the order in which Megatron makes them."""
-_KINDS = ("layer_norm_weight", "gate_weight", "weight", "bias")
+"""The modules of a layer with parameters, in the order in which Megatron constructs them."""
+_PARAMETER_NAMES = ("layer_norm_weight", "gate_weight", "weight", "bias")
+"""The parameters of a module, in the order in which Megatron registers them."""
 
 
 class Order(NamedTuple):
-    """Say whose modules a layer has, on which the order of its parameters depends.
-
-    ``fused`` is Transformer Engine's norms inside the linear layers behind them, ``grouped`` its experts in
-    one module.
-    """
+    """Implementation of a layer's modules, which decides the order of its parameters."""
 
     fused: bool
+    """Transformer Engine's norms are inside the linear layers behind them."""
     grouped: bool
+    """Transformer Engine's experts are one module."""
 
 
 @dataclass(frozen=True)
 class FlatParameter:
-    """Say where a rank's part of a parameter lies: which elements of a bucket, from ``start``.
-
-    ``name`` counts layers over the whole model and experts on the rank; the rank is named by its places.
-    """
+    """Location of a rank's shard of a parameter in the buffers."""
 
     name: str
+    """Megatron's name; layers are counted over the whole model, experts on the rank."""
     shape: tuple[int, ...]
+    """Shape of the shard."""
     tensor: int
+    """Tensor-parallel rank."""
     expert: int
+    """Expert-parallel rank."""
     expert_tensor: int
+    """Expert-tensor-parallel rank."""
     bucket: Bucket
+    """Bucket that contains the shard."""
     start: int
+    """First element in the bucket."""
 
 
-class _Part(NamedTuple):
-    """A parameter of a rank, before it has a place; a ``copy`` is read from another rank's buffer."""
+class _LocalParameter(NamedTuple):
+    """A rank's shard of a parameter, without a location."""
 
     name: str
     shape: tuple[int, ...]
     copy: bool
+    """A replica: the values are read from another rank's buffer."""
 
 
 @dataclass(frozen=True)
 class _Model:
-    """What decides a rank's parameters: the model, the rows of its padded vocabulary, and whose modules."""
+    """Model as Megatron-LM built it."""
 
     shape: ModelShape
     rows: int
+    """Rows of the padded vocabulary."""
     layout: ParallelLayout
     order: Order
 
@@ -100,7 +106,8 @@ def writer_layout(arguments: Mapping[str, Any]) -> ParallelLayout:
     def size(name: str, default: int = 1) -> int:
         return int(arguments.get(name) or default)
 
-    tensor, pipeline = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
+    tensor = size("tensor_model_parallel_size")
+    pipeline = size("pipeline_model_parallel_size")
     context = size("context_parallel_size")
     return ParallelLayout(
         tuple(range(tensor * pipeline * context * size("data_parallel_size"))),
@@ -115,22 +122,27 @@ def writer_layout(arguments: Mapping[str, Any]) -> ParallelLayout:
 
 
 def orders(arguments: Mapping[str, Any], shape: ModelShape) -> list[Order]:
-    """Return whose modules may have written a checkpoint, the likeliest first.
+    """Return the implementations that may have written a checkpoint, likeliest first.
 
-    The arguments do not decide it: specs of a user's own are not among them.
+    The arguments do not decide it: a user's own layer specs are not among them.
     """
-    plain, fused = Order(False, False), [Order(True, True), Order(True, False)]
-    fused = fused if shape.experts else fused[1:]
-    return [plain, *fused] if arguments.get("transformer_impl") == "local" else [*fused, plain]
+    plain = Order(fused=False, grouped=False)
+    fused = [Order(fused=True, grouped=False)]
+    if shape.experts:
+        fused.insert(0, Order(fused=True, grouped=True))
+
+    if arguments.get("transformer_impl") == "local":
+        return [plain, *fused]
+    return [*fused, plain]
 
 
 def flat_parameters(
     arguments: Mapping[str, Any], shape: ModelShape, rows: int, sizes: Mapping[Bucket, int], order: Order
 ) -> list[FlatParameter]:
-    """Return where each part of each parameter lies, once, in buckets of ``sizes`` elements.
+    """Return the location of every shard of every parameter, once, in buckets of ``sizes`` elements.
 
-    ``rows`` are those of the padded vocabulary. Raises UserError where buckets of these sizes do not come of
-    this model on the layout that the ``arguments`` state.
+    ``rows`` are the rows of the padded vocabulary. Raises UserError if this model on the layout of the
+    ``arguments`` has buckets of other sizes.
     """
     layout = writer_layout(arguments)
     if arguments.get("pipeline_model_parallel_layout"):
@@ -140,136 +152,157 @@ def flat_parameters(
         stages = stage_chunks(shape.layers, layout, settings)
     except UserError as error:
         raise other_buffers(f"{error.message}: {error.expected}", str(error.got)) from error
+
+    # Lay out the buffers of each group of ranks with the same parameters.
     model = _Model(shape, rows, layout, order)
     flat: list[FlatParameter] = []
-    used: set[Bucket] = set()
-    for part, group, places, buffers in _groups(model, stages, apart=any(bucket.part for bucket in sizes)):
+    expected_buckets: set[Bucket] = set()
+    separate_experts = any(bucket.part for bucket in sizes)
+    for part, group, shard, buffers in _groups(model, stages, separate_experts):
+        # Megatron makes no buffer for a chunk without parameters.
         for buffer, parameters in enumerate(filter(None, buffers)):
             for parameter, bucket, start in _laid_out(parameters, Bucket(part, group, buffer, 0), sizes):
-                used.add(bucket)
+                expected_buckets.add(bucket)
                 if not parameter.copy:
-                    flat.append(FlatParameter(parameter.name, parameter.shape, *places, bucket, start))
-    if used != set(sizes):
-        expected = f"{len(used)} buckets, by {layout.short_words()} of its arguments"
+                    flat.append(FlatParameter(parameter.name, parameter.shape, *shard, bucket, start))
+
+    if expected_buckets != set(sizes):
+        expected = f"{len(expected_buckets)} buckets, by {layout.short_words()} of its arguments"
         raise other_buffers(expected, f"{len(sizes)}")
     return flat
 
 
 def _groups(
-    model: _Model, stages: Sequence[Sequence[list[int]]], apart: bool
-) -> Iterator[tuple[int, int, tuple[int, int, int], list[list[_Part]]]]:
-    """Yield part, group, the rank's places and what each of its chunks has, for every group of ranks.
+    model: _Model, stages: Sequence[Sequence[list[int]]], separate_experts: bool
+) -> Iterator[tuple[int, int, tuple[int, int, int], list[list[_LocalParameter]]]]:
+    """Yield part, index, shard and the chunks' parameters of every group of ranks with the same parameters.
 
-    Ranks that hold the same parameters are a group. ``apart`` are experts with an optimizer of their own.
+    A shard is (tensor, expert, expert-tensor) rank. With ``separate_experts`` experts have an optimizer of
+    their own, and so groups of their own.
     """
     layout = model.layout
     for stage, chunks in enumerate(stages):
+        # The embedding is in the first chunk of the first stage, the output layer in the last of the last.
         ends = [(stage == 0 and index == 0, stage == len(stages) - 1 and index == len(chunks) - 1)
                 for index in range(len(chunks))]  # fmt: skip
         for tensor in range(layout.tensor):
-            places = (tensor, 0, tensor % layout.expert_tensor)
+            shard = (tensor, 0, tensor % layout.expert_tensor)
             buffers = [
-                _chunk(model, layers, places, first, last, (False,) if apart else (False, True))
+                _chunk(model, layers, shard, first, last, (False,) if separate_experts else (False, True))
                 for layers, (first, last) in zip(chunks, ends, strict=True)
             ]
-            yield 0, tensor + layout.tensor * stage, places, buffers
-        for index in range(layout.expert * layout.expert_tensor if apart else 0):
+            yield 0, tensor + layout.tensor * stage, shard, buffers
+        for index in range(layout.expert * layout.expert_tensor if separate_experts else 0):
             expert, expert_tensor = divmod(index, layout.expert_tensor)
-            places = (0, expert, expert_tensor)
-            buffers = [_chunk(model, layers, places, False, False, (True,)) for layers in chunks]
-            yield 1, index + layout.expert * layout.expert_tensor * stage, places, buffers
+            shard = (0, expert, expert_tensor)
+            buffers = [_chunk(model, layers, shard, False, False, (True,)) for layers in chunks]
+            yield 1, index + layout.expert * layout.expert_tensor * stage, shard, buffers
 
 
 def _chunk(
     model: _Model,
     layers: Sequence[int],
-    places: tuple[int, int, int],
+    shard: tuple[int, int, int],
     first: bool,
     last: bool,
-    kinds: Sequence[bool],
-) -> list[_Part]:
-    """Return a chunk's parameters in the module's order; ``kinds`` says whether others, and experts."""
+    expert_flags: Sequence[bool],
+) -> list[_LocalParameter]:
+    """Return a chunk's parameters in the order of its modules.
+
+    ``expert_flags`` selects parameters by `Weight.expert`: outside of experts, in them, or both.
+    """
     outer = []
     for weight in outer_weights(model.shape, first, last):
         tied = model.shape.tied and weight.name == "output_layer.weight"
-        outer.append(_part(model, weight.name, weight, places[0], tied))
+        outer.append(_part(model, weight.name, weight, shard[0], tied))
+
     before = [part for part in outer if part.name.startswith("embedding.")]
     behind = [part for part in outer if not part.name.startswith("embedding.")]
-    between: list[_Part] = []
+
+    # Expert biases of the router are buffers of the module, not parameters.
+    between: list[_LocalParameter] = []
     for layer in layers:
-        ordered: list[tuple[tuple[int, ...], _Part]] = []
+        ordered: list[tuple[tuple[int, ...], _LocalParameter]] = []
         for weight in model.shape.weights(layer):
-            if weight.expert in kinds and not weight.name.endswith("expert_bias"):
-                ordered += _of_layer(model, layer, weight, places)
+            if weight.expert in expert_flags and not weight.name.endswith("expert_bias"):
+                ordered += _of_layer(model, layer, weight, shard)
         between += [part for _, part in sorted(ordered, key=lambda item: item[0])]
     return before + between + behind
 
 
 def _of_layer(
-    model: _Model, layer: int, weight: Weight, places: tuple[int, int, int]
-) -> Iterator[tuple[tuple[int, ...], _Part]]:
-    """Yield a layer's parameters of a kind, each with its position among the layer's."""
-    tensor, _, expert_tensor = places
+    model: _Model, layer: int, weight: Weight, shard: tuple[int, int, int]
+) -> Iterator[tuple[tuple[int, ...], _LocalParameter]]:
+    """Yield the local parameters of a layer's weight, each with its sort key in the layer."""
+    tensor, _, expert_tensor = shard
     if not weight.expert:
         name = weight.name
-        modules = {other.name.rpartition(".")[0] for other in model.shape.weights(layer)}
+        modules = {sibling.name.rpartition(".")[0] for sibling in model.shape.weights(layer)}
         if model.order.fused and weight.fused.rpartition(".")[0] in modules:
             name = weight.fused
-        module, _, kind = name.rpartition(".")
-        position = (_place(_MODULES, module), _place(_KINDS, kind))
+        module, _, parameter = name.rpartition(".")
+        position = (_index(_MODULES, module), _index(_PARAMETER_NAMES, parameter))
         yield position, _part(model, f"decoder.layers.{layer}.{name}", weight, tensor)
         return
-    linear, kind = weight.name.split(".")[-2:]
-    inside = int(linear == "linear_fc2")
-    spread = tensor >= model.layout.expert_tensor
+
+    # One module has a layer of all experts together, separate modules have both layers of one expert.
+    linear, parameter = weight.name.split(".")[-2:]
+    linear_index = int(linear == "linear_fc2")
+    replicated = tensor >= model.layout.expert_tensor
     for expert in range(model.shape.experts // model.layout.expert):
         name = (weight.fused if model.order.grouped and weight.fused else weight.name).format(expert=expert)
-        among = (inside, expert) if model.order.grouped else (expert, inside)
-        part = _part(model, f"decoder.layers.{layer}.{name}", weight, expert_tensor, spread)
-        yield (_place(_MODULES, "mlp.experts"), *among, _place(_KINDS, kind)), part
+        order = (linear_index, expert) if model.order.grouped else (expert, linear_index)
+        local = _part(model, f"decoder.layers.{layer}.{name}", weight, expert_tensor, replicated)
+        yield (_index(_MODULES, "mlp.experts"), *order, _index(_PARAMETER_NAMES, parameter)), local
 
 
-def _part(model: _Model, name: str, weight: Weight, index: int, copy: bool = False) -> _Part:
-    """Return the part of a parameter that the ``index``-th of the ranks holds that it is cut over."""
+def _part(model: _Model, name: str, weight: Weight, index: int, copy: bool = False) -> _LocalParameter:
+    """Return the shard of a parameter on rank ``index`` of the ranks that shard it."""
     count = model.layout.expert_tensor if weight.expert else model.layout.tensor
     whole = weight.local_shape(1)
     if weight.cut == "vocabulary":
         shape = (model.rows // count, *whole[1:])
     else:
         shape = whole if weight.cut == "latent" and model.order.fused else weight.local_shape(count)
-    return _Part(name, shape, copy or (index > 0 and shape == whole))
+    return _LocalParameter(name, shape, copy or (index > 0 and shape == whole))
 
 
-def _place(names: Sequence[str], name: str) -> int:
+def _index(names: Sequence[str], name: str) -> int:
+    """Return the index of a name; unlisted names come last."""
     return names.index(name) if name in names else len(names)
 
 
 def _laid_out(
-    parameters: Sequence[_Part], begin: Bucket, sizes: Mapping[Bucket, int]
-) -> Iterator[tuple[_Part, Bucket, int]]:
-    """Yield each parameter of a buffer with its bucket, ``begin`` the first, and its place there."""
-    bucket, end = begin, 0
+    parameters: Sequence[_LocalParameter], begin: Bucket, sizes: Mapping[Bucket, int]
+) -> Iterator[tuple[_LocalParameter, Bucket, int]]:
+    """Yield each parameter of a buffer with bucket and first element; ``begin`` is the first bucket."""
+    bucket = begin
+    end = 0
     for parameter in reversed(parameters):
         count = math.prod(parameter.shape)
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        # One that has the next bucket to itself, as a tied embedding has, still pads the bucket before.
+        # A bucket is full at its end, or at the padding of a next parameter with a bucket of its own, such as
+        # a tied embedding.
         if end and start + count > sizes.get(bucket, 0) and sizes.get(bucket) in (end, start):
-            bucket, start = bucket._replace(number=bucket.number + 1), 0
+            bucket = bucket._replace(number=bucket.number + 1)
+            start = 0
         end = start + count
         if end > sizes.get(bucket, 0):
             break
         yield parameter, bucket, start
+
+    # Parameters and buckets must end together.
     if end != sizes.get(bucket) or bucket._replace(number=bucket.number + 1) in sizes:
-        held = [size for key, size in sorted(sizes.items()) if key[:3] == begin[:3]]
+        bucket_sizes = [size for key, size in sorted(sizes.items()) if key[:3] == begin[:3]]
         total = sum(math.prod(parameter.shape) for parameter in parameters)
         raise other_buffers(
             f"in {begin.words()} {len(parameters)} parameters of together {total} elements",
-            f"buckets of {' + '.join(map(str, held)) or 'no'} elements",
+            f"buckets of {' + '.join(map(str, bucket_sizes)) or 'no'} elements",
         )
 
 
 def other_buffers(expected: str, got: str) -> UserError:
-    """Return the error of buffers that are not those of a checkpoint's model and layout."""
+    """Return the error of buffers that do not belong to a checkpoint's model and layout."""
     return UserError(
         "the optimizer's buffers in the Megatron checkpoint are not those of its model and layout",
         expected=expected,

@@ -1,4 +1,8 @@
-"""What the pickles of a Megatron checkpoint say, read without running them: arguments, tensors, states."""
+"""The pickles of a Megatron checkpoint, read without running them: arguments, tensors, optimizer states.
+
+The format is torch's distributed checkpoint: a directory of tensors (``.metadata``) lists the files, offsets
+and boxes of every tensor, and one more pickle has the values that all ranks have in common.
+"""
 
 from __future__ import annotations
 
@@ -14,127 +18,152 @@ from typing import Any, NamedTuple
 from megatron_rl.errors import UserError
 from megatron_rl.interop.megatron_lm.inert_pickle import Inert, read_pickle
 
-COMMON, DIRECTORY = "common.pt", ".metadata"
+COMMON = "common.pt"
+"""File of the values that all ranks have in common."""
+DIRECTORY = ".metadata"
+"""File that lists the tensors."""
 _COMMON_VALUE = "common_state/shard_0_1"
+"""Name of the common values beside the tensors, as Megatron-Core 0.19 stores them."""
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
-"""How the names of a model's tensors begin; others are of the optimizer and of random generators."""
+"""Prefixes of a model's tensors; others belong to the optimizer and to random generators."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
-"""What the optimizer keeps of a model's tensor, where it is stored as that tensor is."""
+"""Optimizer state in the shape of a model's tensor: state, tensor."""
 _GROUP = r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)"
 _FLAT = re.compile(_GROUP + r"\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.([^.]+)")
-"""What it keeps of a bucket, where buckets are stored as they lie in memory."""
+"""Optimizer state of a bucket as it is in memory: part, group, buffer, bucket, state."""
 _SETTINGS = re.compile(_GROUP + r"\.optimizer/shard_0_1")
-"""Its settings then, with the number of its steps."""
+"""The optimizer's settings beside its buckets, with the number of its steps."""
 MASTERS = ("param", "fp32_param")
-"""Names of the state that is the weights themselves, as the optimizer steps them."""
+"""Names of the state that is the master weights."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of Adam's moments."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Say which box of a tensor lies in which bytes of a file."""
+    """Box of a tensor in a range of bytes of a file."""
 
     start: tuple[int, ...]
+    """First index of the box in each dimension."""
     size: tuple[int, ...]
+    """Extent of the box in each dimension."""
     file: str
+    """Name of the file in the checkpoint's folder."""
     offset: int
+    """First byte in the file."""
     length: int
+    """Number of bytes."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Hold the shape of a tensor, its dtype by name, and its pieces."""
+    """Tensor of a checkpoint."""
 
     shape: tuple[int, ...]
+    """Complete shape."""
     dtype: str
+    """Name of the dtype, as ``torch.bfloat16``."""
     chunks: tuple[Chunk, ...]
+    """Boxes that make up the tensor."""
 
 
 class Bucket(NamedTuple):
-    """Name a bucket of a buffer of the distributed optimizer.
-
-    ``part`` is 1 where experts have an optimizer of their own, and this is theirs. Ranks that hold the same
-    parameters are a ``group``.
-    """
+    """Name of a bucket in a buffer of the distributed optimizer."""
 
     part: int
+    """Number of the chained optimizer: 1 for experts with an optimizer of their own."""
     group: int
+    """Index of the data-parallel group: the ranks with the same parameters."""
     buffer: int
+    """Index of the buffer."""
     number: int
+    """Index of the bucket in its buffer."""
 
     def words(self) -> str:
-        """Return what the checkpoint calls the buffer."""
+        """Return the checkpoint's name of the buffer."""
         return f"chained_{self.part} dp_group_idx_{self.group} gbuf_idx_{self.buffer}"
 
 
 class Stored(NamedTuple):
-    """Hold what lies in a checkpoint's files: the model's tensors, and what its optimizer keeps, by kind.
-
-    ``states`` are stored as the tensors are, ``buffers`` as they lie in the memory of ranks. ``steps`` are
-    the optimizer's, where they lie beside its buffers.
-    """
+    """Tensors in a checkpoint's files: the model's and its optimizer's."""
 
     tensors: Mapping[str, StoredTensor]
+    """The model's tensors by name."""
     states: Mapping[str, Mapping[str, StoredTensor]]
+    """Optimizer states in the shape of the model's tensors: state -> tensor."""
     buffers: Mapping[str, Mapping[Bucket, StoredTensor]]
+    """Optimizer states as they are in the ranks' memory: state -> bucket."""
     steps: int | None
+    """Steps of the optimizer, if they are stored beside its buffers."""
 
 
 class Common(NamedTuple):
-    """Hold what all ranks have in common: the keys' names, and plain values.
-
-    ``arguments`` is None where there are none; ``steps`` are the optimizer's, ``sharding`` is how a
-    distributed one says that it stored its state.
-    """
+    """Values that all ranks have in common."""
 
     names: tuple[str, ...]
+    """All keys."""
     arguments: dict[str, Any] | None
+    """Plain values among Megatron-LM's arguments; None for a checkpoint without arguments."""
     iteration: int | None
+    """Number of the iteration."""
     steps: int | None
+    """Steps of the optimizer."""
     sharding: str | None
+    """Format in which the distributed optimizer stored its states, as ``dp_reshardable``."""
 
 
 def read_common(folder: Path) -> Common:
-    """Read what all ranks have in common; raises UserError for what cannot be read.
+    """Read the values that all ranks have in common; raises UserError for a damaged or missing file.
 
-    It is a file of its own, or, as Megatron-Core 0.19 writes it, a list of one value beside the tensors.
+    They are a file of their own, or, as Megatron-Core 0.19 writes them, a list of one value beside the
+    tensors.
     """
     path = folder / COMMON
     try:
-        directory = {} if path.is_file() else _directory(folder)["storage_data"]
-        file = path if path.is_file() else _bytes_of(folder, directory, re.compile(_COMMON_VALUE))
+        if path.is_file():
+            file: Path | io.BytesIO = path
+        else:
+            file = _read_value(folder, _directory(folder)["storage_data"], re.compile(_COMMON_VALUE))
+
         with zipfile.ZipFile(file) as archive:
-            content, inside = _content(archive)
-            stated, args, iteration = (content.get(key) for key in ("optimizer", "args", "iteration"))
-            arguments = dict(_plain(vars(args.state))) if isinstance(args, Inert) else None
+            content, prefix = _content(archive)
+            optimizer = content.get("optimizer")
+            args = content.get("args")
+            iteration = content.get("iteration")
+            shardings = _values_under(optimizer, "param_state_sharding_type")
             return Common(
-                tuple(map(str, content)),
-                arguments,
-                None if iteration is None else int(iteration),
-                _steps(stated, archive, inside),
-                next(map(str, _under(stated, "param_state_sharding_type")), None),
+                names=tuple(map(str, content)),
+                arguments=dict(_plain(vars(args.state))) if isinstance(args, Inert) else None,
+                iteration=None if iteration is None else int(iteration),
+                steps=_steps(optimizer, archive, prefix),
+                sharding=next(map(str, shardings), None),
             )
-    except Exception as error:  # whatever a damaged pickle leads to
+    except Exception as error:  # a damaged pickle can raise anything
         raise _damaged(path, error) from error
 
 
 def _directory(folder: Path) -> dict[str, Any]:
+    """Return the attributes of the directory of tensors."""
     return vars(read_pickle((folder / DIRECTORY).read_bytes()).state)
 
 
-def _bytes_of(folder: Path, places: Mapping[Any, Any], name: re.Pattern[str]) -> io.BytesIO:
-    """Return the bytes of a value, the first of this name, that lies in a file with tensors."""
-    for index, place in places.items():
+def _read_value(folder: Path, storage: Mapping[Any, Any], name: re.Pattern[str]) -> io.BytesIO:
+    """Return the bytes of the first value with a matching name in the files of tensors.
+
+    ``storage`` is the directory's map from names to files and offsets.
+    """
+    for index, location in storage.items():
         if name.fullmatch(vars(index.state)["fqn"]):
-            place = vars(place.state)
-            with open(folder / Path(place["relative_path"]).name, "rb") as file:
-                file.seek(place["offset"])
-                return io.BytesIO(file.read(place["length"]))
+            fields = vars(location.state)
+            # Only the file's name counts: a path cannot lead out of the folder.
+            with open(folder / Path(fields["relative_path"]).name, "rb") as file:
+                file.seek(fields["offset"])
+                return io.BytesIO(file.read(fields["length"]))
     raise FileNotFoundError(folder / COMMON)
 
 
 def _content(archive: zipfile.ZipFile) -> tuple[dict[Any, Any], str]:
-    """Return the values of a file of torch, and the folder inside of it that holds tensors."""
+    """Return the values of a file of torch.save, and the prefix of its entries."""
     (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
     content = read_pickle(archive.read(name))
     content = content[0] if isinstance(content, list) else content
@@ -143,86 +172,115 @@ def _content(archive: zipfile.ZipFile) -> tuple[dict[Any, Any], str]:
     return content, name.removesuffix("data.pkl")
 
 
-def _steps(stated: Any, archive: zipfile.ZipFile, folder: str) -> int | None:
-    """Return the one number of steps that an optimizer's settings state; None for another count of them."""
-    values = [*_under(stated, "step"), *_under(stated, "common_step")]
-    steps = {_count(value, archive, folder) for value in values} - {None}
+def _steps(settings: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
+    """Return the number of steps in an optimizer's settings; None unless they contain exactly one number."""
+    values = [*_values_under(settings, "step"), *_values_under(settings, "common_step")]
+    steps = {_count(value, archive, prefix) for value in values} - {None}
     return steps.pop() if len(steps) == 1 else None
 
 
-def _under(value: Any, name: str) -> Iterator[Any]:
-    """Yield what stands under a name in nested dictionaries and lists."""
+def _values_under(value: Any, name: str) -> Iterator[Any]:
+    """Yield the values of a key in nested dictionaries and lists."""
     if isinstance(value, dict):
         yield from (value[key] for key in value if key == name)
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _under(item, name)
+        children = list(value.values())
+    else:
+        children = value if isinstance(value, list) else []
+
+    for child in children:
+        yield from _values_under(child, name)
 
 
-def _count(value: Any, archive: zipfile.ZipFile, folder: str) -> int | None:
-    """Return a number that may be a tensor, as the steps of torch's own Adam are; None for other values."""
-    if isinstance(value, Inert) and len(value.given) > 1 and len(value.given[0].given) > 2:
-        (_, kind, key, *_), offset = value.given[0].given, value.given[1]
-        form = {"torch.FloatStorage": "<f", "torch.IntStorage": "<i"}.get(kind.name)
-        if form is not None:
-            (value,) = struct.unpack_from(form, archive.read(f"{folder}data/{key}"), 4 * offset)
+def _count(value: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
+    """Return a number, or the element of a scalar tensor; None for other values.
+
+    torch's own Adam has its steps in a tensor.
+    """
+    # A pickled tensor is a call of _rebuild_tensor with its storage and offset; the storage is a persistent
+    # id: "storage", type, key, ...
+    if isinstance(value, Inert) and len(value.args) > 1 and len(value.args[0].args) > 2:
+        _, storage_type, key, *_ = value.args[0].args
+        offset = value.args[1]
+        format_code = {"torch.FloatStorage": "<f", "torch.IntStorage": "<i"}.get(storage_type.name)
+        if format_code is not None:
+            content = archive.read(f"{prefix}data/{key}")
+            (value,) = struct.unpack_from(format_code, content, 4 * offset)
     return int(value) if isinstance(value, int | float) else None
 
 
 def read_tensors(folder: Path) -> Stored:
-    """Return what lies in the files of a checkpoint; raises UserError as `read_common`."""
+    """Return the tensors in the files of a checkpoint; raises UserError as `read_common`."""
     try:
         return _tensors(folder)
-    except Exception as error:  # whatever a damaged pickle leads to
+    except Exception as error:  # a damaged pickle can raise anything
         raise _damaged(folder / DIRECTORY, error) from error
 
 
 def _tensors(folder: Path) -> Stored:
+    """Return the tensors of the directory, sorted into the model's and the optimizer's."""
     directory = _directory(folder)
-    places: dict[str, dict[tuple[int, ...], Any]] = {}
-    for index, place in directory["storage_data"].items():
-        entry, place = vars(index.state), vars(place.state)
-        places.setdefault(entry["fqn"], {})[tuple(entry.get("offset") or ())] = place
+
+    # File and offset of each box, by tensor and first index.
+    locations: dict[str, dict[tuple[int, ...], Any]] = {}
+    for index, location in directory["storage_data"].items():
+        entry = vars(index.state)
+        start = tuple(entry.get("offset") or ())
+        locations.setdefault(entry["fqn"], {})[start] = vars(location.state)
+
     tensors: dict[str, StoredTensor] = {}
     states: dict[str, dict[str, StoredTensor]] = {}
     buffers: dict[str, dict[Bucket, StoredTensor]] = {}
-    for name, entry in directory["state_dict_metadata"].items():
-        entry, state, flat = vars(entry.state), _STATE.fullmatch(name), _FLAT.fullmatch(name)
-        kind = state[1] if state else flat[5] if flat else None
-        if "chunks" not in entry or (kind is not None and kind not in (*MOMENTS, *MASTERS)):
+    for name, metadata in directory["state_dict_metadata"].items():
+        entry = vars(metadata.state)
+        state = _STATE.fullmatch(name)
+        flat = _FLAT.fullmatch(name)
+
+        # Values without chunks are no tensors; optimizers other than Adam have other states.
+        optimizer_state = None
+        if state:
+            optimizer_state = state[1]
+        elif flat:
+            optimizer_state = flat[5]
+        if "chunks" not in entry or optimizer_state not in (None, *MOMENTS, *MASTERS):
             continue
+
         key = state[2] if state else name
         if flat:
             bucket = Bucket(*(int(number or 0) for number in flat.groups()[:4]))
-            buffers.setdefault(flat[5], {})[bucket] = _stored(entry, places.get(name, {}))
+            buffers.setdefault(flat[5], {})[bucket] = _stored(entry, locations.get(name, {}))
         elif key.startswith(_MODEL) and "_extra_state" not in key:
             target = states.setdefault(state[1], {}) if state else tensors
-            target[key] = _stored(entry, places.get(name, {}))
+            target[key] = _stored(entry, locations.get(name, {}))
+
+    # With buffers the optimizer's settings are stored beside them, not in the common values.
     steps = None
     if buffers:
-        with zipfile.ZipFile(_bytes_of(folder, directory["storage_data"], _SETTINGS)) as archive:
-            content, inside = _content(archive)
-            steps = _steps(content, archive, inside)
+        with zipfile.ZipFile(_read_value(folder, directory["storage_data"], _SETTINGS)) as archive:
+            content, prefix = _content(archive)
+            steps = _steps(content, archive, prefix)
     return Stored(tensors, states, buffers, steps)
 
 
-def _stored(entry: Mapping[str, Any], places: Mapping[tuple[int, ...], Any]) -> StoredTensor:
-    """Return a tensor of the directory, with the pieces of it that have a place in a file."""
+def _stored(entry: Mapping[str, Any], locations: Mapping[tuple[int, ...], Any]) -> StoredTensor:
+    """Return a tensor of the directory, with those of its boxes that have a location in a file."""
     chunks = []
-    for chunk in entry["chunks"]:
-        chunk = vars(chunk.state)
-        start, size = tuple(chunk["offsets"]), tuple(chunk["sizes"])
-        place = places.get(start)
-        if place is not None:
-            file = str(place["relative_path"])
-            chunks.append(Chunk(start, size, file, int(place["offset"]), int(place["length"])))
+    for metadata in entry["chunks"]:
+        fields = vars(metadata.state)
+        start = tuple(fields["offsets"])
+        location = locations.get(start)
+        if location is not None:
+            file = str(location["relative_path"])
+            size = tuple(fields["sizes"])
+            chunks.append(Chunk(start, size, file, int(location["offset"]), int(location["length"])))
+
     if any(Path(chunk.file).name != chunk.file for chunk in chunks):
         raise ValueError("it names files outside of its folder")
-    dtype = entry["properties"].given[0]
+    dtype = entry["properties"].args[0]
     return StoredTensor(tuple(entry["size"]), str(getattr(dtype, "name", dtype)), tuple(chunks))
 
 
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values that JSON has, and types by name; others are of no model."""
+    """Yield the values that JSON can represent, and classes by name; no other argument describes a model."""
     for name, value in values.items():
         if isinstance(value, type) and issubclass(value, Inert):
             yield name, value.name
@@ -233,12 +291,14 @@ def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
+    """Return the error of a file that cannot be unpickled."""
+    got = f"{type(error).__name__}: {error}"[:300]
+    if isinstance(error, FileNotFoundError):
+        got = "no such file"
     return UserError(
         "a file of the Megatron checkpoint cannot be read",
         where=str(path),
         expected="what Megatron-LM writes with --ckpt-format torch_dist",
-        got="no such file"
-        if isinstance(error, FileNotFoundError)
-        else f"{type(error).__name__}: {error}"[:300],
+        got=got,
         fix="copy the whole folder again, or name another iteration",
     )

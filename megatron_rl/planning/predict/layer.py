@@ -184,7 +184,8 @@ def layer_seconds(
     moved /= gpu.hbm * efficiency.hbm
     if not fused:
         kind = LayerKind(linear=False, experts=model.moe_layers > 0)
-        backend, engine = (Layers(fused=built).kept(model, layout, kind, "none") for built in (False, True))
+        backend = Layers(fused=False).saved_bytes(model, layout, kind, "none")
+        engine = Layers(fused=True).saved_bytes(model, layout, kind, "none")
         moved *= backend / engine
     exposed = _exposed_communication(model, layout, machine, tokens, fused, exchanges)
     launch = efficiency.launch_seconds_layer

@@ -21,12 +21,12 @@ from megatron_rl.shapes.memory import (
     OptimizerChoice,
     TrainingMemory,
     fullest_parameters,
+    representative_stages,
     scoring_memory,
-    telling_stages,
     training_memory,
 )
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pipeline_stages import dealt_out, end_settings
+from megatron_rl.shapes.pipeline_stages import default_stage_layers, end_settings
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _learning_parameters(choice: TrainChoice) -> tuple[int, int]:
     model, layout, lora = choice.model, choice.layout, choice.lora
     if lora is None:
         return fullest_parameters(model, layout)
-    stages = dealt_out(model.layers, layout.pipeline, layout.virtual_pipeline)
+    stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     return max((adapter_parameter_count(model, layout, layers, lora) for layers in stages), key=sum)
 
 
@@ -270,10 +270,10 @@ def fullest_training(
     takes them chunk by chunk.
     """
     model, layout = choice.model, choice.layout
-    stages = dealt_out(model.layers, layout.pipeline, layout.virtual_pipeline)
+    stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     stated = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
     built, lora, held = choice.built, choice.lora, []
-    for stage in telling_stages(len(stages)) if stated else range(len(stages)):
+    for stage in representative_stages(len(stages)) if stated else range(len(stages)):
         adapters = None if lora is None else adapter_parameter_count(model, layout, stages[stage], lora)
         memory = training_memory(
             model, layout, stages, stage, choice.optimizer, built, tokens, micro_batches, adapters
@@ -308,7 +308,7 @@ def merged_bytes(choice: TrainChoice) -> float:
     model, layout, lora = choice.model, choice.layout, choice.lora
     if lora is None:
         return 0.0
-    stages = dealt_out(model.layers, layout.pipeline, layout.virtual_pipeline)
+    stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     most = max(adapted_parameter_count(model, layout, layers, lora.targets) for layers in stages)
     return float(choice.built.dtype_bytes * most)
 
@@ -316,7 +316,7 @@ def merged_bytes(choice: TrainChoice) -> float:
 def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     """Return the bytes of a role that only scores."""
     model, layout, tokens = choice.model, choice.layout, choice.micro_batch * batch.longest
-    stages = dealt_out(model.layers, layout.pipeline, layout.virtual_pipeline)
-    telling = telling_stages(len(stages))
+    stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
+    telling = representative_stages(len(stages))
     held = [scoring_memory(model, layout, stages, stage, choice.built, tokens) for stage in telling]
     return _role_memory(held)

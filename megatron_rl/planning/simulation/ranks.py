@@ -14,7 +14,7 @@ from megatron_rl.check.configuration import CheckReport
 from megatron_rl.config.budget import RankMemory, SimulatedRank, rank_memory
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.memory import telling_stages
+from megatron_rl.shapes.memory import representative_stages
 from megatron_rl.shapes.traffic import byte_words
 
 _PHASES = {"generate": "at rest", "score": "score", "learn": "learn"}
@@ -56,7 +56,7 @@ def simulation(report: CheckReport) -> list[Simulated]:
     for role, layout in layouts.items():
         if role != "rollout":
             stages = layout.groups("pipeline")[0]
-            ranks |= {stages[stage] for stage in telling_stages(layout.pipeline)}
+            ranks |= {stages[stage] for stage in representative_stages(layout.pipeline)}
     plans = [planned(report, rank) for rank in sorted(ranks)]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(_PROCESSES, spawn, max_tasks_per_child=1) as pool:

@@ -31,6 +31,6 @@ FAMILY = Family(
         "q_lora_rank": 1536,
         "n_shared_experts": 2,
     },
-    # Greedy routing has one group of experts; vLLM wants to be told.
+    # Greedy routing has one group of experts; vLLM reads the keys all the same.
     engine_keys={"n_group": 1, "topk_group": 1},
 )

@@ -9,24 +9,25 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields, biased_route
 def _structure(reader: ConfigReader) -> Fields:
     reader.allow("topk_method", "noaux_tc", None)
     reader.allow("norm_topk_prob", True)
-    chosen = reader.size("num_experts_per_tok")
-    if (reader.get("n_group", 1)) > 1 and chosen // reader.size("topk_group") != 2:
+
+    # A group's score is the sum of its best experts: of topk / group_topk in Megatron, of 2 in the model.
+    experts_per_token = reader.size("num_experts_per_tok")
+    if reader.get("n_group", 1) > 1 and experts_per_token // reader.size("topk_group") != 2:
         reader.refuse(
             "Megatron ranks groups of experts by the sum of their best num_experts_per_tok / topk_group, "
             "where the model takes the best 2",
             "topk_group",
-            f"half of num_experts_per_tok, {chosen}",
+            f"half of num_experts_per_tok, {experts_per_token}",
         )
     return {**deepseek(reader), "router_bias": True}
 
 
 def _megatron(config: Mapping[str, Any]) -> Fields:
-    groups = {"moe_router_num_groups": config["n_group"], "moe_router_group_topk": config["topk_group"]}
-    return {
-        **deepseek_megatron(config),
-        **(groups if (config["n_group"] or 1) > 1 else {}),
-        **biased_router(),
-    }
+    settings = {**deepseek_megatron(config), **biased_router()}
+    if (config["n_group"] or 1) > 1:
+        settings["moe_router_num_groups"] = config["n_group"]
+        settings["moe_router_group_topk"] = config["topk_group"]
+    return settings
 
 
 FAMILY = Family(

@@ -7,15 +7,18 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields, attention_bi
 
 
 def _structure(reader: ConfigReader) -> Fields:
-    step, dense = reader.get("decoder_sparse_step", 1), reader.get("mlp_only_layers", [])
-    plain = tuple(
+    # Every step-th layer has experts, except for the layers that config.json lists.
+    step = reader.get("decoder_sparse_step", 1)
+    mlp_only = reader.get("mlp_only_layers", [])
+    dense_layers = tuple(
         layer
         for layer in range(reader.size("num_hidden_layers"))
-        if layer in dense or step <= 0 or (layer + 1) % step
+        if layer in mlp_only or step <= 0 or (layer + 1) % step
     )
+
     return {
         **attention_bias(reader),
-        **experts(reader, "num_experts", "moe_intermediate_size", plain),
+        **experts(reader, "num_experts", "moe_intermediate_size", dense_layers),
         "qk_norm": True,
     }
 
