@@ -215,7 +215,7 @@ class PackedAttention(nn.Module, RowAttention):
         return packed_seq_params.join([self._bucket(*bucket) for bucket in filled])
 
     def _bucket(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return one bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size]."""
+        """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size]."""
         grouped = self.cap is None and _takes_grouped_keys(query)
         if not grouped:
             key, value = _ungrouped(query, key, value)
