@@ -326,7 +326,7 @@ def transformer_engine_attention() -> type:
             query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
             joined = super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params.whole, num_splits=num_splits,
+                packed_seq_params=packed_seq_params.boundaries, num_splits=num_splits,
             )  # fmt: skip
             joined = joined.view(len(query), query.shape[1], -1)
             return _exchange_for_heads(self.context, joined).flatten(1).unsqueeze(1)
