@@ -28,7 +28,7 @@ from megatron_rl.algorithms import (
 from megatron_rl.cli.common import checked
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.distributed import device
-from megatron_rl.megatron.schedule import microbatches
+from megatron_rl.megatron.schedule import build_microbatches
 from megatron_rl.roles.build import build_actor
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.types import Rollouts, Scores, TrainBatch
@@ -65,7 +65,7 @@ def synthetic(work: Workload, actor: ModelRole, vocabulary: int) -> tuple[Rollou
 def packed_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
     """Return exactly the micro-batches that the learn phase cuts on this rank."""
     assert actor.model is not None
-    micros, _ = microbatches(actor.model, batch, actor.tokens_per_microbatch, batch.response_mask)
+    micros, _ = build_microbatches(actor.model, batch, actor.tokens_per_microbatch, batch.response_mask)
     result = []
     for micro in micros:
         labels, mask = (
@@ -84,7 +84,7 @@ def padded_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
     """
     assert actor.model is not None
     unit = actor.model.groups.layout.tensor
-    micros, _ = microbatches(actor.model, batch, actor.tokens_per_microbatch, batch.response_mask)
+    micros, _ = build_microbatches(actor.model, batch, actor.tokens_per_microbatch, batch.response_mask)
     rows = batch.tokens.split(batch.lengths.tolist())
     result = []
     for micro in micros:

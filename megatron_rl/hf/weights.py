@@ -16,7 +16,7 @@ from megatron_rl.errors import UserError, some_of
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.megatron_source import MegatronFiles
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
-from megatron_rl.megatron.model import Chunked, ParallelModel, live_parameters, of_experts
+from megatron_rl.megatron.model import Chunked, ParallelModel, is_expert_parameter, live_parameters
 from megatron_rl.megatron.model_spec import pretrained, read_hf_config
 from megatron_rl.megatron.parameter_mapping import global_name, shard_of, trace_import, vocabulary_names
 from megatron_rl.progress import advance
@@ -124,7 +124,7 @@ def _sources(parameters: Mapping[str, Tensor], groups: Any) -> dict[str, tuple[A
     sources: dict[str, tuple[Any, int]] = {}
     dense, expert = [0] * groups.data_context.size(), [0] * groups.expert_data.size()
     for storage, parameter in parameters.items():
-        inside = of_experts(storage)
+        inside = is_expert_parameter(storage)
         bytes_of = expert if inside else dense
         source = bytes_of.index(min(bytes_of))
         bytes_of[source] += parameter.nbytes

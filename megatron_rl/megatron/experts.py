@@ -1,4 +1,8 @@
-"""Megatron's experts: without Transformer Engine or an accelerator, and with routing that is given."""
+"""Megatron's experts on the host, and the recording and replay of expert routing.
+
+One `Routing` per model observes its routers: a forward-only pass records the experts of each token, a
+training pass replays them, so that the policy that is trained routes as the policy that sampled.
+"""
 
 from __future__ import annotations
 
@@ -17,80 +21,93 @@ from torch import Tensor
 from megatron_rl.distributed import device
 from megatron_rl.metrics import Metrics
 
+_megatron_exchanges: dict[str, Any] = {}
+"""Megatron's own gather and reduce-scatter along the first dimension, which take equal parts on the host."""
+
 
 def prepare_experts() -> None:
     """Define what Megatron-Core's router and dispatcher leave undefined on this machine. May be repeated."""
     utilities: Any = moe_utils
     if not hasattr(utilities, "te_general_gemm"):
-        utilities.te_general_gemm = None  # the router asks whether it is None
-    if device.on_host():
-        dispatcher: Any = token_dispatcher
-        dispatcher.maybe_move_tensor_to_cpu = host_counts
-        regions: Any = mappings
-        if regions._gather_along_first_dim is not _gather_uneven:
-            _even["gather"] = regions._gather_along_first_dim
-            _even["scatter"] = regions._reduce_scatter_along_first_dim
-            regions._gather_along_first_dim = _gather_uneven
-            regions._reduce_scatter_along_first_dim = _scatter_uneven
+        # Megatron defines the name only where Transformer Engine has it; the router compares it with None.
+        utilities.te_general_gemm = None
 
+    if not device.on_host():
+        return
 
-_even: dict[str, Any] = {}
-"""Megatron's exchanges along the first dimension, which the host's communication has for equal parts."""
+    dispatcher: Any = token_dispatcher
+    dispatcher.maybe_move_tensor_to_cpu = host_counts
+
+    # Experts receive uneven numbers of tokens, and the host's communication has no uneven collectives.
+    regions: Any = mappings
+    if regions._gather_along_first_dim is not _gather_uneven:
+        _megatron_exchanges["gather"] = regions._gather_along_first_dim
+        _megatron_exchanges["scatter"] = regions._reduce_scatter_along_first_dim
+        regions._gather_along_first_dim = _gather_uneven
+        regions._reduce_scatter_along_first_dim = _reduce_scatter_uneven
 
 
 def _gather_uneven(
     value: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
 ) -> Any:
-    """Gather parts of these sizes from the group's ranks, as Megatron's function does on an accelerator."""
+    """Gather parts of the given sizes along the first dimension. Collective over ``group``."""
     if output_split_sizes is None or group.size() == 1:
-        return _even["gather"](value, group, output_split_sizes, use_global_buffer)
-    longest = max(output_split_sizes)
-    padded = value.new_zeros((longest, *value.shape[1:]))
+        return _megatron_exchanges["gather"](value, group, output_split_sizes, use_global_buffer)
+
+    # Pad to the largest part, so that an even all-gather serves.
+    padded_size = max(output_split_sizes)
+    padded = value.new_zeros((padded_size, *value.shape[1:]))
     padded[: len(value)] = value
-    parts = padded.new_empty((group.size(), *padded.shape))
-    dist.all_gather_into_tensor(parts.view(-1), padded.view(-1), group=group)
-    return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+    gathered = padded.new_empty((group.size(), *padded.shape))
+    dist.all_gather_into_tensor(gathered.view(-1), padded.view(-1), group=group)
+    return torch.cat([shard[:size] for shard, size in zip(gathered, output_split_sizes, strict=True)])
 
 
-def _scatter_uneven(
+def _reduce_scatter_uneven(
     value: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
 ) -> Any:
-    """Add up the group's tensors and keep this rank's part of these sizes."""
+    """Sum the group's tensors and return this rank's part of the given sizes. Collective over ``group``."""
     if input_split_sizes is None or group.size() == 1:
-        return _even["scatter"](value, group, input_split_sizes, use_global_buffer)
+        return _megatron_exchanges["scatter"](value, group, input_split_sizes, use_global_buffer)
+
     total = value.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total.split(list(input_split_sizes))[group.rank()].contiguous()
 
 
 def host_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return a host tensor as the dispatcher wants it: Megatron converts only what comes from a device."""
-    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+    """Convert a host tensor as the dispatcher expects: Megatron's function converts device tensors only."""
+    if as_numpy and isinstance(tensor, Tensor):
+        return tensor.numpy()
+    return tensor
 
 
 class RoutedTokens:
-    """Hold which experts the tokens of one micro-batch go to on this rank.
+    """Expert routing of one micro-batch's T tokens on this rank.
 
-    ``given`` [T, layers, k] are the experts that routers must take, with -1 where they choose; None where
-    they always do. The first ``real`` of the T tokens are no padding. ``taken`` [T, k] is what each layer's
-    router took.
+    ``replayed`` [T, layers, k] are the experts that routers must take, -1 where the router chooses, None
+    where it always does. The first ``real`` of the T tokens are not padding. ``choices`` maps a layer to
+    the experts [T, k] that its router took.
     """
 
-    def __init__(self, given: Tensor | None, real: int) -> None:
-        self.given, self.real = given, real
-        self.taken: dict[int, Tensor] = {}
+    def __init__(self, replayed: Tensor | None, real: int) -> None:
+        self.replayed = replayed
+        self.real = real
+        self.choices: dict[int, Tensor] = {}
 
 
 class _RouterReplay:
-    """Stand where the router of layer ``layer``, counted from 0, asks for the experts of its tokens.
+    """Recording and replay for the router of one layer, counted from 0.
 
-    Megatron-Core's own class of this interface keeps one list for all models of a process, and of a
-    pipeline's micro-batches the last.
+    Has the interface of Megatron-Core's RouterReplay, which the router calls for the top-k. Megatron's own
+    class keeps one list for all models of a process, so that actor and reference would mix, and records only
+    the last of a pipeline's micro-batches.
     """
 
     def __init__(self, layer: int, routing: Routing) -> None:
-        self.layer, self._routing = layer, routing
-        self.repeated: deque[RoutedTokens] = deque()
+        self.layer = layer
+        self.pending_recompute: deque[RoutedTokens] = deque()
+        self._routing = routing
 
     def get_replay_topk(
         self,
@@ -100,86 +117,101 @@ class _RouterReplay:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and ids, both [T, k], of the experts; gradients go through the scores."""
-        values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        tokens, learns = self._routing.tokens, self._routing.learns
+        """Return the scores and ids of the experts, both [T, k]; gradients flow through the scores."""
+        values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        tokens = self._routing.tokens
+        trains = self._routing.trains
+
         if tokens is None:
             # Recomputation in the backward pass, which takes micro-batches in the order of the forward pass.
-            tokens = self.repeated.popleft()
-        elif learns:
-            self._routing.count(self.layer, tokens, chosen)
+            tokens = self.pending_recompute.popleft()
+        elif trains:
+            self._routing.count(self.layer, tokens, experts)
+            # A training pass without gradients is the forward pass of a recomputed layer.
             if not torch.is_grad_enabled():
-                self.repeated.append(tokens)
-        if tokens.given is not None:
-            given = tokens.given[:, self.layer].to(chosen.dtype)
-            chosen = torch.where(given < 0, chosen, given)
-            values = scores.gather(1, chosen)
-        if not learns:
-            tokens.taken[self.layer] = chosen
-        return values, chosen
+                self.pending_recompute.append(tokens)
+
+        if tokens.replayed is not None:
+            replayed = tokens.replayed[:, self.layer].to(experts.dtype)
+            experts = torch.where(replayed < 0, experts, replayed)
+            values = scores.gather(1, experts)
+        if not trains:
+            tokens.choices[self.layer] = experts
+        return values, experts
 
 
 class Routing:
-    """Know the experts that tokens go to in one model on this rank, and have routers take given ones.
+    """Routers of one model on this rank: records the experts of tokens, replays them, and counts loads.
 
-    ``chunks`` are the model's; ``layers`` and ``experts`` count those of the whole model.
+    ``chunks`` are the model's; ``layers`` and ``experts`` are the numbers in the whole model.
     """
 
     def __init__(self, chunks: Iterable[torch.nn.Module], layers: int, experts: int, topk: int) -> None:
-        self.layers, self.experts, self.topk = layers, experts, topk
+        self.layers = layers
+        self.experts = experts
+        self.topk = topk
         self.tokens: RoutedTokens | None = None
-        self.learns = False
+        """Micro-batch in its forward pass; None in the backward pass, where layers may be recomputed."""
+        self.trains = False
         self._routers: list[_RouterReplay] = []
-        for chunk in chunks:
-            for module in chunk.modules():
-                if isinstance(module, TopKRouter):
-                    assert module.layer_number is not None
-                    router: Any = _RouterReplay(module.layer_number - 1, self)
-                    module.router_replay = router
-                    self._routers.append(router)
 
-    def begin(self, *, learns: bool) -> None:
-        """Forget the last pass; ``learns`` says that the next has a backward pass."""
-        self.learns = learns
+        routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+        for router in routers:
+            assert router.layer_number is not None
+            replay: Any = _RouterReplay(router.layer_number - 1, self)
+            router.router_replay = replay
+            self._routers.append(replay)
+
+    def begin(self, *, trains: bool) -> None:
+        """Reset counts and pending recomputation before a pass; ``trains`` if it has a backward pass."""
+        self.trains = trains
         for router in self._routers:
-            router.repeated.clear()
-        place = device.device()
-        self._loads = torch.zeros((self.layers, self.experts), dtype=torch.long, device=place)
-        self._agreement = torch.zeros(2, dtype=torch.long, device=place)
+            router.pending_recompute.clear()
+        target = device.device()
+        self._loads = torch.zeros((self.layers, self.experts), dtype=torch.long, device=target)
+        self._agreement = torch.zeros(2, dtype=torch.long, device=target)
 
     @contextmanager
     def forward(self, tokens: RoutedTokens) -> Iterator[None]:
-        """Route a micro-batch's tokens in the forward pass inside the block."""
+        """Route a micro-batch's tokens in its forward pass inside the block."""
         self.tokens = tokens
         try:
             yield
         finally:
             self.tokens = None
 
-    def count(self, layer: int, tokens: RoutedTokens, chosen: Tensor) -> None:
-        """Add what a router would choose to the loads, and to the agreement with what is given."""
-        chosen = chosen[: tokens.real]
-        taken = chosen
-        if tokens.given is not None:
-            given = tokens.given[: tokens.real, layer].to(chosen.dtype)
-            known = given >= 0
-            same = (given[:, :, None] == chosen[:, None, :]).any(dim=-1)
-            self._agreement += torch.stack([(same & known).sum(), known.sum()])
-            taken = torch.where(known, given, chosen)
-        taken = taken.flatten()
-        self._loads[layer].index_add_(0, taken, torch.ones_like(taken))
+    def count(self, layer: int, tokens: RoutedTokens, experts: Tensor) -> None:
+        """Count the experts' loads, and how often the router's ``experts`` [T, k] match replayed ones."""
+        experts = experts[: tokens.real]
+        routed = experts
+        if tokens.replayed is not None:
+            replayed = tokens.replayed[: tokens.real, layer].to(experts.dtype)
+            recorded = replayed >= 0
+            # The order of a token's k experts does not matter.
+            matches = (replayed[:, :, None] == experts[:, None, :]).any(dim=-1)
+            self._agreement += torch.stack([(matches & recorded).sum(), recorded.sum()])
+            routed = torch.where(recorded, replayed, experts)
+
+        routed = routed.flatten()
+        self._loads[layer].index_add_(0, routed, torch.ones_like(routed))
 
     def metrics(self, group: Any) -> Metrics:
-        """Return what was counted in a learn pass on all ranks of the ``group``. Collective over it.
+        """Return the counts of a training pass over all ranks of the ``group``. Collective over it.
 
-        ``router/load_max/layer_N`` is the load of the busiest expert of a layer over the mean load, 1 where
-        all are equal. ``router/agreement`` is the share of given experts that routers would choose too.
+        ``router/load_max/layer_N`` is the load of the busiest expert of a layer over the mean load, 1 if all
+        are equal. ``router/agreement`` is the share of replayed experts that routers would choose too.
         """
+        # Every rank takes part in both sums: a stage without routers has zeros.
         for counts in (self._loads, self._agreement):
             dist.all_reduce(counts, group=group)
-        loads, (same, known) = self._loads.double(), self._agreement.tolist()
-        largest = (loads.amax(dim=1) / loads.mean(dim=1)).tolist()
-        metrics = Metrics.mean("router/agreement", same, known) if known else Metrics()
-        # Layers without experts have no load.
-        values = {f"router/load_max/layer_{n}": value for n, value in enumerate(largest) if value == value}
+
+        metrics = Metrics()
+        matches, recorded = self._agreement.tolist()
+        if recorded:
+            metrics = Metrics.mean("router/agreement", matches, recorded)
+
+        loads = self._loads.double()
+        load_max = (loads.amax(dim=1) / loads.mean(dim=1)).tolist()
+        # 0 / 0 in layers without experts: NaN, which differs from itself.
+        values = {f"router/load_max/layer_{n}": value for n, value in enumerate(load_max) if value == value}
         return metrics + Metrics.of(values)

@@ -1,4 +1,4 @@
-"""What Gemma has beside Megatron's layers: norms behind both blocks, scaled embeddings, angles, caps."""
+"""Gemma's additions to Megatron's layers: post-norms, scaled embeddings, local rotary angles, score caps."""
 
 from __future__ import annotations
 

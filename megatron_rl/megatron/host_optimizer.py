@@ -1,4 +1,4 @@
-"""Keep Adam's moments and the weights in float32 in host memory, and step there."""
+"""Adam in host memory: float32 weights and moments, updated by the host."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from megatron_rl.distributed import device
 
 
 class HostOptimizer(HybridDeviceOptimizer):
-    """Step a float32 copy in host memory of every parameter, of whatever type and wherever it is.
+    """HybridDeviceOptimizer with a float32 host copy of every parameter, of any dtype and on any device.
 
-    Megatron's class copies what is on an accelerator, and takes float32 weights for those that need no
-    copy: it then neither restores them nor takes them over when something else wrote the weights.
+    Megatron's class copies only parameters on an accelerator, and updates float32 weights in place: it then
+    neither restores them from a checkpoint nor reloads them after something else wrote the weights.
     """
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
         for group in self.param_groups:
-            # Groups are saved, and a checkpoint is to be read without the packages of these classes.
+            # Groups are saved, and a checkpoint must be readable without the packages of these classes.
             group.pop("cpu_optimizer_cls", None)
             group.pop("gpu_optimizer_cls", None)
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
-        """Return the groups of the host and of the device, and the copies as Megatron looks them up."""
+        """Return the groups of host and device, and Megatron's maps between parameters and copies."""
         if device.simulated():
             return [], [], {}, {}, {}  # the host's memory is not counted
         copies = {
@@ -48,26 +48,26 @@ class HostOptimizer(HybridDeviceOptimizer):
         return groups, [], copies, {copy: parameter for parameter, copy in copies.items()}, dict(copies)
 
     def settle(self) -> None:
-        """Step on from the state that was just restored."""
+        """Take over the state that was just restored from a checkpoint."""
         self._sync_hdo_state_to_sub_optimizers()
         self._sync_sub_optimizers_state_to_hdo()
 
 
 def set_states(part: Any, parameter: Any, states: Mapping[str, Tensor]) -> None:
-    """Give a parameter of one of Megatron's distributed optimizers its share of some of its states."""
+    """Set some states of a parameter's shard in one of Megatron's distributed optimizers."""
     current = part._get_main_param_and_optimizer_states(parameter)
     if isinstance(part.optimizer, HostOptimizer):
-        # Megatron would keep what it is given, which may be slices of larger tensors.
+        # Copied: Megatron would keep the tensors, which may be slices of larger ones.
         for name, value in states.items():
             current[name].copy_(value)
     else:
-        moved = {name: value.to(current[name].device) for name, value in states.items()}
-        # The class's method: a restore has put another in its place on the optimizer.
-        type(part)._set_main_param_and_optimizer_states(part, parameter, {**current, **moved})
+        device_states = {name: value.to(current[name].device) for name, value in states.items()}
+        # The class's method, because a restore replaces the instance's.
+        type(part)._set_main_param_and_optimizer_states(part, parameter, {**current, **device_states})
 
 
-class _Whole(HostOptimizer):
-    """Hold the parameters until the distributed optimizer shares them out: nothing is copied for them."""
+class _UnshardedParameters(HostOptimizer):
+    """Placeholder until the distributed optimizer shards the parameters: copies none of them."""
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
         return [], [], {}, {}, {}
@@ -75,9 +75,9 @@ class _Whole(HostOptimizer):
 
 @contextmanager
 def on_the_host(settings: OptimizerConfig) -> Iterator[None]:
-    """Have Megatron make `HostOptimizer` inside from ``settings`` that offload, whatever others do.
+    """Make Megatron build `HostOptimizer` inside the block, if ``settings`` offload the optimizer.
 
-    No graph is recorded: shards of float32 weights are views of them, and PyTorch steps leaves alone.
+    Without autograd: shards of float32 weights are views, and PyTorch's optimizers accept leaves alone.
     """
     if not settings.optimizer_cpu_offload:
         yield
@@ -86,7 +86,7 @@ def on_the_host(settings: OptimizerConfig) -> Iterator[None]:
     # own derivation asks for the version of Transformer Engine, whose optimizer is not used here.
     settings.use_precision_aware_optimizer = settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     settings.store_param_remainders = False
-    modules = (megatron_optimizer, _Whole), (distrib_optimizer, HostOptimizer)
+    modules = (megatron_optimizer, _UnshardedParameters), (distrib_optimizer, HostOptimizer)
     for module, optimizer_class in modules:
         setattr(module, "HybridDeviceOptimizer", optimizer_class)
     try:

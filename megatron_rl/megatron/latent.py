@@ -1,4 +1,4 @@
-"""Let Megatron's multi-latent attention (DeepSeek-AI 2024) run on packed rows without Transformer Engine."""
+"""Run Megatron's multi-latent attention (DeepSeek-AI 2024) on packed rows, without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron_rl.megatron.layers import PackedRotaryEmbedding, RowAttention
 
 
 def allow_without_transformer_engine() -> None:
-    """Tell Megatron's latent attention that Transformer Engine is absent, where it is. May be repeated."""
+    """Clear Megatron's flag of Transformer Engine for latent attention if it is absent. May be repeated."""
     if not has_transformer_engine():
         module: Any = multi_latent_attention
         module.HAVE_TE = False
 
 
 class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
-    """Build the projections and norms that the layer's spec names, in any version of Megatron-Core.
+    """Latent attention of the projections and norms in the layer's spec, in any version of Megatron-Core.
 
-    Since 0.19 Megatron chooses some itself: it wants a norm of the query even where that is not compressed,
+    Megatron-Core 0.19 chooses some itself: it builds a norm of the query even where that is not compressed,
     which DeepSeek's models do not have, and refuses to build one without Transformer Engine.
     """
 
@@ -34,7 +34,7 @@ class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
 
 
 def fit_latent_spec(layer: Any, group: Any) -> None:
-    """Have a layer's spec build latent attention as it is written, in the tensor-parallel ``group``."""
+    """Make a layer's spec build `LatentSelfAttention` in the tensor-parallel ``group``."""
     attention = layer.submodules.self_attention
     attention.module = LatentSelfAttention
     attention.submodules.linear_q_proj = _in_group(attention.submodules.linear_q_proj, group)
@@ -46,14 +46,14 @@ def _in_group(linear: type, group: Any) -> type:
     Megatron names none for a query that is not compressed, and would take the process-global one.
     """
 
-    def __init__(self: Any, *args: Any, tp_group: Any = None, **more: Any) -> None:
-        linear.__init__(self, *args, tp_group=tp_group or group, **more)
+    def __init__(self: Any, *args: Any, tp_group: Any = None, **kwargs: Any) -> None:
+        linear.__init__(self, *args, tp_group=tp_group or group, **kwargs)
 
     return type(linear.__name__, (linear,), {"__init__": __init__})
 
 
 def prepare_latent_attention(chunk: Any, inverse_frequencies: Tensor) -> None:
-    """Give every layer of a GPTModel chunk the rotary angles and attention of packed rows.
+    """Fit every layer of a GPTModel chunk to packed rows.
 
     Layers with attention of a user's own keep both. In all of them the projections to latents come
     out whole, with gradients that tensor-parallel ranks have added up and whose norm counts them once.
@@ -112,7 +112,7 @@ class _LatentRotaryEmbedding(PackedRotaryEmbedding):
         super().__init__(inverse_frequencies)
         self._scaled = scaled
 
-    def forward(self, length: int, **more: Any) -> Any:
-        angles = super().forward(length, **more).squeeze(1)
+    def forward(self, length: int, **kwargs: Any) -> Any:
+        angles = super().forward(length, **kwargs).squeeze(1)
         # A scaled embedding also returns the factor of cos and sin, which is 1 here.
         return (angles, 1.0) if self._scaled else angles

@@ -67,29 +67,37 @@ def warn_of_unfused_attention() -> None:
 
 
 def _refusals(chosen: Mapping[str, Any]) -> str:
-    """Return what Transformer Engine logs, at a level that is off, when it chooses once more."""
-    said: list[str] = []
+    """Return the reasons that Transformer Engine logs for its choice of kernel, by choosing once more.
+
+    It logs them at a level that is off by default.
+    """
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     log = logging.getLogger("DotProductAttention")
-    before, log.propagate = (log.level, log.propagate), False
+    level_before = log.level
+    propagate_before = log.propagate
+    log.propagate = False
+
     try:
         choice = importlib.import_module(f"{_ATTENTION}.utils")
         settings = choice.AttentionLogging
         log.addHandler(handler)
-        level, settings._log_level = settings._log_level, logging.DEBUG
+        setting_before = settings._log_level
+        settings._log_level = logging.DEBUG
         try:
             choice.get_attention_backend(chosen["attention_params"])
         finally:
-            settings._log_level = level
+            settings._log_level = setting_before
     except Exception as error:  # a warning ends no run
-        said.append(f"not to be learned ({type(error).__name__}: {error})")
+        messages.append(f"not to be learned ({type(error).__name__}: {error})")
     finally:
         log.removeHandler(handler)
-        log.setLevel(before[0])
-        log.propagate = before[1]
+        log.setLevel(level_before)
+        log.propagate = propagate_before
+
     reasons = [
-        line for line in said if not line.startswith(("Running with", "Available backends", "Selected"))
+        line for line in messages if not line.startswith(("Running with", "Available backends", "Selected"))
     ]
     return "; ".join(reasons) or "nothing"
 
@@ -121,7 +129,7 @@ class RmsNorm(nn.Module):
 
 
 class PackedRotaryEmbedding(nn.Module):
-    """Give every token of a packed sequence the rotary angles of its position in its own row."""
+    """Rotary angles of each token of a packed sequence, by its position in its own row."""
 
     def __init__(self, inverse_frequencies: Tensor) -> None:
         super().__init__()
@@ -131,7 +139,7 @@ class PackedRotaryEmbedding(nn.Module):
     def get_rotary_seq_len(
         self, context: Any, block: Any, hidden: Any, config: Any, packed: PackedRows | None = None
     ) -> int:
-        """Remember the positions of the packed sequence; Megatron asks for its length first."""
+        """Store the positions of the packed sequence; Megatron calls this before `forward`."""
         assert packed is not None, "packed rows are the only input format"
         self._positions = packed.positions
         return len(packed.positions)
@@ -144,15 +152,15 @@ class PackedRotaryEmbedding(nn.Module):
 
 
 class RowAttention:
-    """Mark attention that takes `PackedRows`, whose tokens bring rotary angles of their own."""
+    """Marker of attention modules that take `PackedRows`."""
 
 
 class PackedAttention(nn.Module, RowAttention):
-    """Attend causally inside each row of a packed sequence with PyTorch's fused attention.
+    """Causal attention inside each row of a packed sequence, with PyTorch's fused kernels.
 
-    A ``window_size`` of the config limits how far a token looks back. Under context parallelism, ranks that
-    hold all heads of a part of the tokens exchange them for all tokens of a part of the heads, and back
-    (Jacobs et al. 2023, DeepSpeed-Ulysses): every rank attends to whole rows.
+    A ``window_size`` of the config limits how far a token looks back. Under context parallelism an
+    all-to-all exchanges all heads of a shard of the tokens for all tokens of a shard of the heads, and back
+    (Jacobs et al. 2023, DeepSpeed-Ulysses), so that every rank attends within complete rows.
     """
 
     def __init__(
@@ -170,7 +178,7 @@ class PackedAttention(nn.Module, RowAttention):
         super().__init__()
         self.scale = softmax_scale
         self.cap: float | None = None
-        """The bound of scores, which a tangent keeps (Gemma Team 2024, arXiv 2408.00118)."""
+        """Bound of the scores: cap * tanh(score / cap) (Gemma Team 2024, arXiv 2408.00118)."""
         self.context = pg_collection.cp
         self.window = None
         frequency: Any = config.window_attn_skip_freq
@@ -186,22 +194,28 @@ class PackedAttention(nn.Module, RowAttention):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
         attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: PackedRows | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return [T, 1, heads * size] for query [T, 1, heads, size], or without the 1, and grouped keys."""
+        """Return [T, 1, heads * size] for query [T, 1, heads, size] or [T, heads, size], and grouped keys.
+
+        Collective over the context-parallel group.
+        """
         assert packed_seq_params is not None, "packed rows are the only input format"
         query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
+
+        # Context-parallel ranks take equal numbers of key-value heads: repeat those that do not divide.
         if key.shape[1] % self.context.size():
             key, value = _ungrouped(query, key, value)
         query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
-        joined = self._attend(query, key, value, packed_seq_params)
-        return _exchange_for_heads(self.context, joined).flatten(1).unsqueeze(1)
+
+        output = self._attend(query, key, value, packed_seq_params)
+        return _exchange_for_heads(self.context, output).flatten(1).unsqueeze(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedRows) -> Tensor:
-        """Return [T, heads, size] of attention inside whole rows."""
+        """Return the attention output [T, heads, size] of complete rows, bucket by bucket."""
         filled = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
         return packed_seq_params.join([self._bucket(*bucket) for bucket in filled])
 
     def _bucket(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return [rows * longest, heads, size] for [rows, longest, heads, size], or grouped keys."""
+        """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size]."""
         grouped = self.cap is None and _takes_grouped_keys(query)
         if not grouped:
             key, value = _ungrouped(query, key, value)
@@ -224,7 +238,7 @@ class PackedAttention(nn.Module, RowAttention):
 def _capped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, cap: float
 ) -> Tensor:
-    """Attend with scores of at most ``cap``, [rows, heads, longest, size]; the scores are held in memory."""
+    """Compute attention with scores within ``cap``, [rows, heads, longest, size]; stores all scores."""
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = cap * torch.tanh(scores.float() / cap)
     if mask is None:
@@ -259,16 +273,16 @@ def _exchange_for_heads(group: Any, rows: Tensor) -> Tensor:
 
 
 def _takes_grouped_keys(query: Tensor) -> bool:
-    """Say whether PyTorch's fused attention takes grouped keys and values as they are.
+    """Return whether PyTorch's fused attention takes grouped keys and values without repeating them.
 
-    The host's does; in half precision it would sum the gradients of a group's heads in that. On accelerators
-    only the kernel for half precision without a mask does.
+    The host's kernel does, but in half precision it would sum the gradients of a group's heads in half
+    precision. On accelerators only the half-precision kernel without a mask does.
     """
     return device.on_host() and query.dtype in (torch.float32, torch.float64)
 
 
 def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values [.., heads, size] for [.., groups, size]: a group's for each head of its."""
+    """Repeat keys and values [.., groups, size] for each query head of their group: [.., heads, size]."""
     repeats = query.shape[-2] // key.shape[-2]
     if repeats == 1:
         return key, value
@@ -279,23 +293,25 @@ def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 def transformer_engine_attention() -> type:
     """Return Transformer Engine's attention for `PackedRows`, a class for Megatron's specs of layers.
 
-    Its kernels know rows by their boundaries (THD). Megatron would also derive rotary angles from these, with
-    four reads of the device in a layer, and cut each row between context-parallel ranks; here angles are
-    those of positions, and rows are whole.
+    Its kernels take row boundaries (THD). Given those, Megatron would also derive rotary angles from them, at
+    four reads of the device per layer, and cut each row over context-parallel ranks; here angles come from
+    `PackedRotaryEmbedding`, and every rank attends within complete rows.
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class WholeRowAttention(TEDotProductAttention, RowAttention):
-        def __init__(self, config: Any, *args: Any, pg_collection: Any, **more: Any) -> None:
+        def __init__(self, config: Any, *args: Any, pg_collection: Any, **arguments: Any) -> None:
             ranks = pg_collection.cp.size()
             self.divides = divide(config.num_query_groups, pg_collection.tp.size()) % ranks == 0
-            seen = copy(config)  # the heads that this rank attends with, of whole rows
-            seen.context_parallel_size = 1
-            seen.num_attention_heads = divide(config.num_attention_heads, ranks)
-            seen.num_query_groups = seen.num_attention_heads
+
+            # Transformer Engine sees one context-parallel rank with fewer heads.
+            rank_config = copy(config)
+            rank_config.context_parallel_size = 1
+            rank_config.num_attention_heads = divide(config.num_attention_heads, ranks)
+            rank_config.num_query_groups = rank_config.num_attention_heads
             if self.divides:
-                seen.num_query_groups = config.num_query_groups // ranks
-            super().__init__(seen, *args, pg_collection=pg_collection, **more)
+                rank_config.num_query_groups = config.num_query_groups // ranks
+            super().__init__(rank_config, *args, pg_collection=pg_collection, **arguments)
             self.context = pg_collection.cp
 
         def forward(
@@ -310,7 +326,7 @@ def transformer_engine_attention() -> type:
             query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
             joined = super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params.whole, num_splits=num_splits,
+                packed_seq_params=packed_seq_params.boundaries, num_splits=num_splits,
             )  # fmt: skip
             joined = joined.view(len(query), query.shape[1], -1)
             return _exchange_for_heads(self.context, joined).flatten(1).unsqueeze(1)

@@ -1,10 +1,11 @@
 """Log-probs and entropy straight from hidden states, over vocabulary shards, in bounded memory.
 
-The logits of a micro-batch never exist at once: a chunk of tokens is projected, reduced and dropped,
-and projected again in the backward pass. Memory is O(chunk * V / tensor parallel). On an accelerator with
-Triton the forward pass is one kernel that writes no logits at all (`log_probs_triton`). Logits are float32 in
-every pass, whatever the model's dtype: rounded to bfloat16 they would be off by up to 0.06 at 20, and
-probabilities of a pass that rounds and one that does not would not sum to 1.
+The logits of a micro-batch never exist at once: a chunk of tokens is projected, reduced to four numbers per
+token and dropped, and projected again in the backward pass. Memory is O(chunk * V / tensor parallel). On an
+accelerator with Triton the forward pass is one kernel that writes no logits at all (`log_probs_triton`).
+
+Logits are float32 in every pass, whatever the model's dtype: rounded to bfloat16 they would be off by up to
+0.06 at 20, and the probabilities of a pass that rounds and one that does not would not sum to 1.
 """
 
 from __future__ import annotations
@@ -25,61 +26,81 @@ _MASKED = -1e30  # finite, so that probability * logit is 0 and not NaN
 
 
 class VocabularyShard(NamedTuple):
-    """Which rows of the output weight a rank holds: from ``start`` on, of ``size`` real ones.
+    """Rows of the output projection that a rank holds.
 
-    ``group`` is the tensor-parallel group over which shards add up. A tangent keeps logits within ``cap``,
-    before the temperature divides them (Gemma Team 2024, arXiv 2408.00118).
+    Example: 32,000 tokens padded to 32,128 on two ranks: ``VocabularyShard(16064, 32000, group)`` on the
+    second.
     """
 
     start: int
+    """Token id of the shard's first row."""
     size: int
+    """Number of tokens in the vocabulary; rows of the weight from this id on are padding."""
     group: Any
+    """Tensor-parallel group over whose ranks the vocabulary is cut."""
     cap: float | None = None
+    """Bound of the logits before the temperature: cap * tanh(logit / cap) (Gemma Team 2024, arXiv
+    2408.00118)."""
 
 
 class Support(NamedTuple):
-    """Say which tokens of the vocabulary each position's distribution is over.
+    """Tokens that each position's distribution ranges over, for sampling that was truncated.
 
-    ``sizes`` [n] counts them, 0 where it is over all; ``tokens`` [k] are their ids, position after position.
+    Example, for the full vocabulary at the first position and two tokens at the second:
+    ``Support(sizes=tensor([0, 2]), tokens=tensor([17, 5]))``.
     """
 
     sizes: Tensor
+    """[n] number of tokens of each position, 0 for the full vocabulary."""
     tokens: Tensor
+    """[sum of sizes] token ids, position after position."""
 
     def mask(self, part: slice, columns: int, start: int) -> Tensor:
-        """Mark what is outside: [positions of ``part``, columns] bool, for ids from ``start`` on."""
+        """Mask the ids from ``start`` on outside the support, [positions of ``part``, columns] bool."""
         ends = self.sizes.cumsum(0)
         sizes = self.sizes[part]
         last = int(ends[part][-1])
         tokens = self.tokens[last - int(sizes.sum()) : last] - start
         positions = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+
+        # All columns of a truncated position are outside, but for its tokens in this shard.
         in_shard = (tokens >= 0) & (tokens < columns)
-        outside = (sizes > 0)[:, None].repeat(1, columns)
-        outside[positions[in_shard], tokens[in_shard]] = False
-        return outside
+        is_outside = (sizes > 0)[:, None].repeat(1, columns)
+        is_outside[positions[in_shard], tokens[in_shard]] = False
+        return is_outside
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
+    """Log-probs and entropy whose backward pass projects the logits again, chunk by chunk."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor,
         shard: VocabularyShard, chunk: int, reduce_hidden_gradient: bool, support: Support | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        # The kernel knows neither truncated supports nor capped logits.
         if support is None and shard.cap is None and kernel_applies(hidden, weight):
             stats = kernel_statistics(hidden, weight, targets, temperature, shard)
         else:
             stats = chunked_statistics(hidden, weight, targets, temperature, shard, chunk, support)
         log_normaliser, log_probs, entropy = _combine(_gather(stats, shard.group))
+
         ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy)
-        ctx.shard, ctx.chunk, ctx.reduce, ctx.support = shard, chunk, reduce_hidden_gradient, support
+        ctx.shard = shard
+        ctx.chunk = chunk
+        ctx.reduce = reduce_hidden_gradient
+        ctx.support = support
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        given: Any = (*ctx.saved_tensors, *gradients)
+        tensors: Any = (*ctx.saved_tensors, *gradients)
+        frozen = not ctx.needs_input_grad[1]
         hidden_gradient, weight_gradient = _gradients(
-            *given, shard=ctx.shard, chunk=ctx.chunk, support=ctx.support, frozen=not ctx.needs_input_grad[1]
+            *tensors, shard=ctx.shard, chunk=ctx.chunk, support=ctx.support, frozen=frozen
         )
+
+        # Each rank has the gradient through its own columns of the vocabulary.
         if ctx.reduce and ctx.shard.group.size() > 1:
             dist.all_reduce(hidden_gradient, group=ctx.shard.group)
         return hidden_gradient, weight_gradient, *(None,) * 6
@@ -90,7 +111,7 @@ def _gradients(
     entropy: Tensor, log_prob_gradient: Tensor, entropy_gradient: Tensor,
     shard: VocabularyShard, chunk: int, support: Support | None = None, frozen: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return the gradients of hidden states and weight, this shard's alone; None of a frozen weight."""
+    """Return this shard's gradients of hidden states [n, h] and weight [V / tp, h], None if ``frozen``."""
     hidden_gradient = torch.empty_like(hidden)
     weight_gradient = None if frozen else torch.zeros_like(weight)
     for begin in range(0, len(hidden), chunk):
@@ -101,7 +122,7 @@ def _gradients(
             log_prob_gradient[part], entropy_gradient[part],
             weight, shard, hidden_gradient[part], weight_gradient,
         )  # fmt: skip
-        del logits
+        del logits  # before the next chunk's logits are made
     return hidden_gradient, weight_gradient
 
 
@@ -111,9 +132,16 @@ def _add_gradients(
     log_prob_gradient: Tensor, entropy_gradient: Tensor, weight: Tensor, shard: VocabularyShard,
     hidden_gradient: Tensor, weight_gradient: Tensor | None,
 ) -> None:  # fmt: skip
-    """Add the gradients of one chunk of tokens; overwrites its logits, and holds one more [chunk, V / tp]."""
-    # What a change of the projection changes of a capped logit: 1 - (logit / cap)^2.
-    slack = None if shard.cap is None else 1 - (logits * temperature[:, None] / shard.cap).square_()
+    """Add the gradients of one chunk of tokens.
+
+    With respect to a logit, log p(target) has the gradient [target] - p, and the entropy H the gradient
+    -p (log p + H). Overwrites the logits and allocates one more tensor [chunk, V / tp].
+    """
+    # d(capped logit) / d(logit) = 1 - (capped / cap)^2; taken before the logits are overwritten.
+    cap_slope = None
+    if shard.cap is not None:
+        cap_slope = 1 - (logits * temperature[:, None] / shard.cap).square_()
+
     log_p = logits.sub_(log_normaliser[:, None])
     p = log_p.exp()
     slope = log_p.add_(entropy[:, None]).mul_(-entropy_gradient[:, None])
@@ -121,8 +149,12 @@ def _add_gradients(
     del p
     local, in_shard = _local_targets(targets, len(weight), shard)
     slope.scatter_add_(1, local[:, None], (log_prob_gradient * in_shard)[:, None])
-    if slack is not None:
-        slope = slope.mul_(slack.clamp_(min=0.0))  # where a token takes no part both are 0
+
+    if cap_slope is not None:
+        # Of a masked logit it is -inf, and the product with its slope of 0 would be NaN.
+        slope = slope.mul_(cap_slope.clamp_(min=0.0))
+
+    # Products with the weight and the hidden states, in the model's dtype.
     slope = slope.div_(temperature[:, None]).to(weight.dtype)
     torch.mm(slope, weight, out=hidden_gradient)
     if weight_gradient is not None:
@@ -138,28 +170,29 @@ def chunked_statistics(
     chunk: int,
     support: Support | None = None,
 ) -> Tensor:
-    """Return [4, n]: what a softmax over this shard needs, from logits of ``chunk`` tokens at a time.
+    """Return the softmax statistics [4, n] of this shard, from logits of ``chunk`` tokens at a time.
 
-    The four are the peak of logits, the sum of exp(logit - peak), the sum of exp(logit - peak) * (logit -
-    peak), and the target's logit (a very low number where another shard holds it).
+    The four are the largest logit ("peak"), the sum of exp(logit - peak), the sum of
+    exp(logit - peak) * (logit - peak), and the target's logit (a very low number if another shard has it).
     """
-    parts = [slice(begin, begin + chunk) for begin in range(0, len(hidden), chunk)]
-    return torch.cat(
-        [
+    stats = []
+    for begin in range(0, len(hidden), chunk):
+        part = slice(begin, begin + chunk)
+        # Not bound to a name: the next chunk's logits must not be allocated beside these.
+        stats.append(
             _statistics(
                 _logits(hidden[part], weight, temperature[part], shard, support, part), targets[part], shard
             )
-            for part in parts
-        ],
-        dim=1,
-    )
+        )
+    return torch.cat(stats, dim=1)
 
 
 def _statistics(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
-    """Reduce one chunk of tokens, overwriting its logits; another tensor [chunk, V / tp] lives meanwhile."""
+    """Reduce the logits of one chunk to [4, chunk], overwriting them; allocates one more [chunk, V / tp]."""
     peak = logits.amax(dim=-1)
     local, in_shard = _local_targets(targets, logits.shape[1], shard)
     target = logits.gather(1, local[:, None])[:, 0].masked_fill(~in_shard, _MASKED)
+
     shifted = logits.sub_(peak[:, None])
     exponents = shifted.exp()
     total = exponents.sum(dim=-1)
@@ -170,7 +203,7 @@ def _statistics(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tens
 def kernel_statistics(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: VocabularyShard
 ) -> Tensor:
-    """Return what `chunked_statistics` returns, from the Triton kernel; needs an accelerator."""
+    """Return what `chunked_statistics` returns, from the Triton kernel. Needs an accelerator."""
     from megatron_rl.megatron.log_probs_triton import split_statistics
 
     real = min(max(shard.size - shard.start, 0), len(weight))
@@ -178,71 +211,85 @@ def kernel_statistics(
 
 
 def kernel_applies(hidden: Tensor, weight: Tensor) -> bool:
-    """Say whether the Triton kernel serves these tensors: half precision on an accelerator where it works."""
+    """Return whether the Triton kernel takes these tensors: half precision, on a card where it works."""
     if device.on_host() or device.simulated() or importlib.util.find_spec("triton") is None:
         return False
     from megatron_rl.megatron.log_probs_triton import FAST
 
-    rows = hidden.stride(-1) == weight.stride(-1) == 1
-    return hidden.dtype == weight.dtype and hidden.dtype in FAST and rows and kernel_works(hidden.dtype)
+    contiguous_rows = hidden.stride(-1) == weight.stride(-1) == 1
+    half_precision = hidden.dtype == weight.dtype and hidden.dtype in FAST
+    return half_precision and contiguous_rows and kernel_works(hidden.dtype)
 
 
 @functools.cache
 def kernel_works(dtype: torch.dtype) -> bool:
-    """Say whether forward and backward of the kernel are right here; warn where they are not.
+    """Return whether the kernel's forward and backward pass are right on this machine; warn if not.
 
-    Tried once per process and dtype on a small problem, before training relies on it.
+    Tested once per process and dtype on a small problem, before training relies on it.
     """
     try:
-        values, gradients = kernel_errors(dtype)
+        value_error, gradient_errors = kernel_errors(dtype)
     except Exception as error:  # Triton's own errors: no compiler, an unknown card, too little memory on it
         warnings.warn(f"the Triton kernel of log-probs does not run here: {first_line(error)}", stacklevel=2)
         return False
-    if values < 1e-3 and max(gradients.values()) < 0.02:
+
+    if value_error < 1e-3 and max(gradient_errors.values()) < 0.02:
         return True
-    worst = ", ".join(f"{name} tokens {error:.1%}" for name, error in gradients.items())
+    errors = ", ".join(f"{name} tokens {error:.1%}" for name, error in gradient_errors.items())
     warnings.warn(
-        f"the Triton kernel of log-probs is wrong here by {values:.3g}, and its gradients by: {worst}",
+        f"the Triton kernel of log-probs is wrong here by {value_error:.3g}, and its gradients by: {errors}",
         stacklevel=2,
     )
     return False
 
 
 def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
-    """Compare the kernel, and the backward pass that follows it, with a dense softmax in float64.
+    """Compare the kernel, and the backward pass that uses it, with a dense softmax in float64.
 
     Returns the largest difference of normaliser, log-prob and entropy, and the relative error of the weight's
-    gradient from tokens that the model is certain of (p > 0.99), rare ones (p < 0.01) and others.
+    gradient by probability of the token: certain (p > 0.99), rare (p < 0.01) and other ones.
     """
+    # Neither the 150 tokens nor the 690 real rows of 700 fill whole blocks of the kernel. States lean
+    # towards their target's row by growing factors, so that probabilities range from rare to certain.
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(0, 690, (150,), generator=generator)
     weight = torch.randn(700, 192, generator=generator) / 4
     hidden = torch.randn(150, 192, generator=generator) / 4
     hidden[:100] += weight[targets[:100]] * torch.linspace(0.2, 2.5, 100)[:, None]
     temperature = 0.5 + torch.rand(150, generator=generator)
-    place, shard = device.device(), VocabularyShard(0, 690, None)
-    rest = (targets.to(place), temperature.to(place))
-    states, words = hidden.to(place, dtype), weight.to(place, dtype)
-    statistics = _combine(kernel_statistics(states, words, *rest, shard)[None])
 
-    dense = (words[:690].double().cpu()).requires_grad_()
-    logits = states.double().cpu() @ dense.t() / temperature.double()[:, None]
+    # The kernel's statistics.
+    target_device = device.device()
+    shard = VocabularyShard(0, 690, None)
+    labels = (targets.to(target_device), temperature.to(target_device))
+    states = hidden.to(target_device, dtype)
+    rows = weight.to(target_device, dtype)
+    statistics = _combine(kernel_statistics(states, rows, *labels, shard)[None])
+
+    # The same from dense logits of the rounded inputs, in float64 on the host.
+    dense_weight = rows[:690].double().cpu().requires_grad_()
+    logits = states.double().cpu() @ dense_weight.t() / temperature.double()[:, None]
     log_p = logits.log_softmax(1)
-    chosen = log_p.gather(1, targets[:, None])[:, 0]
-    wanted = (logits.logsumexp(1), chosen, -(log_p.exp() * log_p).sum(1))
-    pairs = zip(statistics, wanted, strict=True)
-    values = max(float((one.double().cpu() - other.detach()).abs().max()) for one, other in pairs)
-    probability = chosen.detach().exp()
-    kinds = {"certain": probability > 0.99, "rare": probability < 0.01}
-    kinds["other"] = ~(kinds["certain"] | kinds["rare"])
-    errors = {}
-    for name, kind in kinds.items():
-        (truth,) = torch.autograd.grad(chosen[kind].sum(), dense, retain_graph=True)
-        slopes = (kind.to(place, torch.float32), torch.zeros(150, device=place))
-        _, gradient = _gradients(states, words, *rest, statistics[0], statistics[2], *slopes, shard, 64)
+    log_probs = log_p.gather(1, targets[:, None])[:, 0]
+    expected = (logits.logsumexp(1), log_probs, -(log_p.exp() * log_p).sum(1))
+    value_error = max(
+        float((actual.double().cpu() - reference.detach()).abs().max())
+        for actual, reference in zip(statistics, expected, strict=True)
+    )
+
+    # Gradients of each class alone: those of certain tokens are tiny and would vanish in a common norm.
+    probability = log_probs.detach().exp()
+    classes = {"certain": probability > 0.99, "rare": probability < 0.01}
+    classes["other"] = ~(classes["certain"] | classes["rare"])
+    gradient_errors = {}
+    for name, members in classes.items():
+        (reference,) = torch.autograd.grad(log_probs[members].sum(), dense_weight, retain_graph=True)
+        slopes = (members.to(target_device, torch.float32), torch.zeros(150, device=target_device))
+        _, gradient = _gradients(states, rows, *labels, statistics[0], statistics[2], *slopes, shard, 64)
         assert gradient is not None
-        errors[name] = float((gradient[:690].double().cpu() - truth).norm() / truth.norm())
-    return values, errors
+        difference = gradient[:690].double().cpu() - reference
+        gradient_errors[name] = float(difference.norm() / reference.norm())
+    return value_error, gradient_errors
 
 
 def _logits(
@@ -253,11 +300,12 @@ def _logits(
     support: Support | None = None,
     part: slice = slice(None),
 ) -> Tensor:
-    """Return the logits of the positions ``part``, a very low number where a token does not take part."""
+    """Return the logits of the positions ``part``, `_MASKED` at padding and outside the support."""
     logits = _project(hidden, weight)
     if shard.cap is not None:
         logits = logits.div_(shard.cap).tanh_().mul_(shard.cap)
     logits = logits.div_(temperature[:, None])
+
     real = shard.size - shard.start
     if real < len(weight):
         logits[:, max(real, 0) :] = _MASKED
@@ -267,21 +315,23 @@ def _logits(
 
 
 def _project(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return ``hidden @ weight.T`` with sums and results in float32 at least."""
+    """Return ``hidden @ weight.T``, accumulated and stored in float32 at least."""
     if hidden.dtype in (torch.float32, torch.float64):
         return hidden @ weight.t()
-    if device.on_host():  # which has no product of half precision with another result
+    if device.on_host():  # PyTorch has no half-precision product with a float32 result there
         return hidden.float() @ weight.float().t()
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 
-def _local_targets(targets: Tensor, words: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+def _local_targets(targets: Tensor, rows: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """Return the targets' row numbers in this shard, clamped into it, and which targets it holds."""
     local = targets - shard.start
-    in_shard = (local >= 0) & (local < words)
-    return local.clamp(0, words - 1), in_shard
+    in_shard = (local >= 0) & (local < rows)
+    return local.clamp(0, rows - 1), in_shard
 
 
 def _gather(stats: Tensor, group: Any) -> Tensor:
+    """Return the statistics of all shards, [ranks, 4, n]. Collective over ``group``."""
     if group.size() == 1:
         return stats[None]
     gathered = torch.empty((group.size(), *stats.shape), dtype=stats.dtype, device=stats.device)
@@ -290,7 +340,7 @@ def _gather(stats: Tensor, group: Any) -> Tensor:
 
 
 def _merge(stats: Tensor) -> Tensor:
-    """Merge parts of a vocabulary, [parts, 4, n] of `chunked_statistics`, to those of the whole, [4, n]."""
+    """Merge the statistics of shards, [shards, 4, n], to those of the whole vocabulary, [4, n]."""
     peak, total, weighted, target = stats.unbind(dim=1)
     top = peak.amax(dim=0)
     scale = (peak - top).exp()
@@ -299,7 +349,7 @@ def _merge(stats: Tensor) -> Tensor:
 
 
 def _combine(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log normaliser, log-prob of the target and entropy from all parts of the vocabulary."""
+    """Return log normaliser, log-prob of the target and entropy, each [n], from all shards' statistics."""
     top, total, weighted, target = _merge(stats)
     log_sum = total.log()
     return top + log_sum, target - top - log_sum, log_sum - weighted / total
@@ -318,17 +368,20 @@ def vocab_parallel_log_probs(
     """Return log-probs of ``targets`` and the entropy of the distribution, both [n] float32.
 
     ``hidden`` [n, h] is the same on all ranks of the group, ``weight`` [V / tp, h] this rank's rows of the
-    output projection, ``targets`` [n] token ids, ``temperature`` [n] divides the logits. Gradients of
-    ``hidden`` are summed over the group unless ``reduce_hidden_gradient`` is false (where a
-    sequence-parallel reduce-scatter follows). ``support`` says over which tokens each distribution is, None
-    over all. Collective over the tensor-parallel group. float64 inputs give float64 results.
+    output projection, ``targets`` [n] token ids; ``temperature`` [n] divides the logits. Gradients of
+    ``hidden`` are summed over the group unless ``reduce_hidden_gradient`` is false, for a caller whose
+    sequence-parallel reduce-scatter sums them. ``support`` restricts the tokens of each distribution;
+    without it they range over the vocabulary. Collective over the tensor-parallel group. float64 inputs
+    give float64 results.
     """
     precise = torch.promote_types(hidden.dtype, torch.float32)
     if not len(hidden):
-        # Keeps the graph connected so that the pipeline's backward pass runs on empty micro-batches too. Its
-        # type is that of other context-parallel ranks' tokens, which it is summed with.
+        # An empty result that depends on both inputs keeps the graph connected, so that the pipeline's
+        # backward pass runs on empty micro-batches too. Other context-parallel ranks' results are added to
+        # it: the dtype must be theirs.
         zero = (hidden.sum() + weight.sum() * 0)[None][:0].to(precise)
         return zero, zero
+
     temperature = temperature.to(precise)
     return _VocabParallelLogProbs.apply(
         hidden, weight, targets, temperature, shard, chunk, reduce_hidden_gradient, support

@@ -1,9 +1,8 @@
-"""Low-rank adapters on Megatron's linear layers, over a base that stays as it is.
+"""Low-rank adapters on Megatron's linear layers, over a frozen base.
 
-A layer's output gets ``alpha / rank * B A x`` added. What tensor-parallel ranks exchange for it is as wide as
-A x: a layer that is cut by rows has A whole and B cut, one that is cut by columns A cut and B whole. Each
-routed expert has an A and a B of its own, and its ranks exchange nothing more: the gradients of what they all
-have are added up before the step.
+A layer's output gets ``alpha / rank * B A x`` added (`adapter.Adapter`). A and B are imported, exported, cut
+and checkpointed by the rules of the layer's own weight: A has its columns, B its rows. Each routed expert has
+an A and a B of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
-from megatron_rl.megatron.adapter import Adapter, add_change
-from megatron_rl.megatron.model import Chunked, ParallelModel, live_parameters, of_experts
+from megatron_rl.megatron.adapter import Adapter, add_adapter_output
+from megatron_rl.megatron.model import Chunked, ParallelModel, is_expert_parameter, live_parameters
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.megatron.parameter_mapping import (
     EXPERT,
@@ -62,78 +61,94 @@ def attach_adapters(
     trainable: bool,
     initial: TensorSource | None = None,
 ) -> None:
-    """Freeze a model that holds its weights and attach adapters to its linear layers.
+    """Freeze a model with loaded weights and attach adapters to its linear layers.
 
-    ``initial`` gives the values by their PEFT names; adapters that it lacks are new. A new one adds nothing:
-    A is uniform as torch starts a linear layer, B is zero. Its numbers depend on ``seed`` and the tensors'
-    names alone. Call before the model is wrapped.
+    ``initial`` has values by their PEFT names; adapters without one are new. A new adapter adds zero: A is
+    uniform as torch initialises a linear layer, B is zero, and the values depend on ``seed`` and the tensors'
+    names alone, not on the layout. Call before the model is wrapped.
     """
     model.adapters = adapted(pretrained(model.hf_config), config.rank, config.alpha, config.targets)
-    groups, settings = model.groups, model.transformer_config
+    groups = model.groups
+    settings = model.transformer_config
+
+    # The base is frozen; a scalar head trains beside the adapters.
     for chunk in model.chunks:
         chunk.requires_grad_(False)
-        head = _head(model, chunk)
+        head = _scalar_head(model, chunk)
         if head is not None:
             head.requires_grad_(trainable)
+
     masks: dict[str, Tensor] = {}
 
-    def make(name: str, weight: Tensor) -> Adapter:
-        alike = EXPERT.sub(r"\1{expert}", name)
-        if alike not in masks:
-            masks[alike] = _row_kinds(model, alike, len(weight))
+    def make_adapter(name: str, weight: Tensor) -> Adapter:
         assert model.adapters is not None
-        adapter = Adapter(
-            weight, config.rank, masks[alike], model.adapters.alpha / config.rank, config.dropout
-        )
+        # The experts of a layer have equal masks: one computation serves all.
+        mask_name = EXPERT.sub(r"\1{expert}", name)
+        if mask_name not in masks:
+            masks[mask_name] = _kind_mask(model, mask_name, len(weight))
+        scale = model.adapters.alpha / config.rank
+        adapter = Adapter(weight, config.rank, masks[mask_name], scale, config.dropout)
+
         columns = "linear_proj." in name or "linear_fc2." in name
-        if of_experts(name):
+        if is_expert_parameter(name):
             adapter.cut_expert(columns, groups.expert_tensor)
         else:
             adapter.cut(columns, groups.tensor, settings.sequence_parallel)
         return adapter.requires_grad_(trainable)
 
-    for layer, linear in _linear_layers(model, model.adapters.targets):
-        name, count = f"{layer}.{ADAPTER}", getattr(linear, "num_gemms", None)
-        if count is None:
-            linear.adapter = make(name, linear.weight)
-        else:  # Transformer Engine's, of all experts
-            weights = [getattr(linear, f"weight{number}") for number in range(count)]
-            linear.adapter = nn.ModuleList(make(f"{name}.{n}", weight) for n, weight in enumerate(weights))
-        # Before whatever else changes the layer's output, such as a norm behind it.
-        linear.register_forward_hook(add_change, prepend=True)
+    for layer_name, linear in _linear_layers(model, model.adapters.targets):
+        name = f"{layer_name}.{ADAPTER}"
+        experts = getattr(linear, "num_gemms", None)
+        if experts is None:
+            linear.adapter = make_adapter(name, linear.weight)
+        else:
+            # Transformer Engine's grouped linear layer has the weights of all local experts.
+            weights = [getattr(linear, f"weight{number}") for number in range(experts)]
+            linear.adapter = nn.ModuleList(
+                make_adapter(f"{name}.{number}", weight) for number, weight in enumerate(weights)
+            )
+        # First of the layer's hooks: others, such as Gemma's norm behind the layer, must see the sum.
+        linear.register_forward_hook(add_adapter_output, prepend=True)
+
     if trainable and settings.recompute_granularity is not None and model.chunks[0].pre_process:
-        # What is computed again has a gradient only where an input has one.
-        model.chunks[0].embedding.register_forward_hook(_with_gradient)
+        # Under recompute a layer has gradients only if an input has one, which a frozen embedding's output
+        # has not: all gradients would be zero, without an error.
+        model.chunks[0].embedding.register_forward_hook(_require_gradient)
     start_adapters(model, seed, initial)
 
 
 @torch.no_grad()
 def share_base(model: ParallelModel, other: ParallelModel) -> None:
-    """Let frozen weights of a model be those of another that holds the same checkpoint in the same layout.
+    """Replace a model's frozen weights by those of another model of the same checkpoint and layout.
 
     Both have adapters over them. Call before the model is wrapped; its own copies are freed.
     """
-    for chunk, twin in zip(model.chunks, other.chunks, strict=True):
-        frozen = {name: value for name, value in twin.named_parameters() if not value.requires_grad}
+    for chunk, other_chunk in zip(model.chunks, other.chunks, strict=True):
+        frozen = {name: value for name, value in other_chunk.named_parameters() if not value.requires_grad}
         for name, parameter in chunk.named_parameters():
             base = frozen.get(name)
             if base is not None and not parameter.requires_grad and parameter.shape == base.shape:
                 parameter.data = base.data
 
 
-def _head(model: ParallelModel, chunk: Any) -> Tensor | None:
-    """Return the weight of a head of one number, which learns beside adapters."""
-    return chunk.output_layer.weight if model.spec.model.shape.scalar_head and chunk.post_process else None
+def _scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
+    """Return the weight of a scalar head, which trains beside adapters; None without one."""
+    if not model.spec.model.shape.scalar_head or not chunk.post_process:
+        return None
+    return chunk.output_layer.weight
 
 
 def start_adapters(model: ParallelModel, seed: int, initial: TensorSource | None = None) -> None:
-    """Set a model's adapters to their initial values: new ones, or those of ``initial`` by their PEFT names.
+    """Set a model's adapters to the values of ``initial`` by their PEFT names, or to new values.
 
-    Tensors that ``initial`` lacks are new. The reference keeps the values of ``initial``.
+    Tensors without a value in ``initial`` are new. With ``initial`` the values are also kept as the initial
+    policy's, which serves as the reference.
     """
     assert model.adapters is not None
     stored_names = set() if initial is None else initial.names()
-    shapes, parameters = model.adapters.tensor_shapes(), adapter_parameters(model)
+    shapes = model.adapters.tensor_shapes()
+    parameters = adapter_parameters(model)
+
     for box in adapter_boxes(model):
         view = view_of(parameters[box.storage], box)
         if initial is not None and PEFT_PREFIX + box.name in stored_names:
@@ -141,51 +156,63 @@ def start_adapters(model: ParallelModel, seed: int, initial: TensorSource | None
         elif box.name.endswith("lora_B.weight"):
             view.zero_()
         else:
-            part = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
-            view.copy_(_new_values(box.name, shapes[box.name], seed)[part])
+            # Every rank draws the complete tensor and takes its slice, so that layouts start alike.
+            ranges = zip(box.start, box.size, strict=True)
+            slices = tuple(slice(start, start + size) for start, size in ranges)
+            view.copy_(_new_values(box.name, shapes[box.name], seed)[slices])
+
     for _, adapter in _adapters(model):
-        adapter.initial_A = adapter.A.detach().clone() if initial is not None else None
-        adapter.initial_B = adapter.B.detach().clone() if initial is not None else None
+        adapter.initial_A = None
+        adapter.initial_B = None
+        if initial is not None:
+            adapter.initial_A = adapter.A.detach().clone()
+            adapter.initial_B = adapter.B.detach().clone()
 
 
 def _new_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return uniform values within 1 / sqrt(inputs), as ``torch.nn.Linear`` starts with."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     bound = shape[1] ** -0.5
     return torch.rand(shape, generator=generator) * 2 * bound - bound
 
 
 def _linear_layers(model: ParallelModel, targets: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield each linear layer that is to have an adapter with its name over the whole model."""
-    for index, chunk in enumerate(model.chunks):
-        for number, layer in enumerate(chunk.decoder.layers):
-            for place, block, kinds in _blocks(layer):
-                for name in (target for target in targets if target in kinds):
+    """Yield (name over the whole model, linear layer) for each layer that gets an adapter."""
+    for chunk_index, chunk in enumerate(model.chunks):
+        for layer_index, layer in enumerate(chunk.decoder.layers):
+            for path, block, linear_names in _blocks(layer):
+                for name in (target for target in targets if target in linear_names):
                     linear = getattr(block, name, None)
                     if linear is None:
-                        raise _without_layer(f"{place}.{name}", name, targets)
-                    yield global_name(model, f"{index}.decoder.layers.{number}.{place}.{name}"), linear
+                        raise _missing_layer(f"{path}.{name}", name, targets)
+                    storage = f"{chunk_index}.decoder.layers.{layer_index}.{path}.{name}"
+                    yield global_name(model, storage), linear
 
 
 def _blocks(layer: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Yield what of a decoder layer holds linear layers, with its name there and theirs."""
+    """Yield (path in the layer, module, names of its linear layers) for attention, MLP and experts."""
     yield "self_attention", getattr(layer, "self_attention", None), ATTENTION
+
     mlp: Any = getattr(layer, "mlp", None)
     experts = getattr(mlp, "experts", None)
     if experts is None:
         yield "mlp", mlp, MLP
         return
+
     if getattr(mlp, "shared_experts", None) is not None:
         yield "mlp.shared_experts", mlp.shared_experts, MLP
-    alone = getattr(experts, "local_experts", None)
-    if alone is None:
+    local_experts = getattr(experts, "local_experts", None)
+    if local_experts is None:
+        # Transformer Engine's grouped linear layers.
         yield "mlp.experts", experts, MLP
-    for number, expert in enumerate(alone or ()):
+        return
+    for number, expert in enumerate(local_experts):
         yield f"mlp.experts.local_experts.{number}", expert, MLP
 
 
-def _without_layer(name: str, target: str, targets: Iterable[str]) -> UserError:
+def _missing_layer(path: str, target: str, targets: Iterable[str]) -> UserError:
     return UserError(
-        f"a layer of the model provider has no {name} to adapt",
+        f"a layer of the model provider has no {path} to adapt",
         where="actor.lora.targets",
         expected="layers that every layer of the model has, called as Megatron's",
         got=", ".join(targets),
@@ -193,49 +220,51 @@ def _without_layer(name: str, target: str, targets: Iterable[str]) -> UserError:
     )
 
 
-def _row_kinds(model: ParallelModel, name: str, rows: int) -> Tensor:
-    """Return [rows, kinds] with a 1 where a row of an adapter's B belongs to one of the tensors it is for.
+def _kind_mask(model: ParallelModel, name: str, rows: int) -> Tensor:
+    """Return [rows, kinds], 1 where a row of an adapter's B belongs to one of its checkpoint tensors.
 
-    ``name`` is the adapter's over the whole model, with ``{expert}`` for the number of an expert: all are
-    alike.
+    ``name`` is the adapter's over the whole model, with ``{expert}`` for the number of an expert. The mask is
+    found by importing, with the rules of the layer's weight, tensors that hold the number of their kind.
     """
     assert model.adapters is not None
-    number, module = name.removeprefix("decoder.layers.").split(".", 1)
-    weights = by_name(model.adapters.weights(int(number)))
-    names = [source.name for source in weights[f"{module}.A"].sources]
+    layer_number, module = name.removeprefix("decoder.layers.").split(".", 1)
+    weights = by_name(model.adapters.weights(int(layer_number)))
+    kind_names = [source.name for source in weights[f"{module}.A"].sources]
     shard = shard_of(model)
-    first = shard.expert * (model.adapters.shape.experts // shard.expert_size)
+    first_expert = shard.expert * (model.adapters.shape.experts // shard.expert_size)
+
     kinds: dict[str, Tensor] = {}
     for source in weights[f"{module}.B"].sources:
-        kind = names.index(source.name.replace("lora_B", "lora_A"))
+        kind = kind_names.index(source.name.replace("lora_B", "lora_A"))
         size = source.first + source.shape[0]
-        stored = LAYER.format(layer=number) + source.name.format(expert=first)
-        kinds[stored] = torch.full((size, 1), kind)
-    target = torch.empty(rows, 1, dtype=torch.long)
-    import_parameters({f"{name.format(expert=0)}.B": target}, kinds, model.adapters, shard)
-    return functional.one_hot(target[:, 0], len(names))
+        tensor_name = LAYER.format(layer=layer_number) + source.name.format(expert=first_expert)
+        kinds[tensor_name] = torch.full((size, 1), kind)
+
+    row_kinds = torch.empty(rows, 1, dtype=torch.long)
+    import_parameters({f"{name.format(expert=0)}.B": row_kinds}, kinds, model.adapters, shard)
+    return functional.one_hot(row_kinds[:, 0], len(kind_names))
 
 
-def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
+def _require_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def _adapters(model: Chunked) -> Iterator[tuple[str, Adapter]]:
-    """Yield every adapter on this rank with its storage name."""
+    """Yield (storage name, adapter) for every adapter on this rank."""
     for index, chunk in enumerate(model.chunks):
         for name, module in chunk.named_modules():
             if isinstance(module, Adapter):
                 yield f"{index}.{name}", module
 
 
-def _weight_of(adapter: str) -> str:
-    """Return the storage name of the weight that an adapter is for."""
-    layer, _, expert = adapter.rpartition(f".{ADAPTER}")
+def _adapted_weight(adapter_name: str) -> str:
+    """Return the storage name of the weight that an adapter belongs to."""
+    layer, _, expert = adapter_name.rpartition(f".{ADAPTER}")
     return f"{layer}.weight{expert.removeprefix('.')}"
 
 
 def adapter_parameters(model: Chunked) -> dict[str, Tensor]:
-    """Return this rank's weights of adapters by storage name, ``<chunk>.<parameter name>``."""
+    """Return this rank's A and B of all adapters by storage name, ``<chunk>.<parameter name>``."""
     return {
         f"{name}.{factor}": parameter.data
         for name, adapter in _adapters(model)
@@ -244,47 +273,52 @@ def adapter_parameters(model: Chunked) -> dict[str, Tensor]:
 
 
 def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
-    """Add up what the ranks of an expert find for the factors of its adapters that all of them have.
+    """Sum the gradients of the factors that all tensor ranks of an expert hold, each rank having a part.
 
     Collective over the experts' tensor-parallel group.
     """
-    partial = [
-        (gradient, module.group)
-        for chunk in chunks
-        for module in chunk.modules()
-        if isinstance(module, Adapter) and (gradient := module.partial_gradient()) is not None
-    ]
-    if not partial:
+    gradients: list[Tensor] = []
+    group: Any = None
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Adapter):
+                gradient = module.partial_gradient()
+                if gradient is not None:
+                    gradients.append(gradient)
+                    group = group or module.group
+    if not gradients:
         return
-    total = sum_over_ranks(torch.cat([gradient.flatten() for gradient, _ in partial]), partial[0][1])
+
+    # One collective for all: the gradients are small.
+    total = sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients]), group)
     begin = 0
-    for gradient, _ in partial:
+    for gradient in gradients:
         gradient.copy_(total[begin : begin + gradient.numel()].view_as(gradient))
         begin += gradient.numel()
 
 
 def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
-    """Return where each part of PEFT's tensors lies in this rank's `adapter_parameters`."""
+    """Return the boxes of PEFT's tensors in this rank's `adapter_parameters`."""
     assert model.adapters is not None
     parameters = adapter_parameters(model)
-    names = {global_name(model, storage): storage for storage in parameters}
-    stand_ins = {
-        name: torch.empty_like(parameters[storage], device="meta") for name, storage in names.items()
+    storages = {global_name(model, storage): storage for storage in parameters}
+    meta_parameters = {
+        name: torch.empty_like(parameters[storage], device="meta") for name, storage in storages.items()
     }
-    return trace_import(stand_ins, model.adapters, shard_of(model), device.rank(), names)
+    return trace_import(meta_parameters, model.adapters, shard_of(model), device.rank(), storages)
 
 
 def policy_weights(model: Chunked) -> dict[str, Tensor]:
-    """Return `live_parameters`, with new tensors for weights that have an adapter: the two as one."""
+    """Return `live_parameters` with adapters merged: new tensors W + scale * B A for adapted weights."""
     weights = live_parameters(model)
     for name, adapter in _adapters(model):
-        weight = _weight_of(name)
+        weight = _adapted_weight(name)
         weights[weight] = adapter.merged(weights[weight])
     return weights
 
 
 def engine_adapters(model: Chunked) -> dict[str, Tensor]:
-    """Return `adapter_parameters` for an engine that adds B A as it is: new Bs hold the factor."""
+    """Return `adapter_parameters` with the scale multiplied into new Bs, for an engine that adds B A x."""
     parameters = adapter_parameters(model)
     for name, adapter in _adapters(model):
         if adapter.scale != 1:
@@ -294,53 +328,56 @@ def engine_adapters(model: Chunked) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merge_adapters(model: ParallelModel, seed: int) -> None:
-    """Add a model's adapters into its base, in place, and start new ones."""
+    """Merge a model's adapters into its base, in place, and start new ones."""
     weights = live_parameters(model)
     for name, adapter in _adapters(model):
-        weight = weights[_weight_of(name)]
+        weight = weights[_adapted_weight(name)]
         weight.copy_(adapter.merged(weight))
     start_adapters(model, seed)
 
 
 def remove_adapters(model: ParallelModel) -> list[tuple[Any, Any]]:
-    """Take a model's adapters off, whatever they have learned; return the layers, each with its own."""
+    """Detach a model's adapters without merging them; return the (linear layer, adapter) pairs."""
     modules = [module for chunk in model.chunks for module in chunk.modules() if hasattr(module, ADAPTER)]
-    linears: list[tuple[Any, Any]] = [(module, module.adapter) for module in modules]
-    for linear, _ in linears:
+    pairs: list[tuple[Any, Any]] = [(module, module.adapter) for module in modules]
+    for linear, _ in pairs:
         del linear.adapter
     model.adapters = None
-    return linears
+    return pairs
 
 
 @contextmanager
 def without_adapters(model: ParallelModel | None) -> Iterator[None]:
-    """Have a model be one without adapters inside the block, whose weights are copies with them added in.
+    """Present a model as one without adapters inside the block, its weights merged copies.
 
-    One that has none stays as it is. Nothing may train inside the block.
+    A model without adapters is unchanged. Do not train inside the block.
     """
     if model is None:
         yield
         return
-    described, merged = model.adapters, []
+
+    description = model.adapters
+    base_weights: list[tuple[Tensor, Tensor]] = []
     for name, adapter in _adapters(model):
-        index, weight = _weight_of(name).split(".", 1)
-        parameter = model.chunks[int(index)].get_parameter(weight)
-        merged.append((parameter, parameter.data))
+        chunk_index, weight_name = _adapted_weight(name).split(".", 1)
+        parameter = model.chunks[int(chunk_index)].get_parameter(weight_name)
+        base_weights.append((parameter, parameter.data))
         parameter.data = adapter.merged(parameter.data)
-    linears = remove_adapters(model)
+
+    pairs = remove_adapters(model)
     try:
         yield
     finally:
-        model.adapters = described
-        for linear, adapter in linears:
+        model.adapters = description
+        for linear, adapter in pairs:
             linear.adapter = adapter
-        for parameter, weight in merged:
+        for parameter, weight in base_weights:
             parameter.data = weight
 
 
 @contextmanager
 def initial_policy(model: Chunked) -> Iterator[None]:
-    """Have a model be the policy it started as inside the block: its base, with an adapter as it was read."""
+    """Compute with the initial policy inside the block: the base with the adapters as loaded."""
     for _, adapter in _adapters(model):
         adapter.state = "initial"
     try:
@@ -351,52 +388,70 @@ def initial_policy(model: Chunked) -> Iterator[None]:
 
 
 def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
-    """Return what of a chunk learns as Megatron's distributed checkpoint stores it, in any layout.
+    """Return a chunk's trainable tensors for Megatron's distributed checkpoint, loadable in any layout.
 
-    The experts of a layer are one tensor there, each a row of it.
+    The experts of a layer are stacked into one tensor, each a row of it.
     """
-    index, groups = model.chunks.index(chunk), model.groups
-    stored: dict[str, Any] = {}
-    head = _head(model, chunk)
+    chunk_index = model.chunks.index(chunk)
+    groups = model.groups
+    tensors: dict[str, Any] = {}
+
+    # The scalar head is replicated over tensor-parallel ranks.
+    head = _scalar_head(model, chunk)
     if head is not None:
-        replica = (0, groups.coordinates.tensor, groups.data_context.rank())
-        stored[_HEAD] = ShardedTensor.from_rank_offsets(_HEAD, head, replica_id=replica)
+        head_replica = (0, groups.coordinates.tensor, groups.data_context.rank())
+        tensors[_HEAD] = ShardedTensor.from_rank_offsets(_HEAD, head, replica_id=head_replica)
+
     for adapter_name, adapter in _adapters(model):
-        if not adapter_name.startswith(f"{index}."):
+        if not adapter_name.startswith(f"{chunk_index}."):
             continue
-        tensor = adapter.group.rank(), adapter.group.size()
-        copy = (groups.expert_data if adapter.expert else groups.data_context).rank()
+        tensor_rank = adapter.group.rank()
+        tensor_size = adapter.group.size()
+        data_group = groups.expert_data if adapter.expert else groups.data_context
+
         for factor, parameter in adapter.named_parameters():
             name = global_name(model, f"{adapter_name}.{factor}")
-            key, row = _row_of(model, name)
-            whole = adapter.columns == (factor == "B")
-            cut = () if whole else ((len(row) + int(adapter.columns), *tensor),)
-            replica = (0, tensor[0] if whole else 0, copy)
+            key, expert_row = _checkpoint_key(model, name)
+
+            # Which dimension is cut, behind the dimension of experts, or which rank saves a replicated
+            # factor.
+            is_replicated = adapter.columns == (factor == "B")
+            tensor_cut: tuple[tuple[int, int, int], ...] = ()
+            replica = (0, tensor_rank, data_group.rank())
+            if not is_replicated:
+                dimension = len(expert_row) + int(adapter.columns)
+                tensor_cut = ((dimension, tensor_rank, tensor_size),)
+                replica = (0, 0, data_group.rank())
+
             entry: Any = ShardedTensor.from_rank_offsets(
-                key, parameter, *row, *cut, replica_id=replica, prepend_axis_num=len(row)
+                key, parameter, *expert_row, *tensor_cut, replica_id=replica, prepend_axis_num=len(expert_row)
             )
             if factor == "B" and ".linear_fc1." in name and model.transformer_config.gated_linear_unit:
-                entry = apply_swiglu_sharded_factory(entry, row)
-            stored[name] = entry
-    return stored
+                # A rank's rows are a shard of the gate and a shard of the up projection.
+                entry = apply_swiglu_sharded_factory(entry, expert_row)
+            tensors[name] = entry
+    return tensors
 
 
-def _row_of(model: ParallelModel, name: str) -> tuple[str, tuple[tuple[int, int, int], ...]]:
-    """Return under which key a checkpoint has a parameter of adapters, and which row is the expert's."""
-    expert = EXPERT.search(name)
-    if expert is None:
+def _checkpoint_key(model: ParallelModel, name: str) -> tuple[str, tuple[tuple[int, int, int], ...]]:
+    """Return the checkpoint key of an adapter's parameter, and an expert's (dimension, row, rows) in it."""
+    match = EXPERT.search(name)
+    if match is None:
         return name, ()
-    shard, count = shard_of(model), model.spec.model.shape.experts
-    number = shard.expert * (count // shard.expert_size) + int(expert.group(2))
-    return EXPERT.sub(r"\1", name).replace("..", "."), ((0, number, count),)
+    shard = shard_of(model)
+    experts = model.spec.model.shape.experts
+    number = shard.expert * (experts // shard.expert_size) + int(match.group(2))
+    key = EXPERT.sub(r"\1", name).replace("..", ".")
+    return key, ((0, number, experts),)
 
 
 @torch.no_grad()
-def load_adapters(model: ParallelModel, chunk: Any, stored: dict[str, Tensor]) -> None:
-    """Take over what `sharded_adapters` had stored."""
-    index, head = model.chunks.index(chunk), _head(model, chunk)
+def load_adapters(model: ParallelModel, chunk: Any, tensors: dict[str, Tensor]) -> None:
+    """Copy the loaded ``tensors`` of `sharded_adapters` into a chunk."""
+    chunk_index = model.chunks.index(chunk)
+    head = _scalar_head(model, chunk)
     if head is not None:
-        head.copy_(stored[_HEAD])
+        head.copy_(tensors[_HEAD])
     for storage, parameter in adapter_parameters(model).items():
-        if storage.startswith(f"{index}."):
-            parameter.copy_(stored[global_name(model, storage)])
+        if storage.startswith(f"{chunk_index}."):
+            parameter.copy_(tensors[global_name(model, storage)])

@@ -36,7 +36,7 @@ from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
 
 class Chunked(Protocol):
-    """What any Megatron model has: bare GPTModel chunks and the transformers config."""
+    """Any Megatron model: bare GPTModel chunks and the transformers config."""
 
     @property
     def chunks(self) -> Sequence[Any]: ...
@@ -59,20 +59,20 @@ def live_parameters(model: Chunked) -> dict[str, Tensor]:
     return weights
 
 
-def of_experts(name: str) -> bool:
-    """Say whether a parameter of Megatron's, by its name, is a routed expert's: other ranks hold it alike."""
+def is_expert_parameter(name: str) -> bool:
+    """Return whether a parameter, by Megatron's name, is a routed expert's."""
     return ".experts." in name
 
 
 @dataclass
 class ParallelModel:
-    """Hold this rank's chunks of a model, one per virtual pipeline stage.
+    """This rank's chunks of a model, one per virtual pipeline stage.
 
     ``wrapped`` are the chunks as the schedule runs them: Megatron's DDP wrappers where the model trains,
-    else the chunks themselves. ``routing`` is None where nobody asks which experts tokens go to, ``adapters``
-    where every weight is the model's own. Attention of a user's own among Transformer Engine's layers knows
-    rows by their boundaries alone, as Megatron gives them (``takes_rows`` is False); a UserError says where
-    context parallelism would cut them.
+    else the chunks themselves. ``routing`` is None if expert routing is neither recorded nor replayed,
+    ``adapters`` if no layer has an adapter. ``takes_rows`` is False if a user's own attention stands among
+    Transformer Engine's layers: it gets Megatron's row boundaries (THD) instead of `PackedRows`. Raises
+    UserError if context parallelism would cut the rows of such attention.
     """
 
     chunks: list[GPTModel]
@@ -101,14 +101,14 @@ class ParallelModel:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Call Megatron with this model inside: on any device, and in its groups for a user's own code."""
+        """Enable calls of Megatron inside the block, on any device; a user's code sees the role's groups."""
         groups = nullcontext() if self.provider is None else self.provider.scope(self.groups)
         with device.megatron_mode(), groups:
             yield
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Return Megatron's names of parameters by what the provider calls them."""
+        """Map the provider's parameter names to Megatron's."""
         return {} if self.provider is None else self.provider.names
 
     @property
@@ -122,7 +122,7 @@ class ParallelModel:
         return self.spec.hf_config
 
     def freeze(self) -> None:
-        """End training: gradient buffers and wrappers go, the weights stay where they are."""
+        """End training: drop DDP wrappers and gradient buffers, keep the weights in place."""
         for wrapped in self.wrapped:
             if getattr(wrapped, "use_forward_hook", False):
                 wrapped.disable_forward_pre_hook(param_sync=False)  # pyright: ignore[reportCallIssue]
@@ -132,17 +132,18 @@ class ParallelModel:
             chunk.requires_grad_(False)
 
     def watch_routing(self) -> None:
-        """Have routers say, and be told, which experts tokens go to; a model without experts has none."""
+        """Record and replay expert routing from now on, if the model has experts whose routers allow it."""
         config = self.transformer_config
-        # Fused routers choose inside their kernel, and Sinkhorn's by other scores.
-        asks = not config.moe_router_fusion and config.moe_router_load_balancing_type != "sinkhorn"
-        if config.num_moe_experts and asks:
+
+        # Fused routers choose inside their kernel, and Sinkhorn's by other scores: neither calls the replay.
+        calls_replay = not config.moe_router_fusion and config.moe_router_load_balancing_type != "sinkhorn"
+        if config.num_moe_experts and calls_replay:
             self.routing = Routing(
                 self.chunks, config.num_layers, config.num_moe_experts, config.moe_router_topk
             )
 
     def freeze_routers(self) -> None:
-        """Leave the routers' weights as they are in training; call before the model is wrapped."""
+        """Freeze the routers' weights. Call before the model is wrapped."""
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
                 if ".mlp.router." in name:
@@ -150,25 +151,37 @@ class ParallelModel:
 
     @property
     def token_multiple(self) -> int:
-        """Return what the tokens of a micro-batch must be a multiple of.
+        """Return the number that divides the tokens of every micro-batch.
 
-        Context and sequence parallelism cut them into equal shards; matrix products in 8 or 4 bits want a
+        Context and sequence parallelism cut them into equal shards; matrix products in 8 or 4 bits need a
         multiple of 16 or 32 rows in each.
         """
         config = self.transformer_config
-        shards = self.groups.layout.context * (self.groups.layout.tensor if config.sequence_parallel else 1)
-        return shards * (get_align_size_for_quantization(config) if config.fp8 or config.fp4 else 1)
+        layout = self.groups.layout
+        multiple = layout.context
+        if config.sequence_parallel:
+            multiple *= layout.tensor
+        if config.fp8 or config.fp4:
+            multiple *= get_align_size_for_quantization(config)
+        return multiple
 
     def local_tokens(self, count: int) -> slice:
-        """Return which of a micro-batch's ``count`` tokens, padding included, layers work on on this rank."""
-        layout, coordinates = self.groups.layout, self.groups.coordinates
-        parts, part = layout.context, coordinates.context
+        """Return the slice of a micro-batch's ``count`` tokens, padding included, in this rank's layers."""
+        layout = self.groups.layout
+        coordinates = self.groups.coordinates
+        shards = layout.context
+        shard = coordinates.context
+
+        # Sequence parallelism cuts each context-parallel shard further.
         if self.transformer_config.sequence_parallel:
-            parts, part = parts * layout.tensor, part * layout.tensor + coordinates.tensor
-        return slice(count // parts * part, count // parts * (part + 1))
+            shards *= layout.tensor
+            shard = shard * layout.tensor + coordinates.tensor
+
+        size = count // shards
+        return slice(size * shard, size * (shard + 1))
 
     def pack(self, lengths: Sequence[int]) -> Any:
-        """Return the row boundaries in the form this model's attention takes."""
+        """Return the row boundaries in the form that this model's attention takes."""
         if not self.takes_rows:
             return pack_for_transformer_engine(lengths, device.device())
         pack = pack_whole_rows if self.uses_transformer_engine else pack_rows
@@ -183,24 +196,30 @@ class ParallelModel:
         temperature: Tensor,
         support: Support | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return what the head says of tokens, from the last stage's hidden states.
+        """Compute the head's outputs for tokens from the last stage's hidden states.
 
-        A language model gives log-prob and entropy [n] of ``targets``, a model with a scalar head one value
-        [n]. ``hidden`` [1, T, h] is the chunk's output (a shard of T under sequence parallelism); ``index``
-        [n] says whose hidden state speaks for each token, and ``support`` over which tokens its distribution
-        is. Collective over the tensor-parallel group.
+        Returns (log-probs, entropy) of ``targets`` for a language model, (values,) for a scalar head, each
+        [n]. ``hidden`` [1, T, h] is the chunk's output, a shard of T under sequence parallelism. ``index``
+        [n] are the positions of the hidden states that give the outputs, ``support`` the tokens that each
+        distribution ranges over. Collective over the tensor-parallel group.
         """
-        states, shape = hidden[0], self.spec.model.shape
+        states = hidden[0]
+        shape = self.spec.model.shape
         sequence_parallel = self.transformer_config.sequence_parallel
         if sequence_parallel:
-            # Each rank applies the whole scalar head, so gradients of its states are equal, not partial.
+            # The vocabulary is cut over the ranks, so each has a partial gradient of the states to sum. The
+            # scalar head is not: gradients are equal on all ranks, and a sum would count them tp times.
             states = gather_from_sequence_parallel_region(
                 states, tensor_parallel_output_grad=not shape.scalar_head, group=self.groups.tensor
             )
+
         if shape.scalar_head:
             head: Any = chunk.output_layer
             return (states[index].float() @ head.weight[0].float(),)
-        weight: Any = chunk.shared_embedding_or_output_weight() if shape.tied else chunk.output_layer.weight
+
+        weight: Any = chunk.output_layer.weight
+        if shape.tied:
+            weight = chunk.shared_embedding_or_output_weight()
         start = self.groups.coordinates.tensor * len(weight)
         shard = VocabularyShard(
             start, shape.vocab, self.groups.tensor, self.spec.model.config.get("final_logit_softcapping")
@@ -233,9 +252,8 @@ def build_model(
     """Build this rank's chunks of the model that ``hf_config`` describes, with random weights.
 
     ``attention`` is ``transformer_engine``, ``torch`` or None for the first that is installed. ``head`` is
-    ``lm``, or ``value`` for one number per token in the place of the output layer. A ``provider`` builds
-    the chunks, and its settings are the model's.
-    Call on member ranks only.
+    ``lm``, or ``value`` for a scalar head in place of the output layer. A ``provider`` builds the chunks
+    itself, and their TransformerConfig becomes the model's. Call on the ranks of ``groups`` alone.
     """
     layout = groups.layout
     if head == "value":
@@ -249,18 +267,21 @@ def build_model(
         spec.transformer_config.apply_rope_fusion = (overrides or {}).get("apply_rope_fusion", True)
     if fused:
         require_transformer_engine()
-    coordinates, settings = groups.coordinates, copy(spec.transformer_config)
-    provider = None if provider is None else provider.of(spec)
+    if provider is not None:
+        provider = provider.of(spec)
+    provider_config = copy(spec.transformer_config)
+
     chunks = []
     with device.megatron_mode():
-        device.seed_tensor_parallel(seed, coordinates.tensor)
+        device.seed_tensor_parallel(seed, groups.coordinates.tensor)
         for stage in range(layout.virtual_pipeline):
             if provider is None:
                 chunk = _build_chunk(spec, groups, stage, fused)
             else:
-                chunk = provider.build(spec, groups, stage, settings)
+                chunk = provider.build(spec, groups, stage, provider_config)
             finish_chunk(chunk, spec, seed)
             chunks.append(chunk.to(device.device()))
+
     for chunk in chunks:
         chunk.requires_grad_(trainable)
     if provider is not None:
@@ -270,15 +291,15 @@ def build_model(
 
 
 def has_fused_layers(chunk: Any) -> bool:
-    """Say whether a chunk's layers are Transformer Engine's."""
+    """Return whether a chunk has layers of Transformer Engine's."""
     return any(type(module).__name__.startswith("TE") for module in chunk.modules())
 
 
 class ScalarHead(torch.nn.Module):
-    """Hold the weight [1, h] of a head that gives one number, whole on every tensor-parallel rank.
+    """Weight [1, h] of a head with one output per token, replicated over tensor-parallel ranks.
 
-    It starts as transformers starts the head of a ``*ForSequenceClassification`` model, with the standard
-    deviation that the checkpoint's ``initializer_range`` names. Much smaller heads learn late.
+    It is initialised as the head of a ``*ForSequenceClassification`` model of transformers, with the standard
+    deviation of the checkpoint's ``initializer_range``. Much smaller initial weights train slowly.
     """
 
     def __init__(self, hidden_size: int, deviation: float, dtype: torch.dtype, seed: int) -> None:
@@ -312,7 +333,7 @@ def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: boo
 
 
 def finish_chunk(chunk: Any, spec: ModelSpec, seed: int) -> None:
-    """Give a chunk the head of its model, and what Megatron's settings do not express."""
+    """Add to a chunk the scalar head and the features that Megatron's settings do not express."""
     spec.finish(chunk)
     if chunk.post_process:
         if spec.model.shape.scalar_head:

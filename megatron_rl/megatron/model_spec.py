@@ -1,4 +1,4 @@
-"""From a transformers config and a layout to what Megatron's GPTModel is built from."""
+"""Translate a transformers config and a layout to the arguments of Megatron's GPTModel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron_rl.shapes.pretrained import PretrainedModel, describe
 
 
 def pretrained(hf_config: Any) -> PretrainedModel:
-    """Return what the table of families says of a transformers config."""
+    """Describe the model of a transformers config by the table of model families."""
     return describe(hf_config.to_dict())
 
 
@@ -59,7 +59,7 @@ def with_scalar_head(hf_config: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Hold what GPTModel is built from, apart from the layer spec and the pipeline stage.
+    """Arguments of GPTModel, apart from the layer spec and the pipeline stage.
 
     ``stated`` names the fields of the TransformerConfig that the model, the layout and the role set.
     ``gpt_kwargs`` are keyword arguments of GPTModel.
@@ -75,12 +75,12 @@ class ModelSpec:
 
     @property
     def shares_heads(self) -> bool:
-        """Say whether tensor-parallel ranks share key-value heads, which are fewer than the ranks."""
+        """Whether tensor-parallel ranks share key-value heads because there are fewer heads than ranks."""
         config: Any = self.transformer_config
         return config.num_query_groups < config.tensor_model_parallel_size
 
     def finish(self, chunk: Any) -> None:
-        """Give a freshly built GPTModel chunk what Megatron's settings do not express.
+        """Add to a new GPTModel chunk the features that Megatron's settings do not express.
 
         These are the checkpoint's exact rotary frequencies, since Megatron knows one fixed kind of RoPE
         scaling, the role's own groups where it would ask for global ones, and Gemma's additions to a layer.

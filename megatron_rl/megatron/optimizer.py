@@ -1,4 +1,4 @@
-"""Train a model: Megatron's DDP buffers, distributed optimizer, learning-rate schedule and clipping."""
+"""Optimization of a model: Megatron's DDP buffers, distributed optimizer, learning rate and clipping."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
 from megatron_rl.megatron.host_optimizer import on_the_host
-from megatron_rl.megatron.model import ParallelModel, of_experts
+from megatron_rl.megatron.model import ParallelModel, is_expert_parameter
 from megatron_rl.megatron.transformer_settings import optimizer_settings
 from megatron_rl.metrics import Metrics
 
@@ -29,14 +29,15 @@ def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None 
     parameters taken earlier go stale. ``ddp`` are the user's settings of Megatron's DDP: without them an
     accelerator reduces gradients while it computes others. Collective over the model's ranks.
     """
-    chosen = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": not device.on_host(), **(ddp or {})}
-    chosen.setdefault("overlap_param_gather", distributed and chosen["overlap_grad_reduce"])
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **chosen)
+    values = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": not device.on_host(), **(ddp or {})}
+    values.setdefault("overlap_param_gather", distributed and values["overlap_grad_reduce"])
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **values)
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
-            if of_experts(name):
-                # Megatron marks experts so only where they are cut by expert parallelism, and otherwise never
-                # adds up what tensor-parallel ranks, each with tokens of its own, find for whole experts.
+            if is_expert_parameter(name):
+                # Megatron-Core 0.16.1 marks experts so only under expert parallelism. Without the mark they
+                # are reduced as dense weights: over data-parallel ranks, but not over the tensor-parallel
+                # ranks that, with expert_tensor 1, each route a part of the tokens to whole experts.
                 setattr(parameter, "allreduce", False)
     with model.scope():
         model.wrapped = [
@@ -50,13 +51,13 @@ def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None 
             for index, chunk in enumerate(model.chunks)
         ]
     if settings.overlap_grad_reduce:
-        # Gradients are reduced with the last micro-batch, when they are whole.
-        waits: list[Any] = [wrapped.no_sync for wrapped in model.wrapped]
-        model.transformer_config.no_sync_func = waits if len(waits) > 1 else waits[0]
+        # Schedules accumulate inside no_sync, so that gradients are reduced once, with the last micro-batch.
+        no_sync: list[Any] = [wrapped.no_sync for wrapped in model.wrapped]
+        model.transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
 
 class Optimizer:
-    """Step a model's weights and learning rate; the model must have been wrapped.
+    """Optimizer and learning-rate schedule of a wrapped model.
 
     ``steps`` is the planned number of optimizer steps, the length of the learning-rate schedule.
     Collective over the model's ranks.
@@ -65,8 +66,10 @@ class Optimizer:
     def __init__(self, model: ParallelModel, config: OptimizerConfig, steps: int) -> None:
         self.model = model
         self.config = config
-        floor = config.minimum_learning_rate
-        floor = config.learning_rate if floor is None and config.decay == "constant" else floor or 0.0
+        floor = config.minimum_learning_rate or 0.0
+        if config.minimum_learning_rate is None and config.decay == "constant":
+            floor = config.learning_rate
+
         spec = model.spec.transformer_config
         settings = MegatronOptimizerConfig(
             lr=config.learning_rate,
@@ -88,11 +91,14 @@ class Optimizer:
                 pg_collection=model.groups.megatron,
             )  # fmt: skip
         if hasattr(self.megatron, "chained_optimizers"):
-            # Where experts alone learn, the part of all else is empty on all ranks: Megatron cannot save it.
+            # Where experts alone train, the optimizer of dense weights is empty on all ranks, and Megatron
+            # cannot save it.
             self.megatron.chained_optimizers = self.parts
-        for part in self.parts:
-            if part.init_state_fn is None:
-                part.init_state_fn = _nothing  # of SGD; Megatron calls it when a checkpoint is read
+        for optimizer in self.parts:
+            if optimizer.init_state_fn is None:
+                # SGD has none, but Megatron calls it when a checkpoint is loaded.
+                optimizer.init_state_fn = _no_initial_state
+
         self.increment = 1
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -110,17 +116,19 @@ class Optimizer:
 
     @classmethod
     def adopted(cls, model: ParallelModel, megatron: Any, scheduler: Any, increment: int) -> Optimizer:
-        """Return the optimizer of a training script, whose schedule counts ``increment`` a step."""
+        """Wrap the optimizer of a training script, whose schedule advances by ``increment`` per step."""
         optimizer = cls.__new__(cls)
-        optimizer.model, optimizer.megatron = model, megatron
-        optimizer.scheduler, optimizer.increment = scheduler, increment
+        optimizer.model = model
+        optimizer.megatron = megatron
+        optimizer.scheduler = scheduler
+        optimizer.increment = increment
         return optimizer
 
     @property
     def parts(self) -> list[Any]:
         """Return Megatron's optimizers inside this one, without empty ones."""
-        parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
-        return [part for part in parts if getattr(part, "optimizer", None) is not None]
+        optimizers = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        return [optimizer for optimizer in optimizers if getattr(optimizer, "optimizer", None) is not None]
 
     def zero_grad(self) -> None:
         """Clear gradient buffers before a mini-batch."""
@@ -129,23 +137,27 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def reload_parameters(self) -> None:
-        """Take over weights that something else wrote into the model, such as an earlier optimizer."""
+        """Copy the model's weights to the optimizer's main weights, after something else wrote them."""
         with torch.no_grad():  # shards may be views of weights that have been written since
             self.megatron.reload_model_params()
 
     def step(self, more: bool = False) -> Metrics:
-        """Clip, step the weights and the learning rate; a step with non-finite gradients raises.
+        """Clip gradients, update the weights and advance the learning rate.
 
-        With ``more`` the next use of the weights is the forward pass of a further step, which may gather them
-        itself. Returns ``grad_norm`` (before clipping) and ``learning_rate``.
-        Collective over the model's ranks.
+        With ``more`` the next use of the weights is the forward pass of a further step, which may gather
+        them itself. Raises FloatingPointError for gradients that are not finite. Returns ``grad_norm``
+        (before clipping) and ``learning_rate``. Collective over the model's ranks.
         """
         learning_rate = self.learning_rate
         with self.model.scope():
             outcome: Any = self.megatron.step()
-            for wrapped in () if more else _chunks(self.model):
-                if wrapped.use_forward_hook:
-                    wrapped.start_param_sync(force_sync=True)
+            # With overlap_param_gather the forward pass gathers the updated shards. Readers outside of it,
+            # such as weight sync and checkpoints, need them now.
+            if not more:
+                for wrapped in _chunks(self.model):
+                    if wrapped.use_forward_hook:
+                        wrapped.start_param_sync(force_sync=True)
+
         successful, norm, _ = outcome
         norm = float(norm or 0.0)
         if not successful or not math.isfinite(norm):
@@ -165,8 +177,13 @@ class Optimizer:
 
 @contextmanager
 def _gathering_over(group: Any) -> Iterator[None]:
-    """Let Megatron compare its parameter groups over a role's ranks, where it would ask the whole world."""
-    gather, size = dist.all_gather_object, dist.get_world_size
+    """Restrict collectives without a group to a role's ranks inside the block.
+
+    Megatron-Core 0.16.1 compares parameter groups over the world when it makes an optimizer; ranks of other
+    roles would not take part, and the job would hang.
+    """
+    gather = dist.all_gather_object
+    size = dist.get_world_size
 
     def role_gather(gathered: list[Any], value: Any, group: Any = group) -> None:
         gather(gathered, value, group=group)
@@ -174,14 +191,16 @@ def _gathering_over(group: Any) -> Iterator[None]:
     def role_size(group: Any = group) -> int:
         return size(group)
 
-    dist.all_gather_object, dist.get_world_size = role_gather, role_size
+    dist.all_gather_object = role_gather
+    dist.get_world_size = role_size
     try:
         yield
     finally:
-        dist.all_gather_object, dist.get_world_size = gather, size
+        dist.all_gather_object = gather
+        dist.get_world_size = size
 
 
-def _nothing(*_: Any) -> None:
+def _no_initial_state(*_: Any) -> None:
     pass
 
 

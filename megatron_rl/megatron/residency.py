@@ -1,4 +1,7 @@
-"""Move what a role keeps on the device into host memory while other roles work there, and back in parts."""
+"""Offload a role's weights, optimizer states and gradient buffers to host memory while other roles work.
+
+Storages are emptied and refilled in place: tensors and views keep their identity, only their bytes move.
+"""
 
 from __future__ import annotations
 
@@ -18,146 +21,174 @@ from megatron_rl.metrics import Metrics
 
 
 class Use(IntEnum):
-    """Say what of a model must be on the device; each holds what those before it hold."""
+    """Parts of a model that a phase needs on the device; each level includes the levels before it."""
 
     READ = 1
-    """The weights, and nothing writes them: to score, to export, to bring them to an engine."""
+    """Weights, which the phase does not write: forward passes, export, weight sync."""
     STATE = 2
-    """Weights and optimizer states, to read or write: checkpoints."""
+    """Weights and optimizer states, read or written: checkpoints."""
     LEARN = 3
-    """Gradient buffers, too. They are zeros, as a mini-batch begins."""
+    """Weights, optimizer states and gradient buffers, which are zero at the start of a mini-batch."""
 
 
 class Residency:
-    """Keep a model's weights and optimizer states in host memory except inside `resident` blocks.
+    """Residency of one model: its parts are in host memory except inside `resident` blocks.
 
-    Storages are emptied and refilled in place, so every view of them stays valid; what the host still has of
-    weights that nobody wrote is not copied again. With ``offload`` false nothing ever moves. Weights that
-    are those of ``base`` move with it, and are there whenever the model is.
+    Host copies of weights that no phase has written are reused, not copied again. With ``offload`` false
+    nothing ever moves. Weights shared with the model of ``base`` move with that model, which is resident
+    whenever this one is.
     """
 
     def __init__(self, model: ParallelModel | None, *, offload: bool, base: Residency | None = None) -> None:
-        self.model, self.offload, self.base = model, offload and model is not None, base
+        self.model = model
+        self.offload = offload and model is not None
+        self.base = base
         self.moves = self.offload or (base is not None and base.moves)
-        """Whether anything that the model needs is ever away."""
+        """Whether any part of the model may be in host memory."""
         self.optimizer: Optimizer | None = None
+
         self._uses: list[Use] = []
         self._seconds = 0.0
         self._bytes = 0
-        self._parts = {
-            Use.READ: _Part(self._own),
-            Use.STATE: _Part(self._states),
-            Use.LEARN: _Part(lambda: _storages(_gradients(self.model)), kept=False),
+        self._levels = {
+            Use.READ: _OffloadedStorages(self._weight_storages),
+            Use.STATE: _OffloadedStorages(self._state_storages),
+            # Gradients are zero between mini-batches: nothing to copy.
+            Use.LEARN: _OffloadedStorages(lambda: _storages(_gradients(self.model)), copies=False),
         }
 
     @contextmanager
     def resident(self, use: Use) -> Iterator[None]:
-        """Have what ``use`` names on the device inside the block; blocks may nest."""
+        """Keep the parts of ``use`` on the device inside the block; blocks may nest."""
         self._uses.append(use)
         self._move()
         try:
-            with nullcontext() if self.base is None else self.base.resident(Use.READ):
+            base = nullcontext() if self.base is None else self.base.resident(Use.READ)
+            with base:
                 yield
         finally:
             self._uses.pop()
             self._move()
 
     def leave(self) -> None:
-        """Move everything to host memory now, where the role offloads at all."""
+        """Move all parts to host memory now, if this model is offloaded."""
         self._move()
 
     def _move(self) -> None:
-        """Bring what the open blocks use, and put the rest away."""
+        """Load the parts that the open blocks use, and offload the others."""
         if not self.offload:
             return
-        begun = time.perf_counter()
+
+        started = time.perf_counter()
+        bytes_before = self._bytes
         use = max(self._uses, default=0)
-        parts = self._parts
-        before = self._bytes
-        self._bytes += sum(part.put_away() for level, part in parts.items() if level > use)
+        required = [storages for level, storages in self._levels.items() if level <= use]
+        unused = [storages for level, storages in self._levels.items() if level > use]
+
+        # Start all copies to the host. Inside a block of STATE or LEARN weights and states may be written, so
+        # the host's copies are stale from here on.
+        self._bytes += sum(storages.copy_to_host() for storages in unused)
         if use > Use.READ:
-            parts[Use.READ].written = parts[Use.STATE].written = True
+            self._levels[Use.READ].stale = True
+            self._levels[Use.STATE].stale = True
+
+        # Copies are asynchronous: device memory may be freed only when they are complete.
         device.synchronize()
-        emptied = [part.empty() for level, part in parts.items() if level > use]
-        if any(emptied):
+        freed = [storages.free() for storages in unused]
+        if any(freed):
+            # Freed storages stay in the allocator's cache until they are returned to the driver.
             device.empty_cache()
-        self._bytes += sum(part.bring() for level, part in parts.items() if level <= use)
-        if self._bytes > before:
+
+        # Load what is required, after the memory for it is free.
+        self._bytes += sum(storages.load() for storages in required)
+        if self._bytes > bytes_before:
             device.synchronize()
-        self._seconds += time.perf_counter() - begun
+        self._seconds += time.perf_counter() - started
 
-    def _own(self) -> dict[int, Any]:
-        """Return the storages of the weights that are not the base's."""
-        others = set() if self.base is None else {_identity(value) for value in _weights(self.base.model)}
+    def _weight_storages(self) -> dict[int, Any]:
+        """Return the storages of the weights that are not shared with the base."""
+        base_weights: set[int] = set()
+        if self.base is not None:
+            base_weights = {_identity(value) for value in _weights(self.base.model)}
         storages = _storages(_weights(self.model))
-        return {key: storage for key, storage in storages.items() if key not in others}
+        return {key: storage for key, storage in storages.items() if key not in base_weights}
 
-    def _states(self) -> dict[int, Any]:
-        """Return the optimizer's storages that are not the weights' own."""
+    def _state_storages(self) -> dict[int, Any]:
+        """Return the optimizer's storages that are not the weights' own, as views of float32 weights are."""
         weights = {_identity(value) for value in _weights(self.model)}
         storages = _storages(_optimizer_states(self.optimizer))
         return {key: storage for key, storage in storages.items() if key not in weights}
 
     def metrics(self) -> Metrics:
-        """Return the seconds and bytes that moving took on this rank since the last call."""
+        """Return the seconds and bytes of this rank's offloading and loading since the last call."""
         if not self.offload:
             return Metrics()
         metrics = Metrics({}, {"time/offload": self._seconds, "offload/bytes_max": float(self._bytes)})
-        self._seconds, self._bytes = 0.0, 0
+        self._seconds = 0.0
+        self._bytes = 0
         return metrics
 
 
-class _Part:
-    """Storages that come and go together; those that are not ``kept`` come back as zeros.
+class _OffloadedStorages:
+    """Storages that are offloaded and loaded together.
 
-    ``written`` says that the host's copy, where there is one, is old.
+    With ``copies`` false their contents are dropped, and they are loaded as zeros. ``stale`` if the contents
+    may have changed since the host's copies were made.
     """
 
-    def __init__(self, storages: Callable[[], dict[int, Any]], *, kept: bool = True) -> None:
-        self.written = True
-        self._storages, self._kept = storages, kept
-        self._away: dict[int, tuple[Any, int]] = {}
+    def __init__(self, storages: Callable[[], dict[int, Any]], *, copies: bool = True) -> None:
+        self.stale = True
+        self._storages = storages
+        self._copies = copies
+        self._offloaded: dict[int, tuple[Any, int]] = {}
+        """Storages in host memory by identity, with their sizes in bytes; empty while they are on the
+        device."""
         self._host: dict[int, Tensor] = {}
+        """Host buffers by the identity of their storage; they outlive loading, for reuse."""
 
-    def put_away(self) -> int:
-        """Begin to copy what is on the device to the host; return the bytes."""
-        if self._away:
+    def copy_to_host(self) -> int:
+        """Start to copy the storages to the host, unless they are there; return the bytes copied."""
+        if self._offloaded:
             return 0
-        self._away = {key: (storage, storage.nbytes()) for key, storage in self._storages().items()}
-        if not self._kept:
+        self._offloaded = {key: (storage, storage.nbytes()) for key, storage in self._storages().items()}
+        if not self._copies:
             return 0
-        copies, self._host, moved = self._host, {}, 0
-        for key, (storage, size) in self._away.items():
-            copy = copies.get(key)
-            new = copy is None or len(copy) != size
-            if copy is None or new:
-                copy = device.host_buffer(size)
-            self._host[key] = copy
-            if new or self.written:
-                copy.copy_(_bytes_of(storage), non_blocking=True)
-                moved += size
-        self.written = False
-        return moved
 
-    def empty(self) -> bool:
-        """Free the device memory of what was put away; say whether there was any."""
-        full = [storage for storage, _ in self._away.values() if storage.nbytes()]
-        for storage in full:
+        copied_bytes = 0
+        buffers: dict[int, Tensor] = {}
+        for key, (storage, size) in self._offloaded.items():
+            buffer = self._host.get(key)
+            is_new = False
+            if buffer is None or len(buffer) != size:
+                buffer = device.host_buffer(size)
+                is_new = True
+            buffers[key] = buffer
+            if is_new or self.stale:
+                buffer.copy_(_bytes_of(storage), non_blocking=True)
+                copied_bytes += size
+        self._host = buffers
+        self.stale = False
+        return copied_bytes
+
+    def free(self) -> bool:
+        """Free the device memory of the offloaded storages; return whether there was any."""
+        storages = [storage for storage, _ in self._offloaded.values() if storage.nbytes()]
+        for storage in storages:
             storage.resize_(0)
-        return bool(full)
+        return bool(storages)
 
-    def bring(self) -> int:
-        """Begin to refill the storages where they are; return the bytes that are copied."""
-        moved = 0
-        for key, (storage, size) in self._away.items():
+    def load(self) -> int:
+        """Start to refill the storages in place; return the bytes copied."""
+        copied_bytes = 0
+        for key, (storage, size) in self._offloaded.items():
             storage.resize_(size)
-            if self._kept:
+            if self._copies:
                 _bytes_of(storage).copy_(self._host[key], non_blocking=True)
-                moved += size
+                copied_bytes += size
             else:
                 _bytes_of(storage).zero_()
-        self._away = {}
-        return moved
+        self._offloaded = {}
+        return copied_bytes
 
 
 def _bytes_of(storage: Any) -> Tensor:
@@ -165,11 +196,12 @@ def _bytes_of(storage: Any) -> Tensor:
 
 
 def _identity(tensor: Tensor) -> int:
+    """Return the address of the tensor's storage object, which is the same for all views and when emptied."""
     return tensor.untyped_storage()._cdata
 
 
 def _storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
-    """Return the distinct storages of tensors on the device, by identity; scalars stay where they are."""
+    """Return the distinct, non-empty storages of tensors on the device, by identity; scalars are left out."""
     storages: dict[int, Any] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -179,22 +211,29 @@ def _storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
 
 
 def _weights(model: Any) -> Iterator[Tensor]:
+    """Yield parameters and buffers of all chunks."""
     for chunk in model.chunks:
         yield from (parameter.data for parameter in chunk.parameters())
         yield from chunk.buffers()
 
 
 def _optimizer_states(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    for part in optimizer.parts if optimizer is not None else ():
-        for group in part.optimizer.param_groups:
+    """Yield main weights and moments of all of Megatron's optimizers."""
+    if optimizer is None:
+        return
+    for megatron_optimizer in optimizer.parts:
+        for group in megatron_optimizer.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])
-        for state in part.optimizer.state.values():
+        for state in megatron_optimizer.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _gradients(model: Any) -> Iterator[Tensor]:
+    """Yield the gradient buffers of Megatron's DDP; a chunk that is not wrapped has none."""
     for wrapped in model.wrapped:
         for name in ("buffers", "expert_parallel_buffers"):
             buffers = getattr(wrapped, name, [])
-            for buffer in buffers if isinstance(buffers, list) else ():
-                yield buffer.grad_data
+            # An unwrapped module's ``buffers`` is a method.
+            if isinstance(buffers, list):
+                for buffer in buffers:
+                    yield buffer.grad_data

@@ -1,4 +1,8 @@
-"""Run packed micro-batches through Megatron's pipeline schedules: forward only, or forward and backward."""
+"""Run packed micro-batches through Megatron's pipeline schedules: forward only, or forward and backward.
+
+Every rank of a model builds the same list of micro-batches from the same batch, so stages know each other's
+activation shapes without a message, and the schedules of all stages agree.
+"""
 
 from __future__ import annotations
 
@@ -32,123 +36,175 @@ from megatron_rl.types import token_index
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Hold one micro-batch's results: ``rows`` ids and the head's ``outputs``, each [n], 0 where unselected.
+    """Outputs of the model's head for one micro-batch.
 
-    Outputs are (log-probs, entropy) of a language model, (values,) of a model with a scalar head. ``experts``
-    [n, layers, k] int16 on the host are those that the tokens went to, where that was asked.
+    Example, of a language model and two rows of 3 and 2 tokens with all but the first tokens selected:
+    ``TokenScores(rows=(4, 7), outputs=(log_probs, entropy))``, both outputs [5] with zeros at 0 and 3.
     """
 
     rows: tuple[int, ...]
+    """Ids of the rows, in the order of their tokens."""
     outputs: tuple[Tensor, ...]
+    """(log-probs, entropy) of a language model, (values,) of a scalar head; each [n] for the n tokens of the
+    rows, 0 where a token is not selected."""
     experts: Tensor | None = None
+    """[n, layers, k] int16 on the host: the experts that each token was routed to, where they were
+    recorded."""
 
 
 @dataclass(frozen=True)
-class _MicroBatch:
+class MicroBatch:
+    """Rows that pass through the pipeline together, as this context-parallel rank needs them."""
+
     rows: tuple[int, ...]
-    inputs: Tensor  # [1, T] tokens of this context-parallel rank, padded at the end where the layout asks
+    """Ids of the rows."""
+    inputs: Tensor
+    """[1, T] token ids of this context-parallel rank, padded at the end to the layout's multiple."""
     packing: Any
-    index: Tensor  # [n] whose hidden state here speaks for each selected token
-    selected: Tensor  # [n] positions of these tokens among all of the micro-batch's
-    targets: Tensor  # [n]
-    temperature: Tensor  # [n]
-    support: Support | None  # of these tokens' distributions
+    """Row boundaries, in the form that the model's attention takes."""
+    index: Tensor
+    """[n] positions in ``inputs`` whose hidden states give the outputs of the selected tokens."""
+    selected: Tensor
+    """[n] positions of the selected tokens among all ``tokens`` of the micro-batch."""
+    targets: Tensor
+    """[n] ids of the selected tokens."""
+    temperature: Tensor
+    """[n] sampling temperature of the selected tokens."""
+    support: Support | None
+    """Tokens that each selected token's distribution ranges over; None for the full vocabulary."""
     tokens: int
-    routed: RoutedTokens | None  # of a model whose routing is known
+    """Number of tokens over all context-parallel ranks, without padding."""
+    routed: RoutedTokens | None
+    """Expert routing of this rank's tokens, for a model whose routing is recorded or replayed."""
 
 
-def microbatches(
+def build_microbatches(
     model: ParallelModel,
     batch: Any,
     tokens_per_microbatch: int,
     select: Tensor,
     before: bool = True,
     unit: int = 1,
-) -> tuple[list[_MicroBatch], Metrics]:
-    """Cut this rank's share of ``batch`` into packed micro-batches.
+) -> tuple[list[MicroBatch], Metrics]:
+    """Cut this rank's data-parallel share of ``batch`` into packed micro-batches.
 
-    ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B], ``support_sizes`` and ``support``
-    where sampling was truncated, and ``experts`` where routers are to take given ones; ``select`` [N] bool
-    marks tokens of which the head speaks: from the state ``before`` the token, which predicts it, or from the
-    token's own, which has read it. ``unit`` rows after one another stay in one micro-batch. Returns the
-    micro-batches and ``padding/fraction``, the share of padding among the tokens of this rank's data-parallel
-    share, with ``padding/attention_fraction``, the same for what attention works on where it is our own.
+    ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``support_sizes`` and ``support``
+    where sampling was truncated; ``experts`` where routers replay recorded choices. ``select`` [N] bool
+    marks the tokens to compute outputs for: with ``before`` from the hidden state of the preceding token,
+    which predicts it, otherwise from the token's own. ``unit`` consecutive rows stay in one micro-batch,
+    such as the two answers of a preference pair.
+
+    Returns the micro-batches and two metrics of this data-parallel share: ``padding/fraction``, the share of
+    padding among the tokens, and ``padding/attention_fraction``, the same for `PackedAttention`, which pads
+    rows to buckets.
     """
     layout = model.groups.layout
+    data_rank = model.groups.coordinates.data
+
+    # The interleaved schedule takes micro-batches in groups of the pipeline's size.
     multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
-    lengths = batch.lengths.view(-1, unit).sum(dim=1).tolist()
-    config = model.transformer_config
-    # Linear layers cost about 24 h^2 per token and layer, causal attention 2 h per token pair.
+
+    # Linear layers cost about 24 h^2 per token and layer, causal attention 2 h per token pair: attention of a
+    # row of 12 h tokens costs as much as its linear layers.
+    tokens_per_quadratic = 12.0 * model.transformer_config.hidden_size
+
+    # All ranks compute the same partition of units of rows; each keeps its data-parallel share.
+    unit_lengths = batch.lengths.view(-1, unit).sum(dim=1).tolist()
     shares = partition(
-        lengths, model.groups.data.size(), tokens_per_microbatch, multiple, 12.0 * config.hidden_size
+        unit_lengths, model.groups.data.size(), tokens_per_microbatch, multiple, tokens_per_quadratic
     )
-    share = shares[model.groups.coordinates.data]
-    parts = [[row for first in rows for row in range(first * unit, (first + 1) * unit)] for rows in share]
-    result = [_pack(model, batch, rows, select, before) for rows in parts]
-    padded = sum(micro.inputs.shape[1] for micro in result) * layout.context
-    tokens = sum(micro.tokens for micro in result)
-    padding = Metrics.mean("padding/fraction", padded - tokens, padded)
-    places = sum(micro.packing.places for micro in result if isinstance(micro.packing, PackedRows))
-    if places:
-        padding += Metrics.mean("padding/attention_fraction", places - tokens, places)
-    return result, padding
+    micros = []
+    for units in shares[data_rank]:
+        rows = [row for first in units for row in range(first * unit, (first + 1) * unit)]
+        micros.append(_pack(model, batch, rows, select, before))
+
+    padded_tokens = sum(micro.inputs.shape[1] for micro in micros) * layout.context
+    tokens = sum(micro.tokens for micro in micros)
+    padding = Metrics.mean("padding/fraction", padded_tokens - tokens, padded_tokens)
+
+    packings = [micro.packing for micro in micros if isinstance(micro.packing, PackedRows)]
+    bucket_tokens = sum(packing.bucket_tokens for packing in packings)
+    if bucket_tokens:
+        padding += Metrics.mean("padding/attention_fraction", bucket_tokens - tokens, bucket_tokens)
+    return micros, padding
 
 
-def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor, before: bool) -> _MicroBatch:
-    index = torch.tensor(rows, dtype=torch.long)
-    counts = batch.lengths[index]
-    places = token_index(batch.lengths, index)
-    tokens, chosen = batch.tokens[places], select[places].clone()
+def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor, before: bool) -> MicroBatch:
+    layout = model.groups.layout
+    shift = int(before)
+
+    # Tokens of the rows, one row after another, and which of them are selected.
+    row_index = torch.tensor(rows, dtype=torch.long)
+    lengths = batch.lengths[row_index]
+    positions = token_index(batch.lengths, row_index)
+    tokens = batch.tokens[positions]
+    mask = select[positions].clone()
     if before:
-        chosen[counts.cumsum(0) - counts] = False  # nothing predicts a row's first token
-    selected = chosen.nonzero()[:, 0]
-    temperature = torch.repeat_interleave(batch.temperature[index], counts)
-    unit = model.token_multiple
-    padding = -len(tokens) % unit or (unit if not rows else 0)
-    inputs = torch.nn.functional.pad(tokens, (0, padding)).chunk(model.groups.layout.context)
-    begin = model.groups.coordinates.context * len(inputs[0])
-    inputs = inputs[model.groups.coordinates.context]
-    speaking = selected - int(before)
-    selected = selected[(speaking >= begin) & (speaking < begin + len(inputs))]
+        first_tokens = lengths.cumsum(0) - lengths
+        mask[first_tokens] = False  # no hidden state predicts a row's first token
+    selected = mask.nonzero()[:, 0]
+    temperature = torch.repeat_interleave(batch.temperature[row_index], lengths)
+
+    # Pad to the layout's multiple; a micro-batch without rows is all padding, for the pipeline needs it too.
+    multiple = model.token_multiple
+    padding = -len(tokens) % multiple
+    if not rows:
+        padding = multiple
+    packed_lengths = lengths.tolist()
+    if padding:
+        packed_lengths.append(padding)
+
+    # Context-parallel ranks take equal, contiguous shards, each with the outputs of its own hidden states.
+    context_rank = model.groups.coordinates.context
+    shards = torch.nn.functional.pad(tokens, (0, padding)).chunk(layout.context)
+    inputs = shards[context_rank]
+    begin = context_rank * len(shards[0])
+    state_positions = selected - shift
+    selected = selected[(state_positions >= begin) & (state_positions < begin + len(inputs))]
+
     target = device.device()
-    return _MicroBatch(
+    return MicroBatch(
         rows=tuple(rows),
         inputs=inputs[None].to(target),
-        packing=model.pack([*counts.tolist(), *([padding] if padding else [])]),
-        index=(selected - int(before) - begin).to(target),
+        packing=model.pack(packed_lengths),
+        index=(selected - shift - begin).to(target),
         selected=selected.to(target),
         targets=tokens[selected].to(target),
         temperature=temperature[selected].to(target),
-        support=_support(batch, places[selected]),
+        support=_support(batch, positions[selected]),
         tokens=len(tokens),
-        routed=_routed(model, batch, places, padding),
+        routed=_routed(model, batch, positions, padding),
     )
 
 
-def _routed(model: ParallelModel, batch: Any, places: Tensor, padding: int) -> RoutedTokens | None:
-    """Return the experts that are given for this rank's share of the tokens at ``places`` and the padding."""
+def _routed(model: ParallelModel, batch: Any, positions: Tensor, padding: int) -> RoutedTokens | None:
+    """Return the experts to replay for this rank's share of the tokens at ``positions`` and the padding."""
     if model.routing is None:
         return None
-    local = model.local_tokens(len(places) + padding)
-    real = max(0, min(len(places), local.stop) - local.start)
-    experts, given = getattr(batch, "experts", None), None
-    if experts is not None:
-        given = torch.full((local.stop - local.start, *experts.shape[1:]), -1, dtype=experts.dtype)
-        given[:real] = experts[places[local]]
-        given = given.to(device.device())
-    return RoutedTokens(given, real)
+
+    local = model.local_tokens(len(positions) + padding)
+    real = max(0, min(len(positions), local.stop) - local.start)
+    experts = getattr(batch, "experts", None)
+    if experts is None:
+        return RoutedTokens(None, real)
+
+    # -1 lets the router choose, as it does for padding.
+    replayed = torch.full((local.stop - local.start, *experts.shape[1:]), -1, dtype=experts.dtype)
+    replayed[:real] = experts[positions[local]]
+    return RoutedTokens(replayed.to(device.device()), real)
 
 
-def _support(batch: Any, places: Tensor) -> Support | None:
-    """Return the supports of the tokens at ``places``, None where no filter left any out."""
+def _support(batch: Any, positions: Tensor) -> Support | None:
+    """Return the supports of the tokens at ``positions``, None where sampling filtered no token out."""
     sizes = getattr(batch, "support_sizes", None)
     if sizes is None or not len(batch.support):
         return None
-    index, place = token_index(sizes, places), device.device()
-    return Support(sizes[places].to(place), batch.support[index].to(place))
+    index = token_index(sizes, positions)
+    target = device.device()
+    return Support(sizes[positions].to(target), batch.support[index].to(target))
 
 
-def score(
+def forward_only(
     model: ParallelModel,
     batch: Any,
     tokens_per_microbatch: int,
@@ -157,50 +213,63 @@ def score(
     before: bool = True,
     record: bool = False,
 ) -> list[TokenScores]:
-    """Return what the head says of the selected tokens of this rank's rows; empty except on output ranks.
+    """Compute the head's outputs for the selected tokens of this rank's rows, without a gradient.
 
-    ``before`` as in `microbatches`; ``record`` asks for the experts too. Every last-stage rank gets the
-    scores of its data-parallel share. Collective over the model's ranks.
+    ``before`` as in `build_microbatches`; ``record`` also returns the experts of each token. Every rank of
+    the last stage gets the outputs of its data-parallel share, other ranks an empty list. Collective over
+    the model's ranks.
     """
-    micros, _ = microbatches(model, batch, tokens_per_microbatch, select, before)
+    micros, _ = build_microbatches(model, batch, tokens_per_microbatch, select, before)
 
-    def keep(micro: _MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenScores]:
+    def collect(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenScores]:
         return outputs[0].sum() * 0, TokenScores(micro.rows, outputs)
 
     for chunk in model.wrapped:
         chunk.eval()
     with torch.no_grad():
-        scores = _run(model, micros, keep, forward_only=True)
-    if record:
-        experts = _recorded(model, micros)
-        scores = [replace(score, experts=some) for score, some in zip(scores, experts, strict=False)]
-    return scores
+        scores = _run(model, micros, collect, forward_only=True)
+
+    if not record:
+        return scores
+
+    # Collective, so every stage takes part; only the last stage has scores to add the experts to.
+    recorded = _recorded_experts(model, micros)
+    return [replace(score, experts=experts) for score, experts in zip(scores, recorded, strict=False)]
 
 
-def _recorded(model: ParallelModel, micros: Sequence[_MicroBatch]) -> list[Tensor]:
-    """Return the experts [n, layers, k] of each micro-batch's tokens, from all ranks that share them.
+def _recorded_experts(model: ParallelModel, micros: Sequence[MicroBatch]) -> list[Tensor]:
+    """Return the experts [n, layers, k] of each micro-batch's tokens, assembled from all ranks.
 
     Collective over the tensor, context and pipeline groups.
     """
-    routing, groups = model.routing, model.groups
-    assert routing is not None, "only a model whose routing is watched can tell it"
-    result = []
+    routing = model.routing
+    groups = model.groups
+    assert routing is not None, "experts are recorded only by a model whose routing is watched"
+
+    # A rank knows its own tokens (a shard under sequence and context parallelism) in its own layers. The
+    # other entries are zero, so sums over these groups assemble the table. Without sequence parallelism all
+    # tensor ranks route the same tokens: a sum over them would count each choice more than once.
+    sum_groups = [groups.context, groups.pipeline]
+    if model.transformer_config.sequence_parallel:
+        sum_groups.insert(0, groups.tensor)
+
+    recorded = []
     for micro in micros:
         assert micro.routed is not None
         count = micro.inputs.shape[1] * groups.layout.context
         local = model.local_tokens(count)
         shape = (count, routing.layers, routing.topk)
         experts = torch.zeros(shape, dtype=torch.int32, device=device.device())
-        for layer, taken in micro.routed.taken.items():
-            experts[local, layer] = taken.to(torch.int32)
-        shared = (groups.tensor,) if model.transformer_config.sequence_parallel else ()
-        for group in (*shared, groups.context, groups.pipeline):
+        for layer, choices in micro.routed.choices.items():
+            experts[local, layer] = choices.to(torch.int32)
+
+        for group in sum_groups:
             sum_over_ranks(experts, group)
-        result.append(experts[: micro.tokens].to(torch.int16).cpu())
-    return result
+        recorded.append(experts[: micro.tokens].to(torch.int16).cpu())
+    return recorded
 
 
-def learn(
+def forward_backward(
     model: ParallelModel,
     batch: Any,
     tokens_per_microbatch: int,
@@ -210,25 +279,27 @@ def learn(
     before: bool = True,
     unit: int = 1,
 ) -> tuple[list[TokenScores], Metrics]:
-    """Add the gradient of the whole mini-batch's loss to the model's gradient buffers.
+    """Add the gradient of a mini-batch's loss to the model's gradient buffers.
 
     ``objective(rows of batch, *outputs of the head, each [n])`` returns a loss that sums over its tokens with
     global weights, so gradients add up over micro-batches and data-parallel ranks without any scaling.
-    ``before`` and ``unit`` as in `microbatches`. Returns what `score` would have said with these weights, and
-    this rank's metrics, those of padding among them; on other stages than the last there is padding alone.
-    Collective over the model's ranks.
+    ``before`` and ``unit`` as in `build_microbatches`. Returns what `forward_only` would return with these
+    weights, and this rank's metrics; stages before the last have the padding metrics alone. Collective over
+    the model's ranks.
     """
-    micros, padding = microbatches(model, batch, tokens_per_microbatch, select, before, unit)
+    micros, metrics = build_microbatches(model, batch, tokens_per_microbatch, select, before, unit)
     for chunk in model.wrapped:
         chunk.train()
-    results = _run(model, micros, _loss_of(batch, objective), forward_only=False)
-    scores, metrics = [score for score, _ in results], merge_metrics(metrics for _, metrics in results)
+    results = _run(model, micros, _loss_function(batch, objective), forward_only=False)
+
     if model.routing is not None:
-        padding += model.routing.metrics(model.groups.all)
-    return scores, metrics + padding
+        metrics += model.routing.metrics(model.groups.all)
+    scores = [score for score, _ in results]
+    loss_metrics = merge_metrics(metrics_of_micro for _, metrics_of_micro in results)
+    return scores, loss_metrics + metrics
 
 
-def measure(
+def forward_loss(
     model: ParallelModel,
     batch: Any,
     tokens_per_microbatch: int,
@@ -238,111 +309,139 @@ def measure(
     before: bool = True,
     unit: int = 1,
 ) -> Metrics:
-    """Return this rank's metrics of an objective as `learn` does, without a gradient.
+    """Compute this rank's metrics of an objective as `forward_backward` does, without a gradient.
 
     Collective over the model's ranks.
     """
-    micros, _ = microbatches(model, batch, tokens_per_microbatch, select, before, unit)
+    micros, _ = build_microbatches(model, batch, tokens_per_microbatch, select, before, unit)
     for chunk in model.wrapped:
         chunk.eval()
     with torch.no_grad():
-        results = _run(model, micros, _loss_of(batch, objective), forward_only=True)
+        results = _run(model, micros, _loss_function(batch, objective), forward_only=True)
     return merge_metrics(metrics for _, metrics in results)
 
 
-def _loss_of(
+def _loss_function(
     batch: Any, objective: Callable[..., tuple[Tensor, Metrics]]
 ) -> Callable[..., tuple[Tensor, tuple[TokenScores, Metrics]]]:
-    """Return what makes loss, scores and metrics of a micro-batch of ``batch`` from the head's outputs."""
+    """Return the function from a micro-batch's outputs to its loss, scores and metrics."""
     if getattr(batch, "experts", None) is not None:
-        batch = replace(batch, experts=None)  # routers have them; no objective asks
+        # Only routers need the experts: spare each micro-batch their copy to the device.
+        batch = replace(batch, experts=None)
 
-    def loss(micro: _MicroBatch, *outputs: Tensor) -> tuple[Tensor, tuple[TokenScores, Metrics]]:
+    def loss_function(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, tuple[TokenScores, Metrics]]:
         rows = batch.rows(micro.rows).to(outputs[0].device)
-        value, metrics = objective(rows, *outputs)
+        loss, metrics = objective(rows, *outputs)
+        if not micro.rows:
+            metrics = Metrics()
         scores = TokenScores(micro.rows, tuple(output.detach() for output in outputs))
-        return value, (scores, metrics if micro.rows else Metrics())
+        return loss, (scores, metrics)
 
-    return loss
+    return loss_function
 
 
 def _run(
     model: ParallelModel,
-    micros: Sequence[_MicroBatch],
-    consume: Callable[..., tuple[Tensor, Any]],
+    micros: Sequence[MicroBatch],
+    loss_function: Callable[..., tuple[Tensor, Any]],
     forward_only: bool,
 ) -> list[Any]:
-    """Send micro-batches through the pipeline; ``consume`` makes (loss, result) from each at its end."""
+    """Run micro-batches through the pipeline schedule; return each one's result on the last stage.
+
+    ``loss_function(micro-batch, *outputs)`` returns (loss, result). Collective over the model's ranks.
+    """
     layout = model.groups.layout
     config = model.transformer_config
-    groups = model.groups.megatron
-    config.finalize_model_grads_func = None if forward_only else _finalize
-    virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
-    run = get_forward_backward_func(layout.pipeline, virtual)
+    interleaved = layout.virtual_pipeline > 1
+    config.finalize_model_grads_func = None if forward_only else _finalize_gradients
+
+    # Each virtual stage walks through the micro-batches with an iterator of its own.
     iterators = [iter(micros) for _ in model.wrapped]
+    chunks: Any = model.wrapped
+    data_iterator: Any = iterators
+    if not interleaved:
+        chunks = model.wrapped[0]
+        data_iterator = iterators[0]
+
     communicator = None
     if layout.pipeline > 1:
         shards = layout.tensor if config.sequence_parallel else 1
         tokens = [micro.inputs.shape[1] // shards for micro in micros]
         communicator = PipelineExchange(model.groups.pipeline, config, tokens, layout.virtual_pipeline)
+
     if model.routing is not None:
-        model.routing.begin(learns=not forward_only)
+        model.routing.begin(trains=not forward_only)
+
+    run = get_forward_backward_func(layout.pipeline, layout.virtual_pipeline if interleaved else None)
     with model.scope():
         results = run(
-            forward_step_func=partial(_forward_step, model, consume),
-            data_iterator=iterators if virtual else iterators[0],
-            model=model.wrapped if virtual else model.wrapped[0],
+            forward_step_func=partial(_forward_step, model, loss_function),
+            data_iterator=data_iterator,
+            model=chunks,
             num_microbatches=len(micros),
-            seq_length=1,  # unused: lengths vary, and the communicator knows them
+            seq_length=1,  # unused: lengths vary, and the communicator has them
             micro_batch_size=1,
             forward_only=forward_only,
             p2p_communicator=communicator,
-            pg_collection=groups,
+            pg_collection=model.groups.megatron,
         )
         if model.adapters is not None and not forward_only:
+            # After the data-parallel reduction of the schedule's end: sums commute, and this one is over the
+            # experts' tensor ranks, which Megatron does not reduce over.
             sum_partial_gradients(model.chunks)
+
     if model.uses_transformer_engine:
         warn_of_unfused_attention()
     return results
 
 
 class PipelineExchange(P2PCommunicator):
-    """Send activations and gradients between stages that all know how many tokens each micro-batch has.
+    """Point-to-point exchange between stages that know each micro-batch's length in advance.
 
-    Stages pack the same micro-batches, in ``tokens`` of a rank each, so a receiver knows what comes next.
-    Megatron would send the shape before every tensor, and wait for the whole device each time. ``chunks`` are
-    the virtual stages of a rank.
+    All stages pack the same micro-batches, so a receiver knows the shape of the next tensor. Megatron's class
+    sends the shape before every tensor and synchronizes the device each time. ``tokens`` are the lengths of
+    the micro-batches on one rank, ``chunks`` the number of virtual stages of a rank.
     """
 
     def __init__(self, group: Any, config: Any, tokens: Sequence[int], chunks: int = 1) -> None:
         super().__init__(group, config)
         self._hidden = config.hidden_size
-        first, last = group.rank() == 0, group.rank() == group.size() - 1
-        order = get_schedule_table(len(tokens), chunks, config.microbatch_group_size_per_vp_stage)
-        # The neighbours' order of work, without what ends with them: the outputs of the last stage's last
-        # chunk, and the gradients of the first stage's first chunk, which is its last in the backward pass.
-        self._forward = [tokens[micro] for micro, chunk in order if not (first and chunk == chunks - 1)]
-        self._backward = [tokens[micro] for micro, chunk in order if not (last and chunk == chunks - 1)]
+        is_first = group.rank() == 0
+        is_last = group.rank() == group.size() - 1
+
+        # The neighbours' order of (micro-batch, chunk), without the tensors that nobody sends: the outputs of
+        # the last stage's last chunk, which the first stage would receive, and the gradients of the first
+        # stage's first chunk. The backward pass numbers chunks from the last, so the test is the same.
+        table = get_schedule_table(len(tokens), chunks, config.microbatch_group_size_per_vp_stage)
+        self._forward_tokens = [
+            tokens[micro] for micro, chunk in table if not (is_first and chunk == chunks - 1)
+        ]
+        self._backward_tokens = [
+            tokens[micro] for micro, chunk in table if not (is_last and chunk == chunks - 1)
+        ]
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Any, Any]:
-        """Return the shapes [tokens, 1, hidden size] of the next activations and gradients to come."""
-        shapes = [
-            (coming.pop(0), 1, self._hidden) if received else None
-            for coming, received in ((self._forward, recv_prev), (self._backward, recv_next))
-        ]
-        return shapes[0], shapes[1]
+        """Return the shapes [tokens, 1, hidden size] of the next activations and gradients to receive."""
+        activations = None
+        if recv_prev:
+            activations = (self._forward_tokens.pop(0), 1, self._hidden)
+        gradients = None
+        if recv_next:
+            gradients = (self._backward_tokens.pop(0), 1, self._hidden)
+        return activations, gradients
 
 
-def _finalize(
+def _finalize_gradients(
     chunks: Any, num_tokens: Any, pg_collection: Any = None, force_all_reduce: bool = False
 ) -> None:
-    # The routers' biases are balanced over a process-global group, which does not exist here.
+    """Run Megatron's finalize_model_grads in the role's groups, without its division by the token count."""
+    # The balancing biases of routers are updated over a process-global group, which is not initialised here.
     original = parallel_state.get_tensor_and_data_parallel_group
     parallel_state.get_tensor_and_data_parallel_group = lambda *_, **__: pg_collection.tp_dp_cp
     try:
-        # The token count is withheld: loss weights are global already, gradients must not be divided again.
+        # No token count: loss weights are global already, and gradients must not be divided again.
         finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
     finally:
         parallel_state.get_tensor_and_data_parallel_group = original
@@ -350,30 +449,40 @@ def _finalize(
 
 def _forward_step(
     model: ParallelModel,
-    consume: Callable[..., tuple[Tensor, Any]],
-    iterator: Iterator[_MicroBatch],
+    loss_function: Callable[..., tuple[Tensor, Any]],
+    iterator: Iterator[MicroBatch],
     wrapped: Any,
 ) -> tuple[Tensor, Callable[..., Any]]:
+    """Run one chunk on the next micro-batch; the second result computes the loss on the last stage."""
     micro = next(iterator)
     advance("micro-batches")
-    routing, routed = model.routing, micro.routed
-    with nullcontext() if routing is None or routed is None else routing.forward(routed):
+
+    route = nullcontext()
+    if model.routing is not None and micro.routed is not None:
+        route = model.routing.forward(micro.routed)
+    with route:
         output = wrapped(micro.inputs, None, None, packed_seq_params=micro.packing)
     chunk = model.chunks[model.wrapped.index(wrapped)]
 
-    def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-        answers = model.token_outputs(
+    def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+        selected_outputs = model.token_outputs(
             chunk, hidden, micro.index, micro.targets, micro.temperature, micro.support
         )
-        zeros = torch.zeros(micro.tokens, dtype=answers[0].dtype, device=answers[0].device)
-        outputs = [zeros.index_put((micro.selected,), output) for output in answers]
+
+        # Outputs of all tokens, zero where none is selected, or where another context-parallel rank has it.
+        first = selected_outputs[0]
+        zeros = torch.zeros(micro.tokens, dtype=first.dtype, device=first.device)
+        outputs = [zeros.index_put((micro.selected,), output) for output in selected_outputs]
         if model.groups.layout.context > 1:
-            # Each rank takes the loss of all tokens, and its gradient with respect to its own.
+            # All ranks of the context group compute the loss of all tokens. The backward pass of this sum is
+            # the identity: each rank gets the gradient with respect to its own tokens, and none twice.
             outputs = [
                 reduce_from_tensor_model_parallel_region(output, model.groups.context) for output in outputs
             ]
-        loss, result = consume(micro, *outputs)
-        # Cloned because the schedule scales the loss in place.
-        return loss.clone(), torch.zeros([], dtype=torch.int, device=loss.device), result
 
-    return output, finish
+        loss, result = loss_function(micro, *outputs)
+        no_tokens = torch.zeros([], dtype=torch.int, device=loss.device)
+        # Cloned because Megatron's schedule scales the loss in place.
+        return loss.clone(), no_tokens, result
+
+    return output, compute_loss

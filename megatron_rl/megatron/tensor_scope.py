@@ -1,4 +1,4 @@
-"""Tell Megatron's attention which tensor-parallel group it means where it asks for the process-global one."""
+"""Replace the process-global tensor-parallel group inside Megatron's attention by the module's own."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _group: Any = None
 
 
 def group() -> Any:
-    """Return the group of the attention that runs now, None outside of one."""
+    """Return the tensor-parallel group of the running attention module, None outside of one."""
     return _group
 
 
 def bind(attention: Any) -> None:
-    """Let an attention module project queries, keys and values in its own group."""
+    """Make an attention module project queries, keys and values in its own group."""
     original = attention.get_query_key_value_tensors
     attention.get_query_key_value_tensors = partial(_in_group, original, attention.pg_collection.tp)
 
 
-def _in_group(function: Callable[..., Any], group: Any, *args: Any, **more: Any) -> Any:
+def _in_group(function: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
     global _group
     before, _group = _group, group
     try:
-        return function(*args, **more)
+        return function(*args, **kwargs)
     finally:
         _group = before
 
 
 def allow_shared_heads() -> None:
-    """Let ranks share a key-value head, where there are fewer of them than ranks. May be repeated.
+    """Support fewer key-value heads than tensor-parallel ranks, by sharing heads. May be repeated.
 
     Megatron then gathers the ranks' projections and finds its place by the process-global group, where its
     version does not name the attention's own.

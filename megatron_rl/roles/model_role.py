@@ -16,7 +16,7 @@ from megatron_rl.megatron.lora import initial_policy, remove_adapters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.megatron.residency import Residency, Use
-from megatron_rl.megatron.schedule import TokenScores, learn, measure, score
+from megatron_rl.megatron.schedule import TokenScores, forward_backward, forward_loss, forward_only
 from megatron_rl.metrics import Metrics
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
@@ -106,8 +106,8 @@ class ModelRole:
     def score(self, batch: Any, select: Tensor, **how: bool) -> list[TokenScores]:
         """Return what the head says of the ``select``-ed tokens of the rows that this rank answers for.
 
-        ``how`` are the ``before`` and ``record`` of `megatron.schedule.score`. Collective over the role's
-        ranks.
+        ``how`` are the ``before`` and ``record`` of `megatron.schedule.forward_only`. Collective over the
+        role's ranks.
         """
         if self.model is None:
             return []
@@ -116,7 +116,7 @@ class ModelRole:
             # The experts that a batch gives are the actor's; a model of its own would choose.
             policy, batch = initial_policy(self.model), replace(batch, experts=None)
         with self.resident(Use.READ), policy:
-            scored = score(self.model, batch, self.tokens_per_microbatch, select, **how)
+            scored = forward_only(self.model, batch, self.tokens_per_microbatch, select, **how)
         return scored if self.answers else []
 
     def update(self, minibatch: TrainBatch, objective: Objective, **how: Any) -> Metrics:
@@ -137,7 +137,7 @@ class ModelRole:
             return self._shard(minibatch, []), Metrics()
         assert self.optimizer is not None, f"{self.name} does not learn"
         self.optimizer.zero_grad()
-        scored, metrics = learn(
+        scored, metrics = forward_backward(
             self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, objective, **how
         )
         # One rank of each data-parallel replica speaks for it.
@@ -163,7 +163,7 @@ class ModelRole:
         if self.model is None:
             return Metrics()
         with self.resident(Use.READ):
-            metrics = measure(
+            metrics = forward_loss(
                 self.model, batch, self.tokens_per_microbatch, batch.response_mask, objective, **how
             )
         return metrics if self.answers else Metrics()

@@ -18,7 +18,7 @@ from megatron_rl.hf.export import export
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import load_weights, source_boxes
 from megatron_rl.megatron.model import build_model, live_parameters
-from megatron_rl.megatron.schedule import score
+from megatron_rl.megatron.schedule import forward_only
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import split_rows
 from megatron_rl.weights.boxes import view_of
@@ -81,7 +81,7 @@ def check_scores(model: Any, family: str) -> None:
     """Log-probs of every row equal transformers'."""
     rows = make_rows()
     expected = reference_log_probs(make_model(family), rows)
-    scores = score(model, rows, 64, torch.ones(len(rows.tokens), dtype=torch.bool))
+    scores = forward_only(model, rows, 64, torch.ones(len(rows.tokens), dtype=torch.bool))
     if device.rank() in model.groups.layout.outputs():
         assert any(found.rows for found in scores)
     for found in scores:

@@ -13,7 +13,7 @@ from engines import SAMPLED, build, random_rows, write
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import barrier, gather_objects
 from megatron_rl.megatron.model import ParallelModel
-from megatron_rl.megatron.schedule import score
+from megatron_rl.megatron.schedule import forward_only
 from megatron_rl.types import Rollouts, TrainBatch
 from tests.sampling import generate, make_prompts
 
@@ -65,7 +65,7 @@ def batch_of(rollouts: Rollouts, experts: torch.Tensor | None) -> TrainBatch:
 
 def recorded(model: ParallelModel, batch: TrainBatch) -> torch.Tensor:
     """Return the experts of a scoring pass's tokens, row by row."""
-    mine = score(model, batch, BUDGET, batch.response_mask, record=True)
+    mine = forward_only(model, batch, BUDGET, batch.response_mask, record=True)
     rows: dict[int, torch.Tensor] = {}
     for some in gather_objects(mine):
         for micro in some:

@@ -21,7 +21,7 @@ from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.megatron import layers
 from megatron_rl.megatron.model import build_model
 from megatron_rl.megatron.optimizer import Optimizer, wrap
-from megatron_rl.megatron.schedule import learn, score
+from megatron_rl.megatron.schedule import forward_backward, forward_only
 from megatron_rl.planning.simulation.device import Simulation
 from megatron_rl.planning.simulation.ranks import Simulated, planned
 from megatron_rl.planning.simulation.step import simulate
@@ -48,10 +48,10 @@ def phases(simulated: bool) -> dict[str, Any]:
             optimizer = Optimizer(model, OptimizerConfig(minimum_learning_rate=0.0), 10)
             optimizer.step()
         with simulation.phase("score"):
-            score(model, rows, 512, rows.response_mask)
+            forward_only(model, rows, 512, rows.response_mask)
         with simulation.phase("learn"):
             objective = partial(policy_objective, get_algorithm("grpo"))
-            learn(model, rows, 512, rows.response_mask, objective)
+            forward_backward(model, rows, 512, rows.response_mask, objective)
     return {name: [usage.begin, usage.peak] for name, usage in simulation.phases.items()}
 
 

@@ -26,7 +26,7 @@ from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron import layers
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.packing import pack_for_transformer_engine
-from megatron_rl.megatron.schedule import microbatches, score
+from megatron_rl.megatron.schedule import build_microbatches, forward_only
 from megatron_rl.metrics import merge
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch, token_index
@@ -134,7 +134,7 @@ def test_scores_in_thd_and_what_padding_they_count(tmp_path, monkeypatch):
     batch = batch_of([7, 9, 2, 12, 5])
 
     def scores() -> list[torch.Tensor]:
-        parts = score(model, batch, 20, batch.response_mask)
+        parts = forward_only(model, batch, 20, batch.response_mask)
         places = torch.cat([token_index(batch.lengths, torch.tensor(part.rows)) for part in parts])
         found = [torch.cat(outputs) for outputs in zip(*(part.outputs for part in parts), strict=True)]
         return [output[places.argsort()] for output in found]
@@ -144,7 +144,7 @@ def test_scores_in_thd_and_what_padding_they_count(tmp_path, monkeypatch):
     monkeypatch.setattr(ParallelModel, "token_multiple", 16)
     for one, other in zip(scores(), expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
-    micros, padding = microbatches(model, batch, 20, batch.response_mask)
+    micros, padding = build_microbatches(model, batch, 20, batch.response_mask)
     padded = [micro.inputs.shape[1] for micro in micros]
     assert [tokens % 16 for tokens in padded] == [0] * len(micros)
     assert padding.values() == {"padding/fraction": pytest.approx(1 - 35 / sum(padded))}
@@ -179,7 +179,7 @@ def test_padding_of_ranks_is_a_share_of_all_their_tokens():
         pack=lambda lengths: pack_for_transformer_engine(lengths, torch.device("cpu")),
     )
     few, many = batch_of([1]), batch_of([31, 31])
-    found = merge(microbatches(model, batch, 64, batch.response_mask)[1] for batch in (few, many))
+    found = merge(build_microbatches(model, batch, 64, batch.response_mask)[1] for batch in (few, many))
     assert found.values()["padding/fraction"] == pytest.approx(5 / 68)
 
 

@@ -26,7 +26,7 @@ from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.megatron.optimizer import Optimizer, wrap
 from megatron_rl.megatron.parameter_mapping import global_name
 from megatron_rl.megatron.provider import global_groups, load_provider
-from megatron_rl.megatron.schedule import learn
+from megatron_rl.megatron.schedule import forward_backward
 from megatron_rl.metrics import Metrics
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
@@ -75,7 +75,7 @@ def stepped(model: Any, optimizer: Optimizer | None = None) -> dict[str, torch.T
     def objective(rows: TrainBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> Any:
         return -(rows.loss_weights * log_probs).sum(), Metrics()
 
-    scores, _ = learn(model, batch, 20, batch.response_mask, objective)
+    scores, _ = forward_backward(model, batch, 20, batch.response_mask, objective)
     optimizer.step()
     told = {f"log_probs {part.rows}": part.outputs[0] for part in scores}
     weights = {global_name(model, name): value for name, value in live_parameters(model).items()}

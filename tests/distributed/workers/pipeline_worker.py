@@ -72,8 +72,8 @@ def main() -> None:
         wrap(model, True, None)
         for rows in ROWS:
             batch = batch_of(rows)
-            schedule.score(model, batch, 48, batch.response_mask)
-            schedule.learn(
+            schedule.forward_only(model, batch, 48, batch.response_mask)
+            schedule.forward_backward(
                 model, batch, 48, batch.response_mask, lambda _, log_probs, __: (log_probs.sum(), Metrics())
             )
     counts = torch.tensor([compared])

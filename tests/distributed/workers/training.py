@@ -22,7 +22,7 @@ from megatron_rl.megatron.lora import adapter_boxes, adapter_parameters, policy_
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.optimizer import Optimizer, wrap
 from megatron_rl.megatron.provider import Provider, load_provider
-from megatron_rl.megatron.schedule import learn, score
+from megatron_rl.megatron.schedule import forward_backward, forward_only
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
@@ -82,7 +82,7 @@ def optimizer_of(model: ParallelModel, ddp: dict[str, Any] | None = None, **chan
 def scores(model: ParallelModel, batch: TrainBatch, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and entropy [N] of the response tokens, equal on all ranks."""
     selected = batch.response_mask
-    mine = score(model, batch, budget, selected)
+    mine = forward_only(model, batch, budget, selected)
     layout = model.groups.layout
     if dist.get_rank() not in layout.outputs():
         mine = []
@@ -114,7 +114,7 @@ def train_step(
         loss, metrics = policy_objective(ALGORITHM, rows, log_probs, entropy)
         return loss, metrics + Metrics.mean("loss", float(loss.detach()), 1e-30)
 
-    _, metrics = learn(model, batch, budget, batch.response_mask, objective)
+    _, metrics = forward_backward(model, batch, budget, batch.response_mask, objective)
     stepped = optimizer.step().values()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, metrics if dist.get_rank() in model.groups.layout.outputs() else Metrics())
