@@ -16,7 +16,7 @@ from simulated_replicas import PROMPT, EndedEngine, begun
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import ticket
+from megatron_rl.distributed.exchange import store_increment
 from megatron_rl.roles.rollout import sample
 from megatron_rl.rollout.engine import Request
 from megatron_rl.rollout.episodes import Sweep
@@ -99,7 +99,7 @@ def main() -> None:
         name, ended = f"of turn {next(numbers)}", EndedEngine(engine, ends)
 
         def run() -> int:
-            sample(ended, layout, rank, sweep, lambda: ticket(name), SingleTurns, most=most)
+            sample(ended, layout, rank, sweep, lambda: store_increment(name), SingleTurns, most=most)
             return ended.steps
 
         return run

@@ -19,7 +19,7 @@ from megatron_rl.checkpoint.folders import disk_or, everywhere
 from megatron_rl.checkpoint.tensors import initialise_states, sharded_state
 from megatron_rl.checkpoint.writing import partial_of, write
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import together
+from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
 from megatron_rl.hf.megatron_optimizer_source import BufferFiles
 from megatron_rl.hf.megatron_source import MegatronFiles, read_pointed
@@ -169,7 +169,7 @@ def _proven(model: ParallelModel, source: str | Path, checkpoint: MegatronCheckp
     boxes = [box for box in source_boxes(model) if box.storage in shares]
     for parameters in checkpoint.flat_parameters(read_pretrained(Path(source) / "config.json").shape):
         masters = BufferFiles(source, checkpoint, parameters)
-        names = together(
+        names = run_on_all_ranks_or_raise(
             partial(_differing, masters, weights, boxes), "read the optimizer's state", model.groups.all
         )
         differing = [name for name in names if name is not None]

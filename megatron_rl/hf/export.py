@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import together
+from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.durable import seal, sync_folder
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import (
@@ -331,4 +331,4 @@ def _together(action: Callable[[], Any], path: Path, group: Any) -> list[Any]:
                 fix="name another directory, or free space and allow writing there",
             ) from error
 
-    return together(told, f"write {path}", group)
+    return run_on_all_ranks_or_raise(told, f"write {path}", group)

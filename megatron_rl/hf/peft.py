@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import together
+from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import fingerprint
 from megatron_rl.megatron.lora import adapter_boxes, attach_adapters
@@ -30,7 +30,7 @@ def note_base(model: ParallelModel, path: str | Path) -> None:
     assert model.adapters is not None
     dtype = model.transformer_config.params_dtype
     reads = device.rank() == model.groups.layout.ranks[0]
-    checksums = together(
+    checksums = run_on_all_ranks_or_raise(
         lambda: fingerprint(path, dtype) if reads else None, "read the model's weights", model.groups.all
     )
     model.adapters = replace(model.adapters, base=checksums[0])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import hand_on, together
+from megatron_rl.distributed.exchange import broadcast_tensor, run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError, some_of
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.megatron_source import MegatronFiles
@@ -101,10 +101,12 @@ def fill(parameters: Mapping[str, Tensor], model: Chunked, opened: Callable[[], 
         return
     sources = _sources(parameters, groups)
     share = _share(sources)
-    together(lambda: _read(parameters, share, model, opened()), "read the model's weights", groups.all)
+    run_on_all_ranks_or_raise(
+        lambda: _read(parameters, share, model, opened()), "read the model's weights", groups.all
+    )
     with torch.no_grad():
         for storage, (group, source) in sources.items():
-            hand_on(parameters[storage], source, group)
+            broadcast_tensor(parameters[storage], source, group)
 
 
 def own_share(parameters: Mapping[str, Tensor], model: ParallelModel) -> set[str]:

@@ -15,7 +15,7 @@ from functools import partial
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import ReplicaGroup, drawn, share, ticket
+from megatron_rl.distributed.exchange import ReplicaGroup, broadcast_object, store_increment, store_value
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.rollout.conversations import Conversations
 from megatron_rl.rollout.engine import Engine, Sampler, ToolParser
@@ -68,7 +68,7 @@ class RolloutRole:
         if self.engine is None:
             return added_rows([], [], [], self._records)
         first = self.rank == self.layout.ranks[0]
-        self._queue = share(ticket("sweeps") if first else 0, self.layout.ranks)
+        self._queue = broadcast_object(store_increment("sweeps") if first else 0, self.layout.ranks)
         rendezvous = None
         if sweep.rendezvous is not None:
             rendezvous = Rendezvous(sweep, device.world_size() - len(self.layout.ranks))
@@ -98,8 +98,8 @@ class RolloutRole:
     def _take(self, led: bool) -> int:
         """Return the sweep's next ticket, drawn by a replica's first rank, which with ``led`` is alone."""
         replica = self.layout.coordinates(self.rank)
-        number = ticket(f"of sweep {self._queue}") if replica.tensor == 0 else sys.maxsize
-        return number if led else share(number, self.layout.groups("tensor")[replica.data])
+        number = store_increment(f"of sweep {self._queue}") if replica.tensor == 0 else sys.maxsize
+        return number if led else broadcast_object(number, self.layout.groups("tensor")[replica.data])
 
     def gather(self, added: Added, members: ReplicaGroup, rendezvous: int | None = None) -> Added:
         """Return what all replicas added to a sweep, the same value on every member.
@@ -160,23 +160,23 @@ class Rendezvous:
 
     def ended(self, group: int) -> None:
         """Count a group that has ended."""
-        ticket(f"ended by rendezvous {self._sweep.rendezvous}")
+        store_increment(f"ended by rendezvous {self._sweep.rendezvous}")
         if self._sweep.must[group]:
-            ticket(f"due and ended by rendezvous {self._sweep.rendezvous}")
+            store_increment(f"due and ended by rendezvous {self._sweep.rendezvous}")
 
     def over(self) -> bool:
         """Say whether the sweep is over."""
         number = self._sweep.rendezvous
         return (
-            drawn(f"waiting for rendezvous {number}") >= self._learners
-            and drawn(f"ended by rendezvous {number}") >= self._wanted
-            and drawn(f"due and ended by rendezvous {number}") >= self._must
+            store_value(f"waiting for rendezvous {number}") >= self._learners
+            and store_value(f"ended by rendezvous {number}") >= self._wanted
+            and store_value(f"due and ended by rendezvous {number}") >= self._must
         )
 
 
 def await_rendezvous(number: int) -> None:
     """Have the replicas know that this rank, which learns, waits for them."""
-    ticket(f"waiting for rendezvous {number}")
+    store_increment(f"waiting for rendezvous {number}")
 
 
 class Dealt:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from megatron_rl.distributed.exchange import share
+from megatron_rl.distributed.exchange import broadcast_object
 from megatron_rl.progress import advance
 from megatron_rl.rollout.engine import Completion, Request, Sampler
 from megatron_rl.types import (
@@ -213,11 +213,11 @@ class Led:
 
     def begin(self, limit: int | None) -> Commands | None:
         """See `Turns.begin`."""
-        return share(self._leader.begin(limit) if self._leader else None, self._ranks)
+        return broadcast_object(self._leader.begin(limit) if self._leader else None, self._ranks)
 
     def next(self, completions: Sequence[Completion]) -> Commands | None:
         """See `Turns.next`."""
-        return share(self._leader.next(completions) if self._leader else None, self._ranks)
+        return broadcast_object(self._leader.next(completions) if self._leader else None, self._ranks)
 
     def interrupted(self, completions: Sequence[Completion]) -> None:
         """See `Turns.interrupted`."""
