@@ -23,7 +23,7 @@ from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
 from megatron_rl.hf.megatron_optimizer_source import BufferFiles
 from megatron_rl.hf.megatron_source import MegatronFiles, read_pointed
-from megatron_rl.hf.weights import fill, own_share, source_boxes
+from megatron_rl.hf.weights import assigned_parameters, fill, source_boxes
 from megatron_rl.interop.megatron_lm.arguments import arguments_of
 from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, pointer
 from megatron_rl.interop.megatron_lm.pickles import MASTERS
@@ -155,7 +155,7 @@ def _states(
         return
     buffers = _proven(model, source, checkpoint)
     for state in checkpoint.buffers:
-        yield state, partial(buffers.of, state)
+        yield state, partial(buffers.with_state, state)
 
 
 def _proven(model: ParallelModel, source: str | Path, checkpoint: MegatronCheckpoint) -> BufferFiles:
@@ -165,8 +165,8 @@ def _proven(model: ParallelModel, source: str | Path, checkpoint: MegatronCheckp
     it reads in `fill`. Raises UserError on all ranks where they differ. Collective over the model's ranks.
     """
     weights, differing = MegatronFiles(source, checkpoint), []
-    shares = own_share(live_parameters(model), model)
-    boxes = [box for box in source_boxes(model) if box.storage in shares]
+    assigned = assigned_parameters(live_parameters(model), model)
+    boxes = [box for box in source_boxes(model) if box.storage in assigned]
     for parameters in checkpoint.flat_parameters(read_pretrained(Path(source) / "config.json").shape):
         masters = BufferFiles(source, checkpoint, parameters)
         names = run_on_all_ranks_or_raise(
