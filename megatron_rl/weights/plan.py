@@ -240,7 +240,7 @@ def _split_group(group: list[Region], min_bytes: int = 2**20) -> Iterator[list[R
 
 
 class _SenderSelector:
-    """Selector of senders: a receiver that is a holder, else the least loaded holder of its node or of all."""
+    """Selector of senders: a receiver that is a holder, else the least loaded holder, near ones first."""
 
     def __init__(self, holders: Sequence[int], nodes: Mapping[int, int]) -> None:
         self._holders = holders
