@@ -16,7 +16,7 @@ from simulated_replicas import PROMPT, EndedEngine, begun
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import ticket
+from megatron_rl.distributed.exchange import store_increment
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
 from megatron_rl.rollout.scheduler import sample_round
 from megatron_rl.rollout.types import GenerationRequest
@@ -101,7 +101,7 @@ def main() -> None:
                 layout,
                 rank,
                 generation_round,
-                next_ticket=lambda: ticket(name),
+                next_ticket=lambda: store_increment(name),
                 max_in_flight=most,
             )
             return ended.steps

@@ -332,7 +332,7 @@ class Scores:
     baseline_lengths: Tensor | None = None
     """[B] int64, tokens of the greedy response, counted as in `limited_counts`."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> [N] float32, outputs of roles that have no field here, such as a reference's ``ref_entropy``."""
+    """Name -> [N] float32, outputs of roles without a field here, such as a reference's ``ref_entropy``."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class _Recorder:
         # What crosses on the host goes through gloo on any machine.
         objects = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
         functions = [getattr(dist, name) for name in (*objects, "barrier", "monitored_barrier")]
-        functions += [exchange.sum_over_ranks, exchange.ReplicaGroup._sizes]
+        functions += [exchange.sum_over_ranks, exchange.ReplicaGroup._gather_counts]
         self._on_host = {getattr(function, "__wrapped__", function).__code__ for function in functions}
 
     def note(self, group: Any, name: str, arguments: Sequence[Any]) -> None:

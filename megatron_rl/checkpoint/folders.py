@@ -11,7 +11,7 @@ from typing import Any
 from megatron_rl import durable
 from megatron_rl.config.checkpoint_meta import named_checkpoints, read_meta
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import gather_objects, together
+from megatron_rl.distributed.exchange import gather_objects, run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
 
 _FULL_BYTES = 2**20
@@ -41,7 +41,7 @@ def everywhere(action: Callable[[], None], words: str, folder: Path) -> None:
         except Exception as error:
             raise disk_or(error, folder) from error
 
-    together(told, f"{words}: {folder}")
+    run_on_all_ranks_or_raise(told, f"{words}: {folder}")
 
 
 def disk_or(error: Exception, folder: Path) -> Exception:

@@ -19,11 +19,11 @@ from megatron_rl.checkpoint.folders import disk_or, everywhere
 from megatron_rl.checkpoint.tensors import initialise_states, sharded_state
 from megatron_rl.checkpoint.writing import partial_of, write
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import together
+from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
 from megatron_rl.hf.megatron_optimizer_source import BufferFiles
 from megatron_rl.hf.megatron_source import MegatronFiles, read_pointed
-from megatron_rl.hf.weights import fill, own_share, source_boxes
+from megatron_rl.hf.weights import assigned_parameters, fill, source_boxes
 from megatron_rl.interop.megatron_lm.arguments import arguments_of
 from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, pointer
 from megatron_rl.interop.megatron_lm.pickles import MASTERS
@@ -113,11 +113,11 @@ def save_megatron(
 
 @torch.no_grad()
 def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
-    """Have Adam go on from the Megatron checkpoint that a model's folder points to: moments and steps.
+    """Resume Adam from the Megatron checkpoint that a model's folder points to: moments and step count.
 
-    The weights that it steps in float32 come too, where they were saved. Each rank reads the slices of its
-    tensors, on any layout; learning rate and decay stay as configured. Raises UserError, on all ranks, where
-    moments lie in buffers whose float32 weights are not the checkpoint's. Collective over the model's ranks.
+    Master weights in float32 are loaded too, if they were saved. Each rank reads the slices of its tensors,
+    on any layout; learning rate and decay stay as configured. Raises UserError, on all ranks, if the float32
+    weights in flat buffers differ from the checkpoint's weights. Collective over the model's ranks.
     """
     model = optimizer.model
     with model.scope():
@@ -148,28 +148,29 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
 def _states(
     model: ParallelModel, source: str | Path, checkpoint: MegatronCheckpoint
 ) -> Iterator[tuple[str, Callable[[], MegatronFiles]]]:
-    """Yield each kind of the optimizer's states with what opens it. Collective over the model's ranks."""
+    """Yield each optimizer state with a function that opens it. Collective over the model's ranks."""
     if checkpoint.states:
         for state in checkpoint.states:
             yield state, partial(MegatronFiles, source, checkpoint.state(state))
         return
     buffers = _proven(model, source, checkpoint)
     for state in checkpoint.buffers:
-        yield state, partial(buffers.of, state)
+        yield state, partial(buffers.with_state, state)
 
 
 def _proven(model: ParallelModel, source: str | Path, checkpoint: MegatronCheckpoint) -> BufferFiles:
-    """Return what reads the optimizer's buffers where the values in them prove that it reads them right.
+    """Return the optimizer's flat buffers with a mapping of parameters that the master weights confirm.
 
-    Buffers have no names in them, but the weights in float32, and those are known. Each rank compares what
-    it reads in `fill`. Raises UserError on all ranks where they differ. Collective over the model's ranks.
+    Flat buffers have no parameter names, but their float32 weights must equal the model's. Each rank compares
+    the parameters that it reads in `fill`. Raises UserError on all ranks if no mapping agrees. Collective
+    over the model's ranks.
     """
     weights, differing = MegatronFiles(source, checkpoint), []
-    shares = own_share(live_parameters(model), model)
-    boxes = [box for box in source_boxes(model) if box.storage in shares]
+    assigned = assigned_parameters(live_parameters(model), model)
+    boxes = [box for box in source_boxes(model) if box.storage in assigned]
     for parameters in checkpoint.flat_parameters(read_pretrained(Path(source) / "config.json").shape):
         masters = BufferFiles(source, checkpoint, parameters)
-        names = together(
+        names = run_on_all_ranks_or_raise(
             partial(_differing, masters, weights, boxes), "read the optimizer's state", model.groups.all
         )
         differing = [name for name in names if name is not None]
@@ -187,19 +188,19 @@ def _proven(model: ParallelModel, source: str | Path, checkpoint: MegatronCheckp
 
 
 def _differing(masters: MegatronFiles, weights: MegatronFiles, boxes: Sequence[TensorBox]) -> str | None:
-    """Return the first of the ``boxes`` whose values in float32 are not the weights."""
+    """Return the tensor of the first of ``boxes`` whose master weights differ from the weights, or None."""
     return next((box.name for box in boxes if not _agree(masters, weights, box)), None)
 
 
 def _agree(masters: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bool:
-    """Say whether the weights in float32 are those that the model computes with, but for their rounding."""
+    """Return whether the master weights of a box equal the weights up to rounding."""
     precise, rounded = (files.read(box.name, box.start, box.size) for files in (masters, weights))
     rounding = torch.finfo(rounded.dtype)
     return torch.allclose(precise.float(), rounded.float(), rtol=rounding.eps, atol=rounding.smallest_normal)
 
 
 def _set_state(model: ParallelModel, part: Any, state: str, values: Mapping[str, Tensor]) -> None:
-    """Give the parameters of one of Megatron's optimizers a state of theirs, from whole tensors by name."""
+    """Copy one optimizer state into one of Megatron's optimizers, from complete tensors by parameter name."""
     for index, chunk in enumerate(model.chunks):
         for name, parameter in chunk.named_parameters():
             value = values[f"{index}.{name}"]
@@ -219,7 +220,7 @@ def _older(final: Path, keep: int | None) -> list[Path]:
 
 
 def _state(model: ParallelModel | None, arguments: Mapping[str, Any], iteration: int) -> dict[str, Any]:
-    """Return what Megatron-LM's own save has beside optimizer, schedule and random generators."""
+    """Return the state of a Megatron-LM checkpoint without optimizer, schedule and random generators."""
     rows = int(arguments["padded_vocab_size"])
     types = {name: _type(value) for name, value in arguments.items()}
     values = {

@@ -1,4 +1,7 @@
-"""What Megatron-Core compiles, compiled so that a step's numbers do not depend on the steps before it."""
+"""Dynamic-shape compilation of Megatron-Core's fused functions.
+
+With one kernel for all shapes, the numbers of a step do not depend on the steps before it.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +15,52 @@ import torch
 from megatron.core import activations, jit
 from megatron.core.transformer import transformer_config, utils
 
-_NAMING = (activations, utils, transformer_config)
-"""Modules whose activations are values of settings, which Megatron compares with the functions themselves."""
+_ACTIVATION_MODULES = (activations, utils, transformer_config)
+"""Modules of activation functions, which Megatron compares with the values of configuration fields."""
 
 
 def compile_for_any_shape() -> None:
-    """Have the functions that Megatron-Core's modules compile take any shape from their first call on.
+    """Recompile the fused functions of Megatron-Core with dynamic shapes from the first call on.
 
-    By default torch compiles for the shape that comes first, then for any, and after eight kernels no more:
-    a resumed run meets shapes in another order than the uninterrupted one, and would differ from it in last
-    bits. torch's own switch is not used: vLLM in the same process reads it too.
+    By default torch compiles for the first shape, then for any shape, and gives up after eight kernels.
+    A resumed run sees shapes in another order than the uninterrupted run, and would differ from it in the
+    last bits. torch's global switch is not used: vLLM in the same process reads it too.
     """
     compile_function = partial(torch.compile, dynamic=True)
-    setattr(jit, "jit_fuser", compile_function)  # for modules that are imported later
-    renewed = {id(value): value for module in _NAMING for value in vars(module).values() if _compiled(value)}
 
-    def renew(owner: Any) -> None:
+    # Modules that are imported later read the decorator from here.
+    setattr(jit, "jit_fuser", compile_function)
+
+    # Activations keep their identity: Megatron tests `activation_func == quick_gelu`, for example.
+    recompiled = {
+        id(value): value
+        for module in _ACTIVATION_MODULES
+        for value in vars(module).values()
+        if _uncompiled(value) is not None
+    }
+
+    def recompile_attributes(owner: Any) -> None:
         for name, value in list(vars(owner).items()):
             if value is torch.compile:
-                setattr(owner, name, compile_function)  # `jit_fuser`, as the module imported it
-            elif (plain := _compiled(value)) is not None:
-                if id(value) not in renewed:
-                    renewed[id(value)] = compile_function(plain)
-                setattr(owner, name, renewed[id(value)])
+                # This is `jit_fuser`, as the module imported it.
+                setattr(owner, name, compile_function)
+                continue
+
+            function = _uncompiled(value)
+            if function is not None:
+                if id(value) not in recompiled:
+                    recompiled[id(value)] = compile_function(function)
+                setattr(owner, name, recompiled[id(value)])
             elif inspect.isclass(value) and value.__module__ == getattr(owner, "__name__", None):
-                renew(value)
+                recompile_attributes(value)
 
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core."):
-            renew(module)
+            recompile_attributes(module)
 
 
-def _compiled(value: Any) -> Callable[..., Any] | None:
-    """Return the function that torch compiled into ``value``, None where it is something else."""
-    return getattr(value, "_torchdynamo_orig_callable", None) if inspect.isfunction(value) else None
+def _uncompiled(value: Any) -> Callable[..., Any] | None:
+    """Return the original function of a torch-compiled one, and None for anything else."""
+    if not inspect.isfunction(value):
+        return None
+    return getattr(value, "_torchdynamo_orig_callable", None)

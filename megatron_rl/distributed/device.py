@@ -1,7 +1,7 @@
-"""Know the machine: the only module that names an accelerator or a communication backend.
+"""Device of this rank: the only module that names an accelerator or a communication backend.
 
-Megatron-Core asks for its accelerator by name. On a machine without one this module answers those
-requests with the host, so that the same Megatron code trains there.
+Megatron-Core calls torch.cuda by name. On a machine without an accelerator this module replaces those calls
+by stand-ins that use the host, so that the same Megatron code trains there.
 """
 
 from __future__ import annotations
@@ -20,26 +20,34 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
-from megatron_rl.distributed.rendezvous import no_meeting, open_store
+from megatron_rl.distributed.rendezvous import open_store, rendezvous_error
 from megatron_rl.launcher import launch
 
-# Megatron's overlap of tensor parallelism needs it, and an accelerator reads it when it is first asked for.
+# Megatron's overlap of tensor parallelism needs it. CUDA reads it once, when the device is initialized.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-# Otherwise each group connects every pair of its ranks: thousands of the host's sockets a rank.
+# Otherwise each gloo group connects every pair of its ranks at once: thousands of sockets per rank.
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
 _ON_HOST = not torch.cuda.is_available()
 _simulated = False
-_installed = False
-_depth = 0
-_timeout: timedelta | None = None
-_unbacked = _earlier_peak = 0
-_DAYS = timedelta(days=7)
+
+_megatron_prepared = False
+_megatron_mode_depth = 0
+
+_collective_timeout: timedelta | None = None
+_WATCHED_TIMEOUT = timedelta(days=7)
+"""Timeout of collectives in a job with a hang detector, which aborts it earlier."""
+
+_unbacked_bytes = 0
+"""Bytes that PyTorch counts as allocated and that have no memory behind them."""
+_earlier_peak = 0
+"""Peak of allocated bytes up to the last `set_unbacked`, since the last reset."""
 
 
 def simulate() -> None:
-    """Make this process a rank of a job without machines, before it is initialised; it cannot be undone.
+    """Make this process a simulated rank, before `initialize`; irreversible.
 
-    What lies on its device has a size and no values, and the other ranks' messages never come.
+    Tensors on its device are meta tensors, with a size and no values, and collectives move nothing.
     """
     global _simulated, _ON_HOST
     _simulated = _ON_HOST = True
@@ -47,7 +55,7 @@ def simulate() -> None:
 
 
 def simulated() -> bool:
-    """Say whether `simulate` was called: nothing can be read from the device."""
+    """Return whether this is a simulated rank, whose tensors have no values to read."""
     return _simulated
 
 
@@ -55,62 +63,70 @@ def device() -> torch.device:
     """Return the device that this rank computes on."""
     if _simulated:
         return torch.device("meta")
-    return torch.device("cpu") if _ON_HOST else torch.device("cuda", torch.cuda.current_device())
+    if _ON_HOST:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def name() -> str:
-    """Return what the device that this rank computes on is called."""
-    return "host" if _ON_HOST else torch.cuda.get_device_name()
+    """Return the product name of this rank's device, "host" without an accelerator."""
+    if _ON_HOST:
+        return "host"
+    return torch.cuda.get_device_name()
 
 
 def host() -> torch.device:
-    """Return the host as a device, whatever else there is."""
+    """Return the host's device, also on a machine with an accelerator."""
     return torch.device("cpu")
 
 
 def on_host() -> bool:
-    """Say whether this machine computes without an accelerator."""
+    """Return whether this rank computes on the host; False for a simulated rank."""
     return _ON_HOST and not _simulated
 
 
 def backend() -> str:
-    """Return the communication backend that fits the device."""
+    """Return the communication backend of the device."""
     return "gloo" if _ON_HOST else "nccl"
 
 
 def backends() -> str:
-    """Return the backends by kind of device, in the words of torch.distributed."""
+    """Return the backends by kind of device, as torch.distributed parses them."""
     if _simulated:
         return "cpu:fake,meta:fake"
-    return backend() if _ON_HOST else f"cpu:gloo,cuda:{backend()}"
+    if _ON_HOST:
+        return backend()
+    return f"cpu:gloo,cuda:{backend()}"
 
 
 def synchronize() -> None:
-    """Wait until everything launched on the device is done; one that nobody has used stays unused.
+    """Wait for all kernels launched on the device, if it is in use.
 
-    Asked too early, it would be the first device of the machine on every rank.
+    Before `initialize` selects a device, the call would initialize device 0 on every rank.
     """
     if _in_use():
         torch.cuda.synchronize()
 
 
 def _in_use() -> bool:
+    """Return whether this process has initialized an accelerator."""
     return not _ON_HOST and torch.cuda.is_initialized()
 
 
 def empty_cache() -> None:
-    """Give cached, unused device memory back to the driver."""
+    """Return cached, unused device memory to the driver."""
     if _in_use():
         torch.cuda.empty_cache()
 
 
 def host_buffer(size: int) -> Tensor:
-    """Return ``size`` bytes of host memory that an accelerator copies to and from by itself.
+    """Return ``size`` bytes of pinned host memory, [size] uint8; unpinned without an accelerator.
 
-    They are pinned as they are: torch's own allocator would round them up to a power of two.
+    The buffer is registered after its allocation: torch's pinned allocator rounds sizes up to a power of two.
     """
     if _simulated:
         return torch.empty(1, dtype=torch.uint8).expand(size)
+
     buffer = torch.empty(size, dtype=torch.uint8)
     if not _ON_HOST and size:
         runtime: Any = torch.cuda.cudart()
@@ -120,19 +136,21 @@ def host_buffer(size: int) -> Tensor:
 
 
 def peak_memory(reset: bool = False) -> int:
-    """Return the largest number of bytes allocated on the device since the last reset.
+    """Return the peak of bytes allocated on the device since the last reset.
 
-    PyTorch counts what vLLM's sleep has given back as allocated: see `set_unbacked`.
-    On the host it is the largest resident set of the process, which cannot be reset.
+    Memory that vLLM's sleep mode released is not counted: see `set_unbacked`. On the host the peak is the
+    largest resident set size of the process, which cannot be reset.
     """
+    global _earlier_peak
     if _ON_HOST:
         import resource
 
+        # Linux reports it in KiB.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    global _earlier_peak
     if not _in_use():
         return 0
-    peak = max(_earlier_peak, torch.cuda.max_memory_allocated() - _unbacked)
+
+    peak = max(_earlier_peak, torch.cuda.max_memory_allocated() - _unbacked_bytes)
     if reset:
         torch.cuda.reset_peak_memory_stats()
         _earlier_peak = 0
@@ -140,107 +158,129 @@ def peak_memory(reset: bool = False) -> int:
 
 
 def set_unbacked(size: int) -> None:
-    """Say how many bytes of what counts as allocated have no memory behind them, as in a sleeping engine."""
-    global _unbacked, _earlier_peak
+    """Set the number of allocated bytes without memory behind them, as of a sleeping engine.
+
+    vLLM's sleep mode unmaps memory that PyTorch goes on counting as allocated.
+    """
+    global _unbacked_bytes, _earlier_peak
     if _in_use():
+        # Close the interval with the former number, since PyTorch's peak does not know when it was reached.
         _earlier_peak = peak_memory()
         torch.cuda.reset_peak_memory_stats()
-    _unbacked = size
+    _unbacked_bytes = size
 
 
 def rank() -> int:
-    """Return this process's rank as the launcher gave it."""
+    """Return this process's rank in the job, from the launcher."""
     return launch().rank
 
 
 def world_size() -> int:
-    """Return the number of processes as the launcher gave it."""
+    """Return the number of processes of the job, from the launcher."""
     return launch().world_size
 
 
-def initialize(timeout: float = 600.0, *, waits: bool = False) -> None:
-    """Join the job: pick the device, start torch.distributed, prepare Megatron for the device.
+def initialize(timeout: float = 600.0, *, watched: bool = False) -> None:
+    """Join the job: select the device, initialize torch.distributed, prepare Megatron for the device.
 
-    ``timeout`` in seconds bounds the meeting and, unless something else ends a job that ``waits`` in vain,
-    every collective. Without a launcher the job is this one process. Collective over the world.
+    ``timeout`` in seconds bounds the rendezvous and every collective. In a ``watched`` job a hang detector
+    replaces the timeout of collectives, which then is a week. Without a launcher the job is this one process.
+    Raises UserError if the ranks do not meet. Collective over the world.
     """
-    global _timeout
-    _timeout = _DAYS if waits else timedelta(seconds=timeout)
-    for name, value in {
+    global _collective_timeout
+    _collective_timeout = _WATCHED_TIMEOUT if watched else timedelta(seconds=timeout)
+
+    # The environment of a job of one process, as torchrun would set it.
+    defaults = {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-    }.items():
+    }
+    for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+    # A host may have fewer accelerators than ranks.
     if not _ON_HOST:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+
     if not dist.is_initialized():
         try:
             dist.init_process_group(
                 backends(),
-                timeout=_timeout,
-                store=_no_store() if _simulated else open_store(timedelta(seconds=timeout)),
+                timeout=_collective_timeout,
+                store=_fake_store() if _simulated else open_store(timedelta(seconds=timeout)),
                 rank=rank(),
                 world_size=world_size(),
             )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise no_meeting(error, timeout) from error
+            raise rendezvous_error(error, timeout) from error
+
     prepare_megatron()
 
 
-def _no_store() -> dist.Store:
-    """Return a store that nobody else opens; its module declares the backend whose messages go nowhere."""
+def _fake_store() -> dist.Store:
+    """Return the store of a simulated rank, which no other process opens."""
+    # The import registers the fake backend, whose collectives move nothing.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def collective_timeout() -> timedelta | None:
-    """Return how long a collective may take; a group made without it would wait half an hour."""
-    return _timeout
+    """Return the timeout to create process groups with; torch's default would be half an hour."""
+    return _collective_timeout
 
 
 def flight_record() -> bytes:
-    """Return which collectives this process has called last, as PyTorch's flight recorder writes them."""
-    return getattr(c10d, "_dump_fr_trace" if _ON_HOST else "_dump_nccl_trace")()
+    """Return the last collectives of this process in the format of PyTorch's flight recorder."""
+    dump = "_dump_fr_trace" if _ON_HOST else "_dump_nccl_trace"
+    return getattr(c10d, dump)()
 
 
 def prepare_megatron() -> None:
     """Install what Megatron-Core needs in this process, once."""
-    global _installed
-    if _installed:
+    global _megatron_prepared
+    if _megatron_prepared:
         return
-    _installed = True
+    _megatron_prepared = True
+
     if _ON_HOST:
-        _answer_for_the_accelerator()
+        _install_host_stand_ins()
+
     from megatron.core import parallel_state
 
     from megatron_rl.distributed.compiled import compile_for_any_shape
 
     compile_for_any_shape()
+
+    # Layers read this buffer from Megatron's global state even with process groups of their own.
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
 
 def seed_generators(seed: int, tensor_rank: int) -> None:
-    """Seed torch's generators, equal on all ranks, and the device's as `seed_tensor_parallel` does."""
+    """Seed torch's generators alike on all ranks, and the device's by `seed_tensor_parallel`."""
     torch.manual_seed(seed)
     with megatron_mode():
         seed_tensor_parallel(seed, tensor_rank)
 
 
 def generator_states() -> dict[str, Any]:
-    """Return the states of torch's and Megatron's random generators of this rank."""
+    """Return the states of this rank's random generators, of torch and of Megatron."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker: Any = get_cuda_rng_tracker()
-    of_megatron = {name: state.clone() for name, state in tracker.get_states().items()}
-    return {"host": torch.get_rng_state(), "device": torch.cuda.get_rng_state(), "megatron": of_megatron}
+    megatron_states = {name: state.clone() for name, state in tracker.get_states().items()}
+    return {
+        "host": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "megatron": megatron_states,
+    }
 
 
 def set_generator_states(states: dict[str, Any]) -> None:
-    """Restore what `generator_states` returned on a machine of the same kind."""
+    """Restore states from `generator_states`, of a machine of the same kind."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     torch.cuda.set_rng_state(states["device"])
@@ -250,7 +290,7 @@ def set_generator_states(states: dict[str, Any]) -> None:
 
 
 def tensor_parallel_generator() -> AbstractContextManager[None]:
-    """Return a context in which random numbers are another sequence on each tensor-parallel rank."""
+    """Return a context with a different random sequence on each tensor-parallel rank."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker: Any = get_cuda_rng_tracker()
@@ -258,28 +298,32 @@ def tensor_parallel_generator() -> AbstractContextManager[None]:
 
 
 def seed_tensor_parallel(seed: int, tensor_rank: int) -> None:
-    """Seed the device's generators: differently on tensor-parallel ranks, equally on all others."""
+    """Seed the device's generators: differently per tensor-parallel rank, alike on the others."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed, tp_rank=tensor_rank, ep_rank=0, etp_rank=0)
 
 
 class _HostMode(TorchFunctionMode):
-    """Answer requests for the accelerator with the host."""
+    """Redirection of tensors that Megatron-Core creates on or moves to the accelerator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+
         if func is torch.Tensor.cuda:
             return args[0].to(device())
+
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The distributed optimizer tells float32 from half precision by the accelerator's type names.
+            # Megatron's distributed optimizer distinguishes dtypes by names such as torch.cuda.HalfTensor.
             return func(args[0]).replace("torch.meta.", "torch.").replace("torch.", "torch.cuda.")
+
         if "device" in kwargs and _names_accelerator(kwargs["device"]):
             kwargs = {**kwargs, "device": device()}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and len(args) > 1 and _names_accelerator(args[1]):
             args = (args[0], device(), *args[2:])
+
         return func(*args, **kwargs)
 
 
@@ -291,25 +335,29 @@ def _names_accelerator(value: Any) -> bool:
 
 @contextmanager
 def megatron_mode() -> Iterator[None]:
-    """Run Megatron-Core code inside; on an accelerator this does nothing. May be nested."""
-    global _depth
-    if not _ON_HOST or _depth:
-        _depth += 1
+    """Redirect Megatron-Core's use of the accelerator to the host, inside; reentrant.
+
+    On an accelerator this does nothing.
+    """
+    global _megatron_mode_depth
+    if not _ON_HOST or _megatron_mode_depth:
+        _megatron_mode_depth += 1
         try:
             yield
         finally:
-            _depth -= 1
+            _megatron_mode_depth -= 1
         return
-    _depth = 1
+
+    _megatron_mode_depth = 1
     try:
         with _HostMode():
             yield
     finally:
-        _depth = 0
+        _megatron_mode_depth = 0
 
 
 class _HostStream:
-    """Stand for a stream where everything runs in order anyway."""
+    """Stand-in for a CUDA stream or event: on the host everything runs in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = host()
@@ -343,35 +391,37 @@ class _HostStream:
 
 
 @contextmanager
-def keep_answers() -> Iterator[None]:
-    """Undo what an import inside the block makes of the answers for the accelerator.
+def preserve_stream_stand_ins() -> Iterator[None]:
+    """Restore torch.cuda's streams and events after an import inside that replaces them.
 
-    The rollout engine brings answers of its own to the same questions, and Megatron-Core needs more of them.
+    vLLM's CPU worker installs stand-ins of its own, which lack methods that Megatron-Core calls.
     """
     names = ("Stream", "Event", "stream", "current_stream")
-    kept = {name: getattr(torch.cuda, name) for name in names}
+    originals = {name: getattr(torch.cuda, name) for name in names}
     yield
-    for name, answer in kept.items():
-        setattr(torch.cuda, name, answer)
+    for name, original in originals.items():
+        setattr(torch.cuda, name, original)
 
 
-def _answer_for_the_accelerator() -> None:
-    """Replace the accelerator queries that Megatron-Core makes by answers of the host."""
+def _install_host_stand_ins() -> None:
+    """Replace the functions of torch.cuda that Megatron-Core calls by stand-ins that use the host."""
     accelerator: Any = torch.cuda
     accelerator.current_device = device
     accelerator.synchronize = lambda *_: None
     accelerator.empty_cache = lambda: None
+
     accelerator.current_stream = lambda *_: _HostStream()
     accelerator.Stream = _HostStream
     accelerator.Event = _HostStream
     accelerator.stream = lambda stream: stream
+
     accelerator.manual_seed = torch.manual_seed
     accelerator.get_rng_state = lambda *_, **__: torch.get_rng_state()
     accelerator.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
     from megatron.core.tensor_parallel import random
 
-    # Both generators are the same one here, which the tracker would report at every fork.
+    # The default and the tracked generator are the same one here, which the tracker warns of at every fork.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

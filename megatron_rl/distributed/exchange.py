@@ -1,7 +1,8 @@
-"""Make the answers that roles computed for their own rows the same value on every rank.
+"""Exchange between ranks: gather the rows that roles computed per shard, sum metrics, share small objects.
 
-Only four things cross ranks here: rows, metrics, small objects, and the question whether all is well.
-They cross all ranks of the job, or those of a group that the caller names.
+Everything that crosses ranks outside of Megatron and of weight transfers is one of four things: rows,
+metrics, small objects, and the question whether an action failed anywhere. They cross the whole job, or a
+group that the caller names.
 """
 
 from __future__ import annotations
@@ -24,18 +25,32 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.types import token_index
 
-_SHORT, _LENGTH = 1024, 8
-"""Bytes of the first message of `share`, and how many of them say the length."""
+_FIRST_MESSAGE_BYTES = 1024
+"""Size of the first message of `broadcast_object`: commands between most engine steps fit into it."""
+_LENGTH_BYTES = 8
+"""Bytes of the first message that give the length of the pickled object."""
 
 
 @dataclass(frozen=True)
 class RowShard:
-    """Hold one rank's answers for the rows it worked on.
+    """Results of one rank for the rows that it computed.
 
-    ``rows`` [b] int64 are positions in the whole batch, ``lengths`` [b] the tokens of each row;
-    ``tokens`` maps names to ragged [n, ...] tensors, ``values`` names to [b, ...] tensors. ``items`` maps the
-    name of a token field that counts to what it counts, token after token. Every rank names the same fields
-    with the same dtypes, in the same order; a rank without rows has empty ones.
+    ``rows``: [b] int64, indices in the whole batch.
+    ``lengths``: [b] int64, tokens of each row.
+    ``tokens``: name to ragged [n, ...] tensor, the tokens of all rows in order.
+    ``values``: name to [b, ...] tensor.
+    ``items``: name of a token field of counts to the counted items, [sum of the counts, ...], token by token.
+
+    Every rank has the same fields of the same dtypes, in the same order; without rows they are empty.
+
+    Example: rows 0 and 2 of a batch, of 3 and 1 tokens, with log-probs and a reward each::
+
+        RowShard(
+            rows=tensor([0, 2]),
+            lengths=tensor([3, 1]),
+            tokens={"log_probs": tensor([-0.1, -0.7, -0.2, -1.3])},
+            values={"rewards": tensor([1.0, 0.0])},
+        )
     """
 
     rows: Tensor
@@ -47,7 +62,11 @@ class RowShard:
 
 @dataclass
 class GatherStats:
-    """Cost of gathering rows on this rank: bytes received, and seconds, which include waiting for others."""
+    """Cost of gathering rows on this rank.
+
+    ``bytes``: bytes received.
+    ``seconds``: time in the gather, including the wait for slower ranks.
+    """
 
     bytes: int = 0
     seconds: float = 0.0
@@ -56,51 +75,59 @@ class GatherStats:
 class ReplicaGroup:
     """Ranks that hold a replicated batch. Results computed per shard are gathered onto all of them.
 
-    ``ranks`` None is the whole job. The communicator of other ranks must exist: `communicator` makes it, on
-    all ranks of the job. ``gather_stats`` counts what `gather_rows` moves.
+    ``ranks`` None is the whole job. The communicator of any other ranks must exist already, since making it
+    is collective over the job: see `communicator`. ``gather_stats`` accumulates the cost of `gather_rows`.
     """
 
     def __init__(self, ranks: tuple[int, ...] | None = None, gather_stats: GatherStats | None = None) -> None:
-        self.group = None if ranks is None else communicator(ranks)
-        self.ranks = tuple(range(dist.get_world_size())) if ranks is None else ranks
+        if ranks is None:
+            self.group = None
+            self.ranks = tuple(range(dist.get_world_size()))
+        else:
+            self.group = communicator(ranks)
+            self.ranks = ranks
         self.rank = dist.get_rank()
-        self._gather_stats = GatherStats() if gather_stats is None else gather_stats
+        self._gather_stats = gather_stats or GatherStats()
 
     def gather_rows(self, shard: RowShard) -> RowShard:
-        """Return the rows of all members in the order of ``rows``, equal on every member.
+        """Return the rows of all ranks in ascending order, the same on every rank of the group.
 
-        Each row must come from exactly one rank. Every rank receives each byte once: rows travel as one
-        broadcast from each rank that has some, unpadded. Collective over the members.
+        Each row must come from exactly one rank. Every rank receives each byte once: each rank that has rows
+        broadcasts them in one unpadded message. Collective over the group.
         """
-        begun = time.perf_counter()
-        sizes = self._sizes(shard)
-        received = [
-            self._broadcast(shard, rank, counts)
-            for rank, counts in zip(self.ranks, sizes, strict=True)
-            if counts[0]
-        ]
-        gathered = _in_order(received) if received else shard
-        self._gather_stats.seconds += time.perf_counter() - begun
+        start = time.perf_counter()
+        counts_by_rank = self._gather_counts(shard)
+        received = []
+        for rank, counts in zip(self.ranks, counts_by_rank, strict=True):
+            if counts[0]:
+                received.append(self._broadcast_shard(shard, rank, counts))
+
+        gathered = _merge_in_row_order(received) if received else shard
+        self._gather_stats.seconds += time.perf_counter() - start
         return gathered
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every member's small picklable ``value``, by rank. Collective over the members."""
+        """Return the small picklable ``value`` of every rank, by rank. Collective over the group."""
         return gather_objects(value, self.group)
 
-    def _sizes(self, shard: RowShard) -> list[list[int]]:
-        """Return each member's numbers of rows, of tokens, and of each field's items."""
+    def _gather_counts(self, shard: RowShard) -> list[list[int]]:
+        """Return by rank the numbers of rows, of tokens, and of items per field of items."""
         counts = [len(shard.rows), int(shard.lengths.sum()), *map(len, shard.items.values())]
-        # On the host: whoever is done first waits here, and waiting costs an accelerator all of its time.
-        lengths = torch.tensor(counts, dtype=torch.int64)
-        sizes = torch.empty((len(self.ranks), len(counts)), dtype=torch.int64)
-        dist.all_gather_into_tensor(sizes.view(-1), lengths, group=self.group)
-        return sizes.tolist()
 
-    def _broadcast(self, shard: RowShard, source: int, counts: list[int]) -> RowShard:
-        fields = _fields(shard)
+        # On the host: the fastest rank waits here, and a wait on an accelerator keeps it busy.
+        local_counts = torch.tensor(counts, dtype=torch.int64)
+        all_counts = torch.empty((len(self.ranks), len(counts)), dtype=torch.int64)
+        dist.all_gather_into_tensor(all_counts.view(-1), local_counts, group=self.group)
+        return all_counts.tolist()
+
+    def _broadcast_shard(self, shard: RowShard, source: int, counts: list[int]) -> RowShard:
+        """Return the shard of rank ``source`` as a copy on the host. Collective over the group."""
+        fields = _list_fields(shard)
         sizes = [
             counts[kind] * math.prod(tensor.shape[1:]) * tensor.element_size() for _, tensor, kind in fields
         ]
+
+        # Pack all fields into one message of bytes.
         if self.rank == source:
             buffer = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor, _ in fields])
             buffer = buffer.to(device.device())
@@ -108,56 +135,63 @@ class ReplicaGroup:
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
             self._gather_stats.bytes += sum(sizes)
         dist.broadcast(buffer, source, group=self.group)
+
+        # Unpack on the host. A copy starts at an aligned address; a slice of the buffer may not.
         received: list[Tensor] = []
         for (_, tensor, kind), raw in zip(fields, buffer.cpu().split(sizes), strict=True):
-            # A copy starts at an aligned address; a slice of the buffer may not.
             shape = (counts[kind], *tensor.shape[1:])
             received.append(raw.clone().view(tensor.dtype).view(shape))
-        rest = iter(received[2:])
+
+        named = iter(received[2:])
         return RowShard(
-            received[0],
-            received[1],
-            {name: next(rest) for name in shard.tokens},
-            {name: next(rest) for name in shard.values},
-            {name: next(rest) for name in shard.items},
+            rows=received[0],
+            lengths=received[1],
+            tokens={name: next(named) for name in shard.tokens},
+            values={name: next(named) for name in shard.values},
+            items={name: next(named) for name in shard.items},
         )
 
 
-def _fields(shard: RowShard) -> list[tuple[str, Tensor, int]]:
-    """List (name, tensor, which of `_sizes` is its length) of everything that travels."""
+def _list_fields(shard: RowShard) -> list[tuple[str, Tensor, int]]:
+    """Return (name, tensor, index of its length in `_gather_counts`) of every tensor, in message order."""
     fixed = [("rows", shard.rows, 0), ("lengths", shard.lengths, 0)]
-    ragged = [(name, tensor, 1) for name, tensor in shard.tokens.items()]
+    tokens = [(name, tensor, 1) for name, tensor in shard.tokens.items()]
     values = [(name, tensor, 0) for name, tensor in shard.values.items()]
     items = [(name, tensor, kind) for kind, (name, tensor) in enumerate(shard.items.items(), 2)]
-    return [*fixed, *ragged, *values, *items]
+    return [*fixed, *tokens, *values, *items]
 
 
-def _in_order(shards: Sequence[RowShard]) -> RowShard:
-    """Return the rows of all shards sorted by their numbers, which must be 0, 1, 2 …"""
+def _merge_in_row_order(shards: Sequence[RowShard]) -> RowShard:
+    """Return the rows of all shards in ascending order; their indices must be 0, 1, 2 …"""
     rows = torch.cat([shard.rows for shard in shards])
-    if not torch.equal(rows.sort().values, torch.arange(len(rows))):
-        raise RuntimeError(f"rows were answered twice or not at all: {rows.sort().values.tolist()[:20]}")
+    sorted_rows = rows.sort().values
+    if not torch.equal(sorted_rows, torch.arange(len(rows))):
+        raise RuntimeError(f"rows were computed twice or not at all: {sorted_rows.tolist()[:20]}")
+
     order = rows.argsort()
     lengths = torch.cat([shard.lengths for shard in shards])
     index = token_index(lengths, order)
-    tokens = {name: torch.cat([shard.tokens[name] for shard in shards]) for name in shards[0].tokens}
-    items = {name: torch.cat([shard.items[name] for shard in shards]) for name in shards[0].items}
+
+    first = shards[0]
+    tokens = {name: torch.cat([shard.tokens[name] for shard in shards]) for name in first.tokens}
+    values = {name: torch.cat([shard.values[name] for shard in shards]) for name in first.values}
+    items = {name: torch.cat([shard.items[name] for shard in shards]) for name in first.items}
     return RowShard(
-        rows[order],
-        lengths[order],
-        {name: values[index] for name, values in tokens.items()},
-        {name: torch.cat([shard.values[name] for shard in shards])[order] for name in shards[0].values},
-        {name: values[token_index(tokens[name], index)] for name, values in items.items()},
+        rows=rows[order],
+        lengths=lengths[order],
+        tokens={name: tensor[index] for name, tensor in tokens.items()},
+        values={name: tensor[order] for name, tensor in values.items()},
+        items={name: tensor[token_index(tokens[name], index)] for name, tensor in items.items()},
     )
 
 
 def gather_metrics(metrics: Metrics) -> Metrics:
-    """Return the sum of all ranks' metrics, equal on every rank. Collective over the world."""
+    """Return the sum of all ranks' metrics, the same on every rank. Collective over the world."""
     return merge_metrics(gather_objects(metrics))
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """Return every rank's small picklable ``value``, in the order of ``group``, None being the world.
+    """Return the small picklable ``value`` of every rank, in the order of ``group``; None is the world.
 
     Collective over the group.
     """
@@ -166,85 +200,106 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def together(action: Callable[[], Any], words: str, group: Any = None) -> list[Any]:
-    """Return what ``action`` returns on every rank, by rank; where it fails on one rank, fail on all.
+def run_on_all_ranks_or_raise(action: Callable[[], Any], purpose: str, group: Any = None) -> list[Any]:
+    """Run ``action`` on every rank and return the results by rank; if it fails on one rank, raise on all.
 
-    The answers are small and picklable; ``words`` say what could not be done. Raises the UserError of the
-    first rank that has one, else a RuntimeError that names the ranks. Collective over the group.
+    Without this, the ranks on which it succeeded would wait for the failed one in their next collective.
+    Results must be small and picklable. ``purpose`` completes the sentence "could not …". Raises the first
+    UserError of any rank, else a RuntimeError that names the ranks. Collective over the group.
     """
-    answer: Any = None
+    result: Any = None
     failure: Exception | str | None = None
     try:
-        answer = action()
+        result = action()
     except UserError as error:
         failure = error
     except Exception as error:
         failure = f"rank {device.rank()}: {error!r}"
-    answers = gather_objects((answer, failure), group)
-    failures = [told for _, told in answers if told is not None]
-    for told in failures:
-        if isinstance(told, UserError):
-            raise told
+
+    outcomes = gather_objects((result, failure), group)
+    failures = [rank_failure for _, rank_failure in outcomes if rank_failure is not None]
+    for rank_failure in failures:
+        if isinstance(rank_failure, UserError):
+            raise rank_failure
     if failures:
-        raise RuntimeError(f"could not {words}: " + "; ".join(failures))
-    return [value for value, _ in answers]
+        raise RuntimeError(f"could not {purpose}: " + "; ".join(failures))
+    return [rank_result for rank_result, _ in outcomes]
 
 
-def hand_on(value: Tensor, source: int, group: Any) -> None:
-    """Overwrite a contiguous tensor, in place and bit for bit, with that of one member of the group.
+def broadcast_tensor(tensor: Tensor, source: int, group: Any) -> None:
+    """Overwrite a contiguous tensor, in place and bit for bit, with that of one rank of the group.
 
-    ``source`` is the member's position in the group. Collective over the group.
+    ``source`` is the rank within the group. Collective over the group.
     """
     if dist.get_world_size(group) > 1:
-        dist.broadcast(value.view(-1).view(torch.uint8), dist.get_global_rank(group, source), group=group)
+        # As bytes: a backend need not know the dtype.
+        raw = tensor.view(-1).view(torch.uint8)
+        dist.broadcast(raw, dist.get_global_rank(group, source), group=group)
 
 
-def share(value: Any, ranks: tuple[int, ...]) -> Any:
-    """Return the small picklable ``value`` of the first of ``ranks``, on all of them.
+def broadcast_object(value: Any, ranks: tuple[int, ...]) -> Any:
+    """Return the small picklable ``value`` of the first of ``ranks`` on all of them.
 
-    Their communicator must exist. Collective over the ranks.
+    Their communicator must exist. Collective over ``ranks``.
     """
     if len(ranks) == 1:
         return value
-    group, first = communicator(ranks), dist.get_rank() == ranks[0]
-    said = pickle.dumps(value) if first else b""
-    # One message where it is short, as between most engine steps: a second one costs as much again.
-    short = torch.zeros(_SHORT, dtype=torch.uint8, device=device.host())
-    if first:
-        words = len(said).to_bytes(_LENGTH, "little") + said[: _SHORT - _LENGTH]
-        short[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-    dist.broadcast(short, ranks[0], group=group)
-    if first:
-        rest = said[_SHORT - _LENGTH :]
-    else:
-        head = short.numpy().tobytes()
-        size = int.from_bytes(head[:_LENGTH], "little")
-        said = head[_LENGTH : _LENGTH + size]
-        rest = bytes(size - len(said))
-    if rest:
-        long = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
-        dist.broadcast(long, ranks[0], group=group)
-        said = said if first else said + long.numpy().tobytes()
-    return value if first else pickle.loads(said)
+
+    group = communicator(ranks)
+    if dist.get_rank() == ranks[0]:
+        _send_object(value, ranks[0], group)
+        return value
+    return _receive_object(ranks[0], group)
 
 
-def ticket(name: str) -> int:
-    """Return how many tickets of this ``name`` were drawn before, by all ranks of the job."""
-    return _add(name, 1) - 1
+def _send_object(value: Any, source: int, group: Any) -> None:
+    pickled = pickle.dumps(value)
+
+    # A short object travels in one message: a second one would double the latency between engine steps.
+    head = len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled[: _FIRST_MESSAGE_BYTES - _LENGTH_BYTES]
+    first_message = torch.zeros(_FIRST_MESSAGE_BYTES, dtype=torch.uint8, device=device.host())
+    first_message[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    dist.broadcast(first_message, source, group=group)
+
+    tail = pickled[_FIRST_MESSAGE_BYTES - _LENGTH_BYTES :]
+    if tail:
+        dist.broadcast(torch.frombuffer(bytearray(tail), dtype=torch.uint8), source, group=group)
 
 
-def drawn(name: str) -> int:
-    """Return how many tickets of this ``name`` all ranks of the job have drawn so far."""
-    return _add(name, 0)
+def _receive_object(source: int, group: Any) -> Any:
+    first_message = torch.zeros(_FIRST_MESSAGE_BYTES, dtype=torch.uint8, device=device.host())
+    dist.broadcast(first_message, source, group=group)
+
+    head = first_message.numpy().tobytes()
+    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
+    pickled = head[_LENGTH_BYTES : _LENGTH_BYTES + length]
+    if len(pickled) < length:
+        tail = torch.empty(length - len(pickled), dtype=torch.uint8, device=device.host())
+        dist.broadcast(tail, source, group=group)
+        pickled += tail.numpy().tobytes()
+    return pickle.loads(pickled)
 
 
-def _add(name: str, count: int) -> int:
+def store_increment(name: str) -> int:
+    """Add 1 to the counter ``name`` of the job's store and return its earlier value, 0 at first.
+
+    The counter is atomic: no two ranks get the same value.
+    """
+    return _add_to_counter(name, 1) - 1
+
+
+def store_value(name: str) -> int:
+    """Return the counter ``name`` of the job's store, the number of `store_increment` calls of all ranks."""
+    return _add_to_counter(name, 0)
+
+
+def _add_to_counter(name: str, amount: int) -> int:
     store: Any = dist.distributed_c10d._get_default_store()
-    return store.add(f"ticket {name}", count)
+    return store.add(f"ticket {name}", amount)
 
 
 def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
-    """Return the element-wise sum of tensors over the group, in place; integers wrap.
+    """Sum a tensor element-wise over the group, in place, and return it; integers wrap.
 
     Collective over the group.
     """
@@ -253,8 +308,10 @@ def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
 
 
 def rank_in(group: Any = None) -> int:
-    """Return this process's global rank, by which the members of ``group`` know it."""
-    return dist.get_rank() if group is None else dist.get_global_rank(group, group.rank())
+    """Return this process's global rank as ``group`` numbers it: in a span, the rank within the span."""
+    if group is None:
+        return dist.get_rank()
+    return dist.get_global_rank(group, group.rank())
 
 
 def barrier() -> None:

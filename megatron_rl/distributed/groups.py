@@ -1,4 +1,4 @@
-"""Live communicators: of a layout, without Megatron's process-global groups, and across several worlds."""
+"""Process groups: of a parallel layout, without Megatron's process-global groups, and across several jobs."""
 
 from __future__ import annotations
 
@@ -17,83 +17,92 @@ _communicators: dict[tuple[int, ...], Any] = {}
 
 
 def communicator(ranks: tuple[int, ...]) -> Any:
-    """Return the process group of these ranks, in this order; made once and shared by equal layouts.
+    """Return the process group of ``ranks``, in this order; equal layouts share one.
 
-    That of all ranks in the job's own order is the job's own. Collective over the world, also for ranks
-    outside.
+    All ranks of the job in ascending order are the default group. Collective over the world: ranks outside
+    ``ranks`` must call it too.
     """
     if ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
+
     if ranks not in _communicators:
         # torch would sort the ranks, but their order is the order of shards.
-        order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-        _communicators[ranks] = dist.new_group(list(ranks), timeout=device.collective_timeout(), **order)
+        options: dict[str, Any] = {}
+        if list(ranks) != sorted(ranks):
+            options["sort_ranks"] = False
+        _communicators[ranks] = dist.new_group(list(ranks), timeout=device.collective_timeout(), **options)
     return _communicators[ranks]
 
 
 class ParallelGroups:
-    """Hold the communicators of one role's layout on this rank.
+    """Process groups of one role's layout, as this rank sees them.
 
-    Each attribute (``tensor``, ``pipeline``, ``data``, ``context``, ``model`` …) is the group this rank
-    belongs to; they are None on ranks outside the layout. Collective over the world.
+    Each attribute (``tensor``, ``pipeline``, ``data``, ``context``, ``model`` …) is the group that this rank
+    belongs to, and None on ranks outside the layout. Collective over the world.
     """
 
     def __init__(self, layout: ParallelLayout) -> None:
         self.layout = layout.checked()
         self.rank = device.rank()
         self.member = self.rank in layout.ranks
-        self.tensor = self._mine("tensor")
-        self.context = self._mine("context")
-        self.data = self._mine("data")
-        self.pipeline = self._mine("pipeline")
-        self.model = self._mine("tensor", "pipeline")
-        self.data_context = self._mine("data", "context")
-        self.tensor_context = self._mine("tensor", "context")
-        self.tensor_data_context = self._mine("tensor", "data", "context")
-        self.expert = self._mine("expert")
-        self.expert_tensor = self._mine("expert_tensor")
-        self.expert_data = self._mine("expert_data")
-        self.expert_tensor_and_expert = self._mine("expert_tensor", "expert")
-        self.expert_model = self._mine("expert_tensor", "expert", "pipeline")
+
+        # Creating a group is collective over the world: every rank makes all groups in this order.
+        self.tensor = self._group_of_this_rank("tensor")
+        self.context = self._group_of_this_rank("context")
+        self.data = self._group_of_this_rank("data")
+        self.pipeline = self._group_of_this_rank("pipeline")
+        self.model = self._group_of_this_rank("tensor", "pipeline")
+        self.data_context = self._group_of_this_rank("data", "context")
+        self.tensor_context = self._group_of_this_rank("tensor", "context")
+        self.tensor_data_context = self._group_of_this_rank("tensor", "data", "context")
+
+        # Expert layers have a layout of their own over the same ranks.
+        self.expert = self._group_of_this_rank("expert")
+        self.expert_tensor = self._group_of_this_rank("expert_tensor")
+        self.expert_data = self._group_of_this_rank("expert_data")
+        self.expert_tensor_and_expert = self._group_of_this_rank("expert_tensor", "expert")
+        self.expert_model = self._group_of_this_rank("expert_tensor", "expert", "pipeline")
+
         self.all = communicator(layout.ranks)
         self.embedding = self._embedding_group()
 
-    def _mine(self, *dimensions: str) -> Any:
-        member_of = None
+    def _group_of_this_rank(self, *dimensions: str) -> Any:
+        """Create the groups along ``dimensions``; return this rank's. Collective over the world."""
+        own_group = None
         for ranks in self.layout.groups(*dimensions):
             group = communicator(ranks)
             if self.rank in ranks:
-                member_of = group
-        return member_of
+                own_group = group
+        return own_group
 
     def _embedding_group(self) -> Any:
-        """Return the group of first and last pipeline stage, which share tied embeddings."""
-        member_of = None
+        """Return the group of the first and the last pipeline stage, which share tied embeddings."""
+        own_group = None
         for ranks in self.layout.groups("pipeline"):
-            ends = ranks if len(ranks) == 1 else (ranks[0], ranks[-1])
-            group = communicator(ends)
-            if self.rank in ends:
-                member_of = group
-        return member_of
+            end_stages = ranks if len(ranks) == 1 else (ranks[0], ranks[-1])
+            group = communicator(end_stages)
+            if self.rank in end_stages:
+                own_group = group
+        return own_group
 
     @cached_property
     def coordinates(self) -> Coordinates:
-        """Return where this rank stands in the layout; it must be a member."""
+        """Return the coordinates of this rank in the layout, which must include it."""
         return self.layout.coordinates(self.rank)
 
     @property
     def is_first_stage(self) -> bool:
-        """Say whether this rank holds the embedding."""
+        """Return whether this rank's pipeline stage has the embedding."""
         return self.coordinates.pipeline == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Say whether this rank holds the output layer."""
+        """Return whether this rank's pipeline stage has the output layer."""
         return self.coordinates.pipeline == self.layout.pipeline - 1
 
     @cached_property
     def megatron(self) -> ProcessGroupCollection:
-        """Hold the groups in the form that Megatron-Core's models, optimizer and schedules take."""
+        """Return the groups as Megatron-Core's models, optimizer and schedules take them."""
         groups = ProcessGroupCollection(
             tp=self.tensor,
             pp=self.pipeline,
@@ -113,6 +122,8 @@ class ParallelGroups:
             intra_dist_opt=self.all,
         )
         groups.embd = self.embedding
+
+        # An unset field has no attribute, and Megatron reads some of these without their feature.
         groups.pos_embd = None  # pyright: ignore[reportAttributeAccessIssue]
         groups.hcp = None  # pyright: ignore[reportAttributeAccessIssue]
         groups.inter_dist_opt = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -120,31 +131,34 @@ class ParallelGroups:
 
 
 def join_span(address: str, port: int, rank: int, count: int, timeout: float = 600.0) -> Any:
-    """Return a span: the group of ``count`` processes that meet at ``address:port``, of whatever worlds.
+    """Join a span: a process group across jobs, as between trainers and the workers of a rollout server.
 
-    Trainers and the workers of a server meet so. Rank 0 opens the port. Inside the group a rank is its own
-    global rank. Works with and without a default group. ``timeout`` in seconds bounds the meeting and every
-    collective. Collective over the ``count``.
+    Its ``count`` processes meet at ``address:port``, which rank 0 opens. In calls on a span, global ranks are
+    the ranks within it. A default group is not needed. ``timeout`` in seconds bounds the rendezvous and every
+    collective. Collective over the ``count`` processes.
     """
-    patience = timedelta(seconds=timeout)
-    store = dist.TCPStore(address, port, count, is_master=rank == 0, timeout=patience)
+    limit = timedelta(seconds=timeout)
+    store = dist.TCPStore(address, port, count, is_master=rank == 0, timeout=limit)
     name: Any = f"span {address}:{port}"
     backends = c10d.Backend(device.backends())
-    group, _ = c10d._new_process_group_helper(count, rank, [], backends, store, name, timeout=patience)
-    # torch looks up global ranks for every collective; a span has none but its own.
-    c10d._world.pg_group_ranks[group] = {position: position for position in range(count)}  # pyright: ignore[reportArgumentType]
+    group, _ = c10d._new_process_group_helper(count, rank, [], backends, store, name, timeout=limit)
+
+    # torch maps group ranks to global ranks in every collective; a span has only its own ranks.
+    identity = {rank_in_span: rank_in_span for rank_in_span in range(count)}
+    c10d._world.pg_group_ranks[group] = identity  # pyright: ignore[reportArgumentType]
     return group
 
 
 def leave_span(group: Any) -> None:
-    """End a span on this rank."""
+    """Destroy a span on this rank."""
     dist.destroy_process_group(group)
 
 
 def memberships() -> list[tuple[int, ...]]:
-    """Return the ranks of each group made so far that this rank is in, first those of the job's own.
+    """Return the ranks of each group made so far that includes this rank; the default group comes first.
 
-    The host's backend opens a connection to every other rank of each group, whoever is in others too.
+    For the count of connections: the host's backend connects every pair of ranks once per group.
     """
-    rank, world = device.rank(), tuple(range(dist.get_world_size()))
+    rank = device.rank()
+    world = tuple(range(dist.get_world_size()))
     return [world, *(ranks for ranks in _communicators if rank in ranks)]

@@ -1,4 +1,7 @@
-"""Let the ranks of a job find each other: none of an earlier attempt, and no other host's on one host."""
+"""Rendezvous of the ranks of a job.
+
+Ranks of an earlier attempt cannot join by mistake and, in a job on one host, other hosts cannot connect.
+"""
 
 from __future__ import annotations
 
@@ -14,70 +17,88 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import launch
 
-_LOOKS = timedelta(seconds=0.5)
-"""Time between two looks at whether the job has begun anew while its ranks met."""
+_POLL_INTERVAL = timedelta(seconds=0.5)
+"""Time between two checks whether a newer attempt has begun while this rank waits for the first one."""
 
 
 def open_store(timeout: timedelta) -> dist.Store:
-    """Return where the ranks find each other, empty but for what they write. Collective over the world.
+    """Return the store of this attempt, without keys of an earlier one. Collective over the world.
 
-    One process meets nobody: an address that a cluster's templates export for other jobs is not looked at.
+    A single process uses a local store and ignores MASTER_ADDR, which a cluster's templates may export for
+    other jobs.
     """
     if launch().world_size == 1:
         return dist.HashStore()
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not shared and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+
+    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    single_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    if single_host and not agent_store:
         return store_of_one_host(int(os.environ["MASTER_PORT"]), timeout)
-    store, number, size = next(rendezvous("env://", timeout=timeout))
+
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    if shared:
-        return dist.PrefixStore(meet(store, number, size, timeout), store)
-    return store
+    if not agent_store:
+        return store
+
+    # torchrun's agent store survives a restart of the ranks: each attempt gets a prefix of its own.
+    return dist.PrefixStore(agree_on_attempt(store, rank, world_size, timeout), store)
 
 
 def store_of_one_host(port: int, timeout: timedelta) -> dist.Store:
-    """Return a store that other hosts cannot reach; torch's own listens on every interface."""
-    address, first = "127.0.0.1", launch().rank == 0
-    try:
-        listener = socket.create_server((address, port)).detach() if first else None
-    except OSError as error:
-        raise dist.DistNetworkError(f"port {port}: {error.strerror}") from error
-    return dist.TCPStore(address, port, launch().world_size, first, timeout, master_listen_fd=listener)
+    """Return a store that other hosts cannot reach; a TCPStore of torch listens on every interface.
 
-
-def meet(store: dist.Store, number: int, size: int, timeout: timedelta) -> str:
-    """Agree on a name that the ranks of no earlier attempt have had; return it on each of ``size`` ranks.
-
-    torchrun keeps its store when it restarts the ranks, and in it the addresses of those that are gone; who
-    reads before its peers have written would wait for the dead. How often ranks were restarted does not tell
-    attempts apart: hosts may count it differently. So the first rank begins an attempt, answers what each
-    other one calls itself, and only that answer says that the attempt is not an earlier one. Raises
-    DistStoreError after ``timeout``. Collective over the world.
+    Raises DistNetworkError if the port cannot be opened.
     """
-    if number == 0:
+    address = "127.0.0.1"
+    is_first = launch().rank == 0
+
+    listener = None
+    if is_first:
+        try:
+            listener = socket.create_server((address, port)).detach()
+        except OSError as error:
+            raise dist.DistNetworkError(f"port {port}: {error.strerror}") from error
+    return dist.TCPStore(address, port, launch().world_size, is_first, timeout, master_listen_fd=listener)
+
+
+def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return a name of this attempt that all of its ranks agree on and no earlier attempt had.
+
+    torchrun keeps its store when it restarts the ranks, and with it the addresses of the ranks that are gone:
+    a rank that reads before its peers have written would wait for dead processes. The restart count does not
+    identify an attempt, since hosts may count differently. So rank 0 opens an attempt and acknowledges the
+    random identifier of each other rank; only the acknowledgement proves that the attempt is the current one.
+
+    Raises DistStoreError after ``timeout``. Collective over the world.
+    """
+    if rank == 0:
         attempt = store.add("attempt", 1)
-        for other in range(1, size):
-            store.set(f"{attempt} {store.get(f'{attempt} {other}').decode()}", "")
+        for peer in range(1, world_size):
+            identifier = store.get(f"{attempt} {peer}").decode()
+            store.set(f"{attempt} {identifier}", "")
         return f"attempt {attempt}"
-    me, limit = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+
+    identifier = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
     while True:
         attempt = store.get("attempt").decode()
-        store.set(f"{attempt} {number}", me)
+        store.set(f"{attempt} {rank}", identifier)
         try:
-            store.wait([f"{attempt} {me}"], _LOOKS)
+            store.wait([f"{attempt} {identifier}"], _POLL_INTERVAL)
             return f"attempt {attempt}"
-        except dist.DistStoreError:  # no answer yet, or from a rank that is gone
-            if time.monotonic() > limit:
+        except dist.DistStoreError:
+            # Not acknowledged yet, or the attempt belongs to a rank 0 that is gone.
+            if time.monotonic() > deadline:
                 raise
 
 
-def no_meeting(error: Exception, timeout: float) -> UserError:
-    """Return what to tell the user where the ranks did not meet within ``timeout`` seconds."""
-    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+def rendezvous_error(error: Exception, timeout: float) -> UserError:
+    """Return the error for ranks that did not meet within ``timeout`` seconds."""
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return UserError(
         "the ranks of the job do not meet",
         where="environment: MASTER_ADDR, MASTER_PORT",
-        expected=f"all {launch().world_size} ranks at {place} within {timeout:g} s",
+        expected=f"all {launch().world_size} ranks at {address} within {timeout:g} s",
         got=str(error).splitlines()[0],
         fix="name the host of rank 0 and a port that is free there, and start every rank",
     )

@@ -1,12 +1,12 @@
-"""Tell ranks that wait from ranks that hang: a job in which no rank gets on ends, and says who is behind.
+"""Hang detector: abort a job in which no rank makes progress, and report the ranks that the others wait for.
 
-One rank is watched as many are, by its own thread: it cannot see a call into C that never lets go of the
-interpreter, nor its process being stopped.
+A rank may wait for others as long as they work: for hours, where one of them generates long responses. So no
+collective has a timeout of its own. Instead a thread of each rank reports its position to the job's store,
+and one rank checks whether any position changes. Before a hanging job is aborted, each rank writes the
+collectives that it called last, as PyTorch's flight recorder knows them, for ``torchfrtrace FOLDER``.
 
-A rank may wait for others as long as they work: hours, where one of them writes long responses. So no
-collective has a limit of its own. Instead each rank tells the job's store, from a thread, where it is, and
-one of them looks whether anybody is elsewhere than before. Before a job that hangs ends, each rank writes
-down which collectives it has called: PyTorch's flight recorder, for ``torchfrtrace FOLDER``.
+A job of one rank is watched by its own thread, which cannot detect a call into C that never releases the
+interpreter lock, or a process that is stopped.
 """
 
 from __future__ import annotations
@@ -27,213 +27,273 @@ import torch.distributed as dist
 from megatron_rl.distributed import device
 from megatron_rl.progress import done
 
-_LOOKS_SECONDS = 5.0
-"""Time between two reports of a rank, at most; where the limit is short, an eighth of it."""
-_SHOWN_CALLS = 4
-"""Calls of the stack that are told: the collective and who asked for it."""
-_SHOWN_RANKS = 8
+_MAX_REPORT_INTERVAL = 5.0
+"""Seconds between two reports of a rank, at most; an eighth of a short limit."""
+_STACK_DEPTH = 4
+"""Innermost calls of a stack that a report names: the collective and its callers."""
+_MAX_RANKS_LISTED = 8
+"""Ranks that the abort message lists, so that it stays readable in a large job."""
 
-_HANGS = "hangs"
-"""The store's key that says that the job ends because nobody gets on."""
+_ABORT_KEY = "hangs"
+"""Key of the job's store that is set once a rank decided to abort."""
 
 _watch: Watch | None = None
 
 
 def last_calls(thread: int | None) -> str:
-    """Return the innermost calls of a thread in words."""
+    """Return the names of a thread's innermost calls, outermost first."""
     frame = sys._current_frames().get(thread or 0)
-    stack = traceback.extract_stack(frame) if frame is not None else []
-    frames = [entry.name for entry in stack if entry.name != "wrapper"][-_SHOWN_CALLS:]
-    return " > ".join(frames) or "an unknown call"
+    if frame is None:
+        return "an unknown call"
+
+    # `wrapper` is the decorator around every collective of torch.
+    names = [entry.name for entry in traceback.extract_stack(frame) if entry.name != "wrapper"]
+    return " > ".join(names[-_STACK_DEPTH:]) or "an unknown call"
 
 
 @dataclass(frozen=True)
 class Report:
-    """Hold what a rank says: the ``beat`` of its thread, what changes when it gets on, and where it is.
+    """Position of one rank, as it is written to the job's store.
 
-    ``waits``: it is in a call that other ranks must enter.
+    ``beat``: count of reports; it changes while the reporting thread lives.
+    ``progress``: hash of phase, work and stack; it changes when the main thread makes progress.
+    ``waits``: whether the main thread is in a collective, which other ranks must enter.
+    ``text``: rank, phase, work and innermost calls, for the abort message.
     """
 
     beat: str
     progress: str
     waits: bool
-    words: str
+    text: str
 
     @classmethod
     def read(cls, text: str) -> Report:
-        """Return what `write` gave."""
-        beat, progress, waits, words = text.split("\n", 3)
-        return cls(beat, progress, bool(waits), words)
+        """Parse a report from the text of `write`."""
+        beat, progress, waits, description = text.split("\n", 3)
+        return cls(beat, progress, bool(waits), description)
 
     def write(self) -> str:
         """Return the report as text."""
-        return "\n".join([self.beat, self.progress, "waits" if self.waits else "", self.words])
+        return "\n".join([self.beat, self.progress, "waits" if self.waits else "", self.text])
 
 
-class Judge:
-    """Follow the reports of all ranks, by one clock; ``limit`` in seconds."""
+class HangDetector:
+    """Latest reports of all ranks, timed by one clock.
+
+    ``limit``: seconds without progress of any rank after which the job hangs.
+    """
 
     def __init__(self, limit: float, ranks: int, now: float) -> None:
         self._limit = limit
-        self._last: list[Report | None] = [None] * ranks
-        self._moved, self._spoke = [now] * ranks, [now] * ranks
+        self._last_report: list[Report | None] = [None] * ranks
+        self._last_progress = [now] * ranks
+        self._last_beat = [now] * ranks
 
-    def hear(self, now: float, rank: int, report: Report) -> None:
-        """Take what a rank says now."""
-        last = self._last[rank]
+    def update(self, now: float, rank: int, report: Report) -> None:
+        """Record the report of a rank, read at time ``now``."""
+        last = self._last_report[rank]
         if last is None or last.progress != report.progress:
-            self._moved[rank] = now
+            self._last_progress[rank] = now
         if last is None or last.beat != report.beat:
-            self._spoke[rank] = now
-        self._last[rank] = report
+            self._last_beat[rank] = now
+        self._last_report[rank] = report
 
     def is_silent(self, now: float, rank: int) -> bool:
-        """Say whether a rank's thread has stopped: the process does, or its machine."""
-        return now - self._spoke[rank] > self._limit / 2
+        """Return whether a rank stopped reporting: its process is stopped, or its machine is gone."""
+        return now - self._last_beat[rank] > self._limit / 2
 
-    def verdict(self, now: float) -> str | None:
-        """Return why the job ends, with the ranks that the others wait for; None where any rank gets on."""
-        if now - max(self._moved) <= self._limit:
+    def abort_message(self, now: float) -> str | None:
+        """Return why the job must be aborted, with the stragglers; None while any rank makes progress."""
+        if now - max(self._last_progress) <= self._limit:
             return None
-        ranks = range(len(self._last))
+
+        # Silent ranks hold up the others; else ranks outside of a collective do; else nobody is ahead.
+        ranks = range(len(self._last_report))
         silent = [rank for rank in ranks if self.is_silent(now, rank)]
-        alone = [rank for rank in ranks if rank not in silent and not self._waits(rank)]
-        behind = silent or alone or list(ranks)
-        lines = [f"no rank gets on for {self._limit:g} s (rank_timeout)"]
-        for rank in behind[:_SHOWN_RANKS]:
-            last = self._last[rank]
-            state = "says nothing any more, and was last seen" if rank in silent else "stands"
-            lines.append(f"  {last.words.replace(' in phase', f' {state} in phase', 1) if last else rank}")
-        if len(behind) > _SHOWN_RANKS:
-            lines.append(f"  and {len(behind) - _SHOWN_RANKS} more")
-        waiting = [rank for rank in ranks if rank not in behind]
+        busy = [rank for rank in ranks if rank not in silent and not self._is_waiting(rank)]
+        stragglers = silent or busy or list(ranks)
+
+        lines = [f"no rank made progress for {self._limit:g} s (rank_timeout)"]
+        for rank in stragglers[:_MAX_RANKS_LISTED]:
+            state = "stopped reporting, last seen" if rank in silent else "is"
+            text = self._describe(rank).replace(" in phase", f" {state} in phase", 1)
+            lines.append(f"  {text}")
+        if len(stragglers) > _MAX_RANKS_LISTED:
+            lines.append(f"  and {len(stragglers) - _MAX_RANKS_LISTED} more")
+
+        waiting = [rank for rank in ranks if rank not in stragglers]
         if waiting:
-            last = self._last[waiting[0]]
-            others = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
-            lines.append(f"  for which wait: {last.words if last else waiting[0]}{others}")
+            suffix = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
+            lines.append(f"  waiting for them: {self._describe(waiting[0])}{suffix}")
         return "\n".join(lines)
 
-    def _waits(self, rank: int) -> bool:
-        last = self._last[rank]
-        return last is not None and last.waits
+    def _describe(self, rank: int) -> str:
+        report = self._last_report[rank]
+        return str(rank) if report is None else report.text
+
+    def _is_waiting(self, rank: int) -> bool:
+        report = self._last_report[rank]
+        return report is not None and report.waits
 
 
 class Watch:
-    """Report this rank to the job's store and end the process when the job hangs.
+    """Thread that reports this rank to the job's store and ends the process when the job hangs.
 
-    ``place`` says who and where this rank is, ``end`` takes the words and leaves the process; ``records`` is
-    the folder of the ranks' last collectives, where they are to be written down. The first rank judges; where
-    it is silent, the next one that is not. Collective over the world, which meets in it.
+    Rank 0 decides whether the job hangs; while rank 0 is silent, the next rank that reports does.
+    Collective over the world.
+
+    ``limit``: seconds without progress of any rank, `rank_timeout`.
+    ``describe``: returns this rank and its phase, for messages.
+    ``abort``: prints a message and leaves the process.
+    ``records``: folder for the flight records of all ranks, None for no records.
     """
 
     def __init__(
-        self, limit: float, place: Callable[[], str], end: Callable[[str], None], records: Path | None
+        self,
+        limit: float,
+        describe: Callable[[], str],
+        abort: Callable[[str], None],
+        records: Path | None,
     ) -> None:
-        self._limit, self._place, self._end, self._records = limit, place, end, records
-        self._looks = min(_LOOKS_SECONDS, limit / 8)
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._main = threading.main_thread().ident
+        self._limit = limit
+        self._describe = describe
+        self._abort = abort
+        self._records = records
+        self._interval = min(_MAX_REPORT_INTERVAL, limit / 8)
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
+        self._main_thread = threading.main_thread().ident
         self._beats = 0
-        self._ended = threading.Event()
-        # A connection of its own: the main thread's may be busy for as long as it waits.
+        self._stopped = threading.Event()
+
+        # A second connection: the main thread may block the first one for as long as it waits.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()
-        self._tell()
+
+        # Every rank has reported once before any rank reads the reports of all.
+        self._report()
         dist.barrier()
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Report and judge no more."""
-        self._ended.set()
+        """Stop reporting and checking."""
+        self._stopped.set()
 
     def _run(self) -> None:
-        judge, answered = None, time.monotonic()
-        while not self._ended.wait(self._looks):
+        detector = None
+        last_answer = time.monotonic()
+        while not self._stopped.wait(self._interval):
             now = time.monotonic()
-            if judge is None or now - answered > self._limit / 2:  # this process was stopped itself
-                judge = Judge(self._limit, self._size, now)
+
+            # After a gap this process was stopped itself, and its times of the other ranks are void.
+            if detector is None or now - last_answer > self._limit / 2:
+                detector = HangDetector(self._limit, self._world_size, now)
+
             try:
-                self._tell()
-                if self._store.check([_HANGS]):
-                    self._record()
+                self._report()
+                if self._store.check([_ABORT_KEY]):
+                    self._write_flight_record()
                     return
-                self._judge(judge, now)
-                answered = now
-            except RuntimeError as error:  # what torch's stores raise
-                if not self._ended.is_set() and now - answered > self._limit:
-                    self._end(f"{self._place()}: the job's store does not answer: {error}")
+                self._check(detector, now)
+                last_answer = now
+            except RuntimeError as error:
+                # torch's stores raise it when their host is gone.
+                if not self._stopped.is_set() and now - last_answer > self._limit:
+                    self._abort(f"{self._describe()}: the job's store does not answer: {error}")
 
-    def _judge(self, judge: Judge, now: float) -> None:
-        """End the process where this rank is the one that judges, and the job hangs."""
-        # Only the first rank listens to all others, unless it is silent itself.
-        self._hear(judge, now, range(1 if self._rank else self._size))
-        if self._rank and not judge.is_silent(now, 0):
+    def _check(self, detector: HangDetector, now: float) -> None:
+        """Abort the job if it hangs and this rank is the one that decides."""
+        # Only rank 0 reads all reports; the others read its report until it is silent.
+        self._read_reports(detector, now, range(1 if self._rank else self._world_size))
+        if self._rank and not detector.is_silent(now, 0):
             return
-        self._hear(judge, now, range(1, self._size if self._rank else 1))
-        first = next((rank for rank in range(self._size) if not judge.is_silent(now, rank)), None)
-        words = judge.verdict(now) if first == self._rank else None
-        if words is None or self._ended.is_set():
+        self._read_reports(detector, now, range(1, self._world_size if self._rank else 1))
+
+        deciding = next((rank for rank in range(self._world_size) if not detector.is_silent(now, rank)), None)
+        if deciding != self._rank:
             return
-        self._store.set(_HANGS, words)
-        self._record()
-        if not self._ended.wait(3 * self._looks):  # the other ranks look and write meanwhile
-            where = f"\n  the last collectives of each rank: torchfrtrace {self._records}"
-            self._end(words + (where if self._records else ""))
+        message = detector.abort_message(now)
+        if message is None or self._stopped.is_set():
+            return
 
-    def _record(self) -> None:
-        """Write this rank's last collectives down, where that is wanted."""
-        if self._records is not None:
-            with contextlib.suppress(OSError):  # there is a reason to be told, with or without them
-                self._records.mkdir(parents=True, exist_ok=True)
-                (self._records / f"rank_{self._rank}").write_bytes(device.flight_record())
+        self._store.set(_ABORT_KEY, message)
+        self._write_flight_record()
 
-    def _hear(self, judge: Judge, now: float, ranks: range) -> None:
+        # In three intervals the other ranks read the key and write their flight records.
+        if not self._stopped.wait(3 * self._interval):
+            if self._records:
+                message += f"\n  the last collectives of each rank: torchfrtrace {self._records}"
+            self._abort(message)
+
+    def _write_flight_record(self) -> None:
+        """Write this rank's last collectives to the folder of records, if there is one."""
+        if self._records is None:
+            return
+
+        # The abort message must appear even where the folder cannot be written.
+        with contextlib.suppress(OSError):
+            self._records.mkdir(parents=True, exist_ok=True)
+            (self._records / f"rank_{self._rank}").write_bytes(device.flight_record())
+
+    def _read_reports(self, detector: HangDetector, now: float, ranks: range) -> None:
         keys = [f"report {rank}" for rank in ranks]
-        for rank, text in zip(ranks, self._store.multi_get(keys) if keys else (), strict=True):
-            judge.hear(now, rank, Report.read(text.decode()))
+        reports = self._store.multi_get(keys) if keys else ()
+        for rank, text in zip(ranks, reports, strict=True):
+            detector.update(now, rank, Report.read(text.decode()))
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
+        """Write the position of this rank's main thread to the store."""
         self._beats += 1
-        frame: Any = sys._current_frames().get(self._main or 0)
-        stack, waits = [], False
+
+        # Line numbers of the whole stack: a rank that works changes one of them.
+        stack = []
+        waits = False
+        frame: Any = sys._current_frames().get(self._main_thread or 0)
         while frame is not None:
             stack.append((frame.f_code.co_name, frame.f_lineno))
             waits = waits or frame.f_globals.get("__name__", "").startswith("torch.distributed")
             frame = frame.f_back
-        place, work = self._place(), done()
-        words = f"{place} after {work or 'no work'}, inside {last_calls(self._main)}"
-        progress = str(hash((place, work, *stack)))
-        self._store.set(f"report {self._rank}", Report(str(self._beats), progress, waits, words).write())
+
+        description = self._describe()
+        work = done()
+        text = f"{description} after {work or 'no work'}, inside {last_calls(self._main_thread)}"
+        progress = str(hash((description, work, *stack)))
+        report = Report(str(self._beats), progress, waits, text)
+        self._store.set(f"report {self._rank}", report.write())
 
 
 def join(
     limit: float,
-    place: Callable[[], str],
-    end: Callable[[str], None] | None = None,
+    describe: Callable[[], str],
+    abort: Callable[[str], None] | None = None,
     records: Path | None = None,
 ) -> None:
-    """Join the job, and end the process when no rank gets on for ``limit`` seconds; see `Watch`.
+    """Join the job, and start a `Watch` that aborts it when no rank makes progress for ``limit`` seconds.
 
-    Ranks that do not meet within ``limit`` seconds give up, too. Collective over the world.
+    ``limit`` also bounds the rendezvous. Collective over the world.
     """
     global _watch
-    device.initialize(limit, waits=True)
+    device.initialize(limit, watched=True)
+
+    # A simulated rank has no peers to wait for.
     if not device.simulated():
-        _watch = Watch(limit, place, end or leave_process, records)
+        _watch = Watch(limit, describe, abort or leave_process, records)
 
 
-def leave_process(words: str) -> None:
-    """Print the words and end the process at once, whatever its threads wait for."""
-    os.write(2, f"\n{words}\n".encode())
+def leave_process(message: str) -> None:
+    """Print the message and end the process at once, even if its threads are blocked."""
+    os.write(2, f"\n{message}\n".encode())
     os._exit(1)
 
 
 def leave() -> None:
-    """Leave the job in an orderly way. Collective over the world."""
+    """Leave the job after all ranks are done, and destroy the process groups. Collective over the world."""
     global _watch
-    if dist.is_initialized():
-        dist.barrier()
-        if _watch is not None:
-            _watch.stop()
-            _watch = None
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+
+    dist.barrier()
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
+    dist.destroy_process_group()

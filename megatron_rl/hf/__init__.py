@@ -1,1 +1,1 @@
-"""Hugging Face names and shapes: model settings, import and export of checkpoints."""
+"""Hugging Face checkpoints: import into and export from a distributed Megatron model."""

@@ -1,4 +1,8 @@
-"""Write a distributed model as a Hugging Face checkpoint, in pieces that fit any memory."""
+"""Export of a distributed model as a Hugging Face checkpoint, in pieces that fit any memory.
+
+Each file has one rank as its writer. In every step each writer receives one piece, rows of a tensor, from the
+ranks that hold it, and appends it to its file.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import together
+from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.durable import seal, sync_folder
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import (
@@ -39,12 +43,17 @@ from megatron_rl.weights.transfer import Exchange, connect, gather_layout
 FILE_BYTES = 5 * 2**30
 PIECE_BYTES = 64 * 2**20
 FURTHER = "further-layers.safetensors"
+"""File of the layers for multi-token prediction, which are copied and not trained."""
 FLOAT32_NAMES = ("e_score_correction_bias",)
+"""Endings of names of tensors that stay float32: biases that balance experts."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of a tensor that a writer appends to a file in one step."""
+    """Rows of a tensor that a writer appends to ``file`` in one step.
+
+    ``start``, ``size``: box in the tensor ``name``; ``dtype``: dtype in the file.
+    """
 
     file: str
     name: str
@@ -62,16 +71,17 @@ def export(
     file_bytes: int = FILE_BYTES,
     piece_bytes: int = PIECE_BYTES,
 ) -> None:
-    """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files, adapters added in.
+    """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files, with adapters merged.
 
-    ``source`` is the checkpoint that the model was made from: its tokenizer files, and its layers that
-    predict further tokens, are copied as they are. ``dtype`` None keeps the parameters'; biases that balance
-    experts stay float32. Files are written at the same time by different ranks, each in pieces of at most
-    ``piece_bytes`` (or one row), so no rank ever holds more than a few pieces. ``path`` must be new or empty
-    and lie on a file system that all ranks share. Raises UserError on all ranks when it cannot be written.
-    Collective over the model's ranks.
+    ``source`` is the checkpoint that the model was made from: its tokenizer files, and its layers for
+    multi-token prediction, are copied unchanged. ``dtype`` None keeps the parameters'; biases that balance
+    experts stay float32. Different ranks write files in parallel, in pieces of at most ``piece_bytes`` (or
+    one row), so no rank ever holds more than a few pieces. ``path`` must be new or empty, on a file system
+    that all ranks share. Raises UserError on all ranks if it cannot be written. Collective over the model's
+    ranks.
     """
-    parameters, described = policy_weights(model), pretrained(model.hf_config)
+    parameters = policy_weights(model)
+    described = pretrained(model.hf_config)
     dtype = dtype or next(iter(parameters.values())).dtype
     shapes = described.tensor_shapes()
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
@@ -83,9 +93,10 @@ def export(
 
 
 def export_adapters(model: Any, path: str | Path, source: str | Path, *, dropout: float = 0.0) -> None:
-    """Write the adapters of a `ParallelModel` as PEFT does, for the model at ``source``.
+    """Write the adapters of a `ParallelModel` in PEFT's format, for the base model at ``source``.
 
-    ``dropout`` is what they were trained with. As `export` otherwise. Collective over the model's ranks.
+    ``dropout`` is the adapters' dropout in training. Errors are those of `export`. Collective over the
+    model's ranks.
     """
     parameters = adapter_parameters(model)
     shapes = {PEFT_PREFIX + name: shape for name, shape in model.adapters.tensor_shapes().items()}
@@ -101,7 +112,13 @@ def export_adapters(model: Any, path: str | Path, source: str | Path, *, dropout
 
 @dataclass(frozen=True)
 class _Content:
-    """Hold what files are to be written of a model, and where this rank has its part of it."""
+    """Content of a checkpoint to write, and this rank's part of it.
+
+    ``files``: file to names of tensors.
+    ``shapes``, ``dtypes``: of each tensor in the files.
+    ``parameters``: this rank's storages by name.
+    ``boxes``: boxes of the tensors in this rank's storages.
+    """
 
     files: Mapping[str, Sequence[str]]
     shapes: Mapping[str, tuple[int, ...]]
@@ -113,60 +130,67 @@ class _Content:
 def _write(
     model: Any, path: Path, content: _Content, piece_bytes: int, finish: Callable[[Path], None]
 ) -> None:
-    """Write tensors into a folder that gets its name when ``finish`` has completed it."""
-    group, ranks = model.groups.all, model.groups.layout.ranks
-    shapes, dtypes, parameters = content.shapes, content.dtypes, content.parameters
-    steps = _steps(content.files, shapes, ranks, dtypes, piece_bytes)
+    """Write tensors into a temporary folder, complete it by ``finish`` and rename it to ``path``."""
+    group = model.groups.all
+    ranks = model.groups.layout.ranks
+    steps = _schedule_pieces(content.files, content.shapes, ranks, content.dtypes, piece_bytes)
     target = path.with_name(path.name + ".incomplete")
-    first = device.rank() == ranks[0]
-    _together(lambda: _prepare(path, target) if first else None, path, group)
-    sources = gather_layout(content.boxes, {name: value.dtype for name, value in parameters.items()}, group)
-    writer = _Writer(content.files, shapes, dtypes, target)
+    is_first = device.rank() == ranks[0]
+    _run_or_raise(lambda: _prepare(path, target) if is_first else None, path, group)
+
+    # Send every piece to its writer. A rank without messages in the first step must connect, too.
+    parameter_dtypes = {name: value.dtype for name, value in content.parameters.items()}
+    sources = gather_layout(content.boxes, parameter_dtypes, group)
+    writer = _Writer(content.files, content.shapes, content.dtypes, target)
     connect(group)
-    _collect(steps, sources, BoxIndex(content.boxes), parameters, writer, group)
-    written = _together(writer.close, path, group)
-    digests = {name: digest for by_name in written for name, digest in by_name.items()}
-    _together(lambda: _publish(target, path, finish, digests) if first else None, path, group)
+    _collect(steps, sources, BoxIndex(content.boxes), content.parameters, writer, group)
+
+    # The folder gets its name only when the files of all ranks are on the disk.
+    digests_by_rank = _run_or_raise(writer.close, path, group)
+    digests = {name: digest for by_name in digests_by_rank for name, digest in by_name.items()}
+    _run_or_raise(lambda: _publish(target, path, finish, digests) if is_first else None, path, group)
 
 
 def _further_layers(described: PretrainedModel, source: str | Path | None) -> list[str]:
-    """Return the tensors of ``source`` in layers that predict further tokens, behind the model's own."""
+    """Return the names of the tensors of ``source`` in layers for multi-token prediction."""
     if source is None or not described.config.get("num_nextn_predict_layers"):
         return []
     return sorted(name for name in open_checkpoint(source).names() if described.is_further(name))
 
 
-def _steps(
+def _schedule_pieces(
     files: Mapping[str, Sequence[str]],
     shapes: Mapping[str, tuple[int, ...]],
     ranks: Sequence[int],
     dtypes: Mapping[str, torch.dtype],
     piece_bytes: int,
 ) -> list[dict[int, _Piece]]:
-    """Return for each step which piece each writer handles; file i is written by the i-th rank, in turn."""
+    """Return for each step the piece of each writer; ranks take turns as the writers of files."""
     queues: dict[int, list[_Piece]] = {}
     for index, (file, names) in enumerate(files.items()):
         queue = queues.setdefault(ranks[index % len(ranks)], [])
         for name in names:
-            queue += _pieces(file, name, shapes[name], dtypes[name], piece_bytes)
+            queue += _split_tensor(file, name, shapes[name], dtypes[name], piece_bytes)
+
     count = max(len(queue) for queue in queues.values())
     return [
         {rank: queue[step] for rank, queue in queues.items() if step < len(queue)} for step in range(count)
     ]
 
 
-def _pieces(
+def _split_tensor(
     file: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, piece_bytes: int
 ) -> Iterator[_Piece]:
-    row = torch.Size(shape[1:]).numel() * dtype.itemsize
-    rows = max(1, piece_bytes // max(row, 1))
+    """Yield a tensor as pieces of complete rows, of at most ``piece_bytes`` or one row."""
+    row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
+    rows = max(1, piece_bytes // max(row_bytes, 1))
     for begin in range(0, shape[0], rows):
         count = min(rows, shape[0] - begin)
         yield _Piece(file, name, (begin, *(0 for _ in shape[1:])), (count, *shape[1:]), dtype)
 
 
 class _Writer:
-    """Write the pieces of this rank's files; after an error keep quiet until `close` raises it."""
+    """Writer of this rank's files. `close` raises any error, since other ranks still send their pieces."""
 
     def __init__(
         self,
@@ -175,7 +199,10 @@ class _Writer:
         dtypes: Mapping[str, torch.dtype],
         target: Path,
     ) -> None:
-        self._files, self._shapes, self._dtypes, self._target = files, shapes, dtypes, target
+        self._files = files
+        self._shapes = shapes
+        self._dtypes = dtypes
+        self._target = target
         self._open: dict[str, SafetensorsWriter] = {}
         self._error: OSError | None = None
 
@@ -185,14 +212,14 @@ class _Writer:
             return
         try:
             if piece.file not in self._open:
-                named = {name: self._shapes[name] for name in self._files[piece.file]}
-                self._open[piece.file] = SafetensorsWriter(self._target / piece.file, named, self._dtypes)
+                shapes = {name: self._shapes[name] for name in self._files[piece.file]}
+                self._open[piece.file] = SafetensorsWriter(self._target / piece.file, shapes, self._dtypes)
             self._open[piece.file].write(values)
         except OSError as error:
             self._error = error
 
     def close(self) -> dict[str, str]:
-        """Close the files and return the digest of each by name; raise what went wrong."""
+        """Close the files and return the digest of each by name; raise the first error of any write."""
         complete = self._error is None
         digests = {name: file.close(complete) for name, file in self._open.items()}
         if self._error is not None:
@@ -208,9 +235,12 @@ def _collect(
     writer: _Writer,
     group: Any,
 ) -> None:
-    """Bring the parts of each piece to its writer, step by step."""
+    """Send the regions of each piece from their holders to its writer, step by step.
+
+    Collective over the group.
+    """
     rank = device.rank()
-    largest = max(
+    max_piece_bytes = max(
         torch.Size(piece.size).numel() * piece.dtype.itemsize for step in steps for piece in step.values()
     )
     for step, flow in zip(steps, _flows(steps, sources), strict=True):
@@ -219,26 +249,29 @@ def _collect(
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
         for region, receiver, sender in flow:
-            held = None
+            source_view = None
             if sender == rank:
                 box = held_boxes.containing(region)[0]
-                held = view_of(parameters[box.storage], box)
+                source_view = view_of(parameters[box.storage], box)
+
             if receiver == rank:
                 assert target is not None and values is not None
-                part = _part(values, target, region)
-                if held is not None:
-                    part.copy_(held)
+                target_view = _region_view(values, target, region)
+                if source_view is not None:
+                    target_view.copy_(source_view)
                 else:
-                    receives.setdefault(sender, []).append(((part,), region.dtype))
-            elif held is not None:
-                sends.setdefault(receiver, []).append((held, region.dtype))
-        Exchange(sends, receives, 2 * largest + 4096, group).run()
+                    receives.setdefault(sender, []).append(((target_view,), region.dtype))
+            elif source_view is not None:
+                sends.setdefault(receiver, []).append((source_view, region.dtype))
+
+        # A slot that holds a piece in one message, also with the alignment of its regions.
+        Exchange(sends, receives, 2 * max_piece_bytes + 4096, group).run()
         if target is not None and values is not None:
             writer.write(target, values)
 
 
-def _part(values: Tensor, piece: _Piece, region: Region) -> Tensor:
-    """Return the part of a piece's values that a region fills."""
+def _region_view(values: Tensor, piece: _Piece, region: Region) -> Tensor:
+    """Return the view of a region in the values of a piece."""
     for dim, (begin, count) in enumerate(zip(region.start, region.size, strict=True)):
         values = values.narrow(dim, begin - piece.start[dim], count)
     return values
@@ -247,10 +280,11 @@ def _part(values: Tensor, piece: _Piece, region: Region) -> Tensor:
 def _flows(
     steps: Sequence[Mapping[int, _Piece]], sources: Sequence[BoxGroup]
 ) -> list[list[tuple[Region, int, int]]]:
-    """Return for each step the regions that travel, with receiver and sender; senders take turns."""
+    """Return for each step (region, receiver, sender) of every transfer; holders take turns as senders."""
+    # The pieces are the boxes that their writers need, with the step of each by first row.
     boxes: dict[int, list[TensorBox]] = {}
     dtypes: dict[str, torch.dtype] = {}
-    place: dict[str, list[tuple[int, int]]] = {}
+    steps_by_row: dict[str, list[tuple[int, int]]] = {}
     for number, step in enumerate(steps):
         for writer, piece in step.items():
             box = TensorBox(
@@ -258,12 +292,13 @@ def _flows(
             )
             boxes.setdefault(writer, []).append(box)
             dtypes[piece.name] = piece.dtype
-            place.setdefault(piece.name, []).append((piece.start[0], number))
-    wanted = [BoxGroup((writer,), tuple(pieces), dtypes) for writer, pieces in boxes.items()]
+            steps_by_row.setdefault(piece.name, []).append((piece.start[0], number))
+
+    needed = [BoxGroup((writer,), tuple(pieces), dtypes) for writer, pieces in boxes.items()]
     flows: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
-    for number, region in enumerate(regions(sources, wanted)):
+    for number, region in enumerate(regions(sources, needed)):
         (writer,) = region.receivers
-        starts = place[region.name]
+        starts = steps_by_row[region.name]
         step = starts[bisect_right(starts, (region.start[0], len(steps))) - 1][1]
         holders = region.holders
         sender = writer if writer in holders else holders[number % len(holders)]
@@ -272,6 +307,7 @@ def _flows(
 
 
 def _prepare(path: Path, target: Path) -> None:
+    """Create an empty temporary folder; raise FileExistsError if ``path`` is not new or empty."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError("it exists and is not an empty directory")
     target.mkdir(parents=True, exist_ok=True)
@@ -280,6 +316,7 @@ def _prepare(path: Path, target: Path) -> None:
 
 
 def _publish(target: Path, path: Path, finish: Callable[[Path], None], digests: Mapping[str, str]) -> None:
+    """Complete the temporary folder and rename it to ``path``."""
     finish(target)
     seal(target, digests)
     if path.is_dir():
@@ -296,8 +333,9 @@ def _finish(
     further: Sequence[str],
     target: Path,
 ) -> None:
-    """Write everything of a Hugging Face checkpoint but its weights."""
-    config, files = copy.deepcopy(hf_config), content.files
+    """Write config.json, index and tokenizer files of a checkpoint, and its ``further`` tensors."""
+    files = content.files
+    config = copy.deepcopy(hf_config)
     config.dtype = dtype
     family = pretrained(config).family
     if not config.architectures:
@@ -305,6 +343,7 @@ def _finish(
     for key, value in family.engine_keys.items():
         setattr(config, key, value)
     config.save_pretrained(target)
+
     sizes = content.shapes.items()
     total_bytes = sum(torch.Size(shape).numel() * content.dtypes[name].itemsize for name, shape in sizes)
     if source is not None and further:
@@ -316,10 +355,10 @@ def _finish(
         copy_tokenizer(source, target)
 
 
-def _together(action: Callable[[], Any], path: Path, group: Any) -> list[Any]:
-    """Return what an action returns on every rank, by rank; raise on all of them what happened on one."""
+def _run_or_raise(action: Callable[[], Any], path: Path, group: Any) -> list[Any]:
+    """Run an action on every rank and return the results by rank; raise on all ranks if one cannot write."""
 
-    def told() -> Any:
+    def explain_os_error() -> Any:
         try:
             return action()
         except OSError as error:
@@ -331,4 +370,4 @@ def _together(action: Callable[[], Any], path: Path, group: Any) -> list[Any]:
                 fix="name another directory, or free space and allow writing there",
             ) from error
 
-    return together(told, f"write {path}", group)
+    return run_on_all_ranks_or_raise(explain_os_error, f"write {path}", group)

@@ -1,4 +1,4 @@
-"""Read and write Hugging Face checkpoints as safetensors, a slice at a time."""
+"""Hugging Face checkpoints in safetensors files, read and written a slice at a time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _DTYPE_NAMES = {
 
 
 class CheckpointFiles:
-    """Slices of the tensors of a checkpoint directory, read without the rest.
+    """Tensors of a checkpoint directory, of which slices can be read.
 
-    ``file`` names the one file of the directory to read; without, `weight_files` says which are the model's.
-    Raises UserError when the directory has no safetensors, or its index names files that are missing.
+    ``file`` is the one file of the directory to read; None reads the model's files as `weight_files` lists
+    them. Raises UserError if the directory has no safetensors, or its index names missing files.
     """
 
     def __init__(self, path: str | Path, file: str | None = None) -> None:
@@ -38,7 +38,7 @@ class CheckpointFiles:
         self._file_of = {name: self.path / stored for name, stored in self._index(files).items()}
 
     def _index(self, files: list[Path] | None) -> Mapping[str, str]:
-        """Return the file of each tensor; where ``files`` is None the directory's index says it."""
+        """Return the file name of each tensor, from the directory's index if ``files`` is None."""
         index = self.path / INDEX
         if files is None:
             try:
@@ -50,6 +50,7 @@ class CheckpointFiles:
                     expected="JSON with a weight_map",
                     got=repr(error),
                 ) from error
+
             missing = sorted({file for file in weight_map.values() if not (self.path / file).is_file()})
             if missing:
                 raise UserError(
@@ -59,6 +60,7 @@ class CheckpointFiles:
                     fix="download the checkpoint again, with all its files",
                 )
             return weight_map
+
         if not files:
             raise UserError(
                 "The checkpoint has no safetensors.",
@@ -70,6 +72,7 @@ class CheckpointFiles:
         return {name: file.name for file in files for name in self._handle(file).keys()}  # noqa: SIM118
 
     def _handle(self, file: Path) -> Any:
+        """Return the open safetensors file; raise UserError if it cannot be read."""
         if file not in self._open:
             try:
                 require_file(file)
@@ -103,14 +106,15 @@ class CheckpointFiles:
 
 
 class SafetensorsWriter:
-    """Writer of one safetensors file front to back in pieces, so that no tensor need be whole in memory.
+    """Writer of one safetensors file from front to back, so that no tensor need be complete in memory.
 
-    The digest of the file is computed from the same pieces, since reading a large file again costs time.
+    The digest of the file is computed while it is written, since reading a large file again takes long.
     """
 
     def __init__(
         self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
     ) -> None:
+        # The header comes first, so all shapes must be given before any values.
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
         for name, shape in shapes.items():
@@ -121,17 +125,20 @@ class SafetensorsWriter:
                 "data_offsets": [position, end],
             }
             position = end
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._left = position
+
+        # The format aligns the data to 8 bytes.
+        encoded = json.dumps(header).encode()
+        encoded += b" " * (-len(encoded) % 8)
+
+        self._remaining = position
         self._digest = RunningDigest()
         self._file: BinaryIO = path.open("wb")
-        self._append(len(text).to_bytes(8, "little") + text)
+        self._append(len(encoded).to_bytes(8, "little") + encoded)
 
     def write(self, piece: Tensor) -> None:
         """Append the next elements, in the tensor's dtype and row-major order."""
         data = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        self._left -= data.nbytes
+        self._remaining -= data.nbytes
         self._append(data.data)
 
     def _append(self, content: bytes | memoryview) -> None:
@@ -139,32 +146,36 @@ class SafetensorsWriter:
         self._digest.update(content)
 
     def close(self, complete: bool = True) -> str:
-        """Bring the file to the disk, close it and return its digest.
+        """Flush the file to the disk, close it and return its digest.
 
-        Where it is ``complete`` every element must have been written.
+        Raises RuntimeError if it should be ``complete`` and elements are missing.
         """
         with self._file:
             self._file.flush()
             if complete:
                 os.fsync(self._file.fileno())
-        if complete and self._left:
-            raise RuntimeError(f"{self._left} bytes of {self._file.name} were not written")
+        if complete and self._remaining:
+            raise RuntimeError(f"{self._remaining} bytes of {self._file.name} were not written")
         return str(self._digest)
 
 
 def shard_files(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], largest: int
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], max_bytes: int
 ) -> dict[str, list[str]]:
-    """Divide tensors, in order, over files of at most ``largest`` bytes where one tensor allows it."""
+    """Divide tensors, in order, into files of at most ``max_bytes``; a larger tensor gets a file of its own.
+
+    Return the tensor names by file name.
+    """
     groups: list[list[str]] = [[]]
-    filled = 0
+    group_bytes = 0
     for name, shape in shapes.items():
         size = torch.Size(shape).numel() * dtypes[name].itemsize
-        if groups[-1] and filled + size > largest:
+        if groups[-1] and group_bytes + size > max_bytes:
             groups.append([])
-            filled = 0
+            group_bytes = 0
         groups[-1].append(name)
-        filled += size
+        group_bytes += size
+
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     count = len(groups)
@@ -172,16 +183,16 @@ def shard_files(
 
 
 def write_index(path: Path, files: Mapping[str, Sequence[str]], total_bytes: int) -> None:
-    """Write the index of a checkpoint of several files."""
+    """Write the index of a checkpoint directory of several files (file name to tensor names)."""
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def checkpoint_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes by Hugging Face name of a model's tensors.
+    """Return the shapes of a model's tensors by Hugging Face name.
 
-    ``path`` is its folder, which has the tensors or points to a Megatron checkpoint.
+    ``path`` is the model's folder, with the tensors or a pointer to a Megatron checkpoint.
     """
     if (Path(path) / POINTER).is_file():
         return dict(read_pretrained(Path(path) / "config.json").tensor_shapes())
@@ -189,12 +200,15 @@ def checkpoint_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def copy_tensors(source: str | Path, path: Path, names: Sequence[str]) -> int:
-    """Write tensors of a checkpoint directory into one file, as they are; return their bytes."""
+    """Copy tensors of a checkpoint directory into one file, in their stored dtypes; return their bytes."""
     files = CheckpointFiles(source)
     shapes = {name: files.shape(name) for name in names}
+
+    # An empty slice has the stored dtype.
     dtypes = {
         name: files.read(name, (0,) * len(shape), (0,) * len(shape)).dtype for name, shape in shapes.items()
     }
+
     writer = SafetensorsWriter(path, shapes, dtypes)
     for name, shape in shapes.items():
         writer.write(files.read(name, (0,) * len(shape), shape))

@@ -1,4 +1,4 @@
-"""Read what Megatron's distributed optimizer keeps, from its flat buffers, as Hugging Face tensors."""
+"""Read the state of Megatron's distributed optimizer from its flat buffers, as Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from megatron_rl.types import TensorBox
 
 
 class BufferFiles(MegatronFiles):
-    """Give slices of one kind of the optimizer's states, which lie at ``parameters`` in its buffers.
+    """Tensors of one optimizer state, such as the master weights or a moment, read a slice at a time.
 
-    The kind is the weights in float32, and that of `of` another. What no optimizer steps, the biases that
-    balance experts, is given as the checkpoint's weights have it.
+    The state is the master weights in float32; `with_state` gives the others. ``parameters`` are the ranges
+    of the parameters in the flat buffers. Tensors that the optimizer does not update, as the biases that
+    balance experts, are read from the model's weights.
     """
 
     def __init__(
@@ -31,59 +32,82 @@ class BufferFiles(MegatronFiles):
     ) -> None:
         super().__init__(path, checkpoint)
         self._state = MASTERS[0]
-        self._pieces = {
+        self._chunks_by_bucket = {
             (state, bucket): sorted(tensor.chunks, key=lambda chunk: chunk.start)
             for state, buckets in checkpoint.buffers.items()
             for bucket, tensor in buckets.items()
         }
+
+        # A flat buffer holds parameters as one rank of the writer sharded them.
         self._flat: dict[str, FlatParameter] = {}
-        of_rank: dict[tuple[int, int, int], dict[str, FlatParameter]] = {}
+        by_shard: dict[tuple[int, int, int], dict[str, FlatParameter]] = {}
         for parameter in parameters:
-            places = parameter.tensor, parameter.expert, parameter.expert_tensor
-            of_rank.setdefault(places, {})[parameter.name] = parameter
-        model, layout = read_pretrained(Path(path) / "config.json"), writer_layout(checkpoint.arguments)
+            ranks = (parameter.tensor, parameter.expert, parameter.expert_tensor)
+            by_shard.setdefault(ranks, {})[parameter.name] = parameter
+
+        # Trace the import of each shard to find the Hugging Face tensors in its parameters.
+        model = read_pretrained(Path(path) / "config.json")
+        layout = writer_layout(checkpoint.arguments)
         boxes: list[TensorBox] = []
-        for places, held in of_rank.items():
-            tensor, expert, expert_tensor = places
+        for ranks, shard_parameters in by_shard.items():
+            tensor, expert, expert_tensor = ranks
             shard = Shard(tensor, layout.tensor, expert, layout.expert, expert_tensor, layout.expert_tensor)
-            storages = {name: f"{places}{name}" for name in held}
-            meta = {name: torch.empty(part.shape, device="meta") for name, part in held.items()}
-            boxes += trace_import(meta, model, shard, 0, storages, self._shapes)
-            self._flat |= {storages[name]: part for name, part in held.items()}
+            storages = {name: f"{ranks}{name}" for name in shard_parameters}
+            meta_tensors = {
+                name: torch.empty(parameter.shape, device="meta")
+                for name, parameter in shard_parameters.items()
+            }
+            boxes += trace_import(meta_tensors, model, shard, 0, storages, self._shapes)
+            self._flat |= {storages[name]: parameter for name, parameter in shard_parameters.items()}
+
+        # These boxes replace the ones in the model's weights.
         for name in {box.name for box in boxes}:
             self._boxes[name] = []
         for box in boxes:
             self._boxes[box.name].append(box)
 
-    def of(self, state: str) -> BufferFiles:
-        """Return what gives another kind of the states, from the same places."""
-        other = copy(self)
-        other._state = state
-        return other
+    def with_state(self, state: str) -> BufferFiles:
+        """Return a source of another optimizer state, from the same ranges of its own buffers."""
+        source = copy(self)
+        source._state = state
+        return source
 
     def _stored(self, box: TensorBox, start: Sequence[int], size: Sequence[int]) -> Tensor:
         parameter = self._flat.get(box.storage)
         if parameter is None:
             return super()._stored(box, start, size)
-        extents, offset, begin = strides(parameter.shape), box.offset, []
-        for extent, first in zip(extents, start, strict=True):
-            position, offset = divmod(offset, extent)
+
+        # Coordinates of the first element in the parameter.
+        parameter_strides = strides(parameter.shape)
+        offset = box.offset
+        begin = []
+        for stride, first in zip(parameter_strides, start, strict=True):
+            position, offset = divmod(offset, stride)
             begin.append(position + first)
-        # Whole rows lie together.
-        rows = self._range(parameter.bucket, parameter.start + begin[0] * extents[0], size[0] * extents[0])
+
+        # Rows are contiguous in the buffer: read them, then narrow the other dimensions.
+        row_elements = parameter_strides[0]
+        first_element = parameter.start + begin[0] * row_elements
+        rows = self._read_range(parameter.bucket, first_element, size[0] * row_elements)
         values = rows.view(size[0], *parameter.shape[1:])
         for dim in range(1, len(size)):
             values = values.narrow(dim, begin[dim], size[dim])
         return values
 
-    def _range(self, bucket: Bucket, begin: int, count: int) -> Tensor:
-        """Return ``count`` elements of a bucket from ``begin``, from the pieces that ranks saved."""
-        chunks, position, parts = self._pieces[self._state, bucket], begin, []
+    def _read_range(self, bucket: Bucket, begin: int, count: int) -> Tensor:
+        """Return ``count`` elements of a bucket from element ``begin``, joined from the saved chunks."""
+        chunks = self._chunks_by_bucket[self._state, bucket]
         index = bisect_right(chunks, begin, key=lambda chunk: chunk.start[0]) - 1
+        position = begin
+        slices = []
         while position < begin + count:
             chunk = chunks[index]
             first = position - chunk.start[0]
-            part = self._load(chunk)[first : first + begin + count - position]
-            parts.append(part)
-            position, index = position + len(part), index + 1
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            values = self._load(chunk)[first : first + begin + count - position]
+            slices.append(values)
+            position += len(values)
+            index += 1
+
+        if len(slices) == 1:
+            return slices[0]
+        return torch.cat(slices)

@@ -1,4 +1,4 @@
-"""Read a Megatron checkpoint as the Hugging Face tensors that lie in it, a slice at a time."""
+"""Read a Megatron checkpoint as Hugging Face tensors, a slice at a time."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import Span, intersect
 
-_KEPT = 16
-"""Pieces of the checkpoint that stay in memory: the next slice is mostly of one of them."""
+_CACHED_CHUNKS = 16
+"""Chunks of the checkpoint in memory: the next slice is mostly in one of them."""
 
 
 def read_pointed(path: str | Path) -> MegatronCheckpoint:
-    """Return what the Megatron checkpoint says of itself that a model's folder points to."""
-    stated = pointer(path)
-    assert stated is not None, "the folder has weights of its own"
-    return read_checkpoint(stated["checkpoint"], str(path))
+    """Return the metadata of the Megatron checkpoint that a model's folder points to."""
+    target = pointer(path)
+    assert target is not None, "the folder has weights of its own"
+    return read_checkpoint(target["checkpoint"], str(path))
 
 
 class MegatronFiles:
-    """Give slices of the Hugging Face tensors of a model whose folder points to a Megatron checkpoint.
+    """Hugging Face tensors of a model whose folder points to a Megatron checkpoint, read a slice at a time.
 
-    A stored tensor is what one rank would hold of the model, so where each Hugging Face tensor lies in it is
-    what the importer says of a layout of one rank. ``checkpoint`` is that of `read_pointed`, read here where
-    it is None, or one of its states, such as a moment of each weight. Raises UserErrors when the tensors are
-    not the model's, or files are missing.
+    Stored tensors are unsharded, as on a layout of one rank: tracing the import on one rank gives the boxes
+    of the Hugging Face tensors in them. ``checkpoint`` is the metadata from `read_pointed`, read here if it
+    is None, or that of an optimizer state, such as a moment of each weight. Raises UserErrors if the tensors
+    are not the model's, or files are missing.
     """
 
     def __init__(self, path: str | Path, checkpoint: MegatronCheckpoint | None = None) -> None:
@@ -48,6 +48,7 @@ class MegatronFiles:
         errors += self.checkpoint.file_errors()
         if errors:
             raise UserErrors(errors)
+
         self._shapes = model.tensor_shapes()
         shapes = {name: self._shape(place) for name, place in self._places.items()}
         boxes = trace_import(
@@ -56,13 +57,15 @@ class MegatronFiles:
         self._boxes: dict[str, list[TensorBox]] = {}
         for box in boxes:
             self._boxes.setdefault(box.name, []).append(box)
+
+        # Index the chunks by tensor and, in tensors that stack layers, by layer.
         self._chunks: dict[tuple[str, int | None], list[Chunk]] = {}
         stacked = {place.key for place in self._places.values() if place.index}
         for key, tensor in self.checkpoint.tensors.items():
             for chunk in tensor.chunks:
                 entry = chunk.start[0] if key in stacked and chunk.size[0] == 1 else None
                 self._chunks.setdefault((key, entry), []).append(chunk)
-        self._kept: OrderedDict[Chunk, Tensor] = OrderedDict()
+        self._cache: OrderedDict[Chunk, Tensor] = OrderedDict()
 
     def _shape(self, place: Place) -> tuple[int, ...]:
         return self.checkpoint.tensors[place.key].shape[len(place.index) :]
@@ -90,15 +93,21 @@ class MegatronFiles:
         return values
 
     def _stored(self, box: TensorBox, start: Sequence[int], size: Sequence[int]) -> Tensor:
-        """Return a part of a box, ``start`` counted from the box's own, from the stored tensor it lies in."""
-        place, offset, origin = self._places[box.storage], box.offset, []
-        for extent in strides(self._shape(place)):
-            position, offset = divmod(offset, extent)
+        """Read a part of a box from its stored tensor; ``start`` counts from the start of the box."""
+        place = self._places[box.storage]
+
+        # Coordinates of the box in the stored tensor.
+        offset = box.offset
+        origin = []
+        for stride in strides(self._shape(place)):
+            position, offset = divmod(offset, stride)
             origin.append(position)
         begin = (*place.index, *(low + first for low, first in zip(origin, start, strict=True)))
         counts = (1,) * len(place.index) + tuple(size)
+
+        # Copy the intersection with each chunk.
         result: Tensor | None = None
-        for chunk in self._of(place.key, begin[0]):
+        for chunk in self._chunks_of(place.key, begin[0]):
             shared = intersect((begin, counts), (chunk.start, chunk.size))
             if shared is None:
                 continue
@@ -108,30 +117,32 @@ class MegatronFiles:
         assert result is not None, place
         return result.view(tuple(size))
 
-    def _of(self, key: str, entry: int) -> list[Chunk]:
+    def _chunks_of(self, key: str, entry: int) -> list[Chunk]:
+        """Return the chunks of a stored tensor that may contain index ``entry`` of its first dimension."""
         return self._chunks.get((key, entry), []) + self._chunks.get((key, None), [])
 
     def _load(self, chunk: Chunk) -> Tensor:
-        if chunk not in self._kept:
+        """Return a chunk from the cache, or read it; the least recently used one is dropped."""
+        if chunk not in self._cache:
             with (self.path / chunk.file).open("rb") as file:
                 file.seek(chunk.offset)
                 content = file.read(chunk.length)
-            self._kept[chunk] = _tensor(content, chunk, self.path)
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(chunk)
-        return self._kept[chunk]
+            self._cache[chunk] = _load_tensor(content, chunk, self.path)
+            if len(self._cache) > _CACHED_CHUNKS:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(chunk)
+        return self._cache[chunk]
 
 
 def _within(values: Tensor, start: Sequence[int], box: Span) -> Tensor:
-    """Return the view of a ``box`` in values whose first element lies at ``start``."""
+    """Return the view of a ``box`` in values that begin at the coordinates ``start``."""
     for dim, (low, first, count) in enumerate(zip(box[0], start, box[1], strict=True)):
         values = values.narrow(dim, low - first, count)
     return values
 
 
-def _tensor(content: bytes, chunk: Chunk, path: Path) -> Tensor:
-    """Return a piece as it was saved; what is no tensor is not loaded."""
+def _load_tensor(content: bytes, chunk: Chunk, path: Path) -> Tensor:
+    """Return a chunk as it was saved; raise UserError for anything but a tensor of its size."""
     problem = None
     try:
         value = torch.load(io.BytesIO(content), map_location=device.host(), weights_only=True)
@@ -150,5 +161,5 @@ def _tensor(content: bytes, chunk: Chunk, path: Path) -> Tensor:
 
 
 def strides(shape: Sequence[int]) -> list[int]:
-    """Return how many elements lie between neighbours along each dimension of a tensor."""
+    """Return the row-major strides of a shape, in elements."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

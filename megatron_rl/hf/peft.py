@@ -1,4 +1,4 @@
-"""Adapters as PEFT's files have them: their tensors' names, their initial values, the base they belong to."""
+"""LoRA adapters in PEFT's format: tensor names, initial values, checksum of the base model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import together
+from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import fingerprint
 from megatron_rl.megatron.lora import adapter_boxes, attach_adapters
@@ -17,25 +17,28 @@ from megatron_rl.types import TensorBox
 
 
 def add_adapters(model: ParallelModel, config: LoraConfig, seed: int, *, trainable: bool) -> None:
-    """Attach adapters as ``config`` describes them: new ones, or those of the PEFT folder ``config.path``."""
-    initial = CheckpointFiles(config.path, PEFT_WEIGHTS) if config.path is not None else None
+    """Attach adapters to a model: those of the PEFT folder ``config.path``, or new ones if it is None."""
+    initial = None
+    if config.path is not None:
+        initial = CheckpointFiles(config.path, PEFT_WEIGHTS)
     attach_adapters(model, config, seed, trainable=trainable, initial=initial)
 
 
 def note_base(model: ParallelModel, path: str | Path) -> None:
-    """Record a checksum of the base weights beneath a model's adapters, those of the folder ``path``.
+    """Record the checksum of the base weights, of the folder ``path``, in the model's adapters.
 
-    One rank reads them. Collective over the model's ranks.
+    Only the first rank reads the files. Collective over the model's ranks.
     """
     assert model.adapters is not None
     dtype = model.transformer_config.params_dtype
-    reads = device.rank() == model.groups.layout.ranks[0]
-    checksums = together(
-        lambda: fingerprint(path, dtype) if reads else None, "read the model's weights", model.groups.all
+    is_reader = device.rank() == model.groups.layout.ranks[0]
+
+    checksums = run_on_all_ranks_or_raise(
+        lambda: fingerprint(path, dtype) if is_reader else None, "read the model's weights", model.groups.all
     )
     model.adapters = replace(model.adapters, base=checksums[0])
 
 
 def peft_boxes(model: ParallelModel) -> list[TensorBox]:
-    """Return `adapter_boxes` under the names that PEFT's files have."""
+    """Return the boxes of the model's adapters, with the tensor names of PEFT's files."""
     return [replace(box, name=PEFT_PREFIX + box.name) for box in adapter_boxes(model)]

@@ -1,4 +1,8 @@
-"""Load a Hugging Face checkpoint into Megatron chunks, and say where each of its tensors lies there."""
+"""Import of Hugging Face checkpoints into Megatron models: boxes of their tensors, and loading.
+
+Of the ranks that hold the same parameter one reads it and broadcasts it, so that a data-parallel group reads
+each byte once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import hand_on, together
+from megatron_rl.distributed.exchange import broadcast_tensor, run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError, some_of
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.megatron_source import MegatronFiles
@@ -26,40 +30,45 @@ from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import view_of
 
 SAMPLED = 64
+"""Tensors of which `fingerprint` reads a row, so that it takes seconds for a model of any size."""
 _COMPARED_ROWS = 8192
-"""Rows of the vocabulary that are compared at a time, so that no whole copy of an embedding is made."""
-_SHOWN = 8
+"""Rows of the vocabulary that are compared at a time, so that no complete embedding is copied."""
+_MAX_NAMES_LISTED = 8
+
 Checkpoint = CheckpointFiles | MegatronFiles
-"""What gives slices of a model's tensors by their Hugging Face names."""
+"""Source of slices of a model's tensors, by their Hugging Face names."""
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the tensors of a model's folder, which has them itself or points to a Megatron checkpoint."""
-    return MegatronFiles(path) if (Path(path) / POINTER).is_file() else CheckpointFiles(path)
+    """Open the tensors of a model's folder: its own safetensors, or the Megatron checkpoint it points to."""
+    if (Path(path) / POINTER).is_file():
+        return MegatronFiles(path)
+    return CheckpointFiles(path)
 
 
 def source_boxes(model: Chunked) -> list[TensorBox]:
-    """Return where each part of the checkpoint's tensors lies in this rank's parameters.
+    """Return the boxes of the checkpoint's tensors in this rank's parameters.
 
     Storage names are those of `live_parameters`. Raises CoverageError unless every element except the
-    padding of the vocabulary is filled exactly once, and UserError for parameters that nothing names.
+    padding of the vocabulary is filled exactly once, and UserError for parameters of equal or unknown names.
     """
     parameters = live_parameters(model)
     canonical: dict[str, str] = {}
     for storage in parameters:
-        other = canonical.setdefault(global_name(model, storage), storage)
-        if other != storage:
+        first_storage = canonical.setdefault(global_name(model, storage), storage)
+        if first_storage != storage:
             raise UserError(
                 f"two parameters of the model are called {global_name(model, storage)}",
                 where="model.weights",
                 expected="one name of Megatron's for each parameter",
-                got=f"{other} and {storage}",
+                got=f"{first_storage} and {storage}",
                 fix="correct the names, or the layers that the model provider builds for a stage",
             )
-    stand_ins = {storage: torch.empty_like(value, device="meta") for storage, value in parameters.items()}
+
+    meta_tensors = {storage: torch.empty_like(value, device="meta") for storage, value in parameters.items()}
     shard = shard_of(model)
     return trace_import(
-        {name: stand_ins[storage] for name, storage in canonical.items()},
+        {name: meta_tensors[storage] for name, storage in canonical.items()},
         pretrained(model.hf_config),
         shard,
         device.rank(),
@@ -68,85 +77,97 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
 
 
 def load_weights(model: Chunked, path: str | Path) -> None:
-    """Fill the model from a checkpoint directory; each rank reads a share of the slices it holds.
+    """Fill the model from a checkpoint directory.
 
-    Values are converted to the parameters' dtype; rows that pad the vocabulary become zero. A head of one
-    number stays as it was built where the checkpoint is of a policy, which has none. Raises
-    UserError, on all ranks, when tensors are missing, unexpected or of another shape. A simulation reads
-    nothing. Collective over the model's ranks, as `fill` is.
+    Values are converted to the parameters' dtype; rows that pad the vocabulary become zero. A scalar head
+    keeps its initial values if the checkpoint is of a policy, which has none. A simulation reads nothing.
+    Raises UserError, on all ranks, if tensors are missing, unexpected or of another shape. Collective over
+    the model's ranks.
     """
     if device.simulated():
         return
 
-    def checked() -> Checkpoint:
+    def open_and_check() -> Checkpoint:
         files = open_checkpoint(path)
         check_tensors(files, model)
         return files
 
-    fill(live_parameters(model), model, checked)
+    fill(live_parameters(model), model, open_and_check)
 
 
-def fill(parameters: Mapping[str, Tensor], model: Chunked, opened: Callable[[], Checkpoint]) -> None:
-    """Fill tensors of the shapes of a model's `live_parameters`, by the same names, from a checkpoint.
+def fill(parameters: Mapping[str, Tensor], model: Chunked, open_files: Callable[[], Checkpoint]) -> None:
+    """Fill tensors with the names and shapes of a model's `live_parameters` from a checkpoint.
 
-    Of the ranks that hold the same parameter one reads it from the files that ``opened`` returns, all ranks
-    at once, and then hands it to the others, in place: a data-parallel group reads each byte once, and
-    nothing but one slice lies beside the parameters. What fails on one rank fails on all, before anything is
-    handed on. A model without this package's groups reads everything on each rank. Collective over the
-    model's ranks.
+    Each rank reads the parameters assigned to it, all ranks in parallel, then broadcasts them in place to the
+    ranks with the same parameters. No rank needs memory for more than one slice besides the parameters. If
+    reading fails on one rank, all ranks raise before the first broadcast. A model without this package's
+    groups reads everything on each rank. Collective over the model's ranks.
     """
     groups = getattr(model, "groups", None)
     if groups is None:
-        _read(parameters, parameters.keys(), model, opened())
+        _read(parameters, parameters.keys(), model, open_files())
         return
-    sources = _sources(parameters, groups)
-    share = _share(sources)
-    together(lambda: _read(parameters, share, model, opened()), "read the model's weights", groups.all)
+
+    sources = _assign_sources(parameters, groups)
+    assigned = _assigned_to_this_rank(sources)
+    run_on_all_ranks_or_raise(
+        lambda: _read(parameters, assigned, model, open_files()), "read the model's weights", groups.all
+    )
     with torch.no_grad():
         for storage, (group, source) in sources.items():
-            hand_on(parameters[storage], source, group)
+            broadcast_tensor(parameters[storage], source, group)
 
 
-def own_share(parameters: Mapping[str, Tensor], model: ParallelModel) -> set[str]:
-    """Return the names of a model's parameters that this rank reads for all ranks that hold them alike."""
-    return _share(_sources(parameters, model.groups))
+def assigned_parameters(parameters: Mapping[str, Tensor], model: ParallelModel) -> set[str]:
+    """Return the names of the parameters that this rank reads for all ranks with the same parameters."""
+    return _assigned_to_this_rank(_assign_sources(parameters, model.groups))
 
 
-def _share(sources: Mapping[str, tuple[Any, int]]) -> set[str]:
+def _assigned_to_this_rank(sources: Mapping[str, tuple[Any, int]]) -> set[str]:
     return {name for name, (group, source) in sources.items() if group.rank() == source}
 
 
-def _sources(parameters: Mapping[str, Tensor], groups: Any) -> dict[str, tuple[Any, int]]:
-    """Return the group that holds each parameter alike, and the position in it of who reads it.
+def _assign_sources(parameters: Mapping[str, Tensor], groups: Any) -> dict[str, tuple[Any, int]]:
+    """Return for each parameter the group that replicates it and the rank within the group that reads it.
 
-    Each parameter goes to the member that has fewest bytes so far; all members find the same.
+    A parameter is assigned to the rank with the fewest bytes so far. All ranks compute the same assignment.
     """
     sources: dict[str, tuple[Any, int]] = {}
-    dense, expert = [0] * groups.data_context.size(), [0] * groups.expert_data.size()
+    dense_bytes = [0] * groups.data_context.size()
+    expert_bytes = [0] * groups.expert_data.size()
     for storage, parameter in parameters.items():
-        inside = is_expert_parameter(storage)
-        bytes_of = expert if inside else dense
-        source = bytes_of.index(min(bytes_of))
-        bytes_of[source] += parameter.nbytes
-        sources[storage] = (groups.expert_data if inside else groups.data_context, source)
+        # Experts are replicated over a group of their own.
+        if is_expert_parameter(storage):
+            group = groups.expert_data
+            bytes_by_rank = expert_bytes
+        else:
+            group = groups.data_context
+            bytes_by_rank = dense_bytes
+
+        source = bytes_by_rank.index(min(bytes_by_rank))
+        bytes_by_rank[source] += parameter.nbytes
+        sources[storage] = (group, source)
     return sources
 
 
 def _read(
-    parameters: Mapping[str, Tensor], chosen: Container[str], model: Chunked, files: Checkpoint
+    parameters: Mapping[str, Tensor], selected: Container[str], model: Chunked, files: Checkpoint
 ) -> None:
-    """Fill the ``chosen`` ones of a model's parameters from files."""
+    """Fill the ``selected`` parameters of a model from files."""
     boxes = source_boxes(model)
     padded = vocabulary_names(pretrained(model.hf_config).shape)
     with torch.no_grad():
         for storage, parameter in parameters.items():
-            if storage in chosen and global_name(model, storage) in padded:
+            if storage in selected and global_name(model, storage) in padded:
                 parameter.zero_()
+
         for box in boxes:
-            if box.storage not in chosen:
+            if box.storage not in selected:
                 continue
+            # A policy's checkpoint has no scalar head: it keeps its initial values.
             if box.name == SCALAR and SCALAR not in files.names():
-                continue  # a policy's checkpoint: the head keeps the values it was built with
+                continue
+
             values = files.read(box.name, box.start, box.size)
             require_finite(values, box.name, files)
             view_of(parameters[box.storage], box).copy_(values)
@@ -154,14 +175,15 @@ def _read(
 
 
 def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
-    """Return a checksum of a model's weights in ``dtype``: of a row of each of up to `SAMPLED` tensors.
+    """Return a checksum of a model's weights in ``dtype``, of one row of each of up to `SAMPLED` tensors.
 
-    It is the same in whatever files, and of whatever kind, the weights are stored.
+    It does not depend on the format of the checkpoint or on its division into files.
     """
     files = open_checkpoint(path)
     names = sorted(files.names() & pretrained(read_hf_config(path)).tensor_shapes().keys())
+    interval = -(-len(names) // SAMPLED)
     checksum = 0
-    for name in names[:: -(-len(names) // SAMPLED)]:
+    for name in names[::interval]:
         shape = files.shape(name)
         row = files.read(name, [0] * len(shape), [*(1 for _ in shape[1:]), *shape[-1:]]).to(dtype)
         checksum = zlib.crc32(row.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
@@ -169,7 +191,8 @@ def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
 
 
 def require_finite(values: Tensor, name: str, files: Checkpoint) -> None:
-    """Raise UserError for weights that are not numbers; one pass, and no copy."""
+    """Raise UserError if any weight is NaN or infinite."""
+    # The extremes show it in one pass, without a copy.
     if values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax()):
         return
     raise UserError(
@@ -182,12 +205,13 @@ def require_finite(values: Tensor, name: str, files: Checkpoint) -> None:
 
 
 def check_tensors(files: Checkpoint, model: Chunked) -> None:
-    """Compare a checkpoint's tensors with what the model asks for; raise UserError on a difference."""
+    """Raise UserError unless a checkpoint has the tensors, of the shapes, that the model needs."""
     described = pretrained(model.hf_config)
     expected = described.tensor_shapes()
     stored = files.names()
     if SCALAR not in stored:
         expected.pop(SCALAR, None)
+
     missing = sorted(set(expected) - stored)
     extra = stored - set(expected)
     unexpected = sorted(name for name in extra if not described.is_ignorable(name))
@@ -198,12 +222,14 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
         raise UserError(
             "The checkpoint's tensors are not those of the model in its config.json.",
             where=str(files.path),
-            expected=f"missing: {some_of(missing, _SHOWN)}" if missing else None,
-            got=f"unexpected: {some_of(unexpected, _SHOWN)}" if unexpected else None,
+            expected=f"missing: {some_of(missing, _MAX_NAMES_LISTED)}" if missing else None,
+            got=f"unexpected: {some_of(unexpected, _MAX_NAMES_LISTED)}" if unexpected else None,
             fix=hint or "use a checkpoint saved from this architecture and number of layers",
         )
+
     if described.has_separate_head(stored):
         _require_equal_head(files)
+
     for name, shape in expected.items():
         if files.shape(name) != shape:
             raise UserError(
@@ -216,7 +242,7 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
 
 
 def _require_equal_head(files: Checkpoint) -> None:
-    """Raise UserError unless an output layer that config.json ties has the values of the embedding."""
+    """Raise UserError unless an output layer that config.json ties equals the embedding."""
     shapes = {name: files.shape(name) for name in (OUTPUT, EMBEDDING)}
     rows, width = shapes[EMBEDDING]
     equal = shapes[OUTPUT] == shapes[EMBEDDING]

@@ -1,4 +1,7 @@
-"""Keep a generation engine's weights equal to a Megatron model's, in the same job."""
+"""Weight sync of a generation engine with a Megatron model in the same job.
+
+The boxes of both are known, so one reshard plan, built at the first sync, serves every later one.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +32,33 @@ from megatron_rl.weights.plan import ReshardPlan, build_plan
 from megatron_rl.weights.transfer import connect, gather_layout
 
 
-class _Trained(NamedTuple):
-    """The trainer's tensors on this rank, as a `Storage` says where an engine's lie."""
+class WeightSource(NamedTuple):
+    """Tensors of the trainer on this rank: the counterpart of an engine's `Storage`.
+
+    ``parameters``: returns the live storages by name.
+    ``boxes``: returns the boxes of the tensors in them.
+    """
 
     parameters: Callable[[], Mapping[str, Tensor]]
     boxes: Callable[[], list[TensorBox]]
 
 
-class _Movement:
-    """Move one set of tensors into an engine, by a plan that is made once.
+class WeightTransfer:
+    """Transfer of one set of tensors into an engine, by a plan that is built once.
 
-    ``source`` and ``target`` are None on ranks that hold or take none.
+    ``source``: tensors of the trainer, None on ranks without any.
+    ``target``: storage of the engine, None on ranks without an engine.
+    ``staging_bytes``: bound of the in and out staging memory together.
+    ``group``: process group, None for the world.
     """
 
     def __init__(
-        self, source: _Trained | None, target: Storage | None, staging_bytes: int, group: Any
+        self, source: WeightSource | None, target: Storage | None, staging_bytes: int, group: Any
     ) -> None:
-        self._source, self._target = source, target
-        self._staging_bytes, self._group = staging_bytes, group
+        self._source = source
+        self._target = target
+        self._staging_bytes = staging_bytes
+        self._group = group
         self._rank = rank_in(group)
         self._plan: ReshardPlan | None = None
         self._execution: Execution | None = None
@@ -60,20 +72,21 @@ class _Movement:
         return self._plan
 
     def compile(self) -> Execution:
-        """Return views on the live storage, made again when something was moved in memory."""
+        """Return the execution of the plan on the live storages, compiled again if a storage was replaced."""
         plan = self.plan
         held, written = self._storages()
-        key = storage_key(held), storage_key(written)
+        key = (storage_key(held), storage_key(written))
         if self._execution is None or key != self._compiled_for:
             self._execution = Execution(plan, self._rank, held, written, self._staging_bytes, self._group)
             self._compiled_for = key
         return self._execution
 
     def release(self) -> None:
-        """Let go of the views, and of tensors that nothing else holds."""
+        """Drop the compiled views, and with them tensors that nothing else references."""
         self._execution = None
 
     def _storages(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Return this rank's source and destination storages by name."""
         held = self._source.parameters() if self._source is not None else {}
         written = self._target.parameters() if self._target is not None else {}
         return held, written
@@ -82,19 +95,25 @@ class _Movement:
         held, written = self._storages()
         source_boxes = self._source.boxes() if self._source is not None else None
         target_boxes = self._target.boxes() if self._target is not None else None
-        self._refuse_empty(target_boxes)
+        self._reject_engine_without_boxes(target_boxes)
+
+        # Before the first exchange, in which some ranks have no messages.
         connect(self._group)
         sources = gather_layout(source_boxes, _dtypes(held), self._group)
         destinations = gather_layout(target_boxes, _dtypes(written), self._group)
-        hosts = dict(gather_objects((self._rank, socket.gethostname()), self._group))
-        names = sorted(set(hosts.values()))
-        return build_plan(sources, destinations, {rank: names.index(host) for rank, host in hosts.items()})
 
-    def _refuse_empty(self, boxes: Sequence[TensorBox] | None) -> None:
-        """Raise UserError on all ranks where an engine names no weights: none could be moved or compared."""
-        empty = boxes is not None and not boxes
-        named = f"{type(self._target).__name__} on rank {self._rank}" if empty else None
-        engines = [name for name in gather_objects(named, self._group) if name is not None]
+        # Hosts are the nodes within which the plan prefers to send.
+        host_of = dict(gather_objects((self._rank, socket.gethostname()), self._group))
+        hosts = sorted(set(host_of.values()))
+        node_of = {rank: hosts.index(host) for rank, host in host_of.items()}
+        return build_plan(sources, destinations, node_of)
+
+    def _reject_engine_without_boxes(self, boxes: Sequence[TensorBox] | None) -> None:
+        """Raise UserError on all ranks if an engine has no boxes: no weight could be moved or compared."""
+        name = None
+        if boxes is not None and not boxes:
+            name = f"{type(self._target).__name__} on rank {self._rank}"
+        engines = [engine for engine in gather_objects(name, self._group) if engine is not None]
         if engines:
             raise UserError(
                 "A generation engine names no weights, so none would ever reach it.",
@@ -106,16 +125,23 @@ class _Movement:
 
 
 class HybridEngine:
-    """Move a model's weights into a generation engine, least traffic first, and prove that they arrived.
+    """Weight sync between a Megatron model and a generation engine, with verification by checksums.
 
-    ``model`` is anything with Megatron GPTModel ``chunks`` and a transformers ``hf_config``, None on ranks
-    without the trained model; ``engine`` is None on ranks that do not generate. In and out staging stays
-    within ``staging_bytes``; ``verify`` is full, sampled or off. ``group`` None is the world: all of its
-    ranks call `sync` and `generation_mode` together. ``resident`` gives a context in which the weights of the
-    model are in device memory, for a model that is elsewhere between uses. ``apart`` keeps the model's
-    adapters apart from its weights: they go to the engine's ``adapters`` (None on ranks without an engine)
-    each time, the weights once. ``sleeps`` says whether the engine on this rank gives its memory to others
-    between uses.
+    All ranks of the group call `sync` and `generation_mode` together.
+
+    ``model``: object with Megatron GPTModel ``chunks`` and a transformers ``hf_config``, None on ranks
+        without the trained model.
+    ``engine``: engine on this rank, None on ranks that do not generate.
+    ``staging_bytes``: bound of the in and out staging memory together.
+    ``verify``: "full", "sampled" or "off".
+    ``group``: process group, None for the world.
+    ``resident``: context in which the model's weights are in device memory, for a model that is offloaded
+        between uses.
+    ``separate_adapters``: whether the engine has adapters of its own. Then each sync moves the adapters, and
+        the base weights only once; otherwise adapters are merged into the weights.
+    ``adapters``: storage of the engine's adapters, None on ranks without an engine.
+    ``sleeps``: whether the engine on this rank releases its memory between uses.
+    ``apart``: older name of ``separate_adapters``.
     """
 
     def __init__(
@@ -127,9 +153,10 @@ class HybridEngine:
         verify: str = HybridEngineConfig.verify,
         group: Any = None,
         resident: Callable[[], AbstractContextManager[None]] = nullcontext,
-        apart: bool = False,
+        separate_adapters: bool = False,
         adapters: Storage | None = None,
         sleeps: bool = True,
+        apart: bool = False,
     ) -> None:
         if verify not in VERIFY:
             raise UserError(
@@ -138,125 +165,152 @@ class HybridEngine:
                 expected="one of " + ", ".join(VERIFY),
                 got=repr(verify),
             )
+        separate_adapters = separate_adapters or apart
         self.version = 0
-        self._model, self._engine, self._group = model, engine, group
-        self._resident, self._verify, self._sleeps = resident, verify, sleeps
-        self._movements = [_Movement(_weights(model, apart), engine, staging_bytes, group)]
-        if apart:
-            self._movements.append(_Movement(_adapters(model), adapters, staging_bytes, group))
+        self._model = model
+        self._engine = engine
+        self._group = group
+        self._resident = resident
+        self._verify = verify
+        self._sleeps = sleeps
+        self._transfers = [
+            WeightTransfer(_weight_source(model, separate_adapters), engine, staging_bytes, group)
+        ]
+        if separate_adapters:
+            self._transfers.append(WeightTransfer(_adapter_source(model), adapters, staging_bytes, group))
         self._base_synced = False
         self._synced_version: int | None = None
 
     @property
     def plan(self) -> ReshardPlan:
         """Return the plan of the weights, built once. The first access is collective over the group."""
-        return self._movements[0].plan
+        return self._transfers[0].plan
 
     def mark_updated(self, *, base: bool = False) -> None:
-        """Say that the model's weights have changed: they are a new version from now on.
+        """Increment the version, after the model's weights changed.
 
-        ``base`` says that of a model whose adapters are kept apart the weights beneath them have, too.
+        ``base``: whether the base weights of a model with separate adapters changed too.
         """
         self.version += 1
         self._base_synced = self._base_synced and not base
 
     def sync(self) -> Metrics:
-        """Move the weights, verify them and let the engine take them into use as ``version``.
+        """Move the weights, verify them and activate them in the engine as ``version``; return the timings.
 
-        Raises WeightMismatchError on all ranks when a checksum differs. Collective over the group.
+        Raises WeightMismatchError on all ranks if a checksum differs. Collective over the group.
         """
-        begin = time.perf_counter()
-        movements = self._due()
-        executions = [movement.compile() for movement in movements]
+        start = time.perf_counter()
+        transfers = self._pending_transfers()
+        executions = [transfer.compile() for transfer in transfers]
         for execution in executions:
             execution.run(self._verify, self.version)
         device.synchronize()
-        moved = time.perf_counter()
+        transfer_end = time.perf_counter()
+
         for execution in executions:
             execution.verify(self._verify, self.version)
-        verified = time.perf_counter()
+        verify_end = time.perf_counter()
+
         if self._engine is not None:
             self._engine.finish_update(self.version)
-        self._acknowledge()
-        self._base_synced, self._synced_version = True, self.version
+        self._check_engine_versions()
+        self._base_synced = True
+        self._synced_version = self.version
+
+        # The tensors of merged or exported adapters were created for this sync alone.
         if getattr(self._model, "adapters", None) is not None:
-            for movement in movements:
-                movement.release()  # its tensors were made for this sync
-        plans = [movement.plan for movement in movements]
+            for transfer in transfers:
+                transfer.release()
+
+        plans = [transfer.plan for transfer in transfers]
         # Bytes are those of the busiest rank, which need not be among the ranks that gather metrics.
-        return Metrics.of({"time/reshard": moved - begin, "time/reshard_verify": verified - moved}) + Metrics(
+        timings = Metrics.of(
+            {"time/reshard": transfer_end - start, "time/reshard_verify": verify_end - transfer_end}
+        )
+        return timings + Metrics(
             {},
             {
-                "reshard/bytes_received_max": _most(plan.received for plan in plans),
-                "reshard/bytes_local_max": _most(plan.local for plan in plans),
-                "reshard/staging_bytes_max": float(max(each.staging_peak for each in executions)),
+                "reshard/bytes_received_max": _max_over_ranks(plan.received for plan in plans),
+                "reshard/bytes_local_max": _max_over_ranks(plan.local for plan in plans),
+                "reshard/staging_bytes_max": float(max(execution.staging_peak for execution in executions)),
             },
         )
 
-    def _due(self) -> list[_Movement]:
-        """Return what this sync moves: not the weights beneath adapters where the engine has them."""
-        lost = self._engine is not None and self._engine.needs_weights
-        alone = len(self._movements) > 1 and not self._anywhere(lost or not self._base_synced)
-        return self._movements[1:] if alone else self._movements
+    def _pending_transfers(self) -> list[WeightTransfer]:
+        """Return the transfers that this sync needs; skip base weights that the engine already has."""
+        if len(self._transfers) == 1:
+            return self._transfers
+
+        # An engine whose weights were discarded needs the base again; one rank decides for all.
+        discarded = self._engine is not None and self._engine.needs_weights
+        if self._is_true_on_any_rank(discarded or not self._base_synced):
+            return self._transfers
+        return self._transfers[1:]
 
     def verify(self) -> int:
-        """Compare every region of the engine's weights with the model's and return how many there are.
+        """Compare every region of the engine's weights with the model's; return the number of regions.
 
-        Raises WeightMismatchError on all ranks when a checksum differs. Collective over the group.
+        Raises WeightMismatchError on all ranks if a checksum differs. Collective over the group.
         """
-        return sum(movement.compile().verify("full", 0) for movement in self._movements)
+        return sum(transfer.compile().verify("full", 0) for transfer in self._transfers)
 
     @contextmanager
     def generation_mode(self) -> Iterator[Metrics]:
-        """Wake the engine and bring its weights up to ``version``; at the end it ``sleeps``, or stays awake.
+        """Wake the engine and sync its weights if stale; at the end put it to sleep if it ``sleeps``.
 
-        Yields what the sync measured, nothing where no weights had to be moved. Collective over the group.
+        Yields the metrics of the sync, empty ones without a sync. Collective over the group.
         """
         if self._engine is not None:
             self._engine.wake()
-        synced = Metrics()
+        metrics = Metrics()
         if self._is_stale():
             with self._resident():
-                synced = self.sync()
+                metrics = self.sync()
+
         try:
-            yield synced
+            yield metrics
         finally:
             if self._engine is not None and self._sleeps:
                 self._engine.sleep()
 
     def _is_stale(self) -> bool:
-        lost = self._engine is not None and self._engine.needs_weights
-        return self._anywhere(lost or self._synced_version != self.version)
+        """Return whether any engine needs a sync. Collective over the group."""
+        discarded = self._engine is not None and self._engine.needs_weights
+        return self._is_true_on_any_rank(discarded or self._synced_version != self.version)
 
-    def _anywhere(self, condition: bool) -> bool:
-        """Say whether a condition holds on any rank. Collective over the group."""
+    def _is_true_on_any_rank(self, condition: bool) -> bool:
+        """Return whether a condition is true on any rank. Collective over the group."""
         return bool(sum_over_ranks(torch.tensor([int(condition)]), self._group).item())
 
-    def _acknowledge(self) -> None:
-        """Check that every engine now answers with the new version."""
-        wrong = self._engine is not None and self._engine.weights_version != self.version
-        count = sum_over_ranks(torch.tensor([int(wrong)]), self._group).item()
+    def _check_engine_versions(self) -> None:
+        """Raise RuntimeError on all ranks if an engine lacks the new version. Collective over the group."""
+        outdated = self._engine is not None and self._engine.weights_version != self.version
+        count = sum_over_ranks(torch.tensor([int(outdated)]), self._group).item()
         if count:
             raise RuntimeError(f"{count} engines did not take version {self.version} of the weights into use")
 
 
-def _weights(model: Chunked | None, apart: bool) -> _Trained | None:
+def _weight_source(model: Chunked | None, separate_adapters: bool) -> WeightSource | None:
+    """Return the weights of a model, with its adapters merged unless they are separate."""
     if model is None:
         return None
-    merges = getattr(model, "adapters", None) is not None and not apart
-    return _Trained(
-        partial(policy_weights if merges else live_parameters, model), partial(source_boxes, model)
-    )
+
+    merge_adapters = getattr(model, "adapters", None) is not None and not separate_adapters
+    parameters = policy_weights if merge_adapters else live_parameters
+    return WeightSource(partial(parameters, model), partial(source_boxes, model))
 
 
-def _adapters(model: Any) -> _Trained | None:
-    return None if model is None else _Trained(partial(engine_adapters, model), partial(peft_boxes, model))
+def _adapter_source(model: Any) -> WeightSource | None:
+    """Return the adapters of a model, by PEFT's names."""
+    if model is None:
+        return None
+    return WeightSource(partial(engine_adapters, model), partial(peft_boxes, model))
 
 
-def _most(counts: Iterable[Mapping[int, int]]) -> float:
-    """Return the most that any rank has of all counts together."""
-    together = sum((Counter(count) for count in counts), Counter[int]())
-    return float(max(together.values(), default=0))
+def _max_over_ranks(counts: Iterable[Mapping[int, int]]) -> float:
+    """Return the maximum over ranks of the sum of counts by rank."""
+    total = sum((Counter(count) for count in counts), Counter[int]())
+    return float(max(total.values(), default=0))
 
 
 def _dtypes(storages: Mapping[str, Tensor]) -> dict[str, torch.dtype]:

@@ -1,4 +1,4 @@
-"""The hybrid engine for people with a Megatron trainer and a vLLM engine of their own.
+"""Weight transfer backend of vLLM: the hybrid engine for a Megatron trainer outside of this package.
 
     import megatron_rl.hybrid_engine.weight_transfer as transfer
 
@@ -11,7 +11,8 @@
     llm.reset_prefix_cache(reset_running_requests=True)
 
 In one job this runs on every rank; ranks without an engine call `HybridEngine.sync` instead. Trainers and
-engines of two jobs meet at an address: see `rollout.engines.vllm.backend.Meeting` and launch/examples.
+engines of two jobs meet at an address: see `rollout.engines.vllm.backend.TransferRendezvous` and
+launch/examples.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from megatron_rl.rollout.engines.vllm.setup import keep_weights_writable, prepar
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Hold one rank's bare GPTModel chunks and the transformers config of the model.
+    """Model of a trainer on one rank.
 
-    ``names`` has Megatron's own name of each parameter that layers of yours call otherwise, both below
-    ``decoder.layers.N``.
+    ``chunks``: bare GPTModel chunks, without wrappers.
+    ``hf_config``: transformers config of the model.
+    ``names``: Megatron's name of each parameter that custom layers name differently, both below
+        ``decoder.layers.N``.
     """
 
     chunks: Sequence[Any]
@@ -41,45 +44,51 @@ class TrainedModel:
     def of(
         cls, chunks: Sequence[Any], hf_config: Any, names: Mapping[str, str] | None = None
     ) -> TrainedModel:
-        """Take chunks as Megatron's training loop holds them, wrapped in DDP and Float16Module or bare."""
+        """Create a model from the chunks of Megatron's training loop, bare or in DDP and Float16Module."""
         return cls([_bare(chunk) for chunk in chunks], hf_config, names or {})
 
 
 def _bare(chunk: Any) -> Any:
+    """Return the GPTModel inside wrappers such as DDP."""
     while not hasattr(chunk, "decoder"):
         chunk = chunk.module
     return chunk
 
 
 def register() -> None:
-    """Prepare vLLM for life inside a trainer's rank and make backend ``megatron_rl`` known to it.
+    """Prepare vLLM to run inside a trainer's rank, and register the backend ``megatron_rl``.
 
-    Call it before anything imports vllm. May be repeated. Workers of a vLLM server use `worker_extension`.
+    Call it before anything imports vllm. Idempotent. Workers of a vLLM server use `worker_extension`.
     """
     prepare_vllm()
     register_in_worker()
 
 
 def register_in_worker() -> None:
-    """Make backend ``megatron_rl`` known in a process of vLLM's own."""
+    """Register the backend ``megatron_rl`` in a worker process of vLLM."""
     keep_weights_writable()
     from megatron_rl.rollout.engines.vllm import backend
 
     backend.register(_connect)
 
 
-def _connect(meeting: Any, live: Any, rank: int) -> tuple[HybridEngine, Callable[[], None]]:
-    """Return the engine that moves weights at a meeting, its plan built, and what ends it."""
-    group, end = None, _nothing
-    if meeting.address is not None:
-        group = join_span(meeting.address, meeting.port, rank, meeting.trainers + meeting.workers)
+def _connect(rendezvous: Any, live: Any, rank: int) -> tuple[HybridEngine, Callable[[], None]]:
+    """Join the rendezvous; return a hybrid engine, its plan built, and a function that leaves.
+
+    Collective over the trainers and workers.
+    """
+    group = None
+    end = _nothing
+    if rendezvous.address is not None:
+        group = join_span(rendezvous.address, rendezvous.port, rank, rendezvous.trainers + rendezvous.workers)
 
         def end() -> None:
             leave_span(group)
 
     hybrid = HybridEngine(
-        meeting.model, live, staging_bytes=meeting.staging_bytes, verify=meeting.verify, group=group
+        rendezvous.model, live, staging_bytes=rendezvous.staging_bytes, verify=rendezvous.verify, group=group
     )
+    # The first access builds the plan, on all ranks together.
     _ = hybrid.plan
     return hybrid, end
 

@@ -1,4 +1,4 @@
-"""Make backend ``megatron_rl`` known in the workers that a vLLM server starts.
+"""Extension of vLLM's workers that registers the backend ``megatron_rl`` in a vLLM server.
 
 ``python -m vllm.entrypoints.openai.api_server --model MODEL --weight-transfer-config '{"backend":
 "megatron_rl"}' --worker-extension-cls megatron_rl.hybrid_engine.worker_extension.HybridWorker``
@@ -15,22 +15,23 @@ from megatron_rl.hybrid_engine.weight_transfer import register_in_worker
 
 
 class HybridWorker:
-    """Add to vLLM's worker what a training job asks it."""
+    """Methods that a training job calls on each worker of a vLLM server."""
 
     _claim = ("", 0.0)
 
     def claim(self, run: str, seconds: float) -> str | None:
-        """Let a run have this server for so long; return the name of the one that has it instead, or None."""
-        (holder, until), now = self._claim, time.monotonic()
-        if holder != run and now < until:
+        """Reserve this server for a run; return the other run that has reserved it, or None on success."""
+        holder, expiry = self._claim
+        now = time.monotonic()
+        if holder != run and now < expiry:
             return holder
         self._claim = (run, now + seconds)
         return None
 
     def attempt(self, method: str, *arguments: Any) -> str | None:
-        """Call a method of this worker, and return why it failed, None where it did not.
+        """Call a method of this worker and return its error as text, None on success.
 
-        vLLM leaves the answers of further workers unread where one raises, and takes them for those of
+        If a worker raises, vLLM leaves the replies of the other workers unread and takes them for those of
         later calls.
         """
         try:
@@ -40,7 +41,7 @@ class HybridWorker:
         return None
 
     def model_settings(self) -> dict[str, Any]:
-        """Return the settings of the worker's model, as transformers reads them."""
+        """Return the transformers config of the worker's model as JSON values."""
         worker: Any = self
         return json.loads(json.dumps(worker.model_config.hf_config.to_dict(), default=str))
 

@@ -185,7 +185,7 @@ def _hybrid_engine(
         staging_bytes=settings.staging_bytes,
         verify=settings.verify,
         resident=resident,
-        apart=apart,
+        separate_adapters=apart,
         adapters=engine.adapters if engine is not None else None,
         sleeps=device.rank() in sleeping_ranks(role_layouts(config, device.world_size())),
     )

@@ -7,7 +7,7 @@ from functools import partial
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import ReplicaGroup, share, ticket
+from megatron_rl.distributed.exchange import ReplicaGroup, broadcast_object, store_increment
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.rollout.collate import NewTokens, RoutingShape, collect_new_tokens
 from megatron_rl.rollout.engines.base import Engine, Generator, ToolParser
@@ -67,7 +67,7 @@ class RolloutRole:
 
         # Every round has a queue of its own in the job's store, whose name all ranks of the role must know.
         is_first = self.rank == self.layout.ranks[0]
-        queue = share(ticket("rounds") if is_first else 0, self.layout.ranks)
+        queue = broadcast_object(store_increment("rounds") if is_first else 0, self.layout.ranks)
         rendezvous = None
         if generation_round.rendezvous is not None:
             rendezvous = Rendezvous(generation_round, device.world_size() - len(self.layout.ranks))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_rl.distributed.exchange import ReplicaGroup, drawn, share, ticket
+from megatron_rl.distributed.exchange import ReplicaGroup, broadcast_object, store_increment, store_value
 from megatron_rl.progress import advance
 from megatron_rl.rollout.collate import NewTokens, RoutingShape, collect_new_tokens
 from megatron_rl.rollout.engines.base import Generator
@@ -109,23 +109,23 @@ class Rendezvous:
     def count_finished(self, group: int) -> None:
         """Count a group that has finished."""
         number = self._round.rendezvous
-        ticket(f"finished by rendezvous {number}")
+        store_increment(f"finished by rendezvous {number}")
         if self._round.required[group]:
-            ticket(f"required and finished by rendezvous {number}")
+            store_increment(f"required and finished by rendezvous {number}")
 
     def is_over(self) -> bool:
         """Return whether the round ends now."""
         number = self._round.rendezvous
         return (
-            drawn(f"waiting for rendezvous {number}") >= self._learners
-            and drawn(f"finished by rendezvous {number}") >= self._wanted
-            and drawn(f"required and finished by rendezvous {number}") >= self._required
+            store_value(f"waiting for rendezvous {number}") >= self._learners
+            and store_value(f"finished by rendezvous {number}") >= self._wanted
+            and store_value(f"required and finished by rendezvous {number}") >= self._required
         )
 
 
 def await_rendezvous(number: int) -> None:
     """Count this rank, which learns, among those that wait for the replicas."""
-    ticket(f"waiting for rendezvous {number}")
+    store_increment(f"waiting for rendezvous {number}")
 
 
 class Admitted(NamedTuple):
@@ -294,7 +294,7 @@ class ReplicaScheduler:
         """Submit what is due and make one engine step; return False at the end of the token round."""
         output = self._schedule_or_stop() if self._schedules else None
         if self._is_led:
-            output = share(output, self._ranks)
+            output = broadcast_object(output, self._ranks)
         if output is None:
             return False
 
@@ -507,5 +507,5 @@ def draw_ticket(name: str, layout: ParallelLayout, rank: int, is_led: bool) -> i
     The other ranks receive it, unless the replica ``is_led``: then only its first rank admits sequences.
     """
     place = layout.coordinates(rank)
-    number = ticket(name) if place.tensor == 0 else sys.maxsize
-    return number if is_led else share(number, layout.groups("tensor")[place.data])
+    number = store_increment(name) if place.tensor == 0 else sys.maxsize
+    return number if is_led else broadcast_object(number, layout.groups("tensor")[place.data])

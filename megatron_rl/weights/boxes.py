@@ -1,7 +1,7 @@
-"""Boxes of named tensors: who holds what, who needs what, and the regions where the two meet.
+"""Boxes of named tensors: intersect the boxes that ranks hold with the boxes that ranks need.
 
-Pure integer arithmetic. Ranks with equal boxes are described once, so that a job of many replicas
-costs no more than one.
+Pure integer arithmetic. Ranks with equal boxes are one group, so that a job of many replicas costs no more
+than a job of one.
 """
 
 from __future__ import annotations
@@ -23,18 +23,28 @@ Span = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class CoverageError(RuntimeError):
-    """Report parameters whose elements are not each written exactly once."""
+    """Error for parameters with elements that are not written exactly once."""
 
 
 class UncoveredError(RuntimeError):
-    """Report a part of a tensor that is needed and that no rank holds."""
+    """Error for a needed part of a tensor that no rank holds."""
 
 
 @dataclass(frozen=True)
 class BoxGroup:
-    """Hold the boxes that each of ``ranks`` has, alike in all but their ``rank`` field.
+    """Boxes that several ranks hold, or need, alike.
 
-    ``dtypes`` are those of the storages, by name.
+    ``ranks``: global ranks.
+    ``boxes``: boxes of each of these ranks; their ``rank`` field is not meaningful.
+    ``dtypes``: dtype by name of storage.
+
+    Example: rows 0 to 3 of a weight [8, 16] on tensor-parallel rank 0 of two replicas::
+
+        BoxGroup(
+            ranks=(0, 2),
+            boxes=(TensorBox("w", (0, 0), (4, 16), -1, "linear.weight", 0, (16, 1)),),
+            dtypes={"linear.weight": torch.bfloat16},
+        )
     """
 
     ranks: tuple[int, ...]
@@ -43,9 +53,13 @@ class BoxGroup:
 
 
 class Region(NamedTuple):
-    """One box of a tensor that every receiver needs and every holder has whole.
+    """One box of a tensor that every receiver needs and every holder holds completely.
 
-    ``dtype`` is the receivers'; ``bytes`` is the box's size in it.
+    ``name``: the tensor.
+    ``start``, ``size``: the box, in elements.
+    ``holders``, ``receivers``: global ranks, sorted; a rank may be both.
+    ``dtype``: dtype of the receivers' storage.
+    ``bytes``: bytes of the box in this dtype.
     """
 
     name: str
@@ -60,35 +74,40 @@ class Region(NamedTuple):
 def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> list[Region]:
     """Return the regions that cover every destination box exactly once.
 
-    Sorted as the destinations first name their tensors, then by start. Equal holders, and equal receivers,
-    are one object. Raises UncoveredError where a destination box has elements that no source holds.
+    Tensors are in the order of the destinations, regions of a tensor by start. Equal holders, and equal
+    receivers, are one object. Raises UncoveredError if no source holds an element of a destination box.
     """
     ranks = _RankSets()
-    held, _ = _by_tensor(sources, ranks)
-    needed, dtypes = _by_tensor(destinations, ranks)
+    held_boxes, _ = _boxes_by_tensor(sources, ranks)
+    needed_boxes, dtypes = _boxes_by_tensor(destinations, ranks)
+
+    # Layers and experts with equal boxes are intersected once.
     cache: dict[object, list[tuple[Span, tuple[int, ...], tuple[int, ...]]]] = {}
     result: list[Region] = []
-    for name, wanted in needed.items():
-        have = held.get(name, {})
-        # Layers and experts that lie alike are worked out once.
-        key = (_signature(have), _signature(wanted))
+    for name, needed in needed_boxes.items():
+        held = held_boxes.get(name, {})
+        key = (_signature(held), _signature(needed))
         if key not in cache:
-            cache[key] = _meet(name, have, wanted, ranks)
+            cache[key] = _intersect_boxes(name, held, needed, ranks)
+
         itemsize = dtypes[name].itemsize
         for (start, size), holders, receivers in cache[key]:
-            bytes_ = math.prod(size) * itemsize
-            result.append(Region(name, start, size, holders, receivers, dtypes[name], bytes_))
+            num_bytes = math.prod(size) * itemsize
+            result.append(Region(name, start, size, holders, receivers, dtypes[name], num_bytes))
     return result
 
 
 def needed_bytes(destinations: Sequence[BoxGroup]) -> dict[int, int]:
-    """Return by rank the bytes of the distinct tensor elements it needs."""
+    """Return by rank the bytes of the distinct tensor elements that it needs."""
     ranks = _RankSets()
-    needed, dtypes = _by_tensor(destinations, ranks)
+    needed_boxes, dtypes = _boxes_by_tensor(destinations, ranks)
+
+    # Add up per set of ranks first: there are few sets, and many ranks in each.
     by_ranks: dict[tuple[int, ...], int] = {}
-    for name, wanted in needed.items():
-        for (_, size), receivers in disjoint(wanted, ranks).items():
+    for name, needed in needed_boxes.items():
+        for (_, size), receivers in disjoint(needed, ranks).items():
             by_ranks[receivers] = by_ranks.get(receivers, 0) + math.prod(size) * dtypes[name].itemsize
+
     result: dict[int, int] = {}
     for receivers, count in by_ranks.items():
         for rank in receivers:
@@ -97,57 +116,64 @@ def needed_bytes(destinations: Sequence[BoxGroup]) -> dict[int, int]:
 
 
 class _RankSets:
-    """Keep one sorted tuple per set of ranks, so that equal sets are the same object."""
+    """Interned sorted tuples of ranks: equal sets are the same object, and compare by identity."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._interned: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._unions: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def keep(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return the tuple that stands for these ranks."""
+    def intern(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the one tuple of these ranks."""
         ordered = tuple(sorted(set(ranks)))
-        return self._known.setdefault(ordered, ordered)
+        return self._interned.setdefault(ordered, ordered)
 
-    def union(self, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the tuple that stands for all ranks of kept tuples."""
-        if len(parts) == 1:
-            return parts[0]
-        key = tuple(id(part) for part in parts)
+    def union(self, rank_sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the one tuple of all ranks of interned tuples."""
+        if len(rank_sets) == 1:
+            return rank_sets[0]
+        key = tuple(id(ranks) for ranks in rank_sets)
         if key not in self._unions:
-            self._unions[key] = self.keep(rank for part in parts for rank in part)
+            self._unions[key] = self.intern(rank for ranks in rank_sets for rank in ranks)
         return self._unions[key]
 
 
 def _signature(spans: Mapping[Span, tuple[int, ...]]) -> tuple[tuple[Span, int], ...]:
+    """Return a hashable key of boxes with their interned ranks."""
     return tuple((span, id(ranks)) for span, ranks in spans.items())
 
 
-def _by_tensor(
+def _boxes_by_tensor(
     groups: Sequence[BoxGroup], ranks: _RankSets
 ) -> tuple[dict[str, dict[Span, tuple[int, ...]]], dict[str, torch.dtype]]:
     """Return for each tensor its distinct boxes with all ranks that have them, and its dtype."""
-    owners_of: dict[str, dict[Span, list[tuple[int, ...]]]] = {}
+    rank_sets_by_tensor: dict[str, dict[Span, list[tuple[int, ...]]]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for group in groups:
-        members = ranks.keep(group.ranks)
+        group_ranks = ranks.intern(group.ranks)
         for box in group.boxes:
-            owners = owners_of.setdefault(box.name, {}).setdefault((box.start, box.size), [])
-            if not owners or owners[-1] is not members:
-                owners.append(members)
+            rank_sets = rank_sets_by_tensor.setdefault(box.name, {}).setdefault((box.start, box.size), [])
+            # A group may have a box twice, in two storages.
+            if not rank_sets or rank_sets[-1] is not group_ranks:
+                rank_sets.append(group_ranks)
             dtypes[box.name] = group.dtypes[box.storage]
+
     ordered = {
-        name: {span: ranks.union(spans[span]) for span in sorted(spans)} for name, spans in owners_of.items()
+        name: {span: ranks.union(spans[span]) for span in sorted(spans)}
+        for name, spans in rank_sets_by_tensor.items()
     }
     return ordered, dtypes
 
 
-def _meet(
+def _intersect_boxes(
     name: str,
-    have: Mapping[Span, tuple[int, ...]],
-    wanted: Mapping[Span, tuple[int, ...]],
+    held: Mapping[Span, tuple[int, ...]],
+    needed: Mapping[Span, tuple[int, ...]],
     ranks: _RankSets,
 ) -> list[tuple[Span, tuple[int, ...], tuple[int, ...]]]:
-    sources, targets = disjoint(have, ranks), disjoint(wanted, ranks)
+    """Return (span, holders, receivers) of every intersection of held and needed boxes of one tensor."""
+    sources = disjoint(held, ranks)
+    targets = disjoint(needed, ranks)
+
     result = []
     for target, receivers in targets.items():
         covered = 0
@@ -156,6 +182,8 @@ def _meet(
             if span is not None:
                 covered += math.prod(span[1])
                 result.append((span, holders, receivers))
+
+        # Disjoint sources cover the target exactly if the sizes of the intersections add up to its size.
         if covered != math.prod(target[1]):
             raise UncoveredError(
                 f"{name}: the box at {list(target[0])} of size {list(target[1])}, needed by ranks "
@@ -165,10 +193,14 @@ def _meet(
 
 
 def intersect(first: Span, second: Span) -> Span | None:
-    """Return the part that two boxes share, or None."""
-    start, size = [], []
-    for begin, count, other, length in zip(first[0], first[1], second[0], second[1], strict=True):
-        low, high = max(begin, other), min(begin + count, other + length)
+    """Return the intersection of two boxes, None if it is empty."""
+    start = []
+    size = []
+    for first_start, first_size, second_start, second_size in zip(
+        first[0], first[1], second[0], second[1], strict=True
+    ):
+        low = max(first_start, second_start)
+        high = min(first_start + first_size, second_start + second_size)
         if low >= high:
             return None
         start.append(low)
@@ -179,42 +211,49 @@ def intersect(first: Span, second: Span) -> Span | None:
 def disjoint(
     spans: Mapping[Span, tuple[int, ...]], ranks: _RankSets | None = None
 ) -> Mapping[Span, tuple[int, ...]]:
-    """Cut overlapping boxes along each other's edges until they are disjoint; ranks of equal parts join."""
+    """Cut overlapping boxes at each other's edges; each part has the ranks of all boxes that contain it."""
     boxes = list(spans)
-    if not any(intersect(a, b) for a, b in _near(boxes)):
+    if not any(intersect(first, second) for first, second in _pairs_near(boxes)):
         return spans
+
+    # The edges of all boxes form a grid in each dimension.
     edges = [
         sorted({edge for start, size in boxes for edge in (start[dim], start[dim] + size[dim])})
         for dim in range(len(boxes[0][0]))
     ]
+
+    # Each box becomes the cells of the grid inside it.
     cells: dict[Span, set[int]] = {}
-    for box, members in spans.items():
-        ticks = [
-            [edge for edge in edges[dim] if box[0][dim] <= edge <= box[0][dim] + box[1][dim]]
+    for (start, size), box_ranks in spans.items():
+        edges_inside = [
+            [edge for edge in edges[dim] if start[dim] <= edge <= start[dim] + size[dim]]
             for dim in range(len(edges))
         ]
-        for pairs in itertools.product(*(itertools.pairwise(tick) for tick in ticks)):
-            cell = tuple(low for low, _ in pairs), tuple(high - low for low, high in pairs)
-            cells.setdefault(cell, set()).update(members)
-    keep = (ranks or _RankSets()).keep
-    return {cell: keep(cells[cell]) for cell in sorted(cells)}
+        for intervals in itertools.product(*(itertools.pairwise(dim_edges) for dim_edges in edges_inside)):
+            cell = tuple(low for low, _ in intervals), tuple(high - low for low, high in intervals)
+            cells.setdefault(cell, set()).update(box_ranks)
+
+    intern = (ranks or _RankSets()).intern
+    return {cell: intern(cells[cell]) for cell in sorted(cells)}
 
 
-def _near(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
-    """Return the pairs of sorted boxes whose ranges in the first dimension overlap."""
+def _pairs_near(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
+    """Yield the pairs of sorted boxes whose ranges in the first dimension overlap."""
     for index, first in enumerate(boxes):
+        # A scalar has no dimensions.
         if not first[0]:
-            yield from ((first, other) for other in boxes[index + 1 :])
+            yield from ((first, second) for second in boxes[index + 1 :])
             continue
+
         end = first[0][0] + first[1][0]
-        for other in boxes[index + 1 :]:
-            if other[0][0] >= end:
+        for second in boxes[index + 1 :]:
+            if second[0][0] >= end:
                 break
-            yield first, other
+            yield first, second
 
 
 class BoxIndex:
-    """Find the boxes of one rank that contain a region."""
+    """Index of the boxes of one rank, to look up the boxes that contain a region."""
 
     def __init__(self, boxes: Iterable[TensorBox]) -> None:
         self._by_name: dict[str, list[TensorBox]] = {}
@@ -222,68 +261,79 @@ class BoxIndex:
             self._by_name.setdefault(box.name, []).append(box)
 
     def containing(self, region: Region) -> list[TensorBox]:
-        """Return the part of each box that is the region: same start and size, offset in its storage."""
-        pieces = []
+        """Return, for each box that contains the region, the box of the region in the same storage."""
+        span = (region.start, region.size)
+        result = []
         for box in self._by_name.get(region.name, ()):
-            if intersect((box.start, box.size), (region.start, region.size)) == (region.start, region.size):
+            if intersect((box.start, box.size), span) == span:
                 shift = zip(region.start, box.start, box.stride, strict=True)
                 offset = box.offset + sum((inner - outer) * stride for inner, outer, stride in shift)
-                pieces.append(replace(box, start=region.start, size=region.size, offset=offset))
-        return pieces
+                result.append(replace(box, start=region.start, size=region.size, offset=offset))
+        return result
 
 
 def view_of(parameter: Tensor, box: TensorBox) -> Tensor:
-    """Return the view of a parameter that holds a box."""
+    """Return the view of a parameter that a box describes, [*box.size]."""
     return parameter.as_strided(box.size, box.stride, parameter.storage_offset() + box.offset)
 
 
 def check_coverage(
     boxes: Sequence[TensorBox], parameters: Mapping[str, Tensor], padding: Mapping[str, int]
 ) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Check that each parameter's elements are written exactly once; return the gaps of padding.
+    """Check that each parameter's elements are written exactly once; return the gaps in padding by parameter.
 
-    ``padding`` name -> element of the flattened parameter from which gaps are allowed. Raises
-    CoverageError that names every parameter with another gap or a double write.
+    ``padding`` maps a parameter to the element of its flattened storage from which gaps are allowed. A gap is
+    (first element, end). Raises CoverageError that names every parameter with another gap or a double write.
     """
-    by_storage: dict[str, list[TensorBox]] = {}
+    boxes_by_storage: dict[str, list[TensorBox]] = {}
     for box in boxes:
-        by_storage.setdefault(box.storage, []).append(box)
-    faults: list[str] = []
-    allowed: dict[str, tuple[tuple[int, int], ...]] = {}
+        boxes_by_storage.setdefault(box.storage, []).append(box)
+
+    errors: list[str] = []
+    padding_gaps: dict[str, tuple[tuple[int, int], ...]] = {}
     for name, parameter in parameters.items():
-        gaps, doubles = _gaps(by_storage.get(name, []), parameter.numel())
-        wrong = [gap for gap in gaps if gap[0] < padding.get(name, parameter.numel())]
+        gaps, doubles = _find_gaps(boxes_by_storage.get(name, []), parameter.numel())
+        data_gaps = [gap for gap in gaps if gap[0] < padding.get(name, parameter.numel())]
         if doubles:
-            faults.append(f"{name}: {doubles} elements are written more than once")
-        if wrong:
-            missing = sum(last - first for first, last in wrong)
-            faults.append(f"{name}: {missing} of {parameter.numel()} elements are never written")
-        if gaps and not wrong:
-            allowed[name] = tuple(gaps)
-    if faults:
-        raise CoverageError("the loader does not fill each parameter exactly once:\n  " + "\n  ".join(faults))
-    return allowed
+            errors.append(f"{name}: {doubles} elements are written more than once")
+        if data_gaps:
+            count = sum(end - start for start, end in data_gaps)
+            errors.append(f"{name}: {count} of {parameter.numel()} elements are never written")
+        if gaps and not data_gaps:
+            padding_gaps[name] = tuple(gaps)
+
+    if errors:
+        raise CoverageError("the loader does not fill each parameter exactly once:\n  " + "\n  ".join(errors))
+    return padding_gaps
 
 
-def _gaps(boxes: Sequence[TensorBox], count: int) -> tuple[list[tuple[int, int]], int]:
-    """Return the runs of [0, count) outside all boxes, and how many elements lie in several."""
-    runs = [_runs(box) for box in boxes]
-    first = numpy.concatenate([start for start, _ in runs] + [numpy.array([count])])
-    last = numpy.concatenate([start + length for start, length in runs] + [numpy.array([count])])
-    order = numpy.argsort(first, kind="stable")
-    first, last = first[order], last[order]
-    before = numpy.concatenate([[0], numpy.maximum.accumulate(last)[:-1]])
-    distance = first - before
-    gaps = [(int(before[i]), int(first[i])) for i in numpy.flatnonzero(distance > 0)]
+def _find_gaps(boxes: Sequence[TensorBox], count: int) -> tuple[list[tuple[int, int]], int]:
+    """Return the gaps of [0, count) between all boxes, and the number of elements in several boxes."""
+    runs = [_contiguous_runs(box) for box in boxes]
+
+    # An empty run at the end makes a gap after the last box visible.
+    starts = numpy.concatenate([start for start, _ in runs] + [numpy.array([count])])
+    ends = numpy.concatenate([start + length for start, length in runs] + [numpy.array([count])])
+    order = numpy.argsort(starts, kind="stable")
+    starts = starts[order]
+    ends = ends[order]
+
+    # Compare each run with the end of everything before it.
+    previous_ends = numpy.concatenate([[0], numpy.maximum.accumulate(ends)[:-1]])
+    distance = starts - previous_ends
+    gaps = [(int(previous_ends[index]), int(starts[index])) for index in numpy.flatnonzero(distance > 0)]
     return gaps, int(-distance[distance < 0].sum())
 
 
-def _runs(box: TensorBox) -> tuple[numpy.ndarray, int]:
+def _contiguous_runs(box: TensorBox) -> tuple[numpy.ndarray, int]:
     """Return the first elements of a box's contiguous runs in its storage, and their common length."""
     axes = sorted((stride, size) for stride, size in zip(box.stride, box.size, strict=True) if size > 1)
+
+    # The innermost dimensions are one run as long as they are dense.
     length = 1
     while axes and axes[0][0] == length:
         length *= axes.pop(0)[1]
+
     starts = numpy.array([box.offset], dtype=numpy.int64)
     for stride, size in axes:
         starts = (starts[:, None] + numpy.arange(size) * stride).ravel()

@@ -1,6 +1,7 @@
-"""Decide who sends what to whom: the least traffic for a given placement, spread over the holders.
+"""Reshard plan: choose a sender for every region that a rank needs, with the least traffic.
 
-Pure: integers in, integers out. Every rank computes the same plan from the same layouts.
+Pure: integers in, integers out. Every rank computes the same plan from the same layouts, so that no rank has
+to distribute it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from megatron_rl.weights.transfer import slot_bytes
 
 @dataclass(frozen=True)
 class Bundle:
-    """Regions with the same holders and receivers, and the sender to each receiver.
+    """Regions with the same holders and receivers, which travel together.
 
-    A receiver that is its own sender copies locally.
+    ``regions``: the regions.
+    ``senders``: receiver to the sender that serves it; a receiver that is its own sender copies locally.
+    ``bytes``: bytes of all regions, once.
     """
 
     regions: tuple[Region, ...]
@@ -27,10 +30,14 @@ class Bundle:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Hold who sends which regions to whom.
+    """Reshard plan of one transfer: the regions that each rank sends to each other rank.
 
-    ``received`` and ``sent`` are bytes over the wire by rank, ``local`` bytes copied inside a rank;
-    ``needed`` bytes a rank holds after the transfer.
+    ``sources``, ``destinations``: boxes that ranks hold and need.
+    ``bundles``: all regions, each with a sender for each of its receivers.
+    ``received``, ``sent``: bytes over the wire by rank.
+    ``local``: bytes copied inside a rank, by rank.
+    ``needed``: bytes that a rank needs, by rank, wherever they come from.
+    ``pairs``: bytes over the wire by (sender, receiver).
     """
 
     sources: tuple[BoxGroup, ...]
@@ -44,16 +51,18 @@ class ReshardPlan:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return every rank that holds or needs weights."""
+        """Return every rank that holds or needs weights, sorted."""
         return tuple(sorted({rank for group in (*self.sources, *self.destinations) for rank in group.ranks}))
 
     def bytes_between(self, node_of: Mapping[int, int]) -> tuple[int, int]:
-        """Return bytes that stay inside a node and bytes that cross nodes."""
-        inside = sum(count for (a, b), count in self.pairs.items() if node_of[a] == node_of[b])
+        """Return the bytes over the wire inside nodes and across nodes."""
+        inside = sum(
+            count for (sender, receiver), count in self.pairs.items() if node_of[sender] == node_of[receiver]
+        )
         return inside, sum(self.pairs.values()) - inside
 
     def to_send(self, rank: int) -> dict[int, list[Region]]:
-        """Return the regions a rank sends to each other rank, in the order both sides keep."""
+        """Return by receiver the regions that a rank sends, in the order that both sides use."""
         result: dict[int, list[Region]] = defaultdict(list)
         for bundle in self.bundles:
             for receiver, sender in bundle.senders.items():
@@ -62,7 +71,7 @@ class ReshardPlan:
         return dict(sorted(result.items()))
 
     def to_receive(self, rank: int) -> dict[int, list[Region]]:
-        """Return the regions a rank gets from each rank; those under its own number are local copies."""
+        """Return by sender the regions that a rank receives; its own rank has the local copies."""
         result: dict[int, list[Region]] = defaultdict(list)
         for bundle in self.bundles:
             sender = bundle.senders.get(rank)
@@ -71,17 +80,21 @@ class ReshardPlan:
         return dict(sorted(result.items()))
 
     def boxes_of(self, rank: int, destination: bool) -> BoxIndex:
-        """Return an index of the boxes a rank holds, or with ``destination`` those it needs."""
+        """Return an index of the boxes that a rank holds, or with ``destination`` of those it needs."""
         groups = self.destinations if destination else self.sources
         return BoxIndex(box for group in groups if rank in group.ranks for box in group.boxes)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Say in which phase each pair of ranks talks, and how large its messages may be.
+    """Phases of a transfer, which every rank executes in order.
 
-    A rank talks to few others in one phase, so that messages are large in bounded staging memory; every
-    rank goes through the phases in order.
+    In one phase a rank exchanges messages with few others, so that messages are large in bounded staging
+    memory.
+
+    ``phase``: phase by (sender, receiver).
+    ``slot``: bytes of the largest message.
+    ``streams``: most pairs that one rank belongs to in one phase.
     """
 
     phase: Mapping[tuple[int, int], int]
@@ -90,33 +103,37 @@ class Schedule:
 
     @property
     def staging(self) -> int:
-        """Return the most bytes that in and out buffers of one rank take together."""
+        """Return the largest number of bytes of one rank's in and out buffers together."""
+        # Each stream has two buffers: one message travels while the other is unpacked.
         return 2 * self.slot * self.streams
 
 
 def schedule(plan: ReshardPlan, staging_bytes: int, message_bytes: int = 4 * 2**20) -> Schedule:
-    """Divide a plan's pairs into phases by the distance between their ranks.
+    """Assign the pairs of a plan to phases by the distance between their ranks.
 
-    Each rank has one sender and one receiver at each distance, so a phase of ``w`` distances has at most
+    Each rank has one receiver and one sender at each distance, so a phase of ``w`` distances has at most
     2 ``w`` streams per rank. There are as few phases as messages of ``message_bytes`` allow.
     """
     position = {rank: index for index, rank in enumerate(plan.ranks)}
     count = len(position)
+
+    # Two streams per distance, with two buffers each.
     width = max(1, staging_bytes // (4 * message_bytes))
     phase = {
         (sender, receiver): ((position[receiver] - position[sender]) % count - 1) // width
         for sender, receiver in plan.pairs
     }
+
     streams: dict[tuple[int, int], int] = defaultdict(int)
     for pair, number in phase.items():
         for rank in pair:
             streams[rank, number] += 1
-    most = max(streams.values(), default=1)
-    return Schedule(phase, slot_bytes(staging_bytes, most), most)
+    max_streams = max(streams.values(), default=1)
+    return Schedule(phase, slot_bytes(staging_bytes, max_streams), max_streams)
 
 
 class PlanError(RuntimeError):
-    """Report a plan that breaks its own promises."""
+    """Error for a plan that `check_plan` rejects: a fault of the planner."""
 
 
 def build_plan(
@@ -124,97 +141,122 @@ def build_plan(
     destinations: Sequence[BoxGroup],
     node_of: Mapping[int, int] | None = None,
 ) -> ReshardPlan:
-    """Plan the transfer: own copies first, then the least-loaded holder, on the same node where there is one.
+    """Plan the transfer from the ranks that hold weights to the ranks that need them.
 
-    Raises UncoveredError when something needed is held nowhere, PlanError when a rank would receive more
-    than what it needs and lacks.
+    A receiver that holds a region copies it locally. Otherwise the least loaded holder sends it, one on the
+    receiver's node (``node_of``: rank to node) if there is any. Raises UncoveredError if no rank holds a
+    needed region, PlanError if a rank would receive more than it needs and lacks.
     """
     nodes = node_of or {}
-    all_regions = regions(sources, destinations)
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     local: dict[int, int] = defaultdict(int)
     pairs: dict[tuple[int, int], int] = defaultdict(int)
+
     bundles = []
-    for group in _groups(all_regions):
-        choices = _Choices(group[0].holders, nodes)
-        for part in _parts(group):
-            bytes_ = sum(region.bytes for region in part)
+    for group in _group_by_ranks(regions(sources, destinations)):
+        selector = _SenderSelector(group[0].holders, nodes)
+        for bundle_regions in _split_group(group):
+            num_bytes = sum(region.bytes for region in bundle_regions)
             senders = {}
-            for receiver in part[0].receivers:
-                sender = choices.sender(receiver, sent)
+            for receiver in bundle_regions[0].receivers:
+                sender = selector.select(receiver, sent)
                 senders[receiver] = sender
                 if sender == receiver:
-                    local[receiver] += bytes_
+                    local[receiver] += num_bytes
                 else:
-                    sent[sender] += bytes_
-                    received[receiver] += bytes_
-                    pairs[sender, receiver] += bytes_
-            bundles.append(Bundle(tuple(part), senders, bytes_))
+                    sent[sender] += num_bytes
+                    received[receiver] += num_bytes
+                    pairs[sender, receiver] += num_bytes
+            bundles.append(Bundle(tuple(bundle_regions), senders, num_bytes))
+
     plan = ReshardPlan(
-        tuple(sources), tuple(destinations), tuple(bundles),
-        dict(received), dict(sent), dict(local), needed_bytes(destinations), dict(pairs),
-    )  # fmt: skip
+        sources=tuple(sources),
+        destinations=tuple(destinations),
+        bundles=tuple(bundles),
+        received=dict(received),
+        sent=dict(sent),
+        local=dict(local),
+        needed=needed_bytes(destinations),
+        pairs=dict(pairs),
+    )
     check_plan(plan)
     return plan
 
 
 def check_plan(plan: ReshardPlan) -> None:
-    """Check that every needed element arrives exactly once and that no rank receives what it already has."""
-    bound: dict[int, int] = defaultdict(int)
-    arriving: dict[int, int] = defaultdict(int)
+    """Check that every needed element arrives exactly once and that no rank receives what it already holds.
+
+    Raises PlanError.
+    """
+    wire_bytes: dict[int, int] = defaultdict(int)
+    arriving_bytes: dict[int, int] = defaultdict(int)
     for bundle in plan.bundles:
         holders = set(bundle.regions[0].holders)
         for receiver, sender in bundle.senders.items():
-            arriving[receiver] += bundle.bytes
+            arriving_bytes[receiver] += bundle.bytes
             if sender not in holders:
                 raise PlanError(f"rank {sender} is to send {bundle.regions[0].name}, which it does not hold")
             if receiver not in holders:
-                bound[receiver] += bundle.bytes
+                wire_bytes[receiver] += bundle.bytes
+
     for rank, count in plan.needed.items():
-        if arriving[rank] != count:
-            raise PlanError(f"rank {rank} needs {count} bytes and would be given {arriving[rank]}")
-        if plan.received.get(rank, 0) != bound[rank]:
+        if arriving_bytes[rank] != count:
+            raise PlanError(f"rank {rank} needs {count} bytes and would be given {arriving_bytes[rank]}")
+        if plan.received.get(rank, 0) != wire_bytes[rank]:
             raise PlanError(
-                f"rank {rank} would receive {plan.received.get(rank, 0)} bytes, it lacks {bound[rank]}"
+                f"rank {rank} would receive {plan.received.get(rank, 0)} bytes, it lacks {wire_bytes[rank]}"
             )
 
 
-def _groups(all_regions: Sequence[Region]) -> list[list[Region]]:
-    """Collect regions with equal holders and receivers, the groups with fewest choices first."""
+def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
+    """Group regions with equal holders and receivers; groups with the fewest holders come first.
+
+    Their senders cannot be chosen freely, so the others balance the load after them.
+    """
     groups: dict[tuple[int, int], list[Region]] = {}
     for region in all_regions:
+        # Equal tuples of ranks are one object: see `regions`.
         groups.setdefault((id(region.holders), id(region.receivers)), []).append(region)
     return sorted(groups.values(), key=lambda group: len(group[0].holders))
 
 
-def _parts(group: list[Region], smallest: int = 2**20) -> Iterator[list[Region]]:
-    """Divide a group so that several holders can share the sending."""
+def _split_group(group: list[Region], min_bytes: int = 2**20) -> Iterator[list[Region]]:
+    """Split a group into lists of regions, so that several holders can share the sending."""
     total = sum(region.bytes for region in group)
-    target = max(smallest, total // (4 * len(group[0].holders)))
-    part: list[Region] = []
-    filled = 0
+
+    # Four lists per holder balance the load without many small messages.
+    target = max(min_bytes, total // (4 * len(group[0].holders)))
+    chunk: list[Region] = []
+    chunk_bytes = 0
     for region in group:
-        if part and filled + region.bytes > target:
-            yield part
-            part, filled = [], 0
-        part.append(region)
-        filled += region.bytes
-    yield part
+        if chunk and chunk_bytes + region.bytes > target:
+            yield chunk
+            chunk = []
+            chunk_bytes = 0
+        chunk.append(region)
+        chunk_bytes += region.bytes
+    yield chunk
 
 
-class _Choices:
-    """Choose among the holders of a region: the receiver itself, else the least loaded, near ones first."""
+class _SenderSelector:
+    """Selector of senders: a receiver that is a holder, else the least loaded holder, near ones first."""
 
     def __init__(self, holders: Sequence[int], nodes: Mapping[int, int]) -> None:
-        self._holders, self._members, self._nodes = holders, set(holders), nodes
-        self._on_node: dict[int | None, list[int]] = defaultdict(list)
+        self._holders = holders
+        self._holder_set = set(holders)
+        self._nodes = nodes
+        self._holders_by_node: dict[int | None, list[int]] = defaultdict(list)
         for rank in holders:
-            self._on_node[nodes.get(rank)].append(rank)
+            self._holders_by_node[nodes.get(rank)].append(rank)
 
-    def sender(self, receiver: int, sent: Mapping[int, int]) -> int:
-        """Return who gives the region to ``receiver``, given the bytes each rank already sends."""
-        if receiver in self._members:
+    def select(self, receiver: int, sent: Mapping[int, int]) -> int:
+        """Return the sender for ``receiver``; ``sent`` has the bytes that each rank already sends."""
+        if receiver in self._holder_set:
             return receiver
-        near = self._on_node.get(self._nodes.get(receiver)) or self._holders
-        return near[0] if len(near) == 1 else min(near, key=lambda rank: (sent.get(rank, 0), rank))
+
+        candidates = self._holders_by_node.get(self._nodes.get(receiver)) or self._holders
+        if len(candidates) == 1:
+            return candidates[0]
+        # Equal loads go to the lowest rank, so that all ranks compute the same plan.
+        return min(candidates, key=lambda rank: (sent.get(rank, 0), rank))

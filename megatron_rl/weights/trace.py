@@ -1,8 +1,8 @@
-"""Learn where a weight loader puts every element by watching its copies, without moving any data.
+"""Trace of a weight loader: record where it copies every element, without moving any data.
 
-A loader runs on meta tensors that stand for the checkpoint. Views keep the storage they look into, so
-each ``copy_`` names the source region and the destination region by offset, size and stride alone; no
-list of allowed view operations is needed.
+The loader runs on meta tensors that represent the checkpoint. A view keeps the storage of its base, so
+offset, size and stride of both arguments of a ``copy_`` identify the source region and the destination
+region; no list of supported view operations is needed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from megatron_rl.types import TensorBox
 
 
 class TraceError(RuntimeError):
-    """Report a loader whose copies cannot be expressed as boxes of its source tensors."""
+    """Error for a loader whose copies cannot be expressed as boxes of its source tensors."""
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """Say how a storage holds one box of a source tensor: position = offset + sum_d i_d * stride[d]."""
+    """Placement of one box of a source tensor in a storage: position = offset + sum_d i_d * stride[d].
+
+    ``name``: the source tensor.
+    ``start``, ``size``: the box, in coordinates of the source tensor.
+    ``offset``, ``stride``: position of its first element and strides in the storage, in elements.
+    """
 
     name: str
     start: tuple[int, ...]
@@ -36,7 +41,10 @@ class _Frame:
 
 
 class _Axis(NamedTuple):
-    """One dimension of a copy: ``length`` steps of ``step`` along source dimension ``dim``."""
+    """One dimension of a copy: ``length`` elements, ``step`` apart along source dimension ``dim``.
+
+    ``dim`` is None for a broadcast dimension. ``destination_stride`` is in elements of the destination.
+    """
 
     dim: int | None
     step: int
@@ -44,18 +52,19 @@ class _Axis(NamedTuple):
     destination_stride: int
 
 
-_ALIASING = {
+_COPYING_OPS = {
     torch.ops.aten.clone.default,
     torch.ops.aten._to_copy.default,
     torch.ops.aten.contiguous.default,
 }
+"""Operations whose result holds the same elements as their argument, in a storage of its own."""
 
 
 class CopyRecorder(TorchDispatchMode):
-    """Record copies from views of named sources into views of named destinations.
+    """Dispatch mode that records copies from views of named sources into views of named destinations.
 
-    A recorded copy is not executed. Copies and conversions of a source are followed. A copy of anything
-    else into a destination raises TraceError, because its origin would stay unknown.
+    A recorded copy is not executed. Intermediate copies and dtype conversions of a source count as that
+    source. A copy of anything else into a destination raises TraceError, since its origin is unknown.
     """
 
     def __init__(
@@ -66,22 +75,29 @@ class CopyRecorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._rank = rank
+
+        # Frames and destinations are keyed by the address of a storage, which must not be freed and reused.
         self._alive: list[Tensor] = list(destinations.values())
+
         self._frames: dict[int, _Frame] = {}
         for name, tensor in sources.items():
             self.add_source(name, tensor)
+
+        # Sorted (first element, end, name) of the destinations in each storage; tied parameters count once.
         self._destinations: dict[int, list[tuple[int, int, str]]] = {}
         for name, tensor in destinations.items():
             entries = self._destinations.setdefault(_storage(tensor), [])
             begin = int(tensor.storage_offset())
-            if all(entry[:2] != (begin, begin + _extent(tensor)) for entry in entries):
-                entries.append((begin, begin + _extent(tensor), name))
+            end = begin + _extent(tensor)
+            if all(entry[:2] != (begin, end) for entry in entries):
+                entries.append((begin, end, name))
         for entries in self._destinations.values():
             entries.sort()
+
         self.boxes: list[TensorBox] = []
 
     def add_source(self, name: str, tensor: Tensor) -> None:
-        """Follow one more source from now on."""
+        """Add a source tensor with a storage of its own."""
         self._alive.append(tensor)
         self._frames[_storage(tensor)] = _frame_of(name, tensor)
 
@@ -89,53 +105,64 @@ class CopyRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             return self._copy(args[0], args[1], lambda: func(*args, **kwargs))
+
         result = func(*args, **kwargs)
-        if func in _ALIASING and isinstance(result, Tensor) and _storage(args[0]) in self._frames:
-            self._follow(result, args[0])
+        if func in _COPYING_OPS and isinstance(result, Tensor) and _storage(args[0]) in self._frames:
+            self._add_intermediate(result, args[0])
         return result
 
     def _copy(self, target: Tensor, source: Tensor, execute: Callable[[], Any]) -> Any:
-        known_source = _storage(source) in self._frames
+        is_source = _storage(source) in self._frames
         parameter = self._parameter_at(target)
+
+        # A copy between intermediate tensors of the loader is executed.
         if parameter is None:
             result = execute()
-            if known_source:
-                self._follow(target, source)
+            if is_source:
+                self._add_intermediate(target, source)
             return result
+
         name, begin = parameter
-        if not known_source:
+        if not is_source:
             raise TraceError(f"{name!r} is filled with values that do not come from a source tensor")
         if target.numel():
-            self.boxes += self._boxes(target, source.expand(target.shape), name, begin)
+            self.boxes += self._boxes_of_copy(target, source.expand(target.shape), name, begin)
         return target
 
     def _parameter_at(self, tensor: Tensor) -> tuple[str, int] | None:
+        """Return name and first element of the destination that contains a view, None if there is none."""
         entries = self._destinations.get(_storage(tensor))
         if entries is None:
             return None
+
         index = bisect_right(entries, (tensor.storage_offset(), float("inf"), "")) - 1
+        # Only an empty view, which copies nothing, can end before the first destination.
         begin, end, name = entries[index] if index >= 0 else (0, 0, "")
         if tensor.storage_offset() + _extent(tensor) > end:
             return None
         return name, begin
 
-    def _boxes(self, target: Tensor, source: Tensor, name: str, begin: int) -> list[TensorBox]:
+    def _boxes_of_copy(self, target: Tensor, source: Tensor, name: str, begin: int) -> list[TensorBox]:
+        """Return the boxes of a copy into the destination ``name``, whose first element is ``begin``."""
         frame = self._frames[_storage(source)]
         first, axes = _resolve(frame, source, target.stride())
         offset = int(target.storage_offset()) - begin
         return [
             replace(box, storage=name, rank=self._rank)
-            for box in _peel(frame.name, first, axes, offset, len(frame.start))
+            for box in _split_into_boxes(frame.name, first, axes, offset, len(frame.start))
         ]
 
-    def _follow(self, copy: Tensor, source: Tensor) -> None:
-        """Remember that ``copy`` now holds what ``source`` shows."""
+    def _add_intermediate(self, copy: Tensor, source: Tensor) -> None:
+        """Register ``copy`` as a storage that holds the elements of the view ``source``."""
         frame = self._frames[_storage(source)]
         first, axes = _resolve(frame, source.expand(copy.shape), copy.stride())
-        boxes = list(_peel(frame.name, first, axes, int(copy.storage_offset()), len(frame.start)))
+        boxes = list(_split_into_boxes(frame.name, first, axes, int(copy.storage_offset()), len(frame.start)))
+
+        # A frame is one box; a copy that rearranges elements would need several.
         if len(boxes) != 1:
             raise TraceError(f"a rearranged copy of {frame.name!r} cannot be followed")
         (box,) = boxes
+
         self._alive.append(copy)
         self._frames[_storage(copy)] = _Frame(frame.name, box.start, box.size, box.offset, box.stride)
 
@@ -146,12 +173,12 @@ def trace_copies(
     destinations: Mapping[str, Tensor],
     rank: int,
 ) -> list[TensorBox]:
-    """Run ``load(sources)`` and return where each source box lands in this rank's destinations.
+    """Run ``load(sources)`` and return the boxes of its copies into this rank's destinations.
 
-    ``sources`` are meta tensors by canonical name, one storage each; ``destinations`` are parameters by
-    name, meta or live; their contents are not touched by recorded copies. A box's offset counts from its
-    parameter's first element, its strides are those of the parameter's storage. Boxes are merged and
-    sorted. Raises TraceError for a copy that cannot be expressed as boxes.
+    ``sources`` are meta tensors by canonical name, one storage each; ``destinations`` are parameters by name,
+    meta or live, whose contents recorded copies do not change. The offset of a box counts from the first
+    element of its parameter; its strides are those of the parameter's storage. Raises TraceError for a copy
+    that cannot be expressed as boxes.
     """
     recorder = CopyRecorder(sources, destinations, rank)
     with torch.no_grad(), recorder:
@@ -160,14 +187,14 @@ def trace_copies(
 
 
 def meta_sources(shapes: Mapping[str, Iterable[int]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return meta tensors of the given shapes, to stand for a checkpoint."""
+    """Return meta tensors of the given shapes, to represent a checkpoint."""
     return {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
 
 
 def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
-    """Join boxes that are neighbours both in their tensor and in their storage; sort them.
+    """Join boxes that are adjacent both in their tensor and in their storage; return them sorted.
 
-    Equal boxes are kept once. Rank, storage and tensor of joined boxes are the same.
+    Duplicates are removed. Only boxes of the same rank, storage and tensor are joined.
     """
     current = sorted(set(boxes), key=_order)
     dims = max((len(box.start) for box in current), default=0)
@@ -177,34 +204,39 @@ def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
 
 
 def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
+    """Join boxes that are adjacent along one dimension and equal in all others."""
     groups: dict[Any, list[TensorBox]] = {}
-    result: list[TensorBox] = []
+    merged: list[TensorBox] = []
     for box in boxes:
         if dim >= len(box.start):
-            result.append(box)
+            merged.append(box)
             continue
-        rest = (
-            _without(box.start, dim),
-            _without(box.size, dim),
-            _without(box.stride, dim),
+        other_dims = (
+            _drop_dim(box.start, dim),
+            _drop_dim(box.size, dim),
+            _drop_dim(box.stride, dim),
         )
-        groups.setdefault((box.name, box.rank, box.storage, rest), []).append(box)
+        groups.setdefault((box.name, box.rank, box.storage, other_dims), []).append(box)
+
     for group in groups.values():
         group.sort(key=lambda box: (box.start[dim], box.offset))
         joined = [group[0]]
         for box in group[1:]:
-            both = _join(joined[-1], box, dim)
-            if both is None:
+            union = _join(joined[-1], box, dim)
+            if union is None:
                 joined.append(box)
             else:
-                joined[-1] = both
-        result += joined
-    return result
+                joined[-1] = union
+        merged += joined
+    return merged
 
 
 def _join(first: TensorBox, second: TensorBox, dim: int) -> TensorBox | None:
+    """Return the union of two boxes along ``dim``, None if they are not adjacent in tensor and storage."""
     if first.start[dim] + first.size[dim] != second.start[dim]:
         return None
+
+    # One stride must lead through the elements of both boxes.
     distance = second.offset - first.offset
     stride, remainder = divmod(distance, first.size[dim])
     if remainder or stride <= 0:
@@ -212,101 +244,127 @@ def _join(first: TensorBox, second: TensorBox, dim: int) -> TensorBox | None:
     for box in (first, second):
         if box.size[dim] > 1 and box.stride[dim] != stride:
             return None
-    size, strides = list(first.size), list(first.stride)
-    size[dim], strides[dim] = first.size[dim] + second.size[dim], stride
+
+    size = list(first.size)
+    size[dim] += second.size[dim]
+    strides = list(first.stride)
+    strides[dim] = stride
     return replace(first, size=tuple(size), stride=tuple(strides))
 
 
 def _resolve(frame: _Frame, source: Tensor, target_stride: tuple[int, ...]) -> tuple[list[int], list[_Axis]]:
-    """Express a view of a frame in source coordinates: its first element and one axis per dimension."""
+    """Express a view of a frame in source coordinates: its first element, and the axes of the view."""
     first = _coordinates(frame, int(source.storage_offset()) - frame.offset)
     axes: list[_Axis] = []
-    for count, stride, written in zip(source.shape, source.stride(), target_stride, strict=True):
+    for count, stride, destination_stride in zip(source.shape, source.stride(), target_stride, strict=True):
         if count == 1:
             continue
         if stride == 0:
-            axes.append(_Axis(None, 0, count, written))
+            axes.append(_Axis(None, 0, count, destination_stride))
             continue
-        axes += _split_axis(frame, first, count, stride, written)
-    reached = list(first)
+        axes += _split_axis(frame, first, count, stride, destination_stride)
+
+    # The last element must be inside the frame: a view may run over from one row into the next.
+    last = list(first)
     for axis in axes:
         if axis.dim is not None:
-            reached[axis.dim] += axis.step * (axis.length - 1)
-    if any(position >= size for position, size in zip(reached, frame.size, strict=True)):
+            last[axis.dim] += axis.step * (axis.length - 1)
+    if any(position >= size for position, size in zip(last, frame.size, strict=True)):
         raise TraceError(f"a view of {frame.name!r} crosses the edges of its dimensions")
+
     return [start + value for start, value in zip(frame.start, first, strict=True)], axes
 
 
-def _split_axis(frame: _Frame, first: list[int], count: int, stride: int, written: int) -> list[_Axis]:
+def _split_axis(
+    frame: _Frame, first: list[int], count: int, stride: int, destination_stride: int
+) -> list[_Axis]:
     """Split one view dimension that runs over several source dimensions (a flattened view)."""
     axes: list[_Axis] = []
     while True:
+        # A step of the view must move along exactly one source dimension.
         delta = _coordinates(frame, stride)
-        moved = [dim for dim, step in enumerate(delta) if step]
-        if len(moved) != 1:
+        stepped_dims = [dim for dim, step in enumerate(delta) if step]
+        if len(stepped_dims) != 1:
             raise TraceError(f"a diagonal view of {frame.name!r} cannot be expressed as boxes")
-        (dim,) = moved
-        step, room = delta[dim], frame.size[dim] - first[dim]
+        (dim,) = stepped_dims
+        step = delta[dim]
+        room = frame.size[dim] - first[dim]
         if first[dim] + step * (count - 1) < frame.size[dim]:
-            return [*axes, _Axis(dim, step, count, written)]
+            return [*axes, _Axis(dim, step, count, destination_stride)]
+
+        # The view fills this dimension and continues in the next outer one.
         inner, remainder = divmod(room, step)
         if remainder or first[dim] or count % inner:
             raise TraceError(f"a flattened view of {frame.name!r} does not end with its rows")
-        axes.append(_Axis(dim, step, inner, written))
-        count, stride, written = count // inner, stride * inner, written * inner
+        axes.append(_Axis(dim, step, inner, destination_stride))
+        count //= inner
+        stride *= inner
+        destination_stride *= inner
 
 
 def _coordinates(frame: _Frame, position: int) -> list[int]:
-    """Return the coordinates of a storage position (counted from the frame's first element)."""
+    """Return the coordinates of a storage position, which counts from the frame's first element."""
     result = [0] * len(frame.size)
+
+    # Largest stride first, as digits of a number.
     order = sorted(
         (dim for dim, size in enumerate(frame.size) if size > 1),
         key=lambda dim: -frame.stride[dim],
     )
     for dim in order:
         result[dim], position = divmod(position, frame.stride[dim])
+
     if position:
         raise TraceError(f"a view of {frame.name!r} is not aligned with its elements")
     return result
 
 
-def _peel(name: str, first: list[int], axes: list[_Axis], offset: int, dims: int) -> Iterable[TensorBox]:
-    """Turn axes into boxes: one axis of step 1 per source dimension stays, the others are enumerated."""
-    kept: dict[int, _Axis] = {}
-    peeled: list[_Axis] = []
+def _split_into_boxes(
+    name: str, first: list[int], axes: list[_Axis], offset: int, dims: int
+) -> Iterable[TensorBox]:
+    """Turn the axes of a copy into boxes.
+
+    A box spans one axis of step 1 per source dimension. Every combination of indices of the other axes, as of
+    interleaved or broadcast dimensions, is a box of its own.
+    """
+    spanned: dict[int, _Axis] = {}
+    enumerated: list[_Axis] = []
     for dim in range(dims):
         for axis in _merge_axes([axis for axis in axes if axis.dim == dim]):
-            if axis.step == 1 and dim not in kept:
-                kept[dim] = axis
+            if axis.step == 1 and dim not in spanned:
+                spanned[dim] = axis
             else:
-                peeled.append(axis)
-    peeled += [axis for axis in axes if axis.dim is None]
-    size = tuple(kept[dim].length if dim in kept else 1 for dim in range(dims))
-    stride = tuple(kept[dim].destination_stride if dim in kept else 0 for dim in range(dims))
-    for index in itertools.product(*(range(axis.length) for axis in peeled)):
-        start, begin = list(first), offset
-        for position, axis in zip(index, peeled, strict=True):
+                enumerated.append(axis)
+    enumerated += [axis for axis in axes if axis.dim is None]
+
+    size = tuple(spanned[dim].length if dim in spanned else 1 for dim in range(dims))
+    stride = tuple(spanned[dim].destination_stride if dim in spanned else 0 for dim in range(dims))
+    for indices in itertools.product(*(range(axis.length) for axis in enumerated)):
+        start = list(first)
+        box_offset = offset
+        for index, axis in zip(indices, enumerated, strict=True):
             if axis.dim is not None:
-                start[axis.dim] += position * axis.step
-            begin += position * axis.destination_stride
-        yield TensorBox(name, tuple(start), size, 0, "", begin, stride)
+                start[axis.dim] += index * axis.step
+            box_offset += index * axis.destination_stride
+        yield TensorBox(name, tuple(start), size, 0, "", box_offset, stride)
 
 
 def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
-    """Join axes of one source dimension that are contiguous on both sides."""
-    result: list[_Axis] = []
+    """Join axes of one source dimension that are contiguous both in the source and in the destination."""
+    merged: list[_Axis] = []
     for axis in sorted(axes, key=lambda axis: axis.step):
-        if result:
-            inner = result[-1]
-            follows = axis.step == inner.step * inner.length
-            if follows and axis.destination_stride == inner.destination_stride * inner.length:
-                result[-1] = inner._replace(length=inner.length * axis.length)
+        if merged:
+            inner = merged[-1]
+            source_contiguous = axis.step == inner.step * inner.length
+            if source_contiguous and axis.destination_stride == inner.destination_stride * inner.length:
+                merged[-1] = inner._replace(length=inner.length * axis.length)
                 continue
-        result.append(axis)
-    return result
+        merged.append(axis)
+    return merged
 
 
 def _frame_of(name: str, tensor: Tensor) -> _Frame:
+    """Return the frame of a whole source tensor."""
     shape = tuple(tensor.shape)
     return _Frame(name, (0,) * len(shape), shape, int(tensor.storage_offset()), tuple(tensor.stride()))
 
@@ -316,13 +374,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return the number of storage elements from a tensor's first to its last, inclusive."""
+    """Return the number of storage elements from a tensor's first to its last element, inclusive."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
+def _drop_dim(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return values[:dim] + values[dim + 1 :]
 
 

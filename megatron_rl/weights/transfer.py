@@ -1,4 +1,8 @@
-"""Move pieces of tensors between ranks, point to point, through staging memory of a fixed size."""
+"""Point-to-point transfer of tensor regions between ranks, through staging memory of a fixed size.
+
+The regions for one peer are packed into messages, which both sides divide alike without any negotiation: the
+division depends only on shapes, dtypes and the size of a message.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +22,32 @@ from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup
 
 ALIGNMENT = 16
-ALONE = 2**20
-"""Pieces of at least this many bytes travel alone, and where they are dense without staging."""
+"""Bytes at whose multiples segments of a message begin, so that a view of any dtype is aligned."""
+OWN_MESSAGE_BYTES = 2**20
+"""Regions of at least this many bytes get messages of their own, and if dense need no staging."""
 
 
 @dataclass
 class _Segment:
-    """Where one part of a view lies in a message; a receiver may write it to several places."""
+    """One view, or a part of it, in a message.
+
+    ``views``: views of live storage of equal shape; a receiver may write a segment to several.
+    ``dtype``: dtype on the wire.
+    ``offset``: bytes from the start of the message.
+    """
 
     views: tuple[Tensor, ...]
     dtype: torch.dtype
     offset: int
 
     def staged(self, buffer: Tensor) -> Tensor:
-        """Return the segment's place in a message buffer [bytes]."""
+        """Return the view of the segment in a message buffer of bytes, in the shape of its views."""
         shape = self.views[0].shape
         count = shape.numel() * self.dtype.itemsize
         return buffer[self.offset : self.offset + count].view(self.dtype).view(shape)
 
     def in_place(self) -> Tensor | None:
-        """Return the only view's own storage [bytes] where it can be sent or received as it lies."""
+        """Return the view's storage as bytes if it can be sent or received without staging, else None."""
         view = self.views[0]
         if len(self.views) > 1 or view.dtype != self.dtype or not view.is_contiguous():
             return None
@@ -46,7 +56,13 @@ class _Segment:
 
 @dataclass
 class _Stream:
-    """The messages of one ordered pair of ranks; both sides divide them alike from shapes and dtypes."""
+    """Messages of one ordered pair of ranks, which both sides divide alike.
+
+    ``slot``: bytes of the largest message.
+    ``messages``: segments of each message.
+    ``lengths``: bytes of each message.
+    ``closed``: whether the next segment begins a new message.
+    """
 
     slot: int
     messages: list[list[_Segment]] = field(default_factory=list)
@@ -54,27 +70,28 @@ class _Stream:
     closed: bool = True
 
     def fill(self, pieces: Sequence[tuple[tuple[Tensor, ...], torch.dtype]]) -> None:
-        """Append all pieces, those that share messages first."""
-        for views, dtype in sorted(pieces, key=lambda piece: self.is_alone(*piece)):
+        """Append all pieces; the small ones, which share messages, come first."""
+        for views, dtype in sorted(pieces, key=lambda piece: self.needs_own_message(*piece)):
             self.add(views, dtype)
 
     def add(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-        """Append views of equal shape, cutting them where a message is full."""
-        alone = self.is_alone(views, dtype)
-        if alone or self.closed:
-            self._begin()
-        self._place(views, dtype)
-        self.closed = alone
+        """Append views of equal shape, split at the end of full messages."""
+        own_message = self.needs_own_message(views, dtype)
+        if own_message or self.closed:
+            self._begin_message()
+        self._append(views, dtype)
+        self.closed = own_message
 
-    def is_alone(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> bool:
-        """Say whether views are large enough for messages of their own."""
-        return views[0].numel() * dtype.itemsize >= min(ALONE, self.slot)
+    def needs_own_message(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> bool:
+        """Return whether views are large enough for messages of their own."""
+        return views[0].numel() * dtype.itemsize >= min(OWN_MESSAGE_BYTES, self.slot)
 
     def in_place(self) -> list[Tensor | None]:
-        """Return for each message the storage that replaces its staging buffer, None where none can."""
-        return [parts[0].in_place() if len(parts) == 1 else None for parts in self.messages]
+        """Return for each message the storage that replaces its staging buffer, or None."""
+        return [segments[0].in_place() if len(segments) == 1 else None for segments in self.messages]
 
-    def _place(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    def _append(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+        """Append views to the last message, and what does not fit to new messages."""
         shape = views[0].shape
         count = shape.numel() * dtype.itemsize
         offset = -(-self.lengths[-1] // ALIGNMENT) * ALIGNMENT
@@ -82,31 +99,37 @@ class _Stream:
             self.messages[-1].append(_Segment(views, dtype, offset))
             self.lengths[-1] = offset + count
             return
-        row = count // shape[0] if shape else count
-        rows = (self.slot - offset) // row
-        if rows:
-            self._place(tuple(view[:rows] for view in views), dtype)
-            self._place(tuple(view[rows:] for view in views), dtype)
-        elif offset:
-            self._begin()
-            self._place(views, dtype)
-        else:
-            for index in range(shape[0]):
-                self._place(tuple(view[index] for view in views), dtype)
 
-    def _begin(self) -> None:
+        row_bytes = count // shape[0] if shape else count
+        rows = (self.slot - offset) // row_bytes
+        if rows:
+            # Fill this message with whole rows, then continue with the others.
+            self._append(tuple(view[:rows] for view in views), dtype)
+            self._append(tuple(view[rows:] for view in views), dtype)
+        elif offset:
+            # Not even a row fits into the remaining bytes.
+            self._begin_message()
+            self._append(views, dtype)
+        else:
+            # A row is larger than a message: split within rows.
+            for index in range(shape[0]):
+                self._append(tuple(view[index] for view in views), dtype)
+
+    def _begin_message(self) -> None:
         self.messages.append([])
         self.lengths.append(0)
 
 
 class Exchange:
-    """Hold this rank's compiled share of a transfer; `run` may be called as long as the views live.
+    """Compiled sends and receives of this rank; `run` may be called while the storages of the views live.
 
-    ``sends`` and ``receives`` are by peer rank, in the order both sides share: (views, dtype on the
-    wire). A sent view is converted to that dtype while it is packed; a received part is written to each
-    of its views; what is large and dense travels from and to its own storage. ``slot`` bytes bound each of
-    the two buffers of each stream, and must be equal on all ranks. Ranks are global; ``group`` None is the
-    world.
+    A sent view is converted to the dtype on the wire while it is packed. A received segment is written to
+    each of its views. Large dense regions travel from and to their own storage, without staging.
+
+    ``sends``: peer to (view, dtype on the wire), in the order that both sides use.
+    ``receives``: peer to (views to write, dtype on the wire), in the same order as the peer's sends.
+    ``slot``: bytes that bound each of the two buffers of each stream, equal on all ranks.
+    ``group``: process group, None for the world; peers are global ranks.
     """
 
     def __init__(
@@ -117,12 +140,14 @@ class Exchange:
         group: Any = None,
     ) -> None:
         self._group = group
+
         self._sends = {peer: _Stream(slot) for peer in sends}
         self._receives = {peer: _Stream(slot) for peer in receives}
         for peer, views in sends.items():
             self._sends[peer].fill([((view,), dtype) for view, dtype in views])
         for peer, targets in receives.items():
             self._receives[peer].fill(targets)
+
         streams = [*self._sends.values(), *self._receives.values()]
         self._in_place = {id(stream): stream.in_place() for stream in streams}
         self.rounds = max((len(stream.messages) for stream in streams), default=0)
@@ -131,29 +156,32 @@ class Exchange:
     def run(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Send and receive everything; ``meanwhile`` runs once, while the first messages travel.
 
-        The next message of each stream travels while the last one is written into place. ``staging_peak``
-        is then the number of bytes that were allocated.
+        Afterwards ``staging_peak`` is the number of staging bytes that were allocated.
         """
+        # Double buffering: the next message of each stream travels while the previous one is unpacked.
         buffers: list[dict[Any, Tensor]] = [{}, {}]
         self.staging_peak = 0
         works = self._post(0, buffers[0]) if self.rounds else []
         if meanwhile is not None:
             meanwhile()
-        for number in range(self.rounds):
-            following = []
-            if number + 1 < self.rounds:
-                following = self._post(number + 1, buffers[(number + 1) % 2])
+
+        for round_index in range(self.rounds):
+            next_works = []
+            if round_index + 1 < self.rounds:
+                next_works = self._post(round_index + 1, buffers[(round_index + 1) % 2])
             for work in works:
                 work.wait()
-            self._unpack(number, buffers[number % 2])
-            works = following
+            self._unpack(round_index, buffers[round_index % 2])
+            works = next_works
 
     def _post(self, number: int, buffers: dict[Any, Tensor]) -> list[Any]:
+        """Post the sends and receives of message ``number`` of every stream; return their works."""
         operations = []
         for peer, stream in self._receives.items():
             if number < len(stream.messages):
                 message = self._buffer(buffers, ("in", peer), stream, number)
                 operations.append(dist.P2POp(dist.irecv, message, peer, self._group))
+
         for peer, stream in self._sends.items():
             if number < len(stream.messages):
                 message = self._buffer(buffers, ("out", peer), stream, number)
@@ -161,22 +189,27 @@ class Exchange:
                     for segment in stream.messages[number]:
                         segment.staged(message).copy_(segment.views[0])
                 operations.append(dist.P2POp(dist.isend, message, peer, self._group))
+
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _buffer(self, buffers: dict[Any, Tensor], key: Any, stream: _Stream, number: int) -> Tensor:
+        """Return the bytes of a message: its storage if it travels in place, else a staging buffer."""
         storages = self._in_place[id(stream)]
         in_place = storages[number]
         if in_place is not None:
             return in_place
+
+        # One buffer serves all staged messages of the stream.
         if key not in buffers:
-            staged = zip(stream.lengths, storages, strict=True)
-            largest = max(length for length, storage in staged if storage is None)
-            place = stream.messages[0][0].views[0].device
-            buffers[key] = torch.empty(largest, dtype=torch.uint8, device=place)
-            self.staging_peak += largest
+            lengths = zip(stream.lengths, storages, strict=True)
+            max_length = max(length for length, storage in lengths if storage is None)
+            storage_device = stream.messages[0][0].views[0].device
+            buffers[key] = torch.empty(max_length, dtype=torch.uint8, device=storage_device)
+            self.staging_peak += max_length
         return buffers[key][: stream.lengths[number]]
 
     def _unpack(self, number: int, buffers: dict[Any, Tensor]) -> None:
+        """Copy the received message ``number`` of every stream from staging into its views."""
         for peer, stream in self._receives.items():
             if number < len(stream.messages) and self._in_place[id(stream)][number] is None:
                 for segment in stream.messages[number]:
@@ -186,18 +219,18 @@ class Exchange:
 
 
 def connect(group: Any) -> None:
-    """Have every member of a group make its communicator, before some of them exchange messages.
+    """Create the communicator of a group before some of its ranks exchange messages.
 
-    An accelerator's library makes it with the first call on the group, which waits until all members have
-    entered one. ``group`` None is the world. Collective over the group.
+    NCCL creates it in the first call on the group, which blocks until all ranks of the group have entered
+    one; ranks without messages would never. ``group`` None is the world. Collective over the group.
     """
     dist.all_reduce(torch.zeros(1, device=device.device()), group=group)
 
 
 def slot_bytes(staging_bytes: int, streams: int) -> int:
-    """Return the message size at which ``streams`` double-buffered streams fit into ``staging_bytes``.
+    """Return the largest message, in bytes, with which double-buffered streams fit into ``staging_bytes``.
 
-    Raises ValueError when not even the smallest message fits.
+    Raises ValueError if not even the smallest message fits.
     """
     slot = staging_bytes // (2 * max(streams, 1)) // ALIGNMENT * ALIGNMENT
     if slot < ALIGNMENT:
@@ -208,12 +241,14 @@ def slot_bytes(staging_bytes: int, streams: int) -> int:
 def gather_layout(
     boxes: Sequence[TensorBox] | None, dtypes: Mapping[str, torch.dtype], group: Any = None
 ) -> list[BoxGroup]:
-    """Return the boxes of all ranks, ranks with equal boxes as one group.
+    """Return the boxes of all ranks, with ranks of equal boxes as one group.
 
-    ``boxes`` is None on ranks that hold none; ``dtypes`` are of this rank's storages. Equal
-    boxes travel once. Collective over the group.
+    ``boxes`` is None on ranks without any; ``dtypes`` has the dtypes of this rank's storages. Equal boxes
+    are sent once: ranks compare digests first. Collective over the group.
     """
     rank = rank_in(group)
+
+    # The content is the same on replicas: without the rank, and with the dtypes of used storages only.
     content = None
     digest = None
     if boxes is not None:
@@ -223,15 +258,19 @@ def gather_layout(
             {name: dtype for name, dtype in sorted(dtypes.items()) if name in used},
         )
         digest = hashlib.sha256(pickle.dumps(content)).hexdigest()
-    holders: dict[str, list[int]] = {}
-    for other, content_digest in gather_objects((rank, digest), group):
-        if content_digest is not None:
-            holders.setdefault(content_digest, []).append(other)
-    tells = digest is not None and rank == min(holders[digest])
-    told = dict(
-        item for item in gather_objects((digest, content) if tells else None, group) if item is not None
-    )
-    return [
-        BoxGroup(tuple(sorted(ranks)), told[content_digest][0], told[content_digest][1])
-        for content_digest, ranks in sorted(holders.items(), key=lambda item: min(item[1]))
-    ]
+
+    ranks_by_digest: dict[str, list[int]] = {}
+    for peer, peer_digest in gather_objects((rank, digest), group):
+        if peer_digest is not None:
+            ranks_by_digest.setdefault(peer_digest, []).append(peer)
+
+    # The lowest rank of each digest sends the content.
+    is_sender = digest is not None and rank == min(ranks_by_digest[digest])
+    sent_contents = gather_objects((digest, content) if is_sender else None, group)
+    content_by_digest = dict(item for item in sent_contents if item is not None)
+
+    layout = []
+    for group_digest, ranks in sorted(ranks_by_digest.items(), key=lambda item: min(item[1])):
+        group_boxes, group_dtypes = content_by_digest[group_digest]
+        layout.append(BoxGroup(tuple(sorted(ranks)), group_boxes, group_dtypes))
+    return layout

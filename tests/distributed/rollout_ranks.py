@@ -227,7 +227,7 @@ def check_sharing() -> None:
     dist.broadcast = counting
     try:
         for value in (None, SchedulerOutput(), "x" * 990, "x" * 1016, "x" * 1024, list(range(5000))):
-            assert exchange.share(value if first else "other", (0, 1)) == value
+            assert exchange.broadcast_object(value if first else "other", (0, 1)) == value
             assert len(sent) == 1 + (len(pickle.dumps(value)) > 1016), (value, sent)
             sent.clear()
     finally:

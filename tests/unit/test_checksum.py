@@ -40,7 +40,7 @@ def test_devices_without_integer_products_agree(monkeypatch, dtype, start, colum
     whole = checksum(beside.clone(), (0, start), dtype)
     assert checksum(beside, (0, start), dtype) == whole
     monkeypatch.setattr(execute, "_has_integer_product", lambda kind: False)
-    monkeypatch.setattr(execute, "_WIDE_CHUNK", 512)
+    monkeypatch.setattr(execute, "_WIDE_CHUNK_WORDS", 512)
     assert checksum(beside, (0, start), dtype) == checksum(beside.clone(), (0, start), dtype) == whole
 
 
@@ -116,8 +116,8 @@ def test_a_write_that_goes_astray_differs():
     each = execution((0, 16))
     each.run("full")
     assert each.verify("full", 0) == 2
-    (targets, value), (_, other) = each._local
-    each._local = [(targets, value + 1), ((torch.empty(4, 4),), other)]
+    (targets, value), (_, other) = each._local_copies
+    each._local_copies = [(targets, value + 1), ((torch.empty(4, 4),), other)]
     each._written["all"][16:] = 3.0
     each.run("full")
     with pytest.raises(WeightMismatchError, match="2 regions of"):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed import device
-from megatron_rl.distributed.rendezvous import meet, open_store, store_of_one_host
+from megatron_rl.distributed.rendezvous import agree_on_attempt, open_store, store_of_one_host
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
 
@@ -23,7 +23,7 @@ def test_no_attempt_meets_in_the_place_of_an_earlier_one() -> None:
 
     def start(pool: ThreadPoolExecutor, number: int) -> Future[str]:
         client = dist.TCPStore("127.0.0.1", server.port, timeout=LONG)
-        return pool.submit(meet, client, number, 3, LONG)
+        return pool.submit(agree_on_attempt, client, number, 3, LONG)
 
     with ThreadPoolExecutor(3) as pool:
         first = [start(pool, number) for number in (0, 1, 2)]
@@ -39,7 +39,7 @@ def test_a_rank_whose_first_rank_is_gone_waits_no_longer_than_it_may() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SHORT)
     store.add("attempt", 1)
     with pytest.raises(dist.DistStoreError):
-        meet(store, 1, 2, SHORT)
+        agree_on_attempt(store, 1, 2, SHORT)
 
 
 def test_ranks_of_one_host_meet_where_no_other_host_reaches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,14 +110,14 @@ def test_a_plan_stays_compiled_while_weights_come_and_go(learner: Residency, tmp
     learner.leave()
     hybrid = HybridEngine(learner.model, engine, resident=partial(learner.resident, Use.READ))
     with hybrid.generation_mode():
-        first = hybrid._movements[0]._execution
+        first = hybrid._transfers[0]._execution
     with learner.resident(Use.STATE), torch.no_grad():
         for value in live_parameters(learner.model).values():
             value.mul_(2.0)
     hybrid.mark_updated()
     held = torch.empty(1 << 20)  # what was freed is another's
     with hybrid.generation_mode() as synced:
-        assert synced.values() and hybrid._movements[0]._execution is first is not None
+        assert synced.values() and hybrid._transfers[0]._execution is first is not None
     assert held.numel()
 
 

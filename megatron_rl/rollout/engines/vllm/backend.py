@@ -34,8 +34,8 @@ class Transfer(Protocol):
 
 
 @dataclass
-class Meeting(WeightTransferInitInfo):
-    """Say how a vLLM worker meets the trainers.
+class TransferRendezvous(WeightTransferInitInfo):
+    """Rendezvous of a vLLM worker with the trainers.
 
     In a rank of the trainers' own job everything may stay at its default; ``model`` is what the rank trains,
     None where it only generates. A worker elsewhere names the trainers' ``address`` and ``port``, the number
@@ -63,19 +63,19 @@ class Update(WeightTransferUpdateInfo):
     version: int
 
 
-Connect = Callable[[Meeting, LiveWeights | None, int], tuple[Transfer, Callable[[], None]]]
+Connect = Callable[[TransferRendezvous, LiveWeights | None, int], tuple[Transfer, Callable[[], None]]]
 """Makes (transfer, end) from a meeting, this process's vLLM weights and its rank at the meeting."""
 _connect: list[Connect] = []
 
 
-class HybridTransferEngine(WeightTransferEngine[Meeting, Update]):
+class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
     """Let vLLM's weight-transfer calls run a transfer into this worker's live weights.
 
     The engine's prefix cache is out of a worker's reach: pause with ``clear_cache``, or call
     ``reset_prefix_cache`` after the update.
     """
 
-    init_info_cls = Meeting
+    init_info_cls = TransferRendezvous
     update_info_cls = Update
     supports_draft_weight_update = False
 
@@ -83,7 +83,7 @@ class HybridTransferEngine(WeightTransferEngine[Meeting, Update]):
         super().__init__(*arguments)
         end_with_server()
 
-    def init_transfer_engine(self, init_info: Meeting) -> None:
+    def init_transfer_engine(self, init_info: TransferRendezvous) -> None:
         """Trace the model's own loader and plan the transfer. Collective over the meeting."""
         check_writable(self.model)
         parallel: Any = self.parallel_config
@@ -115,7 +115,7 @@ class HybridTransferEngine(WeightTransferEngine[Meeting, Update]):
 
 @dataclass
 class TrainerMeeting(TrainerInitInfo):
-    """Say how a trainer rank meets vLLM's workers; see `Meeting`. ``rank`` counts the trainers."""
+    """Say how a trainer rank meets vLLM's workers; see `TransferRendezvous`. ``rank`` counts the trainers."""
 
     backend: ClassVar[str] = BACKEND
 
@@ -144,7 +144,7 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
     ) -> HybridTrainerEngine:
         """Meet the workers. Collective over the meeting; the first trainer tells vLLM where it is."""
         told = {name: value for name, value in vars(init_info).items() if name not in ("model", "rank")}
-        meeting = Meeting(model=init_info.model, **told)
+        meeting = TransferRendezvous(model=init_info.model, **told)
         call = alongside(client.init_weight_transfer_engine, told) if init_info.is_sender else None
         transfer, end = _connect[0](meeting, None, init_info.rank)
         if call is not None:

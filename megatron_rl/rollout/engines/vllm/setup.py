@@ -57,7 +57,7 @@ def prepare_vllm() -> None:
     _start_without_message_queues()
     _compute_experts_without_adapters()
     if device.on_host():
-        with device.keep_answers():
+        with device.preserve_stream_stand_ins():
             import vllm.v1.worker.cpu.shm  # noqa: F401 - where vLLM answers for the accelerator
     keep_weights_writable()
     torch.set_num_threads = set_threads
