@@ -170,6 +170,8 @@ def type_fix(hint: Any, raw: Any, path: str) -> str:
         return f"write it without quotes: {name}: {raw}"
     if isinstance(raw, str) and not _is_utf8(raw):
         return "write whole characters: an escape from \\ud800 to \\udfff is half of one"
+    if isinstance(raw, int) and (int in taken or float in taken) and abs(raw) >= 2**63:
+        return "write a number nearer to 0 than 2**63"
     if raw is None:
         return f"give a value, or remove the line to have the default of `{path}`"
     if any(typing.get_origin(option) is tuple for option in taken) and not isinstance(raw, list):

@@ -72,11 +72,11 @@ class Traits(NamedTuple):
             parameters = inspect.signature(function).parameters.values()
         except (ValueError, TypeError):
             return cls(concurrent=concurrent)
-        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        others = [one for one in parameters if one.kind == one.POSITIONAL_ONLY]
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        named = [one for one in parameters if one.kind not in variadic]
         return cls(
             frozenset(one.name for one in named),
-            frozenset(one.name for one in (*named, *others) if one.default is one.empty),
+            frozenset(one.name for one in named if one.default is one.empty),
             any(one.kind == one.VAR_KEYWORD for one in parameters),
             concurrent,
         )
@@ -98,6 +98,33 @@ class Traits(NamedTuple):
     def chosen(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of the values that the function takes."""
         return {name: value for name, value in values.items() if self.takes_all or name in self.takes}
+
+
+def called_by_name(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with its parameters that are taken by position alone taken by name, too."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return function
+    positional = [one for one in parameters if one.kind == one.POSITIONAL_ONLY]
+    if not positional:
+        return function
+
+    def call(**values: Any) -> Any:
+        by_position = [values.pop(one.name, one.default) for one in positional]
+        return function(*by_position, **values)
+
+    return call
+
+
+def require_returns(function: Callable[..., Any]) -> None:
+    """Raise TypeError for a generator function: a call of it makes a generator, whatever it yields."""
+    for called in (function, getattr(function, "__call__", None)):  # noqa: B004
+        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+            raise TypeError(
+                f"{getattr(function, '__name__', type(function).__name__)} yields its values; "
+                "a function that is called for a sample returns one"
+            )
 
 
 def answers_of(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
@@ -222,10 +249,12 @@ def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> 
     search(place)
     try:
         function = load(spec)
+        require_returns(function)
     except BaseException as error:
         requests.refuse(error)
         return
     traits = Traits.of(function)
+    function = called_by_name(function)
     ready = {"kind": READY, "missing": missing, **traits.write()}
     calls = _Calls(requests, limits, function, traits, arguments, written if writes else answered, timeout)
     requests.reply(ready)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -176,6 +177,8 @@ def test_an_endpoint_is_not_asked_for_through_a_proxy(play, monkeypatch, names):
     proxy, exception = names
     monkeypatch.setenv(proxy, "http://127.0.0.1:9")
     monkeypatch.setenv(exception, ".corp.example, 10.0.0.0/8")
+    for name, value in without_proxy(os.environ).items():  # as every command does before it starts
+        monkeypatch.setenv(name, value)
     shown = PLAIN.replace(
         "first = [", "assert '.corp.example,10.0.0.0/8' in os.environ[\"no_proxy\"]\nfirst = ["
     )

@@ -386,12 +386,17 @@ def test_a_function_is_given_what_it_names_and_nothing_else(tmp_path: Path) -> N
         "class Scorer:\n    def __call__(self, response):\n        return 2.0\n"
         "scorer = Scorer()\n"
         "def odd(response, completion, answer=3):\n    return 0.0\n"
-        "def fixed(response, /):\n    return 0.0\n"
+        "def fixed(response, bonus=0, /, *, ground_truth):\n"
+        "    return bonus + float(response == ground_truth)\n"
+        "async def fixed_later(response, ground_truth, /):\n    return float(response == ground_truth)\n"
     )
     for name, arguments, rewards in (
         ("score", {}, [1.0, 0.0]),
         ("later", {"bonus": 3}, [3.0, 3.0]),
         ("scorer", {}, [2.0] * 2),
+        ("fixed", {}, [1.0, 0.0]),
+        ("fixed", {"bonus": 3}, [4.0, 3.0]),
+        ("fixed_later", {}, [1.0, 0.0]),
     ):
         with make(str(path), name, arguments=arguments) as reward:
             assert score(reward, ["4", "5"]).rewards.tolist() == rewards
@@ -402,6 +407,19 @@ def test_a_function_is_given_what_it_names_and_nothing_else(tmp_path: Path) -> N
         with pytest.raises(UserError, match="cannot be called") as caught:
             make(str(path), name, arguments=arguments)
         assert words in str(caught.value)
+
+
+def test_a_function_that_yields_is_refused_before_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "yielding.py"
+    path.write_text(
+        "def score(response):\n    yield 1.0\n"
+        "async def later(response):\n    yield 1.0\n"
+        "class Scorer:\n    def __call__(self, response):\n        yield 1.0\n"
+        "scorer = Scorer()\n"
+    )
+    for name in ("score", "later", "scorer"):
+        with pytest.raises(UserError, match="yields its values"):
+            make(str(path), name)
 
 
 @pytest.fixture
