@@ -94,7 +94,8 @@ def _joined(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
             )
             for name in names
         },
-        **{name: _joined_baselines(rounds, name) for name in BASELINES},
+        baseline_rewards=_joined_baselines(rounds, "baseline_rewards"),
+        baseline_lengths=_joined_baselines(rounds, "baseline_lengths"),
     )
     return ScoredBatch(
         PromptBatch.concatenate([batch.prompts for batch in rounds]),
