@@ -11,7 +11,7 @@ from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.rewards import count_groups, informative_groups, prompts_to_sample, take_groups
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import Metrics, merge
-from megatron_rl.trainer.sample import BASELINES, ScoredBatch
+from megatron_rl.trainer.sample import ScoredBatch
 from megatron_rl.types import PromptBatch, Rollouts, Scores
 
 ROUND_CEILING = 4
