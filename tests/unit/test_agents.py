@@ -182,7 +182,8 @@ def test_an_endpoint_is_not_asked_for_through_a_proxy(play, monkeypatch, names):
     shown = PLAIN.replace(
         "first = [", "assert '.corp.example,10.0.0.0/8' in os.environ[\"no_proxy\"]\nfirst = ["
     )
-    rollouts = play(shown, ["good"])
+    # Without a network an agent has no word of a proxy.
+    rollouts = play(shown, ["good"], network=True)
     assert [(outcome.failure, outcome.reward) for outcome in rollouts.outcomes] == [(None, 1)], (
         rollouts.outcomes
     )
