@@ -14,6 +14,7 @@ from megatron_rl.check.model.megatron_settings import DROPPED, TRANSFORMER_CONFI
 from megatron_rl.check.model.untried import TRIED
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.budget import MemoryItem, RankMemory
+from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import load
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -74,7 +75,8 @@ def test_an_estimate_is_an_error_beyond_what_it_may_be_wrong_by(gib: int, errors
 def test_head_sizes_without_a_kernel_are_refused_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    assert list(host.HOST_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    sizes = ENGINES["vllm"].capabilities.host_head_sizes
+    assert list(sizes) == CPUAttentionBackend.get_supported_head_sizes()
     monkeypatch.setattr(host, "has_host_build", lambda: True)
     for model in ("small_heads", "odd_heads"):
         (error,) = check(f"model.path={model}", "rollout.engine=vllm").errors
