@@ -83,8 +83,8 @@ from megatron_rl.errors import UserError
 class Algorithm:
     """RL algorithm composed of pieces.
 
-    The key ``algorithm.FIELD`` of a run's configuration replaces the piece in that field or changes its
-    settings. Defaults follow verl if frameworks differ.
+    A key below ``algorithm`` in a run's configuration replaces the piece in the field of that name or changes
+    its settings. Defaults follow verl if frameworks differ.
 
     Example: ``Algorithm("mine", advantage=Rloo(), kl=KlInLoss(coef=0.01))``.
     """

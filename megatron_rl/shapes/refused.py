@@ -31,7 +31,7 @@ REFUSED = (
         "Qwen3-Next",
         "qwen3_next",
         "Qwen3NextForCausalLM",
-        "gated delta nets on packed rows (megatron/core/ssm/gated_delta_net.py refuses them and asks for "
+        "gated delta nets on packed rows (megatron.core.ssm.gated_delta_net refuses them and asks for "
         "flash-linear-attention)",
     ),
 )

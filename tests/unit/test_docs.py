@@ -43,6 +43,8 @@ FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 COMMAND = re.compile(r"(?:python|torchrun) .*(?:-m megatron_rl [a-z]|\S/)|launch/\S+\.(?:sh|sbatch)\b")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILES = (".py", ".yaml", ".jsonl", ".safetensors")
+"""Endings of file names, which are no keys."""
 ELSEWHERE = {"sbatch", "kubectl", "tensorboard"}
 """Programs of a cluster."""
 
@@ -184,7 +186,7 @@ def key_error(key: str, config: str = "configs/minimal.yaml") -> str:
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"docs/configuration.md", "docs/other_names.md"}))
 def test_keys_in_the_text_are_known(name: str) -> None:
     keys = {match[1] for code in CODE.findall(prose(name)) if (match := KEY.fullmatch(code))}
-    wrong = {key: key_error(key) for key in keys if not key.endswith((".py", ".yaml", ".jsonl"))}
+    wrong = {key: key_error(key) for key in keys if not key.endswith(FILES)}
     assert not any(wrong.values())
 
 
