@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,12 @@ USERS = [os.getuid(), NOBODY] if os.getuid() == 0 else [os.getuid()]
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
-    """Return a folder that every user reaches, as in a project that belongs to the user of the run."""
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == os.getuid() and folder.name.startswith("pytest"):
-            folder.chmod(0o755)
-    tmp_path.chmod(0o777)
-    return tmp_path
+def work() -> Iterator[Path]:
+    """Yield a folder that every user reaches, as in a project that belongs to the user of the run."""
+    # The folders of tmp_path are closed to other users, those of pytest-xdist's workers too.
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-attacks-", dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
 
 
 @pytest.mark.parametrize("user", USERS)
