@@ -96,17 +96,21 @@ def test_directories_that_are_no_single_data_set(tmp_path: Path) -> None:
 def test_two_fields_of_one_name_are_refused_wherever_they_stand(tmp_path: Path) -> None:
     texts = pyarrow.array(["1+1=", "2+2="])
     path = tmp_path / "twice.parquet"
-    tables = (
-        pyarrow.Table.from_arrays([texts, texts, texts], ["prompt", "ground_truth", "prompt"]),
-        pyarrow.table({"judge": pyarrow.StructArray.from_arrays([texts, texts], ["prompt", "prompt"])}),
-    )
-    for table in tables:
+    outer = pyarrow.Table.from_arrays([texts, texts, texts], ["prompt", "ground_truth", "prompt"])
+    inner = pyarrow.table({"judge": pyarrow.StructArray.from_arrays([texts, texts], ["prompt", "prompt"])})
+    for table, name in ((outer, "prompt"), (inner, "judge.prompt")):
         pyarrow.parquet.write_table(table, path)
-        assert "two columns of one name" in error_of(path) and "prompt" in error_of(path)
+        assert f"two columns named `{name}`" in error_of(path)
+
     lines = tmp_path / "twice.jsonl"
-    for line in ('{"prompt": "1+1=", "prompt": "2+2="}', '{"prompt": [{"role": "user", "role": "system"}]}'):
+    for line, key in (
+        ('{"prompt": "1+1=", "prompt": "2+2="}', "prompt"),
+        ('{"prompt": [{"role": "user", "role": "system"}]}', "role"),
+    ):
         lines.write_text(line + "\n")
-        assert "occurs twice" in error_of(lines) and "twice.jsonl:1" in error_of(lines)
+        assert f"has the key `{key}` twice" in error_of(lines)
+        assert "twice.jsonl:1" in error_of(lines)
+
     ordinary = pyarrow.table({"prompt": texts, "lists": [[[{"a": 1, "b": 2}]]] * 2, "names": [["x"]] * 2})
     pyarrow.parquet.write_table(ordinary, path)
     assert "ground_truth" in error_of(path)  # read, and then missed
