@@ -39,10 +39,11 @@ from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.responses import ResponseSource
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.buffer import RolloutBuffer
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.trainer.state import TYPES, Best, TrainerState
 
-STATE_DIGESTS = {2: "4ed41e37"}
+STATE_DIGESTS = {2: "1214c094"}
 """Digest of what says which state is saved, by its number."""
 
 
@@ -218,7 +219,15 @@ def _function(function: Any) -> Any:
 
 def test_a_change_of_the_state_raises_its_format() -> None:
     """Methods that say what a checkpoint holds, however they are laid out, and the fields of its values."""
-    saved_by = (AlgorithmState, ShuffledOrder, PromptSource, ResponseSource, RolloutSource, TrainerState)
+    saved_by = (
+        AlgorithmState,
+        ShuffledOrder,
+        PromptSource,
+        ResponseSource,
+        RolloutBuffer,
+        RolloutSource,
+        TrainerState,
+    )
     bodies = [" ".join(map(ast.unparse, _function(one.state_dict).body[1:])) for one in saved_by]
     fields = [f"{one.__name__} {list(one.__annotations__)}" for one in (*TYPES, Best, SampledBatch)]
     digest = hashlib.sha256("\n".join(bodies + fields).encode()).hexdigest()[:8]
