@@ -24,6 +24,7 @@ from megatron_rl.distributed.exchange import barrier, gather_objects
 from megatron_rl.durable import file_error
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, first_line
 from megatron_rl.launcher import report_errors
+from megatron_rl.shapes.layout import problems
 from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.run_lock import only_job_in
@@ -220,11 +221,16 @@ def _leave(code: int) -> None:
 
 
 def describe_rank(config: RunConfig, rank: int) -> str:
-    """Return a rank with the roles it holds and its place in them."""
+    """Describe a rank by its roles and its coordinates in each of them.
+
+    Example: ``rank 1 (actor: tensor 0, pipeline 1, data 0; rollout: replica 0, tensor 1)``.
+    """
     words = []
     for role, layout in role_layouts(config, device.world_size()).items():
-        if rank not in layout.ranks:
+        # `export` runs on any number of ranks, where the layouts of the run's roles need not fit.
+        if rank not in layout.ranks or problems(layout):
             continue
+
         place = layout.coordinates(rank)
         if role == "rollout":
             words.append(f"rollout: replica {place.data}, tensor {place.tensor}")
