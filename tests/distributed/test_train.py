@@ -243,7 +243,7 @@ def test_a_failure_names_rank_role_and_phase_and_ends_the_job(forked_torchrun, m
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"bach": {"prompts": 1}}, "batch"),
+        ({"bach": {"prompts_per_step": 1}}, "did you mean `batch`?"),
         ({"actor": {"layout": {"tensor": 3}}}, "actor.layout"),
         ({"model": {"path": "/nowhere", "dtype": "float32"}}, "model.path"),
     ],
