@@ -35,7 +35,7 @@ from megatron_rl.hf.weights import open_checkpoint, source_boxes
 from megatron_rl.megatron.lora import adapter_parameters, policy_weights
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
-from megatron_rl.shapes.pretrained import PretrainedModel
+from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Region, regions, view_of
 from megatron_rl.weights.transfer import Exchange, connect, gather_layout
@@ -87,6 +87,9 @@ def export(
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
     files = shard_files(shapes, dtypes, file_bytes)
     further = _further_layers(described, source)
+    if further and SINGLE in files:
+        # Readers that find `model.safetensors` ignore the index, and with it the file of further layers.
+        files = {"model-00001-of-00001.safetensors": files[SINGLE]}
     content = _Content(files, shapes, dtypes, parameters, source_boxes(model))
     finish = partial(_finish, model.hf_config, content, dtype, source, further)
     _write(model, Path(path), content, piece_bytes, finish)

@@ -12,7 +12,7 @@ from megatron_rl import durable
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hf.export import export
-from megatron_rl.hf.files import CheckpointFiles
+from megatron_rl.hf.files import CheckpointFiles, write_index
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model import build_model
 from megatron_rl.shapes.layout import ParallelLayout
@@ -80,7 +80,14 @@ def test_layers_that_predict_further_tokens_are_exported_as_they_are(family, tmp
         "model.layers.4.mlp.experts.1.up_proj.weight": torch.randn(32, 64).to(torch.bfloat16),
         "model.layers.4.enorm.weight": torch.randn(64),
     }
+    # Files beside a `model.safetensors` are not the model's: an index names both.
+    weights = tmp_path / "first/model.safetensors"
+    weights = weights.rename(weights.with_name("model-layers.safetensors"))
+    names = CheckpointFiles(tmp_path / "first").names()
     save_file(further, tmp_path / "first/model-further.safetensors")
+    files = {weights.name: sorted(names), "model-further.safetensors": sorted(further)}
+    write_index(tmp_path / "first", files, total_bytes=0)
+
     model = build(type(reference.config).from_pretrained(tmp_path / "first"))
     load_weights(model, tmp_path / "first")
     export(model, tmp_path / "second", tmp_path / "first")
