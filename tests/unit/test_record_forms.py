@@ -216,15 +216,15 @@ def test_tools_are_a_list_or_json_text_of_one() -> None:
 def test_turns_of_no_weight_are_read_and_not_learned(mark: dict[str, Any]) -> None:
     wrong = {"role": "assistant", "content": "3", **mark}
     begun = read({"messages": [ASKS, wrong, ASKS, ANSWERS]}, RESPONSE, prompt_field="messages")
-    assert (len(begun["messages"]), begun["response"]) == (3, "2")
+    assert (len(begun["messages"]), begun["response"]) == (3, [ANSWERS])
     ended = read({"messages": [ASKS, ANSWERS, ASKS, wrong]}, RESPONSE, prompt_field="messages")
-    assert (len(ended["messages"]), ended["response"]) == (1, "2")
+    assert (len(ended["messages"]), ended["response"]) == (1, [ANSWERS])
     between = read(
         {"messages": [ASKS, ANSWERS, ASKS, wrong, ASKS, ANSWERS]}, RESPONSE, prompt_field="messages"
     )
     assert [message.get("weight") for message in between["response"]] == [None, None, 0, None, None]
     last = {"messages": [ASKS, ANSWERS, ASKS, wrong]}
-    assert read(last, RESPONSE, prompt_field="messages", every_turn=False)["response"] == "2"
+    assert read(last, RESPONSE, prompt_field="messages", every_turn=False)["response"] == [ANSWERS]
     error = refused({"messages": [ASKS, wrong]}, RESPONSE, prompt_field="messages")
     assert "no turn that is learned" in error.message
 
@@ -244,14 +244,15 @@ def test_weights_that_cannot_be_honoured_are_refused(message: dict[str, Any], wo
 
 def test_preferences_come_as_texts_messages_or_conversations() -> None:
     other = {"role": "assistant", "content": "3"}
+    texts = read({"prompt": [ASKS], "chosen": "2", "rejected": "3"}, PAIR)
+    assert (texts["prompt"], texts["chosen"], texts["rejected"]) == ([ASKS], "2", "3")
     for record in (
-        {"prompt": [ASKS], "chosen": "2", "rejected": "3"},
         {"prompt": [ASKS], "chosen": [ANSWERS], "rejected": other},
         {"chosen": [ASKS, ANSWERS], "rejected": [ASKS, other]},
         {"chosen": json.dumps([ASKS, ANSWERS]), "rejected": json.dumps([ASKS, other])},
     ):
         values = read(record, PAIR)
-        assert (values["prompt"], values["chosen"], values["rejected"]) == ([ASKS], "2", "3")
+        assert (values["prompt"], values["chosen"], values["rejected"]) == ([ASKS], [ANSWERS], [other])
     error = refused({"chosen": "Human: 1+1 Assistant: 2", "rejected": "Human: 1+1 Assistant: 3"}, PAIR)
     assert "give every record a field `prompt`" in (error.fix or "")
 
