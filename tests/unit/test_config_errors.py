@@ -339,7 +339,8 @@ KEYS = ("reward.function", "evaluation.sets.held_out.reward", "evaluation.sets.h
 def test_functions_are_loaded_as_a_run_loads_them(tmp_path: Path, key: str, source: str, words: str) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(source)
-    report = check(f"{key}={file}:score")
+    # A checkpoint that another test has left in the workspace is none of this one.
+    report = check(f"{key}={file}:score", "checkpoint.resume=never")
     (error,) = report.errors
     assert (error.where or "").startswith(key)
     assert words in str(report.errors[0])
@@ -363,7 +364,7 @@ def test_a_piece_that_never_ends_its_import_is_an_error(
     file = tmp_path / "piece.py"
     file.write_text("while True:\n    pass\ndef own(*_, **__): return 1.0\n")
     for key in ("algorithm.policy_loss", "reward.function"):
-        found = [str(error) for error in check(f"{key}={file}:own").errors]
+        found = [str(error) for error in check(f"{key}={file}:own", "checkpoint.resume=never").errors]
         assert len(found) == 1 and "still loading after 1 s" in found[0]
 
 
