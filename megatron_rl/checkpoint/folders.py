@@ -204,9 +204,9 @@ class Saving:
 
 
 def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, str]:
-    """Return the digests of all files of a folder; ``rank_digests`` are those that this rank has computed.
+    """Return the digests of all files of a folder; ``rank_digests`` are the ones from this rank.
 
-    The files without a digest are shared out among the ranks. Fails on all ranks if one cannot read a file or
+    Ranks share the files that have no digest yet. Fails on all ranks if one cannot read a file or
     bring it to the disk. Collective over the world.
     """
     digests: dict[str, str] = {}
@@ -292,7 +292,7 @@ def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
 
 
 def model_damages(folder: Path) -> list[str]:
-    """Return the damages of a model folder; none for a folder without digests. Collective over the world."""
+    """Return the damages of a model folder; a folder without digests has none. Collective over the world."""
     has_digests = first(lambda: durable.is_sealed(folder))
     return find_damages(folder) if has_digests else []
 

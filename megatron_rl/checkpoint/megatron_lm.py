@@ -88,7 +88,7 @@ def save_megatron(
 ) -> Path:
     """Write ``iter_N`` and the tracker for pretrain_gpt.py --load; return the path of ``iter_N``.
 
-    ``arguments`` are those of `checkpoint_arguments`, equal on every rank. Adapters are merged into the
+    ``arguments`` come from `checkpoint_arguments`, equal on every rank. Adapters are merged into the
     weights. Optimizer and random generators are not stored, as the arguments state. Older iterations beyond
     ``keep`` are removed. Collective over the world; the folder is on a file system that all ranks share.
     """
@@ -221,18 +221,18 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
         fill(values, model, open_files)
         # Megatron's optimizers call the master weights "param".
         name = "param" if state in MASTERS else state
-        for part in optimizer.parts:
-            _set_state(model, part, name, values)
+        for sub_optimizer in optimizer.parts:
+            _set_state(model, sub_optimizer, name, values)
 
-    for part in optimizer.parts:
-        for group in part.optimizer.param_groups:
+    for sub_optimizer in optimizer.parts:
+        for group in sub_optimizer.optimizer.param_groups:
             if "step" in group:
                 group["step"] = checkpoint.steps
-        for parameter_state in part.optimizer.state.values():
+        for parameter_state in sub_optimizer.optimizer.state.values():
             if "step" in parameter_state:
                 parameter_state["step"].fill_(checkpoint.steps)
-        if isinstance(part.optimizer, HostOptimizer):
-            part.optimizer.settle()
+        if isinstance(sub_optimizer.optimizer, HostOptimizer):
+            sub_optimizer.optimizer.settle()
 
 
 def _states(
@@ -300,19 +300,19 @@ def _agree(masters: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bo
     return torch.allclose(master.float(), weight.float(), rtol=rounding.eps, atol=rounding.smallest_normal)
 
 
-def _set_state(model: ParallelModel, part: Any, state: str, values: Mapping[str, Tensor]) -> None:
+def _set_state(model: ParallelModel, sub_optimizer: Any, state: str, values: Mapping[str, Tensor]) -> None:
     """Copy one optimizer state into one of Megatron's optimizers, from complete tensors by parameter name."""
     for index, chunk in enumerate(model.chunks):
         for name, parameter in chunk.named_parameters():
             value = values[f"{index}.{name}"]
-            if not hasattr(part, "model_param_gbuf_map"):
+            if not hasattr(sub_optimizer, "model_param_gbuf_map"):
                 # An optimizer that is not distributed has a master weight for each half-precision one.
                 main_parameter = getattr(parameter, "main_param", parameter)
-                if main_parameter in part.optimizer.state:
+                if main_parameter in sub_optimizer.optimizer.state:
                     if state == "param":
                         main_parameter.copy_(value)
                     else:
-                        part.optimizer.state[main_parameter][state].copy_(value)
-            elif parameter in part.model_param_gbuf_map:
-                shard = part._get_model_param_range_map(parameter)["param"]
-                set_states(part, parameter, {state: value.flatten()[shard.start : shard.end]})
+                        sub_optimizer.optimizer.state[main_parameter][state].copy_(value)
+            elif parameter in sub_optimizer.model_param_gbuf_map:
+                shard = sub_optimizer._get_model_param_range_map(parameter)["param"]
+                set_states(sub_optimizer, parameter, {state: value.flatten()[shard.start : shard.end]})

@@ -74,7 +74,7 @@ class Part(NamedTuple):
 
 def save(
     directory: str | Path,
-    parts: Mapping[str, Part],
+    roles: Mapping[str, Part],
     state: Mapping[str, Any],
     keep: int | None = None,
     best: Collection[int] = (),
@@ -88,7 +88,7 @@ def save(
     world; the folder is on a file system that all ranks share.
 
     Arguments:
-        parts: the trained roles by name, in the same order on every rank; the first one's facts are repeated
+        roles: the trained roles by name, in the same order on every rank; the first one's facts are repeated
             at the top level of meta.json, as the actor's.
         state: plain values and host tensors, equal on all ranks, with at least ``step`` and ``seed``.
         keep: number of checkpoints to retain, None for all.
@@ -99,23 +99,23 @@ def save(
     """
     final = Path(directory)
     partial = partial_of(final)
-    first_role = next(iter(parts))
+    first_role = next(iter(roles))
 
     # Ranks outside a role's layout get its values from a rank inside.
-    needed_bytes = sum(gather_objects(sum(_stored_bytes(part) for part in parts.values())))
+    needed_bytes = sum(gather_objects(sum(_stored_bytes(role) for role in roles.values())))
     schedules: dict[str, Any] = {}
-    for name, part in parts.items():
-        step_count = part.optimizer.scheduler.num_steps if part.optimizer else None
-        schedules[name] = _from_layout(step_count, part.model)
-    content = {"state": _from_layout(dict(state), parts[first_role].model), "schedules": schedules}
+    for name, role in roles.items():
+        step_count = role.optimizer.scheduler.num_steps if role.optimizer else None
+        schedules[name] = _from_layout(step_count, role.model)
+    content = {"state": _from_layout(dict(state), roles[first_role].model), "schedules": schedules}
     roles_meta: dict[str, Any] = {}
-    for name, part in parts.items():
-        role_meta = _role_meta(part.model, part.optimizer, layout) if part.model else None
-        roles_meta[name] = _from_layout(role_meta, part.model)
+    for name, role in roles.items():
+        role_meta = _role_meta(role.model, role.optimizer, layout) if role.model else None
+        roles_meta[name] = _from_layout(role_meta, role.model)
     meta = {**roles_meta[first_role], **_run_meta(state), "roles": roles_meta}
 
     def prepare() -> None:
-        _prepare(final, parts, layout, needed_bytes)
+        _prepare(final, roles, layout, needed_bytes)
 
     def write_rank_files() -> None:
         torch.save(_generator_states(), partial / "rng" / f"rank_{device.rank()}.pt")
@@ -132,8 +132,8 @@ def save(
         files.append(partial / "state.pt")
     writes: list[TensorWrite] = []
     try:
-        for name, part in parts.items():
-            write = begin_tensors(partial / name, part.model, part.optimizer, layout, keep=beside)
+        for name, role in roles.items():
+            write = begin_tensors(partial / name, role.model, role.optimizer, layout, keep=beside)
             writes.append(write)
             files += write.files
     except Exception as error:
@@ -144,33 +144,33 @@ def save(
     return saving
 
 
-def _prepare(final: Path, parts: Mapping[str, Part], layout: str, needed_bytes: float) -> None:
+def _prepare(final: Path, roles: Mapping[str, Part], layout: str, needed_bytes: float) -> None:
     """Create the folders of a checkpoint; raise UserError if it cannot be written."""
     if layout == SAME:
-        for part in parts.values():
-            require_shards(part.optimizer)
+        for role in roles.values():
+            require_shards(role.optimizer)
     if device.rank() == 0:
         durable.remove(partial_of(final))
         final.parent.mkdir(parents=True, exist_ok=True)
         durable.require_space(final.parent, needed_bytes, f"the checkpoint {final.name}")
-        for name in (*parts, "rng"):
+        for name in (*roles, "rng"):
             (partial_of(final) / name).mkdir(parents=True)
 
 
-def _stored_bytes(part: Part) -> int:
+def _stored_bytes(role: Part) -> int:
     """Return the bytes of this rank's share of a role in a checkpoint, counting each shard on one rank."""
-    if part.model is None:
+    if role.model is None:
         return 0
-    coordinates = part.model.groups.coordinates
+    coordinates = role.model.groups.coordinates
     if coordinates.data != 0 or coordinates.context != 0:
         return 0
 
-    if part.model.adapters is not None:
-        weights = list(adapter_parameters(part.model).values())
+    if role.model.adapters is not None:
+        weights = list(adapter_parameters(role.model).values())
     else:
-        weights = [parameter for chunk in part.model.chunks for parameter in chunk.parameters()]
+        weights = [parameter for chunk in role.model.chunks for parameter in chunk.parameters()]
     size = sum(weight.numel() * weight.element_size() for weight in weights)
-    if part.optimizer is not None:
+    if role.optimizer is not None:
         size += _OPTIMIZER_BYTES * sum(weight.numel() for weight in weights)
     return size
 
@@ -188,7 +188,7 @@ def _from_layout(value: Any, model: ParallelModel | None) -> Any:
 
 
 def load(
-    directory: str | Path, parts: Mapping[str, Part], types: Sequence[type] = (), *, trusted: bool = False
+    directory: str | Path, roles: Mapping[str, Part], types: Sequence[type] = (), *, trusted: bool = False
 ) -> dict[str, Any]:
     """Restore a checkpoint into models and optimizers on any layouts; return the saved ``state``.
 
@@ -205,30 +205,30 @@ def load(
     # Verify everything before the first tensor is read.
     meta = read_meta(folder)
     require_state_format(folder, meta)
-    require_roles(folder, meta, parts)
-    for name, part in parts.items():
-        if part.model is not None:
-            _require_same_role(folder, meta["roles"][name], name, part.model, part.optimizer)
-            if part.optimizer is not None:
-                require_layout(folder, name, meta, _layout_meta(part.model))
-    for name in parts:
+    require_roles(folder, meta, roles)
+    for name, role in roles.items():
+        if role.model is not None:
+            _require_same_role(folder, meta["roles"][name], name, role.model, role.optimizer)
+            if role.optimizer is not None:
+                require_layout(folder, name, meta, _layout_meta(role.model))
+    for name in roles:
         refuse_code(folder / name, trusted=trusted)
 
     content = _read(folder / "state.pt", types)
-    for name, part in parts.items():
-        load_tensors(folder / name, part.model, part.optimizer, optimizer_layout(meta["roles"][name]))
-        if part.optimizer is not None:
+    for name, role in roles.items():
+        load_tensors(folder / name, role.model, role.optimizer, optimizer_layout(meta["roles"][name]))
+        if role.optimizer is not None:
             # The position in the learning-rate schedule is state; the schedule is the configuration's.
-            part.optimizer.scheduler.num_steps = 0
-            part.optimizer.scheduler.step(content["schedules"][name])
+            role.optimizer.scheduler.num_steps = 0
+            role.optimizer.scheduler.step(content["schedules"][name])
 
     layouts: dict[str, Any] = {}
-    for name, part in parts.items():
-        layouts[name] = _from_layout(_layout_meta(part.model) if part.model else None, part.model)
-    if all(layouts[name] == meta["roles"][name]["layout"] for name in parts):
+    for name, role in roles.items():
+        layouts[name] = _from_layout(_layout_meta(role.model) if role.model else None, role.model)
+    if all(layouts[name] == meta["roles"][name]["layout"] for name in roles):
         _set_generator_states(_read(folder / "rng" / f"rank_{device.rank()}.pt"))
     else:
-        seed_generators(int(meta["seed"]), int(meta["step"]), next(iter(parts.values())).model)
+        seed_generators(int(meta["seed"]), int(meta["step"]), next(iter(roles.values())).model)
     return content["state"]
 
 

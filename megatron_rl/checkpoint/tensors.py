@@ -180,10 +180,10 @@ class _SaveOutsideLayout(_Save):
 def begin_tensors(
     folder: Path, model: ParallelModel | None, optimizer: Optimizer | None, layout: str, *, keep: bool
 ) -> TensorWrite:
-    """Plan the write of a model and its optimizer into an empty folder.
+    """Plan the write of a model and its optimizer into an empty folder; see `TensorWrite`.
 
-    ``model`` is None on ranks outside its layout. ``layout`` is that of the distributed optimizer in the
-    checkpoint: `ANY` gathers it, `SAME` stores the shards. ``keep`` as for `TensorWrite`. Collective over the
+    Ranks outside the layout pass no ``model``. ``layout`` is the way to store a distributed optimizer: `ANY`
+    gathers it, `SAME` stores the shards. ``keep`` as for `TensorWrite`. Collective over the
     world.
     """
     with device.megatron_mode() if model is None else model.scope():
@@ -200,8 +200,8 @@ def require_shards(optimizer: Optimizer | None) -> None:
     if optimizer is None:
         return
     buckets: list[Any] = []
-    for part in optimizer.parts:
-        for buckets_by_type in getattr(part, "gbuf_ranges", ()):
+    for sub_optimizer in optimizer.parts:
+        for buckets_by_type in getattr(sub_optimizer, "gbuf_ranges", ()):
             for typed_buckets in buckets_by_type.values():
                 buckets += typed_buckets
 
@@ -365,8 +365,8 @@ def _clear_padding(model: ParallelModel) -> None:
 
 def initialise_states(optimizer: Optimizer) -> None:
     """Create the optimizer state of every parameter, as before the first step, if it does not exist yet."""
-    for part in optimizer.parts:
-        inner = part.optimizer
+    for sub_optimizer in optimizer.parts:
+        inner = sub_optimizer.optimizer
         if len(inner.state):
             continue
         rates = [group["lr"] for group in inner.param_groups]
@@ -390,9 +390,9 @@ def initialise_states(optimizer: Optimizer) -> None:
 
 
 def _separate_steps(inner: Any, reset: bool = False) -> None:
-    """Give each parameter a step counter of its own.
+    """Create a separate step counter for each parameter.
 
-    Megatron's load makes all parameters share one tensor, which a step would then increment for each.
+    Megatron's load makes all parameters share one tensor, which every parameter's update then increments.
     """
     for state in inner.state.values():
         if isinstance(state.get("step"), Tensor):
@@ -400,24 +400,24 @@ def _separate_steps(inner: Any, reset: bool = False) -> None:
 
 
 def _step_count(optimizer: Optimizer) -> int:
-    """Return the number of steps that the optimizer has taken, equal in all its parts."""
-    for part in optimizer.parts:
-        for entry in (*part.optimizer.state.values(), *part.optimizer.param_groups):
+    """Return the number of steps that the optimizer has taken, equal in all of Megatron's optimizers."""
+    for sub_optimizer in optimizer.parts:
+        for entry in (*sub_optimizer.optimizer.state.values(), *sub_optimizer.optimizer.param_groups):
             if "step" in entry:
                 return int(entry["step"])
     return 0
 
 
-def _with_step(step: int, part: Any, original: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a ``state_dict`` that includes the step even if the part has no parameters on this rank.
+def _with_step(step: int, sub_optimizer: Any, original: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a ``state_dict`` that includes the step even if no parameters are on this rank.
 
-    Megatron reads the step from the parameters. Experts are a part of their own, and the other trained
-    parameters may be in other stages.
+    Megatron reads the step from the parameters. Experts have an optimizer of their own, and all parameters of
+    the other one may be in other stages.
     """
 
     def state_dict() -> Any:
-        inner = part.optimizer
-        if inner.state or not hasattr(part, "gbuf_ranges"):
+        inner = sub_optimizer.optimizer
+        if inner.state or not hasattr(sub_optimizer, "gbuf_ranges"):
             return original()
         groups = []
         for group in inner.state_dict()["param_groups"]:
@@ -440,28 +440,28 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
 
     for group, values in zip(optimizer.megatron.param_groups, settings, strict=True):
         group.update(values)
-    for part in optimizer.parts:
-        _separate_steps(part.optimizer)
-        if isinstance(part.optimizer, HostOptimizer):
-            part.optimizer.settle()
+    for sub_optimizer in optimizer.parts:
+        _separate_steps(sub_optimizer.optimizer)
+        if isinstance(sub_optimizer.optimizer, HostOptimizer):
+            sub_optimizer.optimizer.settle()
 
 
 @contextmanager
 def _replaced(
     optimizer: Optimizer, name: str, build: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Replace a method of the optimizer's parts, where they have it, by ``build(part, method)``."""
-    parts = [part for part in optimizer.parts if hasattr(part, name)]
-    for part in parts:
-        setattr(part, name, build(part, getattr(part, name)))
+    """Replace the method ``name`` of Megatron's optimizers by ``build(sub_optimizer, method)``."""
+    sub_optimizers = [sub_optimizer for sub_optimizer in optimizer.parts if hasattr(sub_optimizer, name)]
+    for sub_optimizer in sub_optimizers:
+        setattr(sub_optimizer, name, build(sub_optimizer, getattr(sub_optimizer, name)))
     try:
         yield
     finally:
-        for part in parts:
-            delattr(part, name)
+        for sub_optimizer in sub_optimizers:
+            delattr(sub_optimizer, name)
 
 
-def _with_bucket_padding(part: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_bucket_padding(sub_optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a gather of the optimizer's state that includes the padding between buckets.
 
     Megatron gathers without that padding and reads with it. After a padded bucket (such as the tied embedding
@@ -470,7 +470,7 @@ def _with_bucket_padding(part: Any, original: Callable[..., Any]) -> Callable[..
 
     def gather(**arguments: Any) -> Any:
         state = original(**arguments)
-        for index, buffer in enumerate(part.buffers):
+        for index, buffer in enumerate(sub_optimizer.buffers):
             for tensors in (state or {}).get(index, {}).values():
                 for name, value in list(tensors.items()):
                     if isinstance(value, Tensor):
@@ -491,11 +491,11 @@ def _padded(values: Tensor, buffer: Any) -> Tensor:
     return padded
 
 
-def _without_step(part: Any, _: Callable[..., None]) -> Callable[..., None]:
+def _without_step(sub_optimizer: Any, _: Callable[..., None]) -> Callable[..., None]:
     """Return a restore of one parameter's states that skips the step: the groups' load restores it."""
 
     def restore(parameter: Any, tensors: Mapping[str, Tensor]) -> None:
-        states = part._get_main_param_and_optimizer_states(parameter).keys() - {"step"}
-        set_states(part, parameter, {name: tensors[name] for name in states})
+        states = sub_optimizer._get_main_param_and_optimizer_states(parameter).keys() - {"step"}
+        set_states(sub_optimizer, parameter, {name: tensors[name] for name in states})
 
     return restore

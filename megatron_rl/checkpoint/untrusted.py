@@ -2,7 +2,7 @@
 
 Megatron's distributed format stores its directory, and small values beside the tensors, as pickles. A pickle
 calls the functions that it names. Here pickles are read with an inert value for every name, and the names are
-compared with those that Megatron and torch write.
+compared with a list of the names that Megatron and torch write.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def drop_bounding_set() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability of this process and of its future children."""
+    """Drop every capability of this process and of its future children."""
     process_control(SET_NO_NEW_PRIVILEGES, 1)
     header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
     system_call("capset", header, bytes(24))

@@ -104,8 +104,8 @@ class ContainedProcess:
         limits: a section of limits, as `megatron_rl.config.sections.limits.LimitsConfig`, as a mapping.
         code: ``module:name`` or ``file.py:name`` of the user's code; the process sees its folder.
 
-    `replies` is the descriptor to wait for. `disorder` is None until the process violates the protocol; then
-    it is the reason, and no further reply of the process may be used.
+    `replies` is the descriptor to wait for. `disorder` is the reason if the process has violated the
+    protocol, else None; after that no further reply of the process may be used.
     """
 
     def __init__(self, serve: str, limits: Mapping[str, Any], code: str = "") -> None:

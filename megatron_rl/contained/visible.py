@@ -1,4 +1,4 @@
-"""The files and environment variables of contained code: those that are allowed, and no others.
+"""The files and environment variables that contained code is allowed to see, and no others.
 
 A path is visible because the interpreter needs it (its installation, folders of modules, libraries of the
 system), because the code is in it, or because ``limits.read`` names it. Of a folder with many purposes (`/`,

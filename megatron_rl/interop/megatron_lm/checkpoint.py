@@ -142,7 +142,7 @@ class MegatronCheckpoint:
     def flat_parameters(self, shape: ModelShape) -> list[list[FlatParameter]]:
         """Return the possible arrangements of parameters in the optimizer buffers, likeliest first.
 
-        Raises UserError if there is none: the buffers are of another model or layout than the arguments.
+        Raises UserError for buffers of another model or layout than the arguments.
         """
         sizes = {bucket: tensor.shape[0] for bucket, tensor in self.buffers[MASTERS[0]].items()}
         rows = self.tensors["embedding.word_embeddings.weight"].shape[0]
