@@ -50,16 +50,18 @@ FLOAT32_NAMES = ("e_score_correction_bias",)
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of a tensor that a writer appends to ``file`` in one step.
-
-    ``start``, ``size``: box in the tensor ``name``; ``dtype``: dtype in the file.
-    """
+    """Rows of a tensor that a writer appends to a file in one step."""
 
     file: str
+    """Name of the file."""
     name: str
+    """Name of the tensor."""
     start: tuple[int, ...]
+    """First coordinates of the box in the tensor."""
     size: tuple[int, ...]
+    """Size of the box."""
     dtype: torch.dtype
+    """Dtype in the file."""
 
 
 def export(
@@ -85,20 +87,22 @@ def export(
     dtype = dtype or next(iter(parameters.values())).dtype
     shapes = described.tensor_shapes()
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
+
     files = shard_files(shapes, dtypes, file_bytes)
-    further = _further_layers(described, source)
-    if further and SINGLE in files:
+    extra_tensors = _further_layers(described, source)
+    if extra_tensors and SINGLE in files:
         # Readers that find `model.safetensors` ignore the index, and with it the file of further layers.
         files = {"model-00001-of-00001.safetensors": files[SINGLE]}
+
     content = _Content(files, shapes, dtypes, parameters, source_boxes(model))
-    finish = partial(_finish, model.hf_config, content, dtype, source, further)
+    finish = partial(_finish, model.hf_config, content, dtype, source, extra_tensors)
     _write(model, Path(path), content, piece_bytes, finish)
 
 
 def export_adapters(model: Any, path: str | Path, source: str | Path, *, dropout: float = 0.0) -> None:
     """Write the adapters of a `ParallelModel` in PEFT's format, for the base model at ``source``.
 
-    ``dropout`` is the adapters' dropout in training. Errors are those of `export`. Collective over the
+    ``dropout`` is the adapters' dropout in training. Raises UserError as `export` does. Collective over the
     model's ranks.
     """
     parameters = adapter_parameters(model)
@@ -115,19 +119,18 @@ def export_adapters(model: Any, path: str | Path, source: str | Path, *, dropout
 
 @dataclass(frozen=True)
 class _Content:
-    """Content of a checkpoint to write, and this rank's part of it.
-
-    ``files``: file to names of tensors.
-    ``shapes``, ``dtypes``: of each tensor in the files.
-    ``parameters``: this rank's storages by name.
-    ``boxes``: boxes of the tensors in this rank's storages.
-    """
+    """Content of a checkpoint to write, and this rank's part of it."""
 
     files: Mapping[str, Sequence[str]]
+    """File -> names of its tensors."""
     shapes: Mapping[str, tuple[int, ...]]
+    """Complete shape of each tensor in the files."""
     dtypes: Mapping[str, torch.dtype]
+    """Dtype of each tensor in the files."""
     parameters: Mapping[str, Tensor]
+    """This rank's storages by name."""
     boxes: Sequence[TensorBox]
+    """Boxes of the tensors in this rank's storages."""
 
 
 def _write(
@@ -297,9 +300,9 @@ def _flows(
             dtypes[piece.name] = piece.dtype
             steps_by_row.setdefault(piece.name, []).append((piece.start[0], number))
 
-    needed = [BoxGroup((writer,), tuple(pieces), dtypes) for writer, pieces in boxes.items()]
+    destinations = [BoxGroup((writer,), tuple(pieces), dtypes) for writer, pieces in boxes.items()]
     flows: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
-    for number, region in enumerate(regions(sources, needed)):
+    for number, region in enumerate(regions(sources, destinations)):
         (writer,) = region.receivers
         starts = steps_by_row[region.name]
         step = starts[bisect_right(starts, (region.start[0], len(steps))) - 1][1]
@@ -333,10 +336,10 @@ def _finish(
     content: _Content,
     dtype: torch.dtype,
     source: str | Path | None,
-    further: Sequence[str],
+    extra_tensors: Sequence[str],
     target: Path,
 ) -> None:
-    """Write config.json, index and tokenizer files of a checkpoint, and its ``further`` tensors."""
+    """Write config.json, index and tokenizer files of a checkpoint, and its ``extra_tensors``."""
     files = content.files
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
@@ -349,9 +352,9 @@ def _finish(
 
     sizes = content.shapes.items()
     total_bytes = sum(torch.Size(shape).numel() * content.dtypes[name].itemsize for name, shape in sizes)
-    if source is not None and further:
-        total_bytes += copy_tensors(source, target / FURTHER, further)
-        files = {**files, FURTHER: further}
+    if source is not None and extra_tensors:
+        total_bytes += copy_tensors(source, target / FURTHER, extra_tensors)
+        files = {**files, FURTHER: extra_tensors}
     if len(files) > 1:
         write_index(target, files, total_bytes)
     if source is not None:

@@ -38,7 +38,7 @@ class CheckpointFiles:
         self._file_of = {name: self.path / stored for name, stored in self._index(files).items()}
 
     def _index(self, files: list[Path] | None) -> Mapping[str, str]:
-        """Return the file name of each tensor, from the directory's index if ``files`` is None."""
+        """Return the file name of each tensor, without ``files`` from the directory's index."""
         index = self.path / INDEX
         if files is None:
             try:
@@ -51,12 +51,12 @@ class CheckpointFiles:
                     got=repr(error),
                 ) from error
 
-            missing = sorted({file for file in weight_map.values() if not (self.path / file).is_file()})
-            if missing:
+            absent_files = sorted({file for file in weight_map.values() if not (self.path / file).is_file()})
+            if absent_files:
                 raise UserError(
                     "The checkpoint's index names files that do not exist.",
                     where=str(index),
-                    got="missing " + ", ".join(missing),
+                    got="missing " + ", ".join(absent_files),
                     fix="download the checkpoint again, with all its files",
                 )
             return weight_map

@@ -212,17 +212,17 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
     if SCALAR not in stored:
         expected.pop(SCALAR, None)
 
-    missing = sorted(set(expected) - stored)
+    absent = sorted(set(expected) - stored)
     extra = stored - set(expected)
     unexpected = sorted(name for name in extra if not described.is_ignorable(name))
-    if missing or unexpected:
+    if absent or unexpected:
         hint = None
-        if missing == [OUTPUT]:
+        if absent == [OUTPUT]:
             hint = "set tie_word_embeddings in config.json if the output layer shares the embedding"
         raise UserError(
             "The checkpoint's tensors are not those of the model in its config.json.",
             where=str(files.path),
-            expected=f"missing: {some_of(missing, _MAX_NAMES_LISTED)}" if missing else None,
+            expected=f"missing: {some_of(absent, _MAX_NAMES_LISTED)}" if absent else None,
             got=f"unexpected: {some_of(unexpected, _MAX_NAMES_LISTED)}" if unexpected else None,
             fix=hint or "use a checkpoint saved from this architecture and number of layers",
         )

@@ -41,9 +41,9 @@ class Adapter(nn.Module):
     def __init__(self, weight: Tensor, rank: int, mask: Tensor, scale: float, dropout: float) -> None:
         super().__init__()
         rows, inputs = weight.shape
-        kinds = mask.shape[1]
+        kind_count = mask.shape[1]
         like = {"dtype": weight.dtype, "device": weight.device}
-        self.A = nn.Parameter(torch.empty(kinds * rank, inputs, **like))
+        self.A = nn.Parameter(torch.empty(kind_count * rank, inputs, **like))
         self.B = nn.Parameter(torch.empty(rows, rank, **like))
         self.scale = scale
         self.dropout = dropout

@@ -32,7 +32,9 @@ class HostOptimizer(HybridDeviceOptimizer):
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
         """Return the groups of host and device, and Megatron's maps between parameters and copies."""
         if device.simulated():
-            return [], [], {}, {}, {}  # the host's memory is not counted
+            # A simulation does not count the host's memory.
+            return [], [], {}, {}, {}
+
         copies = {
             parameter: torch.empty(
                 parameter.shape, dtype=torch.float32, device=device.host(), pin_memory=self.pin_cpu_params
@@ -45,25 +47,28 @@ class HostOptimizer(HybridDeviceOptimizer):
             for group in self.param_groups
             if group["params"]
         ]
-        return groups, [], copies, {copy: parameter for parameter, copy in copies.items()}, dict(copies)
+        parameters_by_copy = {copy: parameter for parameter, copy in copies.items()}
+        return groups, [], copies, parameters_by_copy, dict(copies)
 
     def settle(self) -> None:
-        """Take over the state that was just restored from a checkpoint."""
+        """Copy the state that a checkpoint has just restored to the optimizers of host and device."""
         self._sync_hdo_state_to_sub_optimizers()
         self._sync_sub_optimizers_state_to_hdo()
 
 
-def set_states(part: Any, parameter: Any, states: Mapping[str, Tensor]) -> None:
+def set_states(sub_optimizer: Any, parameter: Any, states: Mapping[str, Tensor]) -> None:
     """Set some states of a parameter's shard in one of Megatron's distributed optimizers."""
-    current = part._get_main_param_and_optimizer_states(parameter)
-    if isinstance(part.optimizer, HostOptimizer):
+    current = sub_optimizer._get_main_param_and_optimizer_states(parameter)
+    if isinstance(sub_optimizer.optimizer, HostOptimizer):
         # Copied: Megatron would keep the tensors, which may be slices of larger ones.
         for name, value in states.items():
             current[name].copy_(value)
     else:
         device_states = {name: value.to(current[name].device) for name, value in states.items()}
         # The class's method, because a restore replaces the instance's.
-        type(part)._set_main_param_and_optimizer_states(part, parameter, {**current, **device_states})
+        type(sub_optimizer)._set_main_param_and_optimizer_states(
+            sub_optimizer, parameter, {**current, **device_states}
+        )
 
 
 class _UnshardedParameters(HostOptimizer):
@@ -84,8 +89,10 @@ def on_the_host(settings: OptimizerConfig) -> Iterator[None]:
         return
     # What Megatron derives for its precision-aware optimizer, which has no master weights on the device. Its
     # own derivation asks for the version of Transformer Engine, whose optimizer is not used here.
-    settings.use_precision_aware_optimizer = settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    settings.use_precision_aware_optimizer = True
+    settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     settings.store_param_remainders = False
+
     modules = (megatron_optimizer, _UnshardedParameters), (distrib_optimizer, HostOptimizer)
     for module, optimizer_class in modules:
         setattr(module, "HybridDeviceOptimizer", optimizer_class)

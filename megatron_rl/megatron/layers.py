@@ -54,20 +54,20 @@ def warn_of_unfused_attention() -> None:
     learned from at 11 % of the card's rate that way, and the scores of every row were held in memory.
     """
     global _unfused
-    chosen = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
-    if _unfused or not chosen.get("use_unfused_attention"):
+    backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
+    if _unfused or not backends.get("use_unfused_attention"):
         return
     _unfused = True
     warnings.warn(
         "Transformer Engine computes attention without a fused kernel, several times slower and with the "
-        f"scores of whole rows in memory. What it says of the others: {_refusals(chosen)}. Fix: install "
+        f"scores of whole rows in memory. What it says of the others: {_refusals(backends)}. Fix: install "
         "flash-attn, or a cuDNN that it takes",
         stacklevel=2,
     )
 
 
-def _refusals(chosen: Mapping[str, Any]) -> str:
-    """Return the reasons that Transformer Engine logs for its choice of kernel, by choosing once more.
+def _refusals(backends: Mapping[str, Any]) -> str:
+    """Let Transformer Engine choose its kernel again, and return the reasons that it logs for the choice.
 
     It logs them at a level that is off by default.
     """
@@ -86,7 +86,7 @@ def _refusals(chosen: Mapping[str, Any]) -> str:
         setting_before = settings._log_level
         settings._log_level = logging.DEBUG
         try:
-            choice.get_attention_backend(chosen["attention_params"])
+            choice.get_attention_backend(backends["attention_params"])
         finally:
             settings._log_level = setting_before
     except Exception as error:  # a warning ends no run
@@ -180,15 +180,16 @@ class PackedAttention(nn.Module, RowAttention):
         self.cap: float | None = None
         """Bound of the scores: cap * tanh(score / cap) (Gemma Team 2024, arXiv 2408.00118)."""
         self.context = pg_collection.cp
+
+        # A frequency is a flag per layer, or N for full attention in every N-th layer.
         self.window = None
         frequency: Any = config.window_attn_skip_freq
         if config.window_size is not None:
-            uses = (
-                frequency[layer_number - 1]
-                if isinstance(frequency, list)
-                else layer_number % (frequency or 1e9)
-            )
-            self.window = config.window_size[0] if uses else None
+            if isinstance(frequency, list):
+                has_window = frequency[layer_number - 1]
+            else:
+                has_window = layer_number % (frequency or 1e9)
+            self.window = config.window_size[0] if has_window else None
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
@@ -220,12 +221,15 @@ class PackedAttention(nn.Module, RowAttention):
         if not grouped:
             key, value = _ungrouped(query, key, value)
         rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
-        longest = query.shape[1]
+
+        # Without a window the kernel's own causal mask is enough.
+        length = query.shape[1]
         mask = None
-        if self.window is not None and longest > self.window + 1:
-            distance = torch.arange(longest, device=query.device)
+        if self.window is not None and length > self.window + 1:
+            distance = torch.arange(length, device=query.device)
             distance = distance[:, None] - distance[None, :]
             mask = (distance >= 0) & (distance <= self.window)
+
         if self.cap is not None:
             out = _capped_attention(rows[0], rows[1], rows[2], mask, self.scale, self.cap)
             return out.transpose(1, 2).flatten(0, 1)
@@ -255,8 +259,8 @@ def _exchange_for_rows(group: Any, heads: Tensor) -> Tensor:
     if ranks == 1:
         return heads
     tokens, count, size = heads.shape
-    parts = heads.view(tokens, ranks, count // ranks, size).transpose(0, 1).contiguous()
-    return all_to_all(group, parts).view(ranks * tokens, count // ranks, size)
+    shards = heads.view(tokens, ranks, count // ranks, size).transpose(0, 1).contiguous()
+    return all_to_all(group, shards).view(ranks * tokens, count // ranks, size)
 
 
 def _exchange_for_heads(group: Any, rows: Tensor) -> Tensor:
@@ -268,8 +272,8 @@ def _exchange_for_heads(group: Any, rows: Tensor) -> Tensor:
     if ranks == 1:
         return rows
     tokens, count, size = rows.shape
-    parts = all_to_all(group, rows.view(ranks, tokens // ranks, count, size))
-    return parts.transpose(0, 1).reshape(tokens // ranks, ranks * count, size)
+    shards = all_to_all(group, rows.view(ranks, tokens // ranks, count, size))
+    return shards.transpose(0, 1).reshape(tokens // ranks, ranks * count, size)
 
 
 def _takes_grouped_keys(query: Tensor) -> bool:
@@ -324,12 +328,13 @@ def transformer_engine_attention() -> type:
             if not self.divides:
                 key, value = _ungrouped(query, key, value)
             query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
-            joined = super().forward(
+
+            output = super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias=attention_bias,
                 packed_seq_params=packed_seq_params.boundaries, num_splits=num_splits,
             )  # fmt: skip
-            joined = joined.view(len(query), query.shape[1], -1)
-            return _exchange_for_heads(self.context, joined).flatten(1).unsqueeze(1)
+            output = output.view(len(query), query.shape[1], -1)
+            return _exchange_for_heads(self.context, output).flatten(1).unsqueeze(1)
 
     return WholeRowAttention
 
@@ -344,6 +349,7 @@ def block_spec(
         for layer in layers:
             layer.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
         return block
+
     offset = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     specs = [_local_layer(config, _is_moe(config, offset + index)) for index in range(count)]
@@ -382,6 +388,8 @@ def _local_layer(config: TransformerConfig, moe: bool) -> Any:
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
+
+    # Norms and attention that take packed rows in any layout.
     modules = layer.submodules
     modules.input_layernorm = RmsNorm
     modules.pre_mlp_layernorm = RmsNorm
@@ -391,5 +399,6 @@ def _local_layer(config: TransformerConfig, moe: bool) -> Any:
         if config.qk_layernorm and hasattr(attention, name):
             setattr(attention, name, RmsNorm)
     if config.multi_latent_attention and getattr(config, "q_lora_rank", None) is None:
-        attention.q_layernorm = None  # the query is not compressed
+        # The query is not compressed.
+        attention.q_layernorm = None
     return layer

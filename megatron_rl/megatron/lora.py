@@ -118,13 +118,13 @@ def attach_adapters(
 
 
 @torch.no_grad()
-def share_base(model: ParallelModel, other: ParallelModel) -> None:
-    """Replace a model's frozen weights by those of another model of the same checkpoint and layout.
+def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
+    """Share the frozen weights of another model of the same checkpoint and layout; free the model's own.
 
-    Both have adapters over them. Call before the model is wrapped; its own copies are freed.
+    Both have adapters over them. Call before the model is wrapped.
     """
-    for chunk, other_chunk in zip(model.chunks, other.chunks, strict=True):
-        frozen = {name: value for name, value in other_chunk.named_parameters() if not value.requires_grad}
+    for chunk, base_chunk in zip(model.chunks, base_model.chunks, strict=True):
+        frozen = {name: value for name, value in base_chunk.named_parameters() if not value.requires_grad}
         for name, parameter in chunk.named_parameters():
             base = frozen.get(name)
             if base is not None and not parameter.requires_grad and parameter.shape == base.shape:

@@ -32,6 +32,7 @@ def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None 
     values = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": not device.on_host(), **(ddp or {})}
     values.setdefault("overlap_param_gather", distributed and values["overlap_grad_reduce"])
     settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **values)
+
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
             if is_expert_parameter(name):
@@ -39,6 +40,7 @@ def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None 
                 # are reduced as dense weights: over data-parallel ranks, but not over the tensor-parallel
                 # ranks that, with expert_tensor 1, each route a part of the tokens to whole experts.
                 setattr(parameter, "allreduce", False)
+
     with model.scope():
         model.wrapped = [
             DistributedDataParallel(
@@ -50,6 +52,7 @@ def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None 
             )
             for index, chunk in enumerate(model.chunks)
         ]
+
     if settings.overlap_grad_reduce:
         # Schedules accumulate inside no_sync, so that gradients are reduced once, with the last micro-batch.
         no_sync: list[Any] = [wrapped.no_sync for wrapped in model.wrapped]

@@ -22,16 +22,16 @@ STEPS = 20_000
 """Largest number of placements that a search tries, a few hundredths of a second."""
 
 
-def balance(work: Sequence[float], parts: int) -> list[list[int]]:
-    """Distribute items over ``parts`` with close sums of work, the largest item first to the least loaded.
+def balance(work: Sequence[float], bins: int) -> list[list[int]]:
+    """Distribute items over ``bins`` with close sums of work, the largest item first to the least loaded.
 
-    Equal inputs give equal outputs; items keep their order inside a part. Longest-processing-time rule
+    Equal inputs give equal outputs; items keep their order inside a bin. Longest-processing-time rule
     (Graham 1969): the largest sum is at most 4/3 of the best possible.
     """
-    loads = [(0.0, index) for index in range(parts)]
+    loads = [(0.0, index) for index in range(bins)]
     heapq.heapify(loads)
 
-    assignment: list[list[int]] = [[] for _ in range(parts)]
+    assignment: list[list[int]] = [[] for _ in range(bins)]
     for item in sorted(range(len(work)), key=lambda item: (-work[item], item)):
         load, index = heapq.heappop(loads)
         assignment[index].append(item)
@@ -61,9 +61,9 @@ def partition(
     micro-batch of its own. Where the ranks' shares need more micro-batches than all rows packed together,
     the packed micro-batches are distributed instead. Micro-batches may be empty where rows are few.
     """
-    # No rank can do with fewer than packing all rows together takes.
-    needed = -(-len(bin_packing(lengths, tokens_per_microbatch)) // data_parallel)
-    count = -(-max(1, needed) // multiple) * multiple
+    # A lower bound for every rank: the micro-batches of all rows packed together.
+    least_count = -(-len(bin_packing(lengths, tokens_per_microbatch)) // data_parallel)
+    count = -(-max(1, least_count) // multiple) * multiple
 
     shares = balance(row_work(lengths, tokens_per_quadratic), data_parallel)
     microbatches = []

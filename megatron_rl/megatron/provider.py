@@ -295,7 +295,7 @@ def _norms_of_any_layout() -> Iterator[None]:
 
 
 def fit_packed_rows(chunk: Any, spec: ModelSpec) -> None:
-    """Replace attention and rotary angles of Megatron's layers by those that take packed rows.
+    """Replace attention and rotary angles of Megatron's layers by modules that take packed rows.
 
     These are Megatron's plain layers and Transformer Engine's; attention of the user's own stays. If some of
     it is among Transformer Engine's layers, they all stay: a chunk gets rows in one form.

@@ -34,10 +34,6 @@ class UncoveredError(RuntimeError):
 class BoxGroup:
     """Boxes that several ranks hold, or need, alike.
 
-    ``ranks``: global ranks.
-    ``boxes``: boxes of each of these ranks; their ``rank`` field is not meaningful.
-    ``dtypes``: dtype by name of storage.
-
     Example: rows 0 to 3 of a weight [8, 16] on tensor-parallel rank 0 of two replicas::
 
         BoxGroup(
@@ -48,27 +44,30 @@ class BoxGroup:
     """
 
     ranks: tuple[int, ...]
+    """Global ranks."""
     boxes: tuple[TensorBox, ...]
+    """Boxes of each of these ranks; their ``rank`` field is not meaningful."""
     dtypes: Mapping[str, torch.dtype]
+    """Dtype by name of storage."""
 
 
 class Region(NamedTuple):
-    """One box of a tensor that every receiver needs and every holder holds completely.
-
-    ``name``: the tensor.
-    ``start``, ``size``: the box, in elements.
-    ``holders``, ``receivers``: global ranks, sorted; a rank may be both.
-    ``dtype``: dtype of the receivers' storage.
-    ``bytes``: bytes of the box in this dtype.
-    """
+    """One box of a tensor that every receiver needs and every holder holds completely."""
 
     name: str
+    """The tensor."""
     start: tuple[int, ...]
+    """First coordinates of the box, in elements."""
     size: tuple[int, ...]
+    """Size of the box, in elements."""
     holders: tuple[int, ...]
+    """Global ranks, sorted."""
     receivers: tuple[int, ...]
+    """Global ranks, sorted; a rank may be a holder too."""
     dtype: torch.dtype
+    """Dtype of the receivers' storage."""
     bytes: int
+    """Bytes of the box in this dtype."""
 
 
 def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> list[Region]:
@@ -84,11 +83,11 @@ def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> li
     # Layers and experts with equal boxes are intersected once.
     cache: dict[object, list[tuple[Span, tuple[int, ...], tuple[int, ...]]]] = {}
     result: list[Region] = []
-    for name, needed in needed_boxes.items():
-        held = held_boxes.get(name, {})
-        key = (_signature(held), _signature(needed))
+    for name, target_spans in needed_boxes.items():
+        source_spans = held_boxes.get(name, {})
+        key = (_signature(source_spans), _signature(target_spans))
         if key not in cache:
-            cache[key] = _intersect_boxes(name, held, needed, ranks)
+            cache[key] = _intersect_boxes(name, source_spans, target_spans, ranks)
 
         itemsize = dtypes[name].itemsize
         for (start, size), holders, receivers in cache[key]:
@@ -104,8 +103,8 @@ def needed_bytes(destinations: Sequence[BoxGroup]) -> dict[int, int]:
 
     # Add up per set of ranks first: there are few sets, and many ranks in each.
     by_ranks: dict[tuple[int, ...], int] = {}
-    for name, needed in needed_boxes.items():
-        for (_, size), receivers in disjoint(needed, ranks).items():
+    for name, target_spans in needed_boxes.items():
+        for (_, size), receivers in disjoint(target_spans, ranks).items():
             by_ranks[receivers] = by_ranks.get(receivers, 0) + math.prod(size) * dtypes[name].itemsize
 
     result: dict[int, int] = {}
@@ -166,13 +165,13 @@ def _boxes_by_tensor(
 
 def _intersect_boxes(
     name: str,
-    held: Mapping[Span, tuple[int, ...]],
-    needed: Mapping[Span, tuple[int, ...]],
+    source_spans: Mapping[Span, tuple[int, ...]],
+    target_spans: Mapping[Span, tuple[int, ...]],
     ranks: _RankSets,
 ) -> list[tuple[Span, tuple[int, ...], tuple[int, ...]]]:
-    """Return (span, holders, receivers) of every intersection of held and needed boxes of one tensor."""
-    sources = disjoint(held, ranks)
-    targets = disjoint(needed, ranks)
+    """Return (span, holders, receivers) of every intersection of source and target boxes of one tensor."""
+    sources = disjoint(source_spans, ranks)
+    targets = disjoint(target_spans, ranks)
 
     result = []
     for target, receivers in targets.items():

@@ -130,7 +130,7 @@ class CopyRecorder(TorchDispatchMode):
         return target
 
     def _parameter_at(self, tensor: Tensor) -> tuple[str, int] | None:
-        """Return name and first element of the destination that contains a view, None if there is none."""
+        """Return name and first element of the destination that contains a view, or None."""
         entries = self._destinations.get(_storage(tensor))
         if entries is None:
             return None
@@ -177,7 +177,7 @@ def trace_copies(
 
     ``sources`` are meta tensors by canonical name, one storage each; ``destinations`` are parameters by name,
     meta or live, whose contents recorded copies do not change. The offset of a box counts from the first
-    element of its parameter; its strides are those of the parameter's storage. Raises TraceError for a copy
+    element of its parameter, in the strides of the parameter's storage. Raises TraceError for a copy
     that cannot be expressed as boxes.
     """
     recorder = CopyRecorder(sources, destinations, rank)
@@ -220,14 +220,14 @@ def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
 
     for group in groups.values():
         group.sort(key=lambda box: (box.start[dim], box.offset))
-        joined = [group[0]]
+        unions = [group[0]]
         for box in group[1:]:
-            union = _join(joined[-1], box, dim)
+            union = _join(unions[-1], box, dim)
             if union is None:
-                joined.append(box)
+                unions.append(box)
             else:
-                joined[-1] = union
-        merged += joined
+                unions[-1] = union
+        merged += unions
     return merged
 
 

@@ -29,16 +29,14 @@ OWN_MESSAGE_BYTES = 2**20
 
 @dataclass
 class _Segment:
-    """One view, or a part of it, in a message.
-
-    ``views``: views of live storage of equal shape; a receiver may write a segment to several.
-    ``dtype``: dtype on the wire.
-    ``offset``: bytes from the start of the message.
-    """
+    """One view, or a part of it, in a message."""
 
     views: tuple[Tensor, ...]
+    """Views of live storage of equal shape; a receiver may write a segment to several."""
     dtype: torch.dtype
+    """Dtype on the wire."""
     offset: int
+    """Bytes from the start of the message."""
 
     def staged(self, buffer: Tensor) -> Tensor:
         """Return the view of the segment in a message buffer of bytes, in the shape of its views."""
@@ -56,18 +54,16 @@ class _Segment:
 
 @dataclass
 class _Stream:
-    """Messages of one ordered pair of ranks, which both sides divide alike.
-
-    ``slot``: bytes of the largest message.
-    ``messages``: segments of each message.
-    ``lengths``: bytes of each message.
-    ``closed``: whether the next segment begins a new message.
-    """
+    """Messages of one ordered pair of ranks, which both sides divide alike."""
 
     slot: int
+    """Bytes of the largest message."""
     messages: list[list[_Segment]] = field(default_factory=list)
+    """Segments of each message."""
     lengths: list[int] = field(default_factory=list)
+    """Bytes of each message."""
     closed: bool = True
+    """Whether the next segment begins a new message."""
 
     def fill(self, pieces: Sequence[tuple[tuple[Tensor, ...], torch.dtype]]) -> None:
         """Append all pieces; the small ones, which share messages, come first."""
@@ -243,19 +239,19 @@ def gather_layout(
 ) -> list[BoxGroup]:
     """Return the boxes of all ranks, with ranks of equal boxes as one group.
 
-    ``boxes`` is None on ranks without any; ``dtypes`` has the dtypes of this rank's storages. Equal boxes
-    are sent once: ranks compare digests first. Collective over the group.
+    Ranks without boxes pass None; ``dtypes`` has the dtypes of this rank's storages. Equal boxes are sent
+    once: ranks compare digests first. Collective over the group.
     """
     rank = rank_in(group)
 
-    # The content is the same on replicas: without the rank, and with the dtypes of used storages only.
+    # The content is the same on replicas: without the rank, and with the dtypes of the boxes' storages alone.
     content = None
     digest = None
     if boxes is not None:
-        used = {box.storage for box in boxes}
+        box_storages = {box.storage for box in boxes}
         content = (
             tuple(replace(box, rank=-1) for box in boxes),
-            {name: dtype for name, dtype in sorted(dtypes.items()) if name in used},
+            {name: dtype for name, dtype in sorted(dtypes.items()) if name in box_storages},
         )
         digest = hashlib.sha256(pickle.dumps(content)).hexdigest()
 
